@@ -1,0 +1,33 @@
+"""MLA decode and gated delta rule kernels for JAX on NVIDIA Hopper.
+
+The dimension key of every signature:
+
+    B batch rows   S query tokens of a row (>= 1)   T tokens   H query heads
+    R kv_lora_rank (512)   P qk_rope_head_dim (64)   D = R + P
+    N pages   C page size   M block-table width   L layers   Z state slots
+    Hk, Hv key and value heads of the delta rule   Dk, Dv their head dims (128)
+    W convolution width   Dc = 2 * Hk * Dk + Hv * Dv convolution channels
+"""
+
+from jaxattn.aliasing import AliasingError as AliasingError
+from jaxattn.aliasing import check_aliasing as check_aliasing
+from jaxattn.arena import Arena as Arena
+from jaxattn.arena import ArenaError as ArenaError
+from jaxattn.arena import ArenaSpec as ArenaSpec
+from jaxattn.gdn import causal_conv1d as causal_conv1d
+from jaxattn.gdn import causal_conv1d_update as causal_conv1d_update
+from jaxattn.gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
+from jaxattn.gdn import gated_delta_rule_decode as gated_delta_rule_decode
+from jaxattn.gdn import gdn_gates as gdn_gates
+from jaxattn.gdn import recurrent_gated_delta_rule as recurrent_gated_delta_rule
+from jaxattn.mla import absorb_output as absorb_output
+from jaxattn.mla import absorb_query as absorb_query
+from jaxattn.mla import merge_attention_states as merge_attention_states
+from jaxattn.mla import mla_cache_write as mla_cache_write
+from jaxattn.mla import mla_decode as mla_decode
+from jaxattn.mla import mla_prefill as mla_prefill
+from jaxattn.rope import RopeConfig as RopeConfig
+from jaxattn.rope import YarnConfig as YarnConfig
+from jaxattn.rope import softmax_scale as softmax_scale
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""`python -m jaxattn.bench`: what the kernels and the whole step reach on this GPU."""

@@ -1,0 +1,90 @@
+"""Times on one device: medians of repeated calls, and the two ceilings of the same run."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+ROTATE_BYTES = 256 * 2**20  # inputs are rotated through this much, several times the L2 of 60 MB
+
+
+def device_facts() -> dict[str, str]:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "runtime": device.client.platform_version.splitlines()[0],
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def seconds(call: Callable[[], Any], *, repeats: int = 7, warmup: float = 0.3) -> float:
+    """Median wall time of `call`, which returns arrays.
+
+    Left out are the first call, which compiles, and `warmup` seconds of calls: an idle GPU takes
+    that long to reach its clocks.
+    """
+    jax.block_until_ready(call())
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warmup:
+        jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def per_call(op: Callable[[Any, int], Any], carry: Any, *, calls: int = 16) -> float:
+    """Seconds a call, of `calls` calls one after another in one executable.
+
+    Args:
+        op: (carry, call number) -> carry. Every call has to depend on the one before it, or XLA
+            drops or merges calls.
+        carry: arrays; donated, so that in-place ops stay in place.
+    """
+
+    def run(carry):
+        for i in range(calls):
+            carry = op(carry, i)
+        return carry
+
+    compiled = jax.jit(run, donate_argnums=0)
+    held = [carry]
+
+    def call():
+        held[0] = compiled(held[0])
+        return held[0]
+
+    return seconds(call) / calls
+
+
+def copy_bandwidth() -> float:
+    """Bytes read plus written per second, by an elementwise pass over 2 GiB."""
+    x = jnp.ones((2**30,), jnp.bfloat16)
+    scan = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, x: -x, x), donate_argnums=0)
+    held = [x]
+
+    def call():
+        held[0] = scan(held[0])
+        return held[0]
+
+    return 8 * 2 * x.nbytes / seconds(call)
+
+
+def matmul_rate() -> float:
+    """FLOP per second of an 8192^3 bfloat16 product of random matrices, float32 accumulation."""
+    n = 8192
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / 90 for i in (0, 1))
+    matmul = jax.jit(lambda a, b: jax.lax.fori_loop(0, 8, lambda _, a: a @ b, a))
+    return 8 * 2 * n**3 / seconds(lambda: matmul(a, b))
+
+
+def ceilings() -> dict[str, float]:
+    return {"copy_GB_s": copy_bandwidth() / 1e9, "matmul_TFLOP_s": matmul_rate() / 1e12}

@@ -1,0 +1,44 @@
+"""Which implementation of an op runs: the best that accepts, or the one that was named.
+
+An implementation refuses by raising `NotImplementedError` with its reason before it traces anything.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+
+# Runs only when it is named: the Mosaic GPU kernel under JAX's interpreter, on any device, slowly.
+ONLY_BY_NAME = ("mosaic_gpu_interpret",)
+
+
+def dispatch[T](
+    op: str, implementation: Implementation | None, candidates: Mapping[str, Callable[[], T]]
+) -> T:
+    """Runs the named candidate, or with `None` the first that does not refuse.
+
+    Args:
+        op: the op's public name, for messages.
+        implementation: one of the candidates' names, or `None` for the best.
+        candidates: name -> thunk, best first.
+
+    Raises:
+        ValueError: no candidate has that name.
+        NotImplementedError: the named implementation refuses; the message says why.
+        ExceptionGroup: `implementation` is `None` and every candidate refuses.
+    """
+    if implementation is not None:
+        if implementation not in candidates:
+            names = ", ".join(repr(name) for name in candidates)
+            raise ValueError(f"{op}: unknown {implementation=}; choose one of {names} or None")
+        return candidates[implementation]()
+    refusals: list[Exception] = []
+    for name, candidate in candidates.items():
+        if name in ONLY_BY_NAME:
+            continue
+        try:
+            return candidate()
+        except NotImplementedError as refusal:
+            refusal.add_note(f"implementation={name!r}")
+            refusals.append(refusal)
+    raise ExceptionGroup(f"{op}: every implementation refused", refusals)

@@ -1,0 +1,66 @@
+"""What every kernel here needs of the machine, and how it is run without one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion;
+# jax's own attention_mgpu refuses the same range.
+MISCOMPILING_CUDA = (12080, 12091)
+
+
+def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
+    """The `interpret=` of `plgpu.kernel`: the interpreter fills fresh memory with NaN."""
+    return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else False
+
+
+def require_hopper(op: str, *, interpret: bool) -> None:
+    """Refuses, by `NotImplementedError` with the reason, where the kernel cannot run."""
+    if interpret:
+        return
+    backend = jax.default_backend()
+    if backend != "gpu":
+        raise NotImplementedError(
+            f"{op}: the Mosaic GPU kernel needs a Hopper GPU, and JAX's default backend is "
+            f"{backend!r}; use implementation='xla'"
+        )
+    device = jax.devices()[0]
+    if device.compute_capability != "9.0":
+        raise NotImplementedError(
+            f"{op}: the Mosaic GPU kernel needs compute capability 9.0 (Hopper), and "
+            f"{device.device_kind} has {device.compute_capability}"
+        )
+    from jax._src.lib import cuda_versions
+
+    version = cuda_versions.cuda_runtime_get_version() if cuda_versions is not None else 0
+    if MISCOMPILING_CUDA[0] <= version < MISCOMPILING_CUDA[1]:
+        raise NotImplementedError(
+            f"{op}: ptxas of CUDA 12.8.0 to 12.9.1 miscompiles masked kernels, and this is CUDA "
+            f"runtime {version}; install jaxattn[cuda13] or a later CUDA 12"
+        )
+
+
+def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:
+    """`accumulator + a @ b` in float32 on the tensor cores, finished on return.
+
+    Args:
+        accumulator: a value in the WGMMA layout, or `None` for zero.
+        a: shared memory [M, K].
+        b: shared memory [K, N].
+        shape: (M, N).
+        interpret: JAX 0.11.2's interpreter knows neither `wgmma` under `pl.run_state` nor a store
+            to an accumulator: there the product goes to an accumulator of its own and is added.
+    """
+
+    def product(ref: Any) -> Any:
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    if accumulator is None:
+        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+    if interpret:
+        return accumulator + pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(accumulator))

@@ -1,0 +1,441 @@
+"""A hybrid decoder, scanned over the repeats of its pattern, that decodes in one donated state.
+
+    step(params, state, batch) -> (logits, state)
+
+Weights, latent caches and recurrent states are stacks with the repeat or the layer in front. The
+scan carries the whole `DecodeState` and hands every op the whole stack with the layer's index:
+nothing is sliced out of a cache, and the layer loop reuses one arena.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from functools import cache, partial, reduce
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn import gdn, mla
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.dispatch import Implementation
+from jaxattn.models.config import HybridConfig as HybridConfig
+from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
+from jaxattn.nn.linear import Linear, matmul, normal
+
+PAGE_SIZE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What a step carries, all of it donated and updated in place.
+
+    Attributes:
+        arena: scratch, see `scratch`.
+        kv_cache: [L_mla, N, C, D], the pages of latents.
+        conv_state: [L_gdn, Z, W - 1, Dc], the last inputs of each convolution.
+        ssm_state: float32 [L_gdn, Z, Hv, Dv, Dk].
+    """
+
+    arena: Arena
+    kv_cache: Float[Array, "L N C D"]
+    conv_state: Float[Array, "L Z W-1 Dc"]
+    ssm_state: Float[Array, "L Z Hv Dv Dk"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeBatch:
+    """One new token a row.
+
+    Attributes:
+        tokens: int32 [B, S], S = 1 unless several tokens are known.
+        seq_lens: int32 [B], the new tokens included; 0 is a padding row.
+        block_tables: int32 [B, M], pages of the row in order; entries past its length are never
+            read.
+        state_indices: int32 [B], the row's state slot; -1 is a padding row.
+    """
+
+    tokens: Int[Array, "B S"]
+    seq_lens: Int[Array, "B"]
+    block_tables: Int[Array, "B M"]
+    state_indices: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """A chunk of each row's prompt, left-aligned in T tokens.
+
+    Attributes:
+        tokens: int32 [B, T].
+        query_lens: int32 [B], tokens of the chunk; 0 is a padding row.
+        seq_lens: int32 [B], the row's length after the chunk. A row whose `seq_lens` equals its
+            `query_lens` is fresh: it starts from zero states, whatever its slot holds.
+        block_tables: int32 [B, M].
+        state_indices: int32 [B]; -1 is a padding row.
+    """
+
+    tokens: Int[Array, "B T"]
+    query_lens: Int[Array, "B"]
+    seq_lens: Int[Array, "B"]
+    block_tables: Int[Array, "B M"]
+    state_indices: Int[Array, "B"]
+
+
+class GDNLayer(nnx.Module):
+    """norm, gated delta net, norm, MLP on a float32 residual stream."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
+        self.norm = _norm(config)
+        self.gdn = GatedDeltaNet(
+            config.hidden_size,
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            head_k_dim=config.linear_key_head_dim,
+            head_v_dim=config.linear_value_head_dim,
+            conv_width=config.linear_conv_kernel_dim,
+            eps=config.rms_norm_eps,
+            **_residual_branch(config),
+            rngs=rngs,
+        )
+        self.mlp_norm = _norm(config)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.gdn(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def prefill(self, x: Array, state: DecodeState, batch: PrefillBatch, layer, implementation):
+        y, conv_state, ssm_state = self.gdn.prefill(
+            self.norm(x),
+            state.conv_state,
+            state.ssm_state,
+            state_indices=batch.state_indices,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer,
+            implementation=implementation,
+        )
+        x = x + y
+        state = dataclasses.replace(state, conv_state=conv_state, ssm_state=ssm_state)
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def decode(self, x: Array, state: DecodeState, batch: DecodeBatch, layer, implementation):
+        y, conv_state, ssm_state, arena = self.gdn.decode(
+            self.norm(x),
+            state.conv_state,
+            state.ssm_state,
+            state_indices=batch.state_indices,
+            layer=layer,
+            arena=state.arena,
+            implementation=implementation,
+        )
+        x = x + y
+        assert arena is not None
+        state = dataclasses.replace(state, arena=arena, conv_state=conv_state, ssm_state=ssm_state)
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class MLALayer(nnx.Module):
+    """norm, MLA, norm, MLP on a float32 residual stream."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
+        self.norm = _norm(config)
+        self.mla = MultiHeadLatentAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            rope=config.rope,
+            eps=config.rms_norm_eps,
+            **_residual_branch(config),
+            rngs=rngs,
+        )
+        self.mlp_norm = _norm(config)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.mla(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def prefill(self, x: Array, state: DecodeState, batch: PrefillBatch, layer):
+        y, kv_cache = self.mla.prefill(
+            self.norm(x),
+            state.kv_cache,
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer,
+        )
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), dataclasses.replace(state, kv_cache=kv_cache)
+
+    def decode(self, x: Array, state: DecodeState, batch: DecodeBatch, layer, implementation):
+        y, kv_cache, arena = self.mla.decode(
+            self.norm(x),
+            state.kv_cache,
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            layer=layer,
+            arena=state.arena,
+            implementation=implementation,
+        )
+        assert arena is not None
+        x = x + y
+        state = dataclasses.replace(state, arena=arena, kv_cache=kv_cache)
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class Repeat(nnx.Module):
+    """One repeat of the pattern: the body of the scan."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
+        self.gdn = nnx.List([GDNLayer(config, rngs=rngs) for _ in range(config.gdn_per_repeat)])
+        self.mla = MLALayer(config, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        for layer in self.gdn:
+            x = layer(x)
+        return self.mla(x)
+
+    def prefill(self, x: Array, state: DecodeState, batch: PrefillBatch, repeat, implementation):
+        for j, layer in enumerate(self.gdn):
+            index = repeat * len(self.gdn) + j
+            x, state = layer.prefill(x, state, batch, index, implementation)
+        return self.mla.prefill(x, state, batch, repeat)
+
+    def decode(self, x: Array, state: DecodeState, batch: DecodeBatch, repeat, implementation):
+        for j, layer in enumerate(self.gdn):
+            index = repeat * len(self.gdn) + j
+            x, state = layer.decode(x, state, batch, index, implementation)
+        return self.mla.decode(x, state, batch, repeat, implementation)
+
+
+class HybridDecoder(nnx.Module):
+    """Token ids to logits. The parameters of `repeats` are stacked, [num_repeats, ...] each."""
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        # A tied head wants logits of order 1 from a normed stream, a plain embedding a stream of
+        # order 1.
+        stddev = config.hidden_size**-0.5 if config.tie_embeddings else 1.0
+        self.embedding = nnx.Param(normal(rngs, shape, stddev, config.param_dtype))
+        keys = jax.random.split(rngs.params(), config.num_repeats)
+        self.repeats = nnx.vmap(lambda key: Repeat(config, rngs=nnx.Rngs(params=key)))(keys)
+        self.norm = _norm(config)
+        if not config.tie_embeddings:
+            self.lm_head = Linear(
+                config.hidden_size,
+                config.vocab_size,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        """Float32 logits of whole sequences; differentiable."""
+        graphdef, params = nnx.split(self.repeats)
+        x, _ = lax.scan(
+            lambda x, params: (nnx.merge(graphdef, params)(x), None), self._embed(tokens), params
+        )
+        return self._head(x)
+
+    def prefill(
+        self,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """Float32 logits of each row's last token (0 for a padding row), and the state."""
+        graphdef, params = nnx.split(self.repeats)
+
+        def body(carry, params):
+            x, state, repeat = carry
+            x, state = nnx.merge(graphdef, params).prefill(x, state, batch, repeat, implementation)
+            return (x, state, repeat + 1), None
+
+        valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+        x = self._embed(batch.tokens, valid)
+        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
+        last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
+        return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
+
+    def decode(
+        self,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        """Float32 logits of every new token (0 for a padding row), and the state."""
+        graphdef, params = nnx.split(self.repeats)
+
+        def body(carry, params):
+            x, state, repeat = carry
+            x, state = nnx.merge(graphdef, params).decode(x, state, batch, repeat, implementation)
+            return (x, state, repeat + 1), None
+
+        x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
+        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
+        return self._head(x), state
+
+    def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
+        """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
+        with jax.named_scope("embed"):
+            if valid is not None:
+                tokens = jnp.where(valid, tokens, 0)
+            x = self.embedding[...][tokens].astype(jnp.float32)
+            return x if valid is None else jnp.where(valid[..., None], x, 0)
+
+    def _head(self, x: Array) -> Array:
+        with jax.named_scope("lm_head"):
+            x = self.norm(x)
+            if self.config.tie_embeddings:
+                return matmul(x, self.embedding[...].T, self.config.compute_dtype)
+            return self.lm_head(x)
+
+
+def _norm(config: HybridConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=config.param_dtype)
+
+
+def _residual_branch(config: HybridConfig) -> dict:
+    """Dtypes, and initial outputs small enough that the sum over all branches stays of order 1."""
+    branches = 2 * config.num_repeats * (config.gdn_per_repeat + 1)
+    return dict(dtype=config.dtype, param_dtype=config.param_dtype, out_init_scale=branches**-0.5)
+
+
+def _mlp(config: HybridConfig, rngs: nnx.Rngs) -> GatedMLP:
+    branch = _residual_branch(config)
+    return GatedMLP(config.hidden_size, config.intermediate_size, **branch, rngs=rngs)
+
+
+@cache
+def abstract_model(config: HybridConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: HybridDecoder(config, rngs=nnx.Rngs(0))))
+
+
+@partial(jax.jit, static_argnums=0)
+def init_params(config: HybridConfig, key: Array) -> nnx.State:
+    """Random parameters in `config.param_dtype`."""
+    return nnx.state(HybridDecoder(config, rngs=nnx.Rngs(params=key)))
+
+
+def op_scratch(
+    config: HybridConfig, batch: int, *, max_pages: int, q_len: int = 1
+) -> tuple[ArenaSpec, ...]:
+    """The scratch of each op of a decode step of `batch` rows of up to `max_pages` pages."""
+    attention = mla.scratch(
+        batch=batch,
+        q_len=q_len,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        dtype=config.compute_dtype,
+        max_pages=max_pages,
+    )
+    delta_rule = gdn.scratch(
+        batch=batch,
+        q_len=q_len,
+        num_v_heads=config.linear_num_value_heads,
+        head_v_dim=config.linear_value_head_dim,
+        dtype=config.compute_dtype,
+    )
+    return attention, delta_rule
+
+
+def scratch(config: HybridConfig, batch: int, *, max_pages: int, q_len: int = 1) -> ArenaSpec:
+    """What one decode step needs, however many layers the model has: the ops' scratch, overlaid."""
+    specs = op_scratch(config, batch, max_pages=max_pages, q_len=q_len)
+    return reduce(operator.or_, specs, ArenaSpec())
+
+
+def init_state(
+    config: HybridConfig,
+    batch: int,
+    num_pages: int,
+    num_slots: int,
+    *,
+    max_pages: int,
+    q_len: int = 1,
+    page_size: int = PAGE_SIZE,
+) -> DecodeState:
+    """Zeroed caches and states, and an arena for `batch` rows of `q_len` tokens, `max_pages` pages.
+
+    Under `jax.eval_shape` it says the bytes without a device.
+    """
+    dtype = config.compute_dtype
+    gdn_layers, heads = config.num_gdn_layers, config.linear_num_value_heads
+    taps = config.linear_conv_kernel_dim - 1
+    head = (config.linear_value_head_dim, config.linear_key_head_dim)
+    kv_cache = (config.num_mla_layers, num_pages, page_size, config.latent_dim)
+    return DecodeState(
+        arena=Arena.allocate(scratch(config, batch, max_pages=max_pages, q_len=q_len)),
+        kv_cache=jnp.zeros(kv_cache, dtype),
+        conv_state=jnp.zeros((gdn_layers, num_slots, taps, config.conv_dim), dtype),
+        ssm_state=jnp.zeros((gdn_layers, num_slots, heads, *head), jnp.float32),
+    )
+
+
+def decode_step(
+    config: HybridConfig,
+    params: nnx.State,
+    state: DecodeState,
+    batch: DecodeBatch,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B vocab"], DecodeState]:
+    """One token a row: its float32 logits, exactly 0 for a padding row, and the state."""
+    model = nnx.merge(abstract_model(config)[0], params)
+    logits, state = model.decode(state, batch, implementation=implementation)
+    return logits[:, -1], state
+
+
+def prefill_step(
+    config: HybridConfig,
+    params: nnx.State,
+    state: DecodeState,
+    batch: PrefillBatch,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B vocab"], DecodeState]:
+    """A chunk of each row's prompt: float32 logits of the row's last valid token, and the state."""
+    model = nnx.merge(abstract_model(config)[0], params)
+    return model.prefill(state, batch, implementation=implementation)
+
+
+def compiler_options(backend: str) -> dict[str, bool] | None:
+    """Options for a `jax.jit` around a step; None where there is nothing to set.
+
+    XLA's Triton matmuls copy each layer's weights out of the stack before they read them.
+    """
+    return {"xla_gpu_enable_triton_gemm": False} if backend == "gpu" else None
+
+
+def jit_step(
+    step: Callable,
+    config: HybridConfig,
+    *,
+    implementation: Implementation | None = None,
+    backend: str | None = None,
+) -> Callable:
+    """A step jitted as (params, state, batch) -> (logits, state), the state donated.
+
+    Args:
+        step: `decode_step` or `prefill_step`.
+        backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
+    """
+    return jax.jit(
+        partial(step, config, implementation=implementation),
+        donate_argnums=1,
+        compiler_options=compiler_options(backend or jax.default_backend()),
+    )

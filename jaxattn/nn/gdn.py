@@ -1,0 +1,225 @@
+"""Qwen3-Next's gated delta net layer: one module for training, prefill and decoding."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import conv, gdn
+from jaxattn.arena import Arena
+from jaxattn.dispatch import Implementation
+from jaxattn.nn.linear import Linear, normal
+from jaxattn.nn.norm import RMSNorm
+
+
+class GatedDeltaNet(nnx.Module):
+    """Gated delta rule with a short convolution and an output gate, without the layer's pre-norm.
+
+    Parameters (Dc = 2 * Hk * Dk + Hv * Dv):
+        in_proj_qkvz [hidden, Dc + Hv * Dv]: columns q | k | v | z, head after head (Qwen3-Next's
+            checkpoints interleave them per key head: reorder on loading)
+        in_proj_ba [hidden, 2 * Hv]: columns b | a
+        conv1d [Dc, W]: causal and depthwise, over q, k and v
+        A_log, dt_bias float32 [Hv]   norm [Dv]   out_proj [Hv * Dv, hidden]
+    The gates g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b) are float32, and so is
+    the state.
+
+    Args:
+        dtype: the operands of every matrix product (sums are float32), and the convolution state's
+            dtype.
+        param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
+        out_init_scale: scale of the initial out_proj, for deep residual stacks.
+
+    Raises:
+        ValueError: `num_v_heads` is not a multiple of `num_k_heads`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        *,
+        head_k_dim: int = 128,
+        head_v_dim: int = 128,
+        conv_width: int = 4,
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if num_v_heads % num_k_heads:
+            raise ValueError(f"{num_v_heads=} must be a multiple of {num_k_heads=}")
+        self.num_k_heads, self.num_v_heads = num_k_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
+        self.conv_width = conv_width
+        self.dtype = jnp.dtype(dtype)
+
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        value_dim = num_v_heads * head_v_dim
+        self.in_proj_qkvz = linear(hidden_size, self.conv_dim + value_dim)
+        self.in_proj_ba = linear(hidden_size, 2 * num_v_heads)
+        self.conv1d = nnx.Param(
+            normal(rngs, (self.conv_dim, conv_width), conv_width**-0.5, param_dtype)
+        )
+        # The paper's decay rates: uniform in (0, 16). The lower end is kept off 0, whose logarithm
+        # is -inf.
+        rates = jax.random.uniform(
+            rngs.params(), (num_v_heads,), jnp.float32, minval=1e-3, maxval=16.0
+        )
+        self.A_log = nnx.Param(jnp.log(rates))
+        self.dt_bias = nnx.Param(jnp.ones((num_v_heads,), jnp.float32))
+        self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
+        self.out_proj = linear(value_dim, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Whole sequences from a zero state; differentiable. Returns float32."""
+        mixed, z, a, b = self._project(x)
+        mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...].astype(self.dtype))
+        q, k, v = self._split_heads(mixed)
+        g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
+        o, _ = gdn.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
+        return self._output(o, z)
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array, Array]:
+        """A chunk of each row's prompt, from the states in its slot to the states after the chunk.
+
+        A row with `seq_lens == query_lens` is fresh: it starts from zero, whatever an earlier row
+        left in its slot. Slot -1, or `query_lens` 0, is a padding row.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
+            ssm_state: float32 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            seq_lens: the row's length after this chunk.
+
+        Returns:
+            (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
+        """
+        mixed, z, a, b = self._project(x)
+        slots = jnp.where(query_lens > 0, state_indices, -1)
+        fresh = seq_lens == query_lens
+        before = self._read(conv_state, slots, layer, fresh).astype(self.dtype)
+        with jax.named_scope("gdn_conv"):
+            window = jnp.concatenate([before, mixed], axis=1)
+            # The last W - 1 inputs of the row, not of the padded chunk.
+            last = query_lens[:, None] + jnp.arange(self.conv_width - 1)
+            after = jnp.take_along_axis(window, last[:, :, None], axis=1)
+        mixed, _ = conv.causal_conv1d(
+            mixed, self.conv1d[...].astype(self.dtype), initial_state=before
+        )
+        q, k, v = self._split_heads(mixed)
+        g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
+        # No decay and no update: padding leaves the state of its row as it is.
+        valid = (jnp.arange(x.shape[1]) < query_lens[:, None]) & (slots >= 0)[:, None]
+        g, beta = jnp.where(valid[..., None], g, 0.0), jnp.where(valid[..., None], beta, 0.0)
+        o, final = gdn.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=self._read(ssm_state, slots, layer, fresh),
+            output_final_state=True,
+            use_qk_l2norm=True,
+            implementation=implementation,
+        )
+        assert final is not None
+        conv_state = gdn.state_write(conv_state, after, slots, layer=layer)
+        ssm_state = gdn.state_write(ssm_state, final, slots, layer=layer)
+        return self._output(o, z, valid), conv_state, ssm_state
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
+        """The next S tokens of each row; the states in its slot are updated in place.
+
+        Args:
+            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
+            ssm_state: float32 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            state_indices: -1 is a padding row.
+
+        Returns:
+            (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
+            A padding row's output is exactly 0 and its states are neither read nor written.
+        """
+        mixed, z, a, b = self._project(x)
+        mixed, conv_state = conv.causal_conv1d_update(
+            mixed,
+            self.conv1d[...].astype(self.dtype),
+            conv_state,
+            state_indices,
+            layer=layer,
+        )
+        q, k, v = self._split_heads(mixed)
+        o, ssm_state, *rest = gdn.gated_delta_rule_decode(
+            q,
+            k,
+            v,
+            a,
+            b,
+            ssm_state,
+            state_indices,
+            A_log=self.A_log[...],
+            dt_bias=self.dt_bias[...],
+            layer=layer,
+            arena=arena,
+            implementation=implementation,
+        )
+        y = self._output(o, z, (state_indices >= 0)[:, None])
+        return y, conv_state, ssm_state, rest[0] if rest else None
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """(q | k | v before the convolution [B, T, Dc], z [B, T, Hv, Dv], a and b [B, T, Hv])."""
+        with jax.named_scope("gdn_in_proj"):
+            mixed, z = jnp.split(self.in_proj_qkvz(x), [self.conv_dim], axis=-1)
+            b, a = jnp.split(self.in_proj_ba(x), 2, axis=-1)
+            z = z.reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
+            return mixed.astype(self.dtype), z, a, b
+
+    def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:
+        key_dim = self.num_k_heads * self.head_k_dim
+        q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
+        keys = (*mixed.shape[:2], self.num_k_heads, self.head_k_dim)
+        values = (*mixed.shape[:2], self.num_v_heads, self.head_v_dim)
+        return q.reshape(keys), k.reshape(keys), v.reshape(values)
+
+    @staticmethod
+    def _read(pool: Array, slots: Array, layer: int | Array | None, fresh: Array) -> Array:
+        state = gdn.state_read(pool, slots, layer=layer)
+        return jnp.where(fresh.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
+
+    def _output(self, o: Array, z: Array, valid: Array | None = None) -> Array:
+        """Gated RMS norm over each head's Dv in float32, then the output projection.
+
+        Tokens that are not `valid` [B, T] become exactly 0, whatever their gate holds.
+        """
+        with jax.named_scope("gdn_out_proj"):
+            o = self.norm(o) * jax.nn.silu(z.astype(jnp.float32))
+            if valid is not None:
+                o = jnp.where(valid[..., None, None], o, 0)
+            return self.out_proj(o.reshape(*o.shape[:2], -1))

@@ -1,0 +1,88 @@
+"""Matrix products of the modules: operands in the compute dtype, float32 accumulation and result.
+
+The result is not rounded to the compute dtype, and neither is the residual stream that it is added
+to, so that devices with different summation orders stay close together over many layers.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def matmul(x: Float[Array, "*T K"], weight: Float[Array, "K N"], dtype: DTypeLike) -> Array:
+    """`x @ weight`, both rounded to `dtype`, summed in float32 and returned as float32 [*T, N].
+
+    In the backward pass the incoming gradient is rounded to `dtype` as well, so that training runs
+    on the tensor cores throughout; the gradient of a float32 weight is accumulated and kept in
+    float32.
+    """
+    # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
+    # for every layout that several axes can lead to ("Unsupported element type for DotThunk").
+    tokens = x.reshape(-1, x.shape[-1])
+    out = _matmul(tokens, weight, jnp.dtype(dtype), jnp.dtype(x.dtype), jnp.dtype(weight.dtype))
+    return out.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _matmul(x: Array, weight: Array, dtype, x_dtype, weight_dtype) -> Array:
+    return _matmul_fwd(x, weight, dtype, x_dtype, weight_dtype)[0]
+
+
+def _matmul_fwd(x: Array, weight: Array, dtype, x_dtype, weight_dtype):
+    x, weight = x.astype(dtype), weight.astype(dtype)
+    return _dot(x, weight, (1, 0)), (x, weight)
+
+
+def _matmul_bwd(dtype, x_dtype, weight_dtype, residuals, gradient):
+    x, weight = residuals
+    gradient = gradient.astype(dtype)
+    dx = _dot(gradient, weight, (1, 1)).astype(x_dtype)
+    return dx, _dot(x, gradient, (0, 0)).astype(weight_dtype)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+class Linear(nnx.Module):
+    """`x [*T, in_features] -> float32 [*T, out_features]`, without a bias.
+
+    The weight is [in_features, out_features], of standard deviation init_scale / sqrt(in_features).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.dtype = jnp.dtype(dtype)
+        shape = (in_features, out_features)
+        self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))
+
+    def __call__(self, x: Float[Array, "*T K"]) -> Float[Array, "*T N"]:
+        return matmul(x, self.weight[...], self.dtype)
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:
+    """Initial weights: normal, cut at twice its width, of standard deviation `stddev`."""
+    draw = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+    # 0.8796: the standard deviation of a unit normal cut at 2.
+    return (draw * (stddev / 0.8796256610342398)).astype(dtype)

@@ -1,0 +1,222 @@
+"""DeepSeek's multi-head latent attention: one module for training, prefill and decoding.
+
+What is cached for a token is its latent, [kv_lora_rank + qk_rope_head_dim] numbers for all heads
+together. Training and prefill expand it to keys and values; decoding moves the expansion to the
+query and the output (weight absorption), so that the heads attend over the latents themselves.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import mla
+from jaxattn.arena import Arena
+from jaxattn.dispatch import Implementation
+from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.rope import RopeConfig, rope, softmax_scale
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
+
+    Parameters, in DeepSeek's names (`kv_b_proj` is stored as its two halves, head first, the layout
+    in which the decode step multiplies them, so that no step transposes or copies weights):
+        q_proj [hidden, H * (nope + P)], or with `q_lora_rank` q_a_proj, q_a_norm and q_b_proj
+        kv_a_proj [hidden, R + P]   kv_a_norm [R]   w_uk [H, nope, R]   w_uv [H, R, Dv]
+        o_proj [H * Dv, hidden]
+
+    Args:
+        rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
+            interleaved.
+        dtype: the operands of every matrix product (sums are float32), and the cache's dtype.
+        param_dtype: the dtype that the weights are stored in.
+        out_init_scale: scale of the initial o_proj, for deep residual stacks.
+
+    Raises:
+        ValueError: the RoPE configuration rotates another number of dimensions than
+            `qk_rope_head_dim`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = 512,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rope: RopeConfig | None = None,
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.rope = RopeConfig(dim=qk_rope_head_dim) if rope is None else rope
+        if self.rope.dim != qk_rope_head_dim:
+            raise ValueError(
+                f"rope.dim must be qk_rope_head_dim={qk_rope_head_dim}; got {self.rope.dim}"
+            )
+        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
+        self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
+        self.q_lora_rank = q_lora_rank
+        self.dtype = jnp.dtype(dtype)
+        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.scale = softmax_scale(qk_head_dim, self.rope)
+
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        if q_lora_rank is None:
+            self.q_proj = linear(hidden_size, num_heads * qk_head_dim)
+        else:
+            self.q_a_proj = linear(hidden_size, q_lora_rank)
+            self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, param_dtype=param_dtype)
+            self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim)
+        latent_dim = kv_lora_rank + qk_rope_head_dim
+        self.kv_a_proj = linear(hidden_size, latent_dim)
+        self.kv_a_norm = RMSNorm(kv_lora_rank, eps=eps, param_dtype=param_dtype)
+        stddev = kv_lora_rank**-0.5
+        self.w_uk = nnx.Param(
+            normal(rngs, (num_heads, qk_nope_head_dim, kv_lora_rank), stddev, param_dtype)
+        )
+        self.w_uv = nnx.Param(
+            normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
+        )
+        self.o_proj = linear(num_heads * v_head_dim, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Causal attention over whole sequences; differentiable. Returns float32."""
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        q_nope, q_pe = self._queries(x, positions)
+        latent = self._latents(x, positions)
+        compressed, k_pe = jnp.split(latent, [self.kv_lora_rank], axis=-1)
+        heads = (*x.shape[:2], self.num_heads)
+        with jax.named_scope("mla_expand"):
+            w_uk = self.w_uk[...].reshape(-1, self.kv_lora_rank).T
+            w_uv = self.w_uv[...].swapaxes(0, 1).reshape(self.kv_lora_rank, -1)
+            k_nope = matmul(compressed, w_uk, self.dtype).astype(self.dtype)
+            v = matmul(compressed, w_uv, self.dtype).astype(self.dtype)
+            k_pe = jnp.broadcast_to(k_pe[:, :, None], (*heads, k_pe.shape[-1]))
+            k = jnp.concatenate([k_nope.reshape(*heads, -1), k_pe], axis=-1)
+            q = jnp.concatenate([q_nope, q_pe], axis=-1)
+        out, _ = mla.causal_attention(q, k, v.reshape(*heads, -1), scale=self.scale)
+        return self._output(out)
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array]:
+        """A chunk of each row's prompt: caches its latents, attends to them and to those before.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
+            seq_lens: the row's length after this chunk; 0 is a padding row.
+
+        Returns:
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0.
+        """
+        positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
+        positions = jnp.maximum(positions, 0)
+        latent = self._latents(x, positions).astype(kv_cache.dtype)
+        kv_cache = mla.mla_cache_write(
+            kv_cache, latent, block_tables, seq_lens, query_lens=query_lens, layer=layer
+        )
+        out, _ = mla.mla_prefill(
+            jnp.concatenate(self._queries(x, positions), axis=-1),
+            latent,
+            self.w_uk[...].astype(self.dtype),
+            self.w_uv[...].astype(self.dtype),
+            kv_cache,
+            block_tables,
+            seq_lens,
+            query_lens,
+            scale=self.scale,
+            layer=layer,
+        )
+        return self._output(out), kv_cache
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"],
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
+        """The next S tokens of each row, in absorbed form over the paged latent cache.
+
+        Args:
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
+            seq_lens: the row's length with the S new tokens; 0 is a padding row.
+            arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
+
+        Returns:
+            (float32 [B, S, hidden], the cache with the new latents, the arena or None).
+            A padding row's output is exactly 0 and writes nothing.
+        """
+        positions = (seq_lens - x.shape[1])[:, None] + jnp.arange(x.shape[1])
+        positions = jnp.maximum(positions, 0)
+        kv_cache = mla.mla_cache_write(
+            kv_cache,
+            self._latents(x, positions).astype(kv_cache.dtype),
+            block_tables,
+            seq_lens,
+            layer=layer,
+        )
+        q_nope, q_pe = self._queries(x, positions)
+        q = jnp.concatenate(
+            [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe], axis=-1
+        )
+        out, _, *rest = mla.mla_decode(
+            q.astype(kv_cache.dtype),
+            kv_cache,
+            block_tables,
+            seq_lens,
+            scale=self.scale,
+            layer=layer,
+            kv_lora_rank=self.kv_lora_rank,
+            arena=arena,
+            implementation=implementation,
+        )
+        out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
+        return self._output(out), kv_cache, rest[0] if rest else None
+
+    def _queries(self, x: Array, positions: Array) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
+        with jax.named_scope("mla_q_proj"):
+            if self.q_lora_rank is None:
+                q = self.q_proj(x)
+            else:
+                q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            q = q.reshape(*x.shape[:2], self.num_heads, -1)
+            q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
+            q_pe = rope(q_pe, positions, self.rope)
+            return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
+
+    def _latents(self, x: Array, positions: Array) -> Array:
+        """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
+        with jax.named_scope("mla_kv_proj"):
+            compressed, k_pe = jnp.split(self.kv_a_proj(x), [self.kv_lora_rank], axis=-1)
+            k_pe = rope(k_pe, positions, self.rope)
+            latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
+            return latent.astype(self.dtype)
+
+    def _output(self, out: Array) -> Array:
+        with jax.named_scope("mla_o_proj"):
+            return self.o_proj(out.reshape(*out.shape[:2], -1))

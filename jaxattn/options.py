@@ -1,0 +1,150 @@
+"""The options of `python -m jaxattn.serve`: what is accepted, and what a refusal says."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+PROGRAM = "python -m jaxattn.serve"
+MAX_MODEL_LEN = 1024
+
+
+class InputError(ValueError):
+    """What was asked for cannot be done; one line for the user."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def size(text: str) -> int:
+    """'4096' or '4k' as a positive integer; k is 1024 and m is 1024 * 1024."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    value = 0
+    if match:
+        value = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+    if value < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: use a positive integer, k for 1024 and m for 1048576, as in "
+            "4096 or 4k"
+        )
+    return value
+
+
+def number(
+    kind: Callable[[str], float], accept: Callable[[Any], bool], wanted: str
+) -> Callable[[str], Any]:
+    """An argparse type: `kind` of the text if it is accepted, else an error with what is wanted."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if math.isnan(value) or not accept(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options, in groups, each with its default in the help."""
+    root = _Parser(
+        prog=PROGRAM,
+        formatter_class=_HelpFormatter,
+        description="Continues prompts with a hybrid MLA and gated-delta-net model of bytes. "
+        "Without arguments the embedded model continues six beginnings of Python code.",
+        epilog="Exit codes: 0; 1 if a request was refused; 2 for bad input; 130 after Ctrl-C.",
+    )
+    model = root.add_argument_group("model")
+    model.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=Path,
+        help="folder with config.json and model.safetensors (default: the embedded model)",
+    )
+    model.add_argument(
+        "--implementation",
+        choices=("mosaic_gpu", "mosaic_gpu_interpret", "xla"),
+        help="of the decode kernels (default: the best for the device)",
+    )
+    model.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto is what JAX prefers",
+    )
+    prompts = root.add_argument_group("prompts")
+    prompts.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated; - reads one prompt from stdin (default: six that begin Python code)",
+    )
+    prompts.add_argument(
+        "--max-tokens", metavar="N", type=size, default=160, help="generated for each prompt"
+    )
+    sampling = root.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature",
+        metavar="T",
+        type=number(float, lambda x: 0 <= x < math.inf, "a temperature: use 0 or more"),
+        default=0.0,
+        help="0 takes the most likely byte",
+    )
+    sampling.add_argument(
+        "--top-p",
+        metavar="P",
+        type=number(float, lambda x: 0 < x <= 1, "a probability: use above 0 and at most 1"),
+        default=1.0,
+        help="sample from the most likely bytes that together reach P",
+    )
+    sampling.add_argument(
+        "--seed",
+        metavar="N",
+        type=number(int, lambda x: 0 <= x < 2**32, "a seed: use 0 to 4294967295"),
+        default=0,
+        help="with the prompt's number and the position it decides every draw",
+    )
+    memory = root.add_argument_group("batch and memory", "sizes may end in k (1024) or m (1048576)")
+    memory.add_argument(
+        "--batch", metavar="N", type=size, default=4, help="prompts that decode together"
+    )
+    memory.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=size,
+        help="longest prompt and its continuation together, in bytes "
+        f"(default: {MAX_MODEL_LEN}, or the model's own if that is shorter)",
+    )
+    memory.add_argument(
+        "--num-pages",
+        metavar="N",
+        type=size,
+        help="pages of 64 tokens (default: enough for --batch times --max-model-len)",
+    )
+    memory.add_argument(
+        "--prefill-chunk",
+        metavar="N",
+        type=size,
+        default=128,
+        help="prompt bytes that are read at a time",
+    )
+    output = root.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, the text on stderr"
+    )
+    return root

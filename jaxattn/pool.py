@@ -1,0 +1,95 @@
+"""Who owns which page of the latent cache and which state slot: the host's side of both pools.
+
+The device holds the pools themselves (`kv_cache[:, page]`, `ssm_state[:, slot]`); here are only the
+numbers. A freed page or slot is given out again as it is: a row reads no token that it did not
+write, and a row's first chunk starts from zero states, so nothing has to be cleared.
+"""
+
+from collections.abc import Iterable
+
+
+class PoolError(ValueError):
+    """A page or slot was freed that is not in use: two rows would have come to share it."""
+
+
+class _Pool:
+    """The free ones of `size` numbers, last freed first."""
+
+    def __init__(self, size: int, what: str):
+        if size < 1:
+            raise ValueError(f"a pool needs at least one {what}; got {size}")
+        self.size = size
+        self._what = what
+        self._free = list(range(size))[::-1]
+        self._in_use: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        return len(self._in_use)
+
+    def _take(self, count: int) -> list[int] | None:
+        if count > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(count)]
+        self._in_use.update(taken)
+        return taken
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        numbers = list(numbers)
+        if len(set(numbers)) < len(numbers) or not self._in_use.issuperset(numbers):
+            raise PoolError(
+                f"cannot free {self._what}s {numbers}: each must be in use and named once; in use "
+                f"are {sorted(self._in_use)}"
+            )
+        self._in_use.difference_update(numbers)
+        self._free.extend(reversed(numbers))
+
+
+class PagePool(_Pool):
+    """Pages of `page_size` tokens; a page holds those tokens of every layer."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1; got {page_size}")
+        super().__init__(num_pages, "page")
+        self.page_size = page_size
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages `tokens` tokens of one row fill."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, tokens: int) -> list[int] | None:
+        """Pages for `tokens` tokens of one row, in order; None (and none taken) if too few."""
+        return self._take(self.pages_for(tokens))
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Takes a row's pages back.
+
+        Raises:
+            PoolError: one of them is not in use; nothing is freed then.
+        """
+        self._give_back(pages)
+
+
+class SlotPool(_Pool):
+    """State slots: a row has one, for its convolution and recurrent states in every layer."""
+
+    def __init__(self, num_slots: int):
+        super().__init__(num_slots, "slot")
+
+    def allocate(self) -> int | None:
+        """A slot, or None if all are in use."""
+        taken = self._take(1)
+        return taken[0] if taken else None
+
+    def free(self, slot: int) -> None:
+        """Takes a row's slot back.
+
+        Raises:
+            PoolError: it is not in use.
+        """
+        self._give_back([slot])

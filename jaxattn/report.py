@@ -1,0 +1,220 @@
+"""What `python -m jaxattn.serve` says: the text while it is generated, the plan and the summary."""
+
+import codecs
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxattn import __version__
+from jaxattn.engine import Engine
+from jaxattn.plan import MemoryPlan
+from jaxattn.request import Completion, Request
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+MIB = 2**20
+# A terminal would obey control characters; all but tab and newline are shown as undecodable.
+CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+class TextStream:
+    """Prints bytes as text while they are generated.
+
+    One request flows character by character. Of several, each line appears when it is complete,
+    after its request's number, so that lines of different requests do not mix. A request's
+    prompt is printed before its first token.
+    """
+
+    def __init__(self, console: Console, requests: Sequence[Request]):
+        self._console = console
+        self._numbered = len(requests) > 1
+        self._decoders: dict[int | None, codecs.IncrementalDecoder] = {}
+        self._partial: dict[int | None, str] = {}
+
+    def token(self, request: Request, token: int) -> None:
+        """For `Engine.generate`'s `on_token`."""
+        self._feed(request, bytes([token]))
+
+    def finish(self, completion: Completion) -> None:
+        """For `on_finish`: prints what is left of the request's last line."""
+        self._end(completion.request.id)
+
+    def close(self) -> None:
+        """Ends all that is not finished, as after Ctrl-C."""
+        for number in list(self._decoders):
+            self._end(number)
+
+    def _feed(self, request: Request, data: bytes) -> None:
+        number = request.id
+        if number not in self._decoders:
+            self._decoders[number] = codecs.getincrementaldecoder("utf-8")("replace")
+            self._partial[number] = ""
+            data = bytes(request.prompt) + data
+        self._print(number, self._decoders[number].decode(data))
+
+    def _print(self, number: int | None, text: str) -> None:
+        if self._console.is_terminal:
+            text = text.translate(CONTROL)
+        if not self._numbered:
+            self._write(text)
+            self._partial[number] = (self._partial[number] + text).rpartition("\n")[2]
+            return
+        *lines, self._partial[number] = (self._partial[number] + text).split("\n")
+        for line in lines:
+            self._line(number, line)
+
+    def _end(self, number: int | None) -> None:
+        decoder = self._decoders.pop(number, None)
+        if decoder is None:
+            return
+        self._print(number, decoder.decode(b"", True))
+        if rest := self._partial.pop(number):
+            if self._numbered:
+                self._line(number, rest)
+            else:
+                self._write("\n")
+
+    def _line(self, number: int | None, line: str) -> None:
+        place = number or 0
+        self._write(f"[{place + 1}] ", style=COLOURS[place % len(COLOURS)])
+        self._write(f"{line}\n")
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        if self._console.is_terminal:
+            self._console.out(text, style=style, end="", highlight=False)
+        else:  # not through rich, which expands tabs
+            self._console.file.write(text)
+            self._console.file.flush()
+
+
+def plan_lines(engine: Engine) -> Iterable[str]:
+    """The memory plan, a line for each part: bytes, MiB and why."""
+    limits, plan = engine.limits, engine.plan
+    yield (
+        f"memory plan for {limits.batch} rows of up to {limits.max_model_len:,} tokens "
+        f"({limits.pages} pages, {limits.batch} state slots), known before a cache is allocated"
+    )
+    for item in plan.items:
+        yield _bytes_line(item.name, item.nbytes, item.why)
+        for part in item.parts:
+            yield _bytes_line(f"  {part.name}", part.nbytes, part.why)
+    yield _bytes_line("total", plan.total, "")
+
+
+def summary_lines(
+    engine: Engine, completions: Sequence[Completion], measured: dict[str, Any]
+) -> Iterable[str]:
+    """Each request's end, then tokens a second, planned and measured bytes."""
+    for completion in completions:
+        number = (completion.request.id or 0) + 1
+        if completion.finish_reason.startswith("refused"):
+            yield f"[{number}] {completion.finish_reason}"
+            continue
+        first = completion.seconds_to_first_token
+        when = "" if first is None else f", first token after {first:.2f} s"
+        yield f"[{number}] {len(completion.tokens)} tokens, {completion.finish_reason}{when}"
+    stats = engine.stats
+    yield (
+        f"prompt     {stats.prompt_tokens_per_second:10,.1f} tok/s   {stats.prompt_tokens:,} "
+        f"tokens in {stats.prefill_steps} chunks"
+    )
+    yield (
+        f"generated  {stats.decoded_tokens_per_second:10,.1f} tok/s   {stats.decoded_tokens:,} "
+        f"tokens in {stats.decode_steps} steps (first tokens come with the prompt)"
+    )
+    yield _bytes_line("planned", engine.plan.total, "the total of the memory plan")
+    for name, why in MEASURES.items():
+        if name in measured:
+            yield _bytes_line("measured", measured[name], why)
+
+
+MEASURES = {
+    "device_peak_bytes": "the most that JAX's allocator had in use on the device",
+    "live_array_bytes": "JAX arrays alive at the end; no allocator of a CPU tells XLA's temp",
+    "process_peak_rss_bytes": "the process at its largest, Python and the compiler included",
+}
+
+
+def measure() -> dict[str, int]:
+    """What the process took, as far as the platform can say; names as in `MEASURES`."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return {"device_peak_bytes": stats["peak_bytes_in_use"]}
+    measured = {"live_array_bytes": sum(array.nbytes for array in jax.live_arrays())}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        measured["process_peak_rss_bytes"] = usage.ru_maxrss * unit
+    return measured
+
+
+def to_json(
+    engine: Engine,
+    completions: Sequence[Completion],
+    measured: dict[str, Any],
+    settings: dict[str, Any],
+    compile_seconds: dict[str, float],
+) -> dict[str, Any]:
+    """The whole run as plain values; keys end in their units."""
+    stats, device = engine.stats, jax.devices()[0]
+    return {
+        "requests": [
+            {
+                "id": completion.request.id,
+                "prompt": _text(completion.request.prompt),
+                "text": _text(completion.tokens),
+                "prompt_tokens": len(completion.request.prompt),
+                "generated_tokens": len(completion.tokens),
+                "finish_reason": completion.finish_reason,
+                "seconds_to_first_token": completion.seconds_to_first_token,
+                "seconds": completion.seconds,
+            }
+            for completion in completions
+        ],
+        "timings": {
+            "prompt_tokens": stats.prompt_tokens,
+            "decoded_tokens": stats.decoded_tokens,
+            "prefill_steps": stats.prefill_steps,
+            "decode_steps": stats.decode_steps,
+            "prompt_tokens_per_second": stats.prompt_tokens_per_second,
+            "decoded_tokens_per_second": stats.decoded_tokens_per_second,
+            "prefill_seconds": stats.prefill_seconds,
+            "seconds": stats.seconds,
+            "compile_seconds": compile_seconds,
+        },
+        "plan": _plan(engine.plan),
+        "measured": measured,
+        "settings": settings,
+        "implementations": engine.implementations,
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide the result."""
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    return {"python": platform.python_version(), "jaxattn": __version__, **packages}
+
+
+def _plan(plan: MemoryPlan) -> dict[str, Any]:
+    def item_dict(item: Any) -> dict[str, Any]:
+        parts = [item_dict(part) for part in item.parts]
+        found = {"name": item.name, "bytes": item.nbytes, "why": item.why}
+        return found | ({"parts": parts} if parts else {})
+
+    return {"items": [item_dict(item) for item in plan.items], "total_bytes": plan.total}
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+def _bytes_line(name: str, nbytes: int, why: str) -> str:
+    return f"  {name:<30} {nbytes:>16,} B {nbytes / MIB:>10.2f} MiB   {why}".rstrip()

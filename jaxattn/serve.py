@@ -1,0 +1,236 @@
+"""A model of bytes continues prompts, many at a time, in one compiled step: python -m jaxattn.serve
+
+The generated text goes to stdout (with `--json`, one JSON object instead), all else to stderr.
+Exit codes: 0, 1 if a request was refused, 2 for bad input, 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jaxattn.engine import Engine
+from jaxattn.kernels.hopper import require_hopper
+from jaxattn.models import checkpoint
+from jaxattn.models.hybrid import HybridConfig
+from jaxattn.options import MAX_MODEL_LEN, PROGRAM, InputError, parser
+from jaxattn.plan import PlanError
+from jaxattn.report import TextStream, measure, plan_lines, summary_lines, to_json
+from jaxattn.request import Completion, GenerationInterrupted, Request
+from jaxattn.scheduler import Limits
+
+STOP = 0  # the byte that ends every file that the embedded model was trained on
+VOCAB_SIZE = 256
+PROMPTS = (
+    "def fibonacci(n):\n",
+    "class Stack:\n",
+    "import os\n",
+    "def read_lines(path):\n",
+    'if __name__ == "__main__":\n',
+    "    try:\n        ",
+)
+
+
+def read_prompts(prompts: Sequence[str] | None, stdin: TextIO) -> list[bytes]:
+    """The prompts' bytes.
+
+    Raises:
+        InputError: one is empty, or stdin is asked for twice.
+    """
+    prompts = PROMPTS if prompts is None else prompts
+    if prompts.count("-") > 1:
+        raise InputError("--prompt - can be given once: stdin is one prompt")
+    found = []
+    for place, prompt in enumerate(prompts, 1):
+        data = stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+        if not data:
+            where = "stdin" if prompt == "-" else f"--prompt number {place}"
+            raise InputError(f"{where} is empty; a prompt needs at least one byte")
+        found.append(data)
+    return found
+
+
+def choose_device(device: str, implementation: str | None) -> None:
+    """Makes JAX use the device.
+
+    Raises:
+        InputError: it is not there, or the implementation cannot run on it.
+    """
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        platform = jax.devices()[0].platform
+    except RuntimeError as error:
+        raise InputError(f"JAX finds no device: {_one_line(error)}") from error
+    if device == "gpu" and platform != "gpu":
+        raise InputError(
+            f"--device gpu: JAX sees no GPU, its device is {platform!r}; install jaxattn[cuda13] "
+            "or jaxattn[cuda12] on a machine with one"
+        )
+    if implementation == "mosaic_gpu":
+        try:
+            require_hopper("--implementation mosaic_gpu", interpret=False)
+        except NotImplementedError as error:
+            raise InputError(_one_line(error)) from error
+
+
+def load_model(folder: Path | None) -> tuple[HybridConfig, Any]:
+    """The checkpoint's, or the embedded model's, config and parameters.
+
+    Raises:
+        InputError: it is missing, damaged or no model of bytes.
+    """
+    folder = folder or Path(str(files("jaxattn.models") / "tiny"))
+    try:
+        config, params = checkpoint.load(folder)
+    except checkpoint.CheckpointError as error:
+        raise InputError(_one_line(error)) from error
+    if config.vocab_size != VOCAB_SIZE:
+        raise InputError(
+            f"{folder} is no model of bytes: its vocab_size is {config.vocab_size}, not "
+            f"{VOCAB_SIZE}"
+        )
+    return config, params
+
+
+def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: HybridConfig) -> int:
+    """The model length to use.
+
+    Raises:
+        InputError: the model has not that length, or a prompt leaves nothing of it to generate.
+    """
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise InputError(
+            f"--max-model-len {max_model_len} is longer than the model's max_position_embeddings, "
+            f"{longest}"
+        )
+    length = max_model_len or min(MAX_MODEL_LEN, longest)
+    for place, prompt in enumerate(prompts, 1):
+        if len(prompt) >= length:
+            raise InputError(
+                f"prompt {place} has {len(prompt)} bytes and the model length is {length}, with at "
+                f"least one byte to generate; the model goes up to --max-model-len {longest}"
+            )
+    return length
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    try:
+        return run(parser().parse_args(argv))
+    except InputError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout left; what is still buffered for it has to go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Checks everything, compiles, generates and reports."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
+    messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    prompts = read_prompts(options.prompt, sys.stdin)
+    choose_device(options.device, options.implementation)
+    config, params = load_model(options.checkpoint)
+    limits = Limits(
+        batch=options.batch,
+        max_model_len=check_lengths(prompts, options.max_model_len, config),
+        num_pages=options.num_pages,
+        prefill_chunk=options.prefill_chunk,
+    )
+    requests = [
+        Request(
+            prompt,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            stop_token=STOP,
+            id=place,
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    engine, compile_seconds = start_engine(config, params, limits, options, messages)
+
+    stream = TextStream(messages if options.json else Console(), requests)
+    interrupted = False
+    try:
+        completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
+    except GenerationInterrupted as interrupt:
+        completions, interrupted = interrupt.completions, True
+    stream.close()
+    measured = measure()
+    for line in summary_lines(engine, completions, measured):
+        messages.print(line)
+    if options.json:
+        settings = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+        }
+        result = to_json(engine, completions, measured, settings, compile_seconds)
+        print(json.dumps(result), flush=True)
+    return 130 if interrupted else int(any(map(_refused, completions)))
+
+
+def start_engine(
+    config: HybridConfig,
+    params: Any,
+    limits: Limits,
+    options: argparse.Namespace,
+    messages: Console,
+) -> tuple[Engine, dict[str, float]]:
+    """A compiled engine, whose plan was printed before its state was allocated."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    progress = Progress(*columns, console=messages)
+    compile_seconds: dict[str, float] = {}
+    tasks: dict[str, Any] = {}
+
+    def on_compile(name: str, seconds: float | None) -> None:
+        progress.start()  # not earlier: an empty progress display prints an empty line
+        if seconds is None:
+            tasks[name] = progress.add_task(f"compiling {name}", total=1)
+        else:
+            compile_seconds[name] = seconds
+            progress.update(tasks[name], completed=1)
+
+    try:
+        engine = Engine(
+            config, params, limits, implementation=options.implementation, on_compile=on_compile
+        )
+    except (PlanError, NotImplementedError) as error:
+        raise InputError(_one_line(error)) from error
+    finally:
+        if tasks:
+            progress.stop()
+    for line in plan_lines(engine):
+        messages.print(line)
+    engine.start()
+    return engine, compile_seconds
+
+
+def _refused(completion: Completion) -> bool:
+    return completion.finish_reason.startswith("refused")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

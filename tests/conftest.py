@@ -1,0 +1,22 @@
+"""GPU tests run on a Hopper GPU and are skipped, with the reason, anywhere else."""
+
+import jax
+import pytest
+
+
+def _missing_hopper() -> str | None:
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        return f"needs a Hopper GPU; JAX sees {jax.default_backend()} only"
+    if device.compute_capability != "9.0":
+        return f"needs a Hopper GPU (compute capability 9.0); this is {device.device_kind}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _missing_hopper() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

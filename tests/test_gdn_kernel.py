@@ -1,0 +1,139 @@
+"""The Mosaic GPU kernel of `gated_delta_rule_decode` against float64, interpreted and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import both_devices, gdn_case, gdn_oracle, relative
+
+from jaxattn import gdn
+from jaxattn.arena import Arena
+from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
+
+
+def decode(case, implementation, *, arena=None):
+    step = functools.partial(
+        gdn.gated_delta_rule_decode, **case.gates, implementation=implementation
+    )
+    return jax.jit(step)(*case.args, layer=case.layer, arena=arena)
+
+
+def assert_matches(case, out, state, *, bound=5e-3):
+    expected, expected_state = gdn_oracle(case)
+    slots = np.asarray(case.state_indices)
+    assert relative(out, expected) < bound
+    assert (
+        relative(
+            state[case.layer, slots[slots >= 0]], expected_state[case.layer, slots[slots >= 0]]
+        )
+        < 1e-5
+    )
+    assert (np.asarray(out)[slots < 0] == 0).all()
+    # Every other slot and layer keeps its bits; NaN is one of them.
+    untouched = np.ones(state.shape[:2], bool)
+    untouched[case.layer, slots[slots >= 0]] = False
+    bits = lambda x: np.asarray(x)[untouched].view(np.uint32)  # noqa: E731
+    np.testing.assert_array_equal(bits(state), bits(case.state))
+
+
+@both_devices
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_shuffled_slots_beside_padding(q_len, implementation):
+    case = gdn_case([4, -1, 0], num_slots=5, q_len=q_len)
+    assert_matches(case, *decode(case, implementation))
+
+
+@both_devices
+def test_float32(implementation):
+    case = gdn_case([1, 0], num_slots=2, key_heads=2, value_heads=2, dtype=jnp.float32)
+    assert_matches(case, *decode(case, implementation), bound=1e-5)
+
+
+@both_devices
+def test_a_batch_of_padding_touches_nothing(implementation):
+    case = gdn_case([-1, -1], num_slots=3)
+    out, state = decode(case, implementation)
+    assert (np.asarray(out) == 0).all()
+    assert np.isnan(state).all()
+
+
+@both_devices
+def test_writes_into_a_poisoned_arena(implementation):
+    case = gdn_case([2, -1], num_slots=3, q_len=2)
+    spec = gdn.scratch(batch=2, q_len=2, num_v_heads=2, dtype=jnp.bfloat16)
+    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
+    out, state, arena = decode(case, implementation, arena=arena)
+    assert_matches(case, out, state)
+    np.testing.assert_array_equal(arena.read(spec, "out"), out)
+
+
+def test_no_race_in_the_interpreter():
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    case = gdn_case([2, -1], num_slots=3, q_len=2)
+    g, beta = gdn.gdn_gates(case.a, case.b, case.A_log, case.dt_bias)
+    out, state = gdn_decode_mosaic(
+        case.q, case.k, case.v, g, beta, case.state, case.state_indices,
+        layer=case.layer, interpret=True, detect_races=True,
+    )  # fmt: skip
+    assert_matches(case, out, state)
+    assert not get_races().races_found
+
+
+def test_refuses_what_it_has_no_code_for():
+    case = gdn_case([0], num_slots=1)
+    g, beta = gdn.gdn_gates(case.a, case.b, case.A_log, case.dt_bias)
+    with pytest.raises(NotImplementedError, match="Dk=64"):
+        gdn_decode_mosaic(
+            case.q[..., :64], case.k[..., :64], case.v, g, beta, case.state, case.state_indices,
+            layer=0, interpret=True,
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="float32 state, got bfloat16"):
+        gdn_decode_mosaic(
+            case.q, case.k, case.v, g, beta, case.state.astype(jnp.bfloat16), case.state_indices,
+            layer=0, interpret=True,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "key_heads, value_heads, q_len", [(2, 8, 4), (16, 16, 1), (16, 32, 1), (16, 48, 4)]
+)
+def test_published_heads(key_heads, value_heads, q_len):
+    slots = [int(i) for i in np.random.default_rng(0).permutation(9)] + [-1]
+    case = gdn_case(slots, num_slots=12, q_len=q_len, key_heads=key_heads, value_heads=value_heads)
+    assert_matches(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_one_real_row_among_127_of_padding(q_len):
+    case = gdn_case([5] + [-1] * 127, num_slots=6, q_len=q_len)
+    case.q = case.q.at[1:].set(jnp.nan)
+    assert_matches(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+def test_slot_offsets_beyond_2_31_elements():
+    num_slots = 2**31 // (32 * 128 * 128) + 3
+    case = gdn_case([num_slots - 1, 0], num_slots=num_slots, value_heads=32, layers=1, layer=0)
+    first, last = (case.state[0, slot] for slot in (0, num_slots - 1))
+    out, state = decode(case, "mosaic_gpu")
+    small = gdn_case([1, 0], num_slots=2, value_heads=32, layers=1, layer=0)
+    small.state = jnp.stack([first, last])[None]
+    expected, expected_state = gdn_oracle(small)
+    assert relative(out, expected) < 5e-3
+    assert relative(state[0, num_slots - 1], expected_state[0, 1]) < 1e-5
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_run():
+    case = gdn_case(list(range(64)), num_slots=64, key_heads=16, value_heads=32)
+    step = jax.jit(functools.partial(gdn.gated_delta_rule_decode, **case.gates, layer=case.layer))
+    first = step(*case.args)
+    for _ in range(100):
+        again = step(*case.args)
+        assert bool((again[0] == first[0]).all())
+        assert bool((again[1][case.layer] == first[1][case.layer]).all())

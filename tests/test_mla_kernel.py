@@ -1,0 +1,174 @@
+"""The Mosaic GPU kernel of `mla_decode` against float64, in the interpreter and on a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import assert_mla_close, both_devices, mla_case
+
+from jaxattn import mla
+from jaxattn.arena import Arena
+from jaxattn.kernels.mla_decode import Config, mla_decode_mosaic
+
+
+def decode(case, implementation, *, config=None, arena=None, layer=None):
+    layer = case.layer if layer is None else layer
+    if config is None:
+        step = functools.partial(mla.mla_decode, scale=case.scale, implementation=implementation)
+    else:
+        interpret = implementation == "mosaic_gpu_interpret"
+        step = functools.partial(
+            mla_decode_mosaic, scale=case.scale, config=config, interpret=interpret
+        )
+    return jax.jit(step)(*case.args, layer=layer, arena=arena)
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "lens, q_len, heads",
+    [
+        ([70, 0, 128], 1, 64),  # tail page, padding row, whole pages
+        ([1, 63, 64, 65], 1, 3),
+        ([65, 2], 3, 20),  # a row with fewer keys than query tokens; a tile across tokens
+        ([130], 2, 96),  # three tiles, the last one shared by both tokens
+    ],
+)
+def test_matches_float64(lens, q_len, heads, implementation):
+    case = mla_case(lens, q_len=q_len, heads=heads)
+    assert_mla_close(case, *decode(case, implementation))
+
+
+@both_devices
+@pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
+def test_splits_that_see_nothing(lens, implementation):
+    case = mla_case(lens, heads=20)
+    assert_mla_close(case, *decode(case, implementation, config=Config(splits=3)))
+
+
+@both_devices
+@pytest.mark.parametrize("table_tail", [-1, 2147480000])
+def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
+    case = mla_case([65, 3], heads=4, table_tail=table_tail)
+    assert_mla_close(case, *decode(case, implementation))
+
+
+@both_devices
+def test_float16(implementation):
+    case = mla_case([70], heads=8, dtype=jnp.float16)
+    assert_mla_close(case, *decode(case, implementation))
+
+
+@both_devices
+@pytest.mark.parametrize("splits", [1, 2])
+def test_writes_into_a_poisoned_arena(splits, implementation):
+    case = mla_case([200, 0], heads=20, q_len=2)
+    pages = case.block_tables.shape[1] if splits == 1 else 16
+    tables = jnp.pad(case.block_tables, ((0, 0), (0, pages - case.block_tables.shape[1])))
+    case.block_tables = tables
+    spec = mla.scratch(batch=2, q_len=2, num_heads=20, max_pages=pages)
+    assert ("partial_out" in dict(spec.regions)) == (splits > 1)
+    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
+    out, lse, arena = decode(case, implementation, arena=arena)
+    assert_mla_close(case, out, lse)
+    kept = arena.read(spec, "out")[:, :40].reshape(out.shape)
+    np.testing.assert_array_equal(kept, out)
+
+
+@both_devices
+def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
+    case = mla_case([70, 70], heads=4)
+    case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 1], 3, 5].set(jnp.nan)
+    out, lse = decode(case, implementation)
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+    assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+
+
+@both_devices
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("padding", [3, pytest.param(127, marks=pytest.mark.gpu)])
+def test_one_real_row_among_padding(q_len, padding, implementation):
+    if padding > 3 and implementation != "mosaic_gpu":
+        pytest.skip("the interpreter runs the small one")
+    alone = mla_case([70], heads=16, q_len=q_len)
+    beside = mla_case([70] + [0] * padding, heads=16, q_len=q_len)
+    # The same splits, since they are a function of the batch's static shape.
+    out, lse = decode(alone, implementation, config=Config(splits=1))
+    beside.kv_cache, layer = alone.kv_cache, alone.layer
+    beside.q = beside.q.at[0].set(alone.q[0]).at[1:].set(jnp.nan)
+    tables = jnp.full_like(beside.block_tables, 2147480000)
+    beside.block_tables = tables.at[0].set(alone.block_tables[0])
+    out_beside, lse_beside = decode(beside, implementation, config=Config(splits=1), layer=layer)
+    np.testing.assert_array_equal(out_beside[0], out[0])
+    np.testing.assert_array_equal(lse_beside[0], lse[0])
+    assert (np.asarray(out_beside[1:]) == 0).all() and np.isneginf(lse_beside[1:]).all()
+
+
+def test_no_race_in_the_interpreter():
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    case = mla_case([150, 1], heads=20, q_len=2)
+    out, lse = mla_decode_mosaic(
+        *case.args,
+        scale=case.scale,
+        layer=case.layer,
+        config=Config(splits=2),
+        interpret=True,
+        detect_races=True,
+    )
+    assert_mla_close(case, out, lse)
+    assert not get_races().races_found
+
+
+def test_refuses_what_it_has_no_code_for():
+    case = mla_case([64], heads=2)
+    with pytest.raises(NotImplementedError, match="pages of 64 tokens, got 32"):
+        cache = case.kv_cache.reshape(2, -1, 32, 576)
+        mla_decode_mosaic(case.q, cache, *case.args[2:], scale=1.0, layer=0, interpret=True)
+    with pytest.raises(NotImplementedError, match="q float32, kv_cache bfloat16"):
+        mla_decode_mosaic(
+            case.q.astype(jnp.float32), *case.args[1:], scale=1.0, layer=0, interpret=True
+        )
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="asks for a machine without a GPU")
+def test_without_a_gpu_the_kernel_says_what_it_needs():
+    case = mla_case([64], heads=2)
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
+        decode(case, "mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads, q_len", [(1, 4), (3, 2), (16, 1), (63, 1), (96, 4), (126, 2), (128, 1)]
+)
+def test_published_shapes(heads, q_len):
+    rng = np.random.default_rng(heads * 10 + q_len)
+    lens = [int(n) for n in rng.integers(0, 700, 6)] + [0, 1, 4096]
+    case = mla_case(lens, q_len=q_len, heads=heads, seed=heads)
+    assert_mla_close(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 7, 16])
+def test_splits_of_long_rows(splits):
+    case = mla_case([16384, 5000, 0, 64], heads=16)
+    assert_mla_close(case, *decode(case, "mosaic_gpu", config=Config(splits=splits)))
+
+
+@pytest.mark.gpu
+def test_page_offsets_beyond_2_31_elements():
+    first_page = 2**31 // (64 * 576) + 1
+    case = mla_case([200, 64], heads=16, layers=1, layer=0, first_page=first_page)
+    assert_mla_close(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_run():
+    case = mla_case([4096, 1000, 77, 0] * 16, heads=128)
+    step = jax.jit(functools.partial(mla.mla_decode, scale=case.scale, layer=case.layer))
+    first = step(*case.args)
+    for _ in range(100):
+        again = step(*case.args)
+        assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
