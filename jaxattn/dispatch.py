@@ -1,6 +1,6 @@
 """Which implementation of an op runs: the best that accepts, or the one that was named.
 
-An implementation refuses by raising `NotImplementedError` with its reason before it traces anything.
+An implementation refuses by raising `NotImplementedError` with its reason before it traces.
 """
 
 from collections.abc import Callable, Mapping

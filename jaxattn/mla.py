@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
 from jaxattn.kernels.mla_decode import scratch as scratch
-from jaxattn.mla_prefill import INT32, Arguments, Softmax, attend_pages, dot
-from jaxattn.mla_prefill import causal_attention as causal_attention
-from jaxattn.mla_prefill import merge_attention_states as merge_attention_states
-from jaxattn.mla_prefill import mla_prefill as mla_prefill
+from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
+from jaxattn.prefill import causal_attention as causal_attention
+from jaxattn.prefill import merge_attention_states as merge_attention_states
+from jaxattn.prefill import mla_prefill as mla_prefill
 
 if TYPE_CHECKING:
     from jaxattn.arena import Arena
@@ -272,7 +273,7 @@ def absorb_query(
     arguments = Arguments("absorb_query")
     q_nope = arguments.check("q_nope", q_nope, "B S H nope")
     w_uk = arguments.check("w_uk", w_uk, "H nope R")
-    return dot("bshn,hnr->bshr", q_nope, w_uk).astype(q_nope.dtype)
+    return _per_head("bshn,hnr->bshr", q_nope, w_uk)
 
 
 @jax.named_scope("absorb_output")
@@ -283,4 +284,20 @@ def absorb_output(
     arguments = Arguments("absorb_output")
     out = arguments.check("out", out, "B S H R")
     w_uv = arguments.check("w_uv", w_uv, "H R Dv")
-    return dot("bshr,hrv->bshv", out, w_uv).astype(out.dtype)
+    return _per_head("bshr,hrv->bshv", out, w_uv)
+
+
+def _per_head(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A product for each head, summed in float32 and rounded by the product itself to x's dtype.
+
+    Only so does XLA on a GPU write it in the order of the result; a product that is rounded after
+    it costs a transposing pass.
+    """
+
+    def rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot(spec, x, weight).astype(x.dtype)
+
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
+        return rounded(x, weight)
+    direct = functools.partial(jnp.einsum, spec, preferred_element_type=x.dtype)
+    return lax.platform_dependent(x, weight, cpu=rounded, default=direct)

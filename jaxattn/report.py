@@ -3,7 +3,9 @@
 import codecs
 import importlib.metadata
 import platform
+import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,73 +24,90 @@ CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code
 
 
 class TextStream:
-    """Prints bytes as text while they are generated.
+    """Prints bytes as text while they are generated, in the order of the requests.
 
-    One request flows character by character. Of several, each line appears when it is complete,
-    after its request's number, so that lines of different requests do not mix. A request's
-    prompt is printed before its first token.
+    The first request that is not done flows as it is generated. What the others generate meanwhile
+    is kept and printed when those before them are done, so that every text can be read in one
+    piece. Of several, each line starts with its request's number. A request's prompt is
+    printed before its first token, dim on a terminal.
     """
 
     def __init__(self, console: Console, requests: Sequence[Request]):
         self._console = console
         self._numbered = len(requests) > 1
-        self._decoders: dict[int | None, codecs.IncrementalDecoder] = {}
-        self._partial: dict[int | None, str] = {}
+        self._turns = deque(request.id for request in requests)
+        self._texts: dict[int | None, _Text] = {}
+        self._done: set[int | None] = set()
 
     def token(self, request: Request, token: int) -> None:
         """For `Engine.generate`'s `on_token`."""
-        self._feed(request, bytes([token]))
+        text = self._texts.get(request.id)
+        if text is None:
+            text = self._texts[request.id] = _Text()
+            text.feed(bytes(request.prompt), style="dim")
+        text.feed(bytes([token]))
+        self._flush()
 
     def finish(self, completion: Completion) -> None:
-        """For `on_finish`: prints what is left of the request's last line."""
-        self._end(completion.request.id)
+        """For `on_finish`: lets the next request flow if this one did."""
+        self._done.add(completion.request.id)
+        self._flush()
 
     def close(self) -> None:
-        """Ends all that is not finished, as after Ctrl-C."""
-        for number in list(self._decoders):
-            self._end(number)
+        """Prints all that is left, as after Ctrl-C."""
+        self._done.update(self._turns)
+        self._flush()
 
-    def _feed(self, request: Request, data: bytes) -> None:
-        number = request.id
-        if number not in self._decoders:
-            self._decoders[number] = codecs.getincrementaldecoder("utf-8")("replace")
-            self._partial[number] = ""
-            data = bytes(request.prompt) + data
-        self._print(number, self._decoders[number].decode(data))
-
-    def _print(self, number: int | None, text: str) -> None:
-        if self._console.is_terminal:
-            text = text.translate(CONTROL)
-        if not self._numbered:
-            self._write(text)
-            self._partial[number] = (self._partial[number] + text).rpartition("\n")[2]
-            return
-        *lines, self._partial[number] = (self._partial[number] + text).split("\n")
-        for line in lines:
-            self._line(number, line)
-
-    def _end(self, number: int | None) -> None:
-        decoder = self._decoders.pop(number, None)
-        if decoder is None:
-            return
-        self._print(number, decoder.decode(b"", True))
-        if rest := self._partial.pop(number):
-            if self._numbered:
-                self._line(number, rest)
-            else:
+    def _flush(self) -> None:
+        while self._turns:
+            number = self._turns[0]
+            text = self._texts.get(number, _Text())
+            if number in self._done:
+                text.end()
+            while text.waiting:
+                line, style = text.waiting.popleft()
+                if text.line_begins and self._numbered:
+                    place = number or 0
+                    self._write(f"[{place + 1}] ", COLOURS[place % len(COLOURS)])
+                self._write(line, style)
+                text.line_begins = line.endswith("\n")
+            if number not in self._done:
+                return
+            self._turns.popleft()
+            if not text.line_begins:
                 self._write("\n")
-
-    def _line(self, number: int | None, line: str) -> None:
-        place = number or 0
-        self._write(f"[{place + 1}] ", style=COLOURS[place % len(COLOURS)])
-        self._write(f"{line}\n")
 
     def _write(self, text: str, style: str | None = None) -> None:
         if self._console.is_terminal:
-            self._console.out(text, style=style, end="", highlight=False)
+            self._console.out(text.translate(CONTROL), style=style, end="", highlight=False)
         else:  # not through rich, which expands tabs
             self._console.file.write(text)
             self._console.file.flush()
+
+
+class _Text:
+    """A request's bytes, decoded, until they are printed.
+
+    Attributes:
+        waiting: lines or parts of one, each with its style.
+        line_begins: whether what was printed of it ends with a newline.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[str, str | None]] = deque()
+        self.line_begins = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, data: bytes, style: str | None = None) -> None:
+        self._add(self._decoder.decode(data), style)
+
+    def end(self) -> None:
+        """Half a character is left over, and shown as undecodable."""
+        self._add(self._decoder.decode(b"", True), None)
+
+    def _add(self, text: str, style: str | None) -> None:
+        # Not splitlines, to which other characters than a newline end a line.
+        self.waiting.extend((line, style) for line in re.findall(r"[^\n]*\n|[^\n]+", text))
 
 
 def plan_lines(engine: Engine) -> Iterable[str]:

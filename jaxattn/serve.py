@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,20 +22,14 @@ from jaxattn.models import checkpoint
 from jaxattn.models.hybrid import HybridConfig
 from jaxattn.options import MAX_MODEL_LEN, PROGRAM, InputError, parser
 from jaxattn.plan import PlanError
+from jaxattn.prompts import PROMPTS
 from jaxattn.report import TextStream, measure, plan_lines, summary_lines, to_json
 from jaxattn.request import Completion, GenerationInterrupted, Request
 from jaxattn.scheduler import Limits
 
 STOP = 0  # the byte that ends every file that the embedded model was trained on
 VOCAB_SIZE = 256
-PROMPTS = (
-    "def fibonacci(n):\n",
-    "class Stack:\n",
-    "import os\n",
-    "def read_lines(path):\n",
-    'if __name__ == "__main__":\n',
-    "    try:\n        ",
-)
+EMBEDDED = Path(__file__).parent / "models" / "tiny"
 
 
 def read_prompts(prompts: Sequence[str] | None, stdin: TextIO) -> list[bytes]:
@@ -82,15 +75,14 @@ def choose_device(device: str, implementation: str | None) -> None:
             raise InputError(_one_line(error)) from error
 
 
-def load_model(folder: Path | None) -> tuple[HybridConfig, Any]:
-    """The checkpoint's, or the embedded model's, config and parameters.
+def read_config(folder: Path) -> HybridConfig:
+    """The model's configuration.
 
     Raises:
-        InputError: it is missing, damaged or no model of bytes.
+        InputError: it is missing, damaged or not that of a model of bytes.
     """
-    folder = folder or Path(str(files("jaxattn.models") / "tiny"))
     try:
-        config, params = checkpoint.load(folder)
+        config = checkpoint.read_config(folder)
     except checkpoint.CheckpointError as error:
         raise InputError(_one_line(error)) from error
     if config.vocab_size != VOCAB_SIZE:
@@ -98,7 +90,19 @@ def load_model(folder: Path | None) -> tuple[HybridConfig, Any]:
             f"{folder} is no model of bytes: its vocab_size is {config.vocab_size}, not "
             f"{VOCAB_SIZE}"
         )
-    return config, params
+    return config
+
+
+def load_params(folder: Path) -> Any:
+    """The model's parameters, on the device.
+
+    Raises:
+        InputError: they are missing or damaged.
+    """
+    try:
+        return checkpoint.load(folder)[1]
+    except checkpoint.CheckpointError as error:
+        raise InputError(_one_line(error)) from error
 
 
 def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: HybridConfig) -> int:
@@ -146,14 +150,16 @@ def run(options: argparse.Namespace) -> int:
             stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
     messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     prompts = read_prompts(options.prompt, sys.stdin)
-    choose_device(options.device, options.implementation)
-    config, params = load_model(options.checkpoint)
+    folder = options.checkpoint or EMBEDDED
+    config = read_config(folder)
     limits = Limits(
         batch=options.batch,
         max_model_len=check_lengths(prompts, options.max_model_len, config),
         num_pages=options.num_pages,
         prefill_chunk=options.prefill_chunk,
     )
+    choose_device(options.device, options.implementation)
+    params = load_params(folder)
     requests = [
         Request(
             prompt,

@@ -4,8 +4,11 @@ Poison: every page and slot that no row owns, every page's tail and every other 
 tables end in page numbers that do not exist.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -186,3 +189,13 @@ def relative(actual: Array, expected: np.ndarray) -> float:
     """Relative L2 error."""
     difference = np.asarray(actual, np.float64) - expected
     return float(np.linalg.norm(difference) / np.linalg.norm(expected))
+
+
+@contextlib.contextmanager
+def x64() -> Iterator[None]:
+    """64-bit types for the whole process: the interpreter's threads do not see `jax.enable_x64`."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)

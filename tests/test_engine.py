@@ -33,8 +33,8 @@ CONFIG = HybridConfig(
     linear_key_head_dim=16,
     linear_value_head_dim=16,
     max_position_embeddings=256,
-    dtype="float32",
-    param_dtype="float32",
+    dtype="bfloat16",
+    param_dtype="bfloat16",
 )
 # Three pages of 64 tokens: less than one row's longest, so that waiting and refusing both happen.
 LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16)

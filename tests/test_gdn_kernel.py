@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import both_devices, gdn_case, gdn_oracle, relative
+from kernel_cases import both_devices, gdn_case, gdn_oracle, relative, x64
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
@@ -60,6 +60,33 @@ def test_a_batch_of_padding_touches_nothing(implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("slot", [3, 2**31 - 1, -7])
+def test_a_slot_outside_the_pool_is_padding(slot, implementation):
+    case = gdn_case([1, -1], num_slots=3, layer=0)
+    case.state_indices = case.state_indices.at[1].set(slot)
+    out, state = decode(case, implementation)
+    case.state_indices = case.state_indices.at[1].set(-1)
+    assert_matches(case, out, state)
+
+
+@both_devices
+def test_unsigned_slots(implementation):
+    case = gdn_case([200], num_slots=201, layers=1, layer=0)
+    signed = case.state_indices
+    case.state_indices = signed.astype(jnp.uint8)
+    out, state = decode(case, implementation)
+    case.state_indices = signed
+    assert_matches(case, out, state)
+
+
+@both_devices
+def test_with_x64_enabled(implementation):
+    case = gdn_case([1, -1], num_slots=2, q_len=2)
+    with x64():
+        assert_matches(case, *decode(case, implementation))
+
+
+@both_devices
 def test_writes_into_a_poisoned_arena(implementation):
     case = gdn_case([2, -1], num_slots=3, q_len=2)
     spec = gdn.scratch(batch=2, q_len=2, num_v_heads=2, dtype=jnp.bfloat16)
@@ -89,6 +116,11 @@ def test_refuses_what_it_has_no_code_for():
         gdn_decode_mosaic(
             case.q[..., :64], case.k[..., :64], case.v, g, beta, case.state, case.state_indices,
             layer=0, interpret=True,
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"without a token, got v \(1, 0, 2, 128\)"):
+        gdn_decode_mosaic(
+            case.q[:, :0], case.k[:, :0], case.v[:, :0], g[:, :0], beta[:, :0], case.state,
+            case.state_indices, layer=0, interpret=True,
         )  # fmt: skip
     with pytest.raises(NotImplementedError, match="float32 state, got bfloat16"):
         gdn_decode_mosaic(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import assert_mla_close, both_devices, mla_case
+from kernel_cases import assert_mla_close, both_devices, mla_case, relative, x64
 
 from jaxattn import mla
 from jaxattn.arena import Arena
@@ -83,6 +83,34 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
     out, lse = decode(case, implementation)
     assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
     assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+
+
+@both_devices
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(splits, implementation):
+    case = mla_case([2, 70], heads=2, q_len=3)
+    case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 5].set(jnp.nan)
+    out, lse = decode(case, implementation, config=Config(splits=splits))
+    assert (np.asarray(out[0, 0]) == 0).all() and np.isneginf(lse[0, 0]).all()
+    assert np.isnan(out[0, 2]).all() and np.isfinite(out[1]).all()
+
+
+@both_devices
+def test_a_length_beyond_the_table_reads_no_further_than_the_table(implementation):
+    case = mla_case([64, 128], heads=3)
+    case.block_tables, case.seq_lens = case.block_tables[:, :2], case.seq_lens + 100
+    case.block_tables = case.block_tables.at[0, 1].set(case.block_tables[1, 1])
+    expected, expected_lse = decode(case, "xla")
+    out, lse = decode(case, implementation)
+    assert relative(out, np.asarray(expected, np.float64)) < 5e-3
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=2e-6)
+
+
+@both_devices
+def test_with_x64_enabled(implementation):
+    case = mla_case([70, 0], heads=4, q_len=2)
+    with x64():
+        assert_mla_close(case, *decode(case, implementation, config=Config(splits=2)))
 
 
 @both_devices

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             f"the shapes are a GPU's and JAX's backend is {jax.default_backend()!r}: add --small"
         )
 
-    facts = device_facts()
+    facts: dict[str, Any] = device_facts()
     if not args.small:
         facts |= ceilings()
     if args.what == "step":

@@ -48,7 +48,7 @@ def measure(shape: tuple[int, int, int, int], implementation: Implementation | N
     batch, heads, tokens, q_len = shape
     q, cache, tables, lens = inputs(*shape)
     layers = cache.shape[0]
-    decode = functools.partial(mla.mla_decode, scale=SCALE, implementation=implementation)
+    decode: Any = functools.partial(mla.mla_decode, scale=SCALE, implementation=implementation)
 
     # The check takes the rows that a float32 reference of this length can hold.
     rows = max(1, min(batch, 2**20 // tokens))

@@ -5,14 +5,17 @@ matrix products, everything else (norms, convolution, gates, cache writes).
 """
 
 import glob
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxattn.aliasing import check_aliasing
 from jaxattn.bench.timing import seconds
 from jaxattn.dispatch import Implementation
 from jaxattn.models.config import HybridConfig
@@ -30,18 +33,25 @@ KERNELS = ("mla_decode", "gdn_decode")
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
 
 
-def config(*, small: bool) -> HybridConfig:
-    """16 layers at DeepSeek-V3's attention and Qwen3.5-397B's delta-net dimensions, dense MLPs."""
+def models(*, small: bool) -> dict[str, HybridConfig]:
+    """16 layers each: DeepSeek-R1's attention with its dense MLP, and a hybrid with Qwen3.5-397B's
+    delta nets in front of every such attention layer."""
     if small:
-        return HybridConfig(
+        tiny = HybridConfig(
             vocab_size=256, hidden_size=64, intermediate_size=64, num_repeats=2,
-            num_attention_heads=2, linear_num_value_heads=1, tie_embeddings=True,
+            num_attention_heads=2, tie_embeddings=True,
         )  # fmt: skip
-    return HybridConfig(
+        return {"tiny": tiny}
+    mla = HybridConfig(
+        vocab_size=1024, hidden_size=7168, intermediate_size=18432, num_repeats=16,
+        gdn_per_repeat=0, num_attention_heads=128, q_lora_rank=1536, tie_embeddings=True,
+    )  # fmt: skip
+    hybrid = HybridConfig(
         vocab_size=1024, hidden_size=4096, intermediate_size=12288, num_repeats=4,
         num_attention_heads=128, q_lora_rank=1536, linear_num_key_heads=16,
         linear_num_value_heads=64, tie_embeddings=True,
     )  # fmt: skip
+    return {"MLA 128 heads": mla, "3 GDN 16/64 : 1 MLA": hybrid}
 
 
 def batch_of(rows: int, tokens: int) -> DecodeBatch:
@@ -74,54 +84,70 @@ def kernel_seconds(call) -> dict[str, float]:
 
 
 def measure(*, small: bool, implementation: Implementation | None) -> list[dict]:
-    cfg = config(small=small)
-    rows, tokens = (4, 128) if small else (64, 4096)
+    """A row for each model and context length."""
+    lengths = (128,) if small else (4096, 16384)
+    return [
+        _measure(name, config, 4 if small else 64, tokens, implementation)
+        for name, config in models(small=small).items()
+        for tokens in lengths
+    ]
+
+
+def _measure(
+    name: str,
+    config: HybridConfig,
+    rows: int,
+    tokens: int,
+    implementation: Implementation | None,
+) -> dict:
     batch = batch_of(rows, tokens)
-    layers = cfg.num_repeats * (cfg.gdn_per_repeat + 1)
-    params = init_params(cfg, jax.random.key(0))
-    state = init_state(
-        cfg, rows, batch.block_tables.size, rows, max_pages=batch.block_tables.shape[1]
-    )
-    # Random caches: zeros time faster than data.
-    key = iter(jax.random.split(jax.random.key(1), 3))
-    fill = jax.jit(lambda x, key: jax.random.normal(key, x.shape, x.dtype), donate_argnums=0)
-    state = DecodeState(
-        state.arena,
-        *(fill(x, next(key)) for x in (state.kv_cache, state.conv_state, state.ssm_state)),
-    )
-    step = jit_step(decode_step, cfg, implementation=implementation)
-    step = step.lower(params, state, batch).compile()
-    held = [state]
+    params = init_params(config, jax.random.key(0))
+    step: Any = jit_step(decode_step, config, implementation=implementation)
+    held = [_random_state(config, batch)]
+    compiled = step.lower(params, held[0], batch).compile()
+    report = check_aliasing(compiled)
 
     def call():
         for _ in range(STEPS):
-            logits, held[0] = step(params, held[0], batch)
+            logits, held[0] = compiled(params, held[0], batch)
         return logits
 
-    wall = seconds(call) / STEPS
-    report: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = {}
-    for name, time in kernel_seconds(call).items():
-        words = name.lower()
-        kind = (
-            "kernels" if any(word in words for word in KERNELS)
-            else "matmuls" if any(word in words for word in MATMULS)
-            else "other"
-        )  # fmt: skip
-        report[kind] += time / STEPS
-        names[name] = time / STEPS / layers * 1e6
-    row: dict = {
+    layers = config.num_gdn_layers + config.num_mla_layers
+    scale = 1e6 / STEPS / layers
+    wall = seconds(call) * scale
+    spent = {"kernels": 0.0, "matmuls": 0.0, "other": 0.0}
+    names = {}
+    for kernel, time in kernel_seconds(call).items():
+        spent[_kind(kernel)] += time * scale
+        names[kernel] = time * scale
+    for kernel, us in sorted(names.items(), key=lambda item: -item[1])[:25]:
+        print(f"{us:9.2f} us a layer  {kernel[:90]}", file=sys.stderr)
+    work = spent["kernels"] + spent["matmuls"]
+    return {
+        "model": name,
         "layers": layers,
-        "batch": rows,
-        "tokens": tokens,
-        "us a layer": wall / layers * 1e6,
+        "B": rows,
+        "T": tokens,
+        "us a layer": wall,
+        **{f"{kind} us": us for kind, us in spent.items()},
+        "over kernels + matmuls": f"{wall / work - 1:.1%}" if work else "not profiled",
+        "temp MiB": report.temp_bytes / 2**20 if report.temp_bytes else 0.0,
+        "copied in the loop": report.largest_copy_in_loop is not None,
     }
-    for kind in ("kernels", "matmuls", "other"):
-        row[f"{kind} us"] = report[kind] / layers * 1e6
-    work = report["kernels"] + report["matmuls"]
-    if work:
-        row["over kernels + matmuls, %"] = (wall / work - 1) * 100
-    row["XLA temp MiB"] = step.memory_analysis().temp_size_in_bytes / 2**20
-    for name, us in sorted(names.items(), key=lambda item: -item[1])[:30]:
-        print(f"{us:9.2f} us a layer  {name[:100]}")
-    return [row]
+
+
+def _random_state(config: HybridConfig, batch: DecodeBatch) -> DecodeState:
+    """Random caches and states: zeros time faster than data."""
+    rows, pages = batch.block_tables.shape
+    state = init_state(config, rows, rows * pages, rows, max_pages=pages)
+    fill = jax.jit(lambda x, key: jax.random.normal(key, x.shape, x.dtype), donate_argnums=0)
+    stored = (state.kv_cache, state.conv_state, state.ssm_state)
+    keys = jax.random.split(jax.random.key(1), len(stored))
+    return DecodeState(state.arena, *(map(fill, stored, keys)))
+
+
+def _kind(kernel: str) -> str:
+    words = kernel.lower()
+    if any(word in words for word in KERNELS):
+        return "kernels"
+    return "matmuls" if any(word in words for word in MATMULS) else "other"

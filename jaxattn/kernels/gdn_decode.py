@@ -7,9 +7,9 @@ shared memory and stays in registers over the S tokens of the row:
     S     <- S + beta (v - S k) k^T
     out   =  scale S q
 
-Limits: Dk = Dv = 128, float32 state, Hv a multiple of Hk. Nothing is read or written for slot -1;
-its output is 0. Reference and tests: `jaxattn.gdn.gated_delta_rule_decode` (implementation="xla"),
-tests/test_gdn_kernel.py.
+Limits: Dk = Dv = 128, float32 state, Hv a multiple of Hk. Nothing is read or written for a slot
+outside the pool, -1 included; its output is 0. Reference and tests:
+`jaxattn.gdn.gated_delta_rule_decode` (implementation="xla"), tests/test_gdn_kernel.py.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.hopper import interpret_mode, require_hopper
+from jaxattn.kernels.hopper import interpret_mode, require_hopper, swizzled
 
 DIM = 128  # Dk and Dv
 
@@ -36,6 +36,10 @@ def scratch(
 
 
 def _refuse(q: jax.Array, v: jax.Array, state: jax.Array) -> None:
+    if v.size == 0:
+        raise NotImplementedError(
+            f"gated_delta_rule_decode: the kernel cannot start without a token, got v {v.shape}"
+        )
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
         raise NotImplementedError(
             f"gated_delta_rule_decode: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, "
@@ -72,7 +76,8 @@ def gdn_decode_mosaic(
     layer_index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
 
     gates = jnp.stack([jnp.exp(g), beta], axis=-1).astype(jnp.float32)  # [B, S, Hv, 2]
-    operands = (q, k, v, gates, layer_index, state_indices)
+    # An index narrower than int32 would be sign-extended, unsigned or not.
+    operands = (q, k, v, gates, layer_index, state_indices.astype(jnp.int32))
 
     spec = scratch(batch=batch, q_len=q_len, num_v_heads=num_v_heads, dtype=v.dtype)
     body = _body(
@@ -85,11 +90,13 @@ def gdn_decode_mosaic(
     pool = jax.new_ref(stacked)
 
     def launch(out_type: Any, kernel_body: Any, *refs: Any) -> Any:
-        tiled = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-        return plgpu.kernel(
+        kernel = plgpu.kernel(
             kernel_body,
             out_type=out_type,
-            scratch_types=[plgpu.SMEM((DIM, DIM), jnp.float32, transforms=tiled), plgpu.Barrier()],
+            scratch_types=[
+                plgpu.SMEM((DIM, DIM), jnp.float32, transforms=swizzled(jnp.float32)),
+                plgpu.Barrier(),
+            ],
             grid=(num_v_heads, batch),
             grid_names=("head", "row"),
             num_threads=1,
@@ -97,7 +104,9 @@ def gdn_decode_mosaic(
             kernel_name="gdn_decode",
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=interpret_mode(interpret, detect_races=detect_races),
-        )(*operands, *refs)
+        )
+        with jax.enable_x64(False):  # the kernel's integers are int32
+            return kernel(*operands, *refs)
 
     if arena is None:
         rows = jax.ShapeDtypeStruct((batch * q_len * num_v_heads, DIM), v.dtype)
@@ -142,15 +151,17 @@ def _body(*, q_len: int, num_v_heads: int, group: int, scale: float, l2norm: boo
     ):  # fmt: skip
         head, row = lax.axis_index("head"), lax.axis_index("row")
         slot = slots_ref[row]
+        # One past the layer's slots would be the next layer's: TMA sees them as one axis.
+        in_pool = (slot >= 0) & (slot < pool_ref.shape[1])
         key_head = lax.div(head, group)
 
         def out_at(token: int) -> Any:
             return out_ref.at[first_row + (row * q_len + token) * num_v_heads + head]
 
-        @pl.when(slot >= 0)
+        @pl.when(in_pool)
         def _update():
-            in_pool = pool_ref.at[layer_ref[0], slot, head]
-            plgpu.copy_gmem_to_smem(in_pool, state_smem, loaded)
+            stored = pool_ref.at[layer_ref[0], slot, head]
+            plgpu.copy_gmem_to_smem(stored, state_smem, loaded)
             plgpu.barrier_wait(loaded)
             state = plgpu.load(state_smem, layout=tile)
             for token in range(q_len):
@@ -166,10 +177,10 @@ def _body(*, q_len: int, num_v_heads: int, group: int, scale: float, l2norm: boo
                 out_at(token)[...] = out.astype(out_ref.dtype)
             state_smem[...] = state
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state_smem, in_pool)
+            plgpu.copy_smem_to_gmem(state_smem, stored)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(slot < 0)
+        @pl.when(jnp.logical_not(in_pool))
         def _padding():
             zeros = plgpu.layout_cast(jnp.zeros((DIM,), jnp.float32), by_value)
             for token in range(q_len):

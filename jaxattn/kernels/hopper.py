@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 # CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion;
 # jax's own attention_mgpu refuses the same range.
@@ -41,6 +42,12 @@ def require_hopper(op: str, *, interpret: bool) -> None:
             f"{op}: ptxas of CUDA 12.8.0 to 12.9.1 miscompiles masked kernels, and this is CUDA "
             f"runtime {version}; install jaxattn[cuda13] or a later CUDA 12"
         )
+
+
+def swizzled(dtype: DTypeLike) -> Any:
+    """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of 128 bytes."""
+    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    return (tiling, plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:

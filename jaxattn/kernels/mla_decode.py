@@ -15,7 +15,9 @@ Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.hopper import interpret_mode, require_hopper, wgmma
+from jaxattn.kernels.hopper import interpret_mode, require_hopper, swizzled, wgmma
 
 LOG2E = math.log2(math.e)
 TILE = 64  # rows of a wgmma tile
@@ -156,7 +158,7 @@ def mla_decode_mosaic(
     )
 
     def launch(out_type: Any, kernel_body: Any, *refs: Any) -> Any:
-        return plgpu.kernel(
+        kernel = plgpu.kernel(
             kernel_body,
             out_type=out_type,
             scratch_types=_scratch_types(config, q.dtype),
@@ -168,7 +170,9 @@ def mla_decode_mosaic(
             # Row reductions stay inside a warp, and the shared memory is needed for the pages.
             compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
             interpret=interpret_mode(interpret, detect_races=detect_races),
-        )(*operands, *refs)
+        )
+        with jax.enable_x64(False):  # the kernel's integers are int32
+            return kernel(*operands, *refs)
 
     if arena is None:
         out_type = jax.ShapeDtypeStruct(
@@ -215,12 +219,13 @@ def _combine(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     empty = total == 0
     safe = jnp.where(empty, 1.0, total)
     # Parts are added in order, so that the sum does not depend on how XLA would tile a reduction.
-    merged = sum((weight[:, i] / safe)[..., None] * out[:, i] for i in range(out.shape[1]))
+    parts = [(weight[:, i] / safe)[..., None] * out[:, i] for i in range(out.shape[1])]
+    merged = functools.reduce(operator.add, parts)
     return merged, jnp.where(empty, -jnp.inf, top[:, 0] + jnp.log(safe))
 
 
 def _scratch_types(config: Config, dtype: Any) -> list[Any]:
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled = swizzled(dtype)
     return [
         plgpu.SMEM((TILE, RANK + ROPE), dtype, transforms=tiled),  # Q
         plgpu.SMEM((config.stages, PAGE, RANK + ROPE), dtype, transforms=tiled),
@@ -261,7 +266,7 @@ def _body(
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
         split, row = lax.axis_index("split"), lax.axis_index("row")
         length = lens_ref[row]
-        pages = lax.div(length + PAGE - 1, PAGE)
+        pages = jnp.minimum(lax.div(length + PAGE - 1, PAGE), table_ref.shape[1])
         per_split = lax.div(pages + config.splits - 1, config.splits)
         start = split * per_split
         steps = jnp.maximum(jnp.minimum(start + per_split, pages) - start, 0)
@@ -290,7 +295,8 @@ def _body(
             return acc
 
         def write_out(acc, total, half):
-            out = acc / over_rows(total, columns)
+            total = over_rows(total, columns)
+            out = jnp.where(total < 0, 0.0, acc / total)
             at = first_row + ((row * config.splits + split) * tiles + tile) * TILE
             out_ref[pl.ds(at, TILE), pl.ds(half * columns, columns)] = out.astype(out_ref.dtype)
 
@@ -331,9 +337,10 @@ def _body(
 
             init = (zero_rows + EMPTY, zero_rows, zero_out)
             top, total, acc = lax.fori_loop(0, steps, page_step, init)
-            # A NaN total is not 0: a NaN among a row's own keys shows in its output.
+            # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
+            # sees no key acc is 0 * V, NaN where V is: a sum of -1 tells write_out to write 0.
             empty = total == 0
-            total = jnp.where(empty, 1.0, total)
+            total = jnp.where(empty, -1.0, total)
 
             @pl.when(steps > 0)
             def _():

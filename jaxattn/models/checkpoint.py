@@ -46,6 +46,24 @@ def save(path: str | os.PathLike, config: HybridConfig, params: nnx.State) -> No
     (folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
+def read_config(path: str | os.PathLike) -> HybridConfig:
+    """The folder's config alone; no tensor is read.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged.
+    """
+    file = Path(path) / CONFIG
+    try:
+        values = json.loads(file.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        return HybridConfig.from_dict(values)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} is not a model's configuration: {error}") from error
+
+
 def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
     """The folder's config and parameters, on the default device.
 
@@ -54,7 +72,7 @@ def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
             another shape or dtype, cut off or changed.
     """
     folder = Path(path)
-    config = _read_config(folder)
+    config = read_config(folder)
     file = folder / WEIGHTS
     header, metadata, start = _read_header(file)
     _check_names(file, config, {name: info[:2] for name, info in header.items()})
@@ -71,19 +89,6 @@ def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
         for key, leaf in nnx.to_flat_state(shapes)
     ]
     return config, nnx.from_flat_state(flat)
-
-
-def _read_config(folder: Path) -> HybridConfig:
-    file = folder / CONFIG
-    try:
-        values = json.loads(file.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
-        return HybridConfig.from_dict(values)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{file} is not a model's configuration: {error}") from error
 
 
 def _read_header(file: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple]], dict, int]:

@@ -11,9 +11,11 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from functools import cache, partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -257,10 +259,13 @@ class HybridDecoder(nnx.Module):
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         graphdef, params = nnx.split(self.repeats)
+        params, unpack = _pack_vectors(params)
 
         def body(carry, params):
             x, state, repeat = carry
-            x, state = nnx.merge(graphdef, params).prefill(x, state, batch, repeat, implementation)
+            x, state = nnx.merge(graphdef, unpack(params)).prefill(
+                x, state, batch, repeat, implementation
+            )
             return (x, state, repeat + 1), None
 
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
@@ -278,10 +283,13 @@ class HybridDecoder(nnx.Module):
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
         graphdef, params = nnx.split(self.repeats)
+        params, unpack = _pack_vectors(params)
 
         def body(carry, params):
             x, state, repeat = carry
-            x, state = nnx.merge(graphdef, params).decode(x, state, batch, repeat, implementation)
+            x, state = nnx.merge(graphdef, unpack(params)).decode(
+                x, state, batch, repeat, implementation
+            )
             return (x, state, repeat + 1), None
 
         x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
@@ -302,6 +310,27 @@ class HybridDecoder(nnx.Module):
             if self.config.tie_embeddings:
                 return matmul(x, self.embedding[...].T, self.config.compute_dtype)
             return self.lm_head(x)
+
+
+def _pack_vectors(params: nnx.State) -> tuple[Any, Callable[[Any], nnx.State]]:
+    """The scan's weights with every vector (norms, gates) in one float32 row, and the way back.
+
+    XLA copies each of them out of its stack by a kernel of its own; one row is one copy.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    vectors = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2]
+    matrices = [leaf for leaf in leaves if leaf.ndim != 2]
+    widths = [leaves[i].shape[1] for i in vectors]
+    row = jnp.concatenate([leaves[i].astype(jnp.float32) for i in vectors], axis=1)
+
+    def unpack(xs: Any) -> nnx.State:
+        row, matrices = xs
+        pieces = iter(jnp.split(row, np.cumsum(widths)[:-1]))
+        rest = iter(matrices)
+        back = [next(pieces) if i in vectors else next(rest) for i in range(len(leaves))]
+        return jax.tree.unflatten(structure, back)
+
+    return (row, matrices), unpack
 
 
 def _norm(config: HybridConfig) -> RMSNorm:
@@ -413,12 +442,15 @@ def prefill_step(
     return model.prefill(state, batch, implementation=implementation)
 
 
-def compiler_options(backend: str) -> dict[str, bool] | None:
+def compiler_options(backend: str) -> dict[str, bool | int] | None:
     """Options for a `jax.jit` around a step; None where there is nothing to set.
 
-    XLA's Triton matmuls copy each layer's weights out of the stack before they read them.
+    XLA's Triton matmuls copy each layer's weights out of the stack before they read them, and its
+    dot merger does so to join two products with one left side.
     """
-    return {"xla_gpu_enable_triton_gemm": False} if backend == "gpu" else None
+    if backend != "gpu":
+        return None
+    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def jit_step(

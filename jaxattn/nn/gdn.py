@@ -62,7 +62,7 @@ class GatedDeltaNet(nnx.Module):
 
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         value_dim = num_v_heads * head_v_dim
-        self.in_proj_qkvz = linear(hidden_size, self.conv_dim + value_dim)
+        self.in_proj_qkvz = linear(hidden_size, self.conv_dim + value_dim, out_dtype=dtype)
         self.in_proj_ba = linear(hidden_size, 2 * num_v_heads)
         self.conv1d = nnx.Param(
             normal(rngs, (self.conv_dim, conv_width), conv_width**-0.5, param_dtype)

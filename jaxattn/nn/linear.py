@@ -1,7 +1,8 @@
-"""Matrix products of the modules: operands in the compute dtype, float32 accumulation and result.
+"""Matrix products of the modules: operands in the compute dtype, sums in float32.
 
-The result is not rounded to the compute dtype, and neither is the residual stream that it is added
-to, so that devices with different summation orders stay close together over many layers.
+What is added to the residual stream stays float32, and so does the stream, so that devices with
+different summation orders stay close together over many layers. What feeds the next product is
+rounded once to the compute dtype by the product itself, which halves what a decode step writes.
 """
 
 from functools import partial
@@ -14,8 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-def matmul(x: Float[Array, "*T K"], weight: Float[Array, "K N"], dtype: DTypeLike) -> Array:
-    """`x @ weight`, both rounded to `dtype`, summed in float32 and returned as float32 [*T, N].
+def matmul(
+    x: Float[Array, "*T K"],
+    weight: Float[Array, "K N"],
+    dtype: DTypeLike,
+    out_dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*T N"]:
+    """`x @ weight`, both rounded to `dtype`, summed in float32 and returned as `out_dtype`.
 
     In the backward pass the incoming gradient is rounded to `dtype` as well, so that training runs
     on the tensor cores throughout; the gradient of a float32 weight is accumulated and kept in
@@ -24,30 +30,31 @@ def matmul(x: Float[Array, "*T K"], weight: Float[Array, "K N"], dtype: DTypeLik
     # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
     # for every layout that several axes can lead to ("Unsupported element type for DotThunk").
     tokens = x.reshape(-1, x.shape[-1])
-    out = _matmul(tokens, weight, jnp.dtype(dtype), jnp.dtype(x.dtype), jnp.dtype(weight.dtype))
+    dtypes = tuple(jnp.dtype(d) for d in (dtype, out_dtype, x.dtype, weight.dtype))
+    out = _matmul(tokens, weight, dtypes)
     return out.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def _dot(a: Array, b: Array, contract: tuple[int, int], out_dtype=jnp.float32) -> Array:
     # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=out_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _matmul(x: Array, weight: Array, dtype, x_dtype, weight_dtype) -> Array:
-    return _matmul_fwd(x, weight, dtype, x_dtype, weight_dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: Array, weight: Array, dtypes) -> Array:
+    return _matmul_fwd(x, weight, dtypes)[0]
 
 
-def _matmul_fwd(x: Array, weight: Array, dtype, x_dtype, weight_dtype):
+def _matmul_fwd(x: Array, weight: Array, dtypes):
+    dtype, out_dtype, *_ = dtypes
     x, weight = x.astype(dtype), weight.astype(dtype)
-    return _dot(x, weight, (1, 0)), (x, weight)
+    return _dot(x, weight, (1, 0), out_dtype), (x, weight)
 
 
-def _matmul_bwd(dtype, x_dtype, weight_dtype, residuals, gradient):
+def _matmul_bwd(dtypes, residuals, gradient):
+    dtype, _, x_dtype, weight_dtype = dtypes
     x, weight = residuals
     gradient = gradient.astype(dtype)
     dx = _dot(gradient, weight, (1, 1)).astype(x_dtype)
@@ -58,7 +65,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 class Linear(nnx.Module):
-    """`x [*T, in_features] -> float32 [*T, out_features]`, without a bias.
+    """`x [*T, in_features] -> [*T, out_features]` in `out_dtype`, without a bias.
 
     The weight is [in_features, out_features], of standard deviation init_scale / sqrt(in_features).
     """
@@ -70,15 +77,16 @@ class Linear(nnx.Module):
         *,
         init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
+        out_dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
         shape = (in_features, out_features)
         self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))
 
     def __call__(self, x: Float[Array, "*T K"]) -> Float[Array, "*T N"]:
-        return matmul(x, self.weight[...], self.dtype)
+        return matmul(x, self.weight[...], self.dtype, self.out_dtype)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:

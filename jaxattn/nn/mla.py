@@ -73,11 +73,11 @@ class MultiHeadLatentAttention(nnx.Module):
 
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         if q_lora_rank is None:
-            self.q_proj = linear(hidden_size, num_heads * qk_head_dim)
+            self.q_proj = linear(hidden_size, num_heads * qk_head_dim, out_dtype=dtype)
         else:
             self.q_a_proj = linear(hidden_size, q_lora_rank)
             self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, param_dtype=param_dtype)
-            self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim)
+            self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim, out_dtype=dtype)
         latent_dim = kv_lora_rank + qk_rope_head_dim
         self.kv_a_proj = linear(hidden_size, latent_dim)
         self.kv_a_norm = RMSNorm(kv_lora_rank, eps=eps, param_dtype=param_dtype)

@@ -25,10 +25,11 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.gate_proj = linear(hidden_size, intermediate_size)
-        self.up_proj = linear(hidden_size, intermediate_size)
+        self.gate_proj = linear(hidden_size, intermediate_size, out_dtype=dtype)
+        self.up_proj = linear(hidden_size, intermediate_size, out_dtype=dtype)
         self.down_proj = linear(intermediate_size, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "*T hidden"]) -> Float[Array, "*T hidden"]:
         with jax.named_scope("mlp"):
-            return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+            gate = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
+            return self.down_proj(gate * self.up_proj(x))

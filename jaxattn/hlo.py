@@ -1,0 +1,155 @@
+"""The text of an optimised HLO module, as far as following values through it needs.
+
+    module = Module(compiled.as_text())
+    module.computations[module.entry]   # name -> Instruction, operands before users
+    module.aliases                      # output -> the parameter that it is written over
+
+Both what XLA's CPU and what its GPU backend prints: command buffers, asynchronous pairs, fusions.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+Path = tuple[int, ...]  # into a value that may be a tuple; () is the value itself
+
+
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_LINE = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(r"\b(calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+# Instructions whose result is their first operand's data, elsewhere (concatenate: every operand's).
+MOVES = frozenset(
+    "copy slice dynamic-slice transpose convert reverse reshape pad concatenate".split()
+)
+# The same in the same place.
+FREE = frozenset("bitcast bitcast-convert optimization-barrier domain add-dependency".split())
+# Instructions that overwrite part of their first operand.
+UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: `name = type opcode(arguments), attributes`."""
+
+    name: str
+    type: str
+    opcode: str
+    arguments: str  # between the parentheses
+    attributes: str  # after them
+
+    @functools.cached_property
+    def operands(self) -> list[str]:
+        return _NAME.findall(self.arguments)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        bits = 0
+        for kind, width, dims in _ARRAY.findall(self.type):
+            size = math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
+            bits += size * (8 if kind == "pred" else int(width))
+        return bits // 8
+
+    @property
+    def op_name(self) -> str:
+        found = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+    @property
+    def called(self) -> list[str]:
+        return _NAME.findall(" ".join(names for _, names in _CALLED.findall(self.attributes)))
+
+    @property
+    def body(self) -> str:
+        """Of a while: the computation that is its body."""
+        found = re.search(r"\bbody=%([\w.\-]+)", self.attributes)
+        assert found is not None, self
+        return found[1]
+
+    @property
+    def aliases(self) -> list[tuple[Path, int, Path]]:
+        """Of a custom call (output, operand, place in it): how a Pallas kernel updates in place."""
+        found = _ALIAS.findall(_value(self.attributes, "output_to_operand_aliasing="))
+        return [(_path(out), int(operand), _path(place)) for out, operand, place in found]
+
+    @property
+    def array(self) -> str:
+        """The first array in the type, such as "bf16[8,128]"; "" if there is none."""
+        found = _ARRAY.search(self.type)
+        return found[0] if found else ""
+
+    @property
+    def index(self) -> int:
+        found = re.search(r"\bindex=(\d+)", self.attributes)
+        return int(found[1]) if found else 0
+
+    @property
+    def data(self) -> list[str]:
+        """The operands that hold data: not indices, not padding."""
+        return self.operands if self.opcode == "concatenate" else self.operands[:1]
+
+
+class Module:
+    """Computations by name; their instructions by name, operands before users.
+
+    `entry` is the name of the one that runs, "" if the text has none.
+    """
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, Instruction] = {}
+        self.entry = name = ""
+        for line in text.splitlines():
+            if head := _COMPUTATION.match(line):
+                name = head[2]
+                self.computations[name] = {}
+                self.entry = name if head[1] else self.entry
+            elif name and (found := _LINE.match(line)):
+                instruction = _instruction(found[2], line[found.end() :])
+                self.computations[name][found[2]] = instruction
+                if found[1]:
+                    self.roots[name] = instruction
+        header = text.partition("\n")[0]
+        # () when there is one output.
+        self.aliases: dict[Path, int] = {
+            _path(out): int(parameter)
+            for out, parameter, _ in _ALIAS.findall(_value(header, "input_output_alias="))
+        }
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        entry = self.computations[self.entry].values()
+        found = [instruction for instruction in entry if instruction.opcode == "parameter"]
+        return sorted(found, key=lambda parameter: int(parameter.arguments))
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+    kind = _balanced(rest) if rest.startswith("(") else rest.partition(" ")[0]
+    opcode, _, _ = rest[len(kind) :].lstrip().partition("(")
+    rest = rest[len(kind) :].lstrip()[len(opcode) :]
+    arguments = _balanced(rest)
+    return Instruction(name, kind, opcode, arguments[1:-1], rest[len(arguments) :])
+
+
+def _balanced(text: str) -> str:
+    """From the bracket that `text` starts with to the one that closes it."""
+    depth = 0
+    for end, character in enumerate(text):
+        depth += (character in "({") - (character in ")}")
+        if depth == 0:
+            return text[: end + 1]
+    return text
+
+
+def _value(text: str, attribute: str) -> str:
+    _, found, rest = text.partition(attribute)
+    return _balanced(rest) if found else ""
+
+
+def _path(text: str) -> Path:
+    return tuple(int(index) for index in text.replace(",", " ").split())

@@ -1,0 +1,214 @@
+"""What attention over a paged cache shares, decode and prefill: the checks of its arguments, its
+products, and a softmax that is built up block by block over a row's pages.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+INT32 = ("int32",)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """Checks arguments one after another; an axis name means the same size in all of them."""
+
+    op: str
+    sizes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+
+    def check(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
+        """Returns `x` as a JAX array if it is e.g. "B S H D" of one of the dtypes, else raises."""
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"{self.op}: {name} must be an array, got {type(x).__name__}")
+        if str(x.dtype) not in dtypes:
+            raise TypeError(f"{self.op}: {name} must be {' or '.join(dtypes)}, got {x.dtype}")
+        names, shape = axes.split(), tuple(x.shape)
+        title = f"{name} [{', '.join(names)}]"
+        if len(shape) != len(names) or 0 in shape:
+            raise ValueError(
+                f"{self.op}: {title} needs {len(names)} axes, none of them empty, got shape {shape}"
+            )
+        for axis, size in zip(names, shape, strict=True):
+            expected, source = self.sizes.setdefault(axis, (size, title))
+            if size != expected:
+                raise ValueError(
+                    f"{self.op}: {title} has shape {shape}, so {axis} = {size}, but {source} has "
+                    f"{axis} = {expected}"
+                )
+        return jnp.asarray(x)
+
+    def check_scale(self, scale: Any) -> float:
+        if not isinstance(scale, int | float | np.floating) or isinstance(scale, bool):
+            raise TypeError(
+                f"{self.op}: scale must be a Python number, got {type(scale).__name__}; DeepSeek's "
+                "is jaxattn.rope.softmax_scale(qk_nope_head_dim + qk_rope_head_dim, config)"
+            )
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"{self.op}: scale must be positive and finite, got {scale}")
+        return float(scale)
+
+    def check_layer(self, kv_cache: Any, layer: Any) -> None:
+        """A stack needs a layer, a plain cache has none; and the layer must exist."""
+        shape = tuple(getattr(kv_cache, "shape", ()))
+        if layer is None:
+            if len(shape) == 4:
+                raise ValueError(f"{self.op}: kv_cache {shape} is a stack of layers; give layer=")
+            return
+        if len(shape) == 3:
+            raise ValueError(
+                f"{self.op}: kv_cache {shape} has no axis for {layer=}; drop layer, or give the "
+                "stack [L, N, C, D]"
+            )
+        if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
+            if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+                raise TypeError(
+                    f"{self.op}: layer must be an integer scalar, got {layer.dtype} {layer.shape}"
+                )
+            if isinstance(layer, jax.core.Tracer):
+                return
+        elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
+            raise TypeError(f"{self.op}: layer must be an integer, got {type(layer).__name__}")
+        if len(shape) == 4 and not 0 <= operator.index(layer) < shape[0]:
+            raise ValueError(
+                f"{self.op}: layer={int(layer)} is not in kv_cache {shape}, which has {shape[0]}"
+            )
+
+    def check_paged(
+        self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Checks a cache and its addressing, and lengths against the tables if they are known."""
+        self.check_layer(kv_cache, layer)
+        cache = self.check("kv_cache", kv_cache, "N C D" if layer is None else "L N C D")
+        tables = self.check("block_tables", block_tables, "B M", INT32)
+        lengths = self.check("seq_lens", seq_lens, "B", INT32)
+        capacity = tables.shape[1] * cache.shape[-2]
+        if (longest := known_max(seq_lens)) > capacity:
+            raise ValueError(
+                f"{self.op}: seq_lens holds {longest}, but block_tables {tables.shape} with pages "
+                f"of {cache.shape[-2]} tokens reach {capacity}; give wider block_tables"
+            )
+        return cache, tables, lengths
+
+
+def known_max(x: Any) -> int:
+    """The largest element, or 0 if `x` is traced: what is known now is checked now."""
+    return 0 if isinstance(x, jax.core.Tracer) else int(np.asarray(x).max())
+
+
+def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum accumulated in float32 (float64 for float64), with no TF32 for float32 operands."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        precision = lax.Precision.HIGHEST if a.dtype == wide else None
+        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=wide)
+
+    if dtype == wide:
+        return product(a, b)
+
+    # XLA's CPU backend has no bfloat16 product summed in float32 for some layouts (jax 0.11.2); the
+    # product of the operands in float32 is the same number.
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return product(a.astype(wide), b.astype(wide))
+
+    return lax.platform_dependent(a, b, cpu=widened, default=product)
+
+
+class Softmax(NamedTuple):
+    """Attention over the keys seen so far: row maxima, sums of exponentials, undivided output."""
+
+    top: jax.Array  # [*rows], -inf before the first key
+    total: jax.Array  # [*rows]
+    acc: jax.Array  # [*rows, V]
+
+    @classmethod
+    def empty(cls, rows: tuple[int, ...], width: int, dtype: Any) -> "Softmax":
+        total = jnp.zeros(rows, dtype)
+        return cls(jnp.full(rows, -jnp.inf, dtype), total, jnp.zeros((*rows, width), dtype))
+
+    def add(
+        self, scores: jax.Array, visible: jax.Array, weigh: Callable[[jax.Array], jax.Array]
+    ) -> "Softmax":
+        """Adds keys: scores [*rows, K], those not visible excluded; weigh(p) sums p's values."""
+        scores = jnp.where(visible, scores, -jnp.inf)
+        top = jnp.maximum(self.top, scores.max(-1))
+        # The result does not depend on the shift, so no gradient goes through it. Rows that have
+        # seen nothing shift by 0: -inf - -inf is NaN.
+        top = lax.stop_gradient(top)
+        shift = jnp.where(top == -jnp.inf, 0, top)
+        p = jnp.exp(scores - shift[..., None])
+        rescale = jnp.exp(lax.stop_gradient(self.top) - shift)
+        total = self.total * rescale + p.sum(-1)
+        return Softmax(top, total, self.acc * rescale[..., None] + weigh(p))
+
+    def finish(self, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(out [*rows, V], lse [*rows]); `sees` says which rows have any key, the rest is 0, -inf.
+
+        It comes from the lengths and not from `total`: a NaN of a real row is not hidden.
+        """
+        total = jnp.where(sees, self.total, 1)
+        out = jnp.where(sees[..., None], self.acc / total[..., None], 0)
+        return out, jnp.where(sees, self.top + jnp.log(total), -jnp.inf)
+
+
+def attend_pages(
+    state: Softmax,
+    add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
+    kv_cache: Float[Array, "*L N C D"],
+    block_tables: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    layer: jax.Array | int | None,
+    block: int,
+) -> Softmax:
+    """Feeds tokens [0, lengths) of every row to `add_block(state, kv [B, K, D], positions [K])`.
+
+    K is about `block` tokens, whole pages. Blocks past every row's length are not read, and one
+    past a row's own leaves that row's state as it was, bit by bit. `kv` is 0 past a row's length.
+    """
+    batch, width = block_tables.shape
+    page, dim = kv_cache.shape[-2:]
+    # Whatever a table holds past the row's length is replaced before anything is addressed by it.
+    owned = jnp.arange(width) < -(-lengths // page)[:, None]
+    per_block = min(width, max(1, block // page))
+    steps = -(-width // per_block)
+    tables = jnp.where(owned, block_tables, 0)
+    tables = jnp.pad(tables, ((0, 0), (0, steps * per_block - width)))
+    tables = tables.reshape(batch, steps, per_block).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def read(state: Softmax, pages: jax.Array, first: jax.Array) -> Softmax:
+        with jax.named_scope("read_pages"):
+            # One gather from the whole stack: a layer taken out first would be a copy. A page
+            # that does not exist reads as NaN, not as another row's page.
+            index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
+            kv = kv_cache.at[index].get(
+                mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+            )
+            positions = first + jnp.arange(per_block * page)
+            kv = kv.reshape(batch, per_block * page, dim)
+            kv = jnp.where((positions < lengths[:, None])[..., None], kv, 0)
+        reached = first < lengths
+        new = add_block(state, kv, positions)
+        return jax.tree.map(
+            lambda n, o: jnp.where(reached.reshape(batch, *[1] * (n.ndim - 1)), n, o), new, state
+        )
+
+    def step(state: Softmax, xs: tuple[jax.Array, jax.Array]) -> tuple[Softmax, None]:
+        pages, first = xs
+        return lax.cond(
+            jnp.any(first < lengths), read, lambda state, *_: state, state, pages, first
+        ), None
+
+    firsts = jnp.arange(steps, dtype=jnp.int32) * (per_block * page)
+    return lax.scan(step, state, (tables, firsts))[0]
