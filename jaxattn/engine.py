@@ -25,10 +25,12 @@ from jaxattn.models.hybrid import (
     DecodeBatch,
     DecodeState,
     HybridConfig,
+    PackedParams,
     PrefillBatch,
     decode_step,
     init_state,
     jit_step,
+    pack_vectors,
     prefill_step,
 )
 from jaxattn.plan import MemoryPlan, plan_memory, resident_items
@@ -68,7 +70,7 @@ class Engine:
     def __init__(
         self,
         config: HybridConfig,
-        params: nnx.State,
+        params: nnx.State | PackedParams,
         limits: Limits | None = None,
         *,
         implementation: Implementation | None = None,
@@ -82,12 +84,13 @@ class Engine:
             )
         self.config, self.limits, self.stats = config, limits, Stats()
         shapes = jax.eval_shape(self._new_state)
+        packed = pack_vectors(params)
         resident = resident_items(
-            config, params, shapes, batch=limits.batch, max_pages=limits.pages_per_row
+            config, packed, shapes, batch=limits.batch, max_pages=limits.pages_per_row
         )
         MemoryPlan(resident).check(jax.devices()[0])
         self.scheduler = Scheduler(limits, config.vocab_size)
-        self._params, self._named = params, implementation
+        self._params, self._named = packed, implementation
         self._state: DecodeState | None = None
         self._chunk = min(limits.prefill_chunk, limits.max_model_len)
         self._prefill_name = f"prefill of 1 x {self._chunk} tokens"

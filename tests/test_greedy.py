@@ -46,7 +46,9 @@ def assert_agree(kernels: Followed, reference: Followed, *, logits: float, state
     differs = kernels.logits.argmax(-1) != reference.logits.argmax(-1)
     assert not differs[first - second > 2 * difference].any()
     for name in ("kv_cache", "conv_state", "ssm_state"):
-        actual, expected = (np.asarray(getattr(x.state, name), np.float64) for x in (kernels, reference))
+        actual, expected = (
+            np.asarray(getattr(x.state, name), np.float64) for x in (kernels, reference)
+        )
         assert np.any(expected) and relative(actual, expected) <= states, name
 
 

@@ -1,6 +1,7 @@
 """The hybrid decoder: prefill, chunked prefill, decoding and training are one function."""
 
 import dataclasses
+import functools
 from functools import cache
 
 import jax
@@ -20,6 +21,7 @@ from jaxattn.models.hybrid import (
     init_params,
     init_state,
     jit_step,
+    pack_vectors,
     prefill_step,
     scratch,
 )
@@ -234,8 +236,9 @@ def test_every_leaf_of_the_state_is_updated_in_place(step):
     assert compiled.memory_analysis().alias_size_in_bytes == donated
 
 
-def test_triton_matmuls_are_off_on_a_gpu_only():
-    assert compiler_options("gpu") == {"xla_gpu_enable_triton_gemm": False}
+def test_what_copies_weights_is_off_on_a_gpu():
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    assert compiler_options("gpu") == options
     assert compiler_options("cpu") is None
 
 
@@ -335,3 +338,18 @@ def test_a_dict_that_does_not_fit_names_the_field(change, message):
     change(values)
     with pytest.raises(ValueError, match=message):
         HybridConfig.from_dict(values)
+
+
+def test_packed_vectors_give_the_same_bits():
+    params = init_params(SMALL, jax.random.key(3))
+    packed = pack_vectors(params)
+    assert sum(leaf.size for leaf in jax.tree.leaves(packed)) == sum(
+        leaf.size for leaf in jax.tree.leaves(params)
+    )
+    state = init_state(SMALL, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
+    lens = jnp.ones(ROWS, jnp.int32)
+    batch = DecodeBatch(jnp.ones((ROWS, 1), jnp.int32), lens, TABLES, INDICES)
+    step = jax.jit(functools.partial(decode_step, SMALL))
+    (plain, plain_state), (logits, logits_state) = (step(p, state, batch) for p in (params, packed))
+    np.testing.assert_array_equal(plain, logits)
+    jax.tree.map(np.testing.assert_array_equal, plain_state, logits_state)

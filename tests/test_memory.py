@@ -21,10 +21,12 @@ from jaxattn.arena import Arena
 from jaxattn.models.hybrid import (
     DecodeBatch,
     HybridConfig,
+    PackedParams,
     abstract_model,
     decode_step,
     init_state,
     jit_step,
+    pack_vectors,
     scratch,
 )
 from jaxattn.rope import RopeConfig
@@ -107,7 +109,12 @@ def compiled(device: str, gdn_per_repeat: int, depth: int) -> jax.stages.Compile
     step = jit_step(decode_step, config, implementation=IMPLEMENTATION[device], backend=device)
     state = jax.eval_shape(lambda: state_of(config))
     untuned = {"xla_gpu_autotune_level": 0} if device == "gpu" else None
-    return step.lower(abstract_model(config)[1], state, batch_of(1)).compile(untuned)
+    return step.lower(packed_shapes(config), state, batch_of(1)).compile(untuned)
+
+
+def packed_shapes(config: HybridConfig) -> PackedParams:
+    """The parameters as the engine holds them, as shapes."""
+    return jax.eval_shape(pack_vectors, abstract_model(config)[1])
 
 
 def nbytes(tree) -> int:
@@ -122,11 +129,11 @@ def temp_of(step: jax.stages.Compiled) -> int:
 
 def stacked_weights(config: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Name in a compiled step -> weights of all layers."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(abstract_model(config)[1])
+    flat, _ = jax.tree_util.tree_flatten_with_path(packed_shapes(config))
     return {
         f"params{jax.tree_util.keystr(path)}": leaf
         for path, leaf in flat
-        if "repeats" in jax.tree_util.keystr(path)
+        if "repeats" in jax.tree_util.keystr(path) or "vectors" in jax.tree_util.keystr(path)
     }
 
 
@@ -148,14 +155,11 @@ def test_temp_does_not_grow_with_depth(device, gdn_per_repeat):
     steps = {depth: compiled(device, gdn_per_repeat, depth) for depth in DEPTHS}
     temp = {depth: temp_of(step) for depth, step in steps.items()}
     one_layer = stacked_weights(config_of(device, gdn_per_repeat, 1)).values()
-    # What a layer's own inputs explain: a step may pack the vectors of all layers (norms, gates)
-    # into one float32 array, so that the loop body takes out one row and not a dozen.
-    vectors = sum(4 * leaf.size for leaf in one_layer if leaf.ndim == 2)
-    check_aliasing(steps[61], shallower=steps[2], layers=(61, 2), layer_bytes=vectors)
+    check_aliasing(steps[61], shallower=steps[2], layers=(61, 2))
     # XLA's CPU backend takes a layer's matrices out of their stacks before it multiplies, and a
     # single layer is not taken out of anything. On a GPU the products read the stacks.
     matrices = nbytes([leaf for leaf in one_layer if leaf.ndim > 2]) if device == "cpu" else 0
-    assert temp[61] - temp[1] <= SLACK + 60 * vectors + matrices, temp
+    assert temp[61] - temp[1] <= SLACK + matrices, temp
     assert temp[1] - temp[61] <= SLACK, temp
 
 
@@ -166,10 +170,10 @@ def test_temp_does_not_grow_with_depth(device, gdn_per_repeat):
 @stacks
 @depths
 def test_every_leaf_of_the_state_is_aliased_and_not_copied(device, gdn_per_repeat, depth):
-    report = check_aliasing(compiled(device, gdn_per_repeat, depth))
+    report = check_aliasing(compiled(device, gdn_per_repeat, depth), slack=0)
     state = jax.eval_shape(lambda: state_of(config_of(device, gdn_per_repeat, depth)))
     assert report.aliased_bytes == report.donated_bytes == nbytes(state)
-    # Not even what the check lets pass: of a deep stack, an eighth is many layers.
+    # Of a stack of 61 layers an eighth, which the check lets pass, would be many layers.
     assert not [copy for copy in report.copies if copy.leaf.startswith("state")]
 
 
@@ -197,7 +201,7 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
 @depths
 def test_a_hundred_steps_stay_in_the_same_buffers(device, gdn_per_repeat, depth):
     config, step = config_of(device, gdn_per_repeat, depth), compiled(device, gdn_per_repeat, depth)
-    shapes = abstract_model(config)[1]
+    shapes = packed_shapes(config)
     params = jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), shapes)
     )()

@@ -30,7 +30,13 @@ class Model(nnx.Module):
         self.gdn_norm, self.mla_norm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
         self.gdn = GatedDeltaNet(HIDDEN, 1, 2, head_k_dim=8, head_v_dim=8, **kwargs)
         self.mla = MultiHeadLatentAttention(
-            HIDDEN, 2, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, **kwargs
+            HIDDEN,
+            2,
+            kv_lora_rank=32,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            **kwargs,
         )
         self.head = nnx.Linear(HIDDEN, VOCAB, rngs=rngs)
 

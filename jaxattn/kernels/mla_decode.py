@@ -162,8 +162,9 @@ def mla_decode_mosaic(
             kernel_body,
             out_type=out_type,
             scratch_types=_scratch_types(config, q.dtype),
-            grid=(tiles, splits, batch),
-            grid_names=("tile", "split", "row"),
+            # The last axis runs fastest: the tiles of a row read the same pages while in L2.
+            grid=(splits, batch, tiles),
+            grid_names=("split", "row", "tile"),
             num_threads=3,
             thread_name="wg",
             kernel_name="mla_decode",
@@ -303,8 +304,12 @@ def _body(
         @pl.when(wg == 0)
         def _scores_and_left_half():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(tile * TILE, TILE)], q_smem, q_loaded)
-            plgpu.barrier_wait(q_loaded)
+
+            @pl.when(steps > 0)  # nothing is read for a padding row
+            def _():
+                plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(tile * TILE, TILE)], q_smem, q_loaded)
+                plgpu.barrier_wait(q_loaded)
+
             # Keys that each packed row sees: causal from the bottom right.
             packed_row = tile * TILE + iota((TILE, PAGE), 0)
             visible = jnp.full((TILE, PAGE), length - (q_len - 1), jnp.int32)

@@ -11,7 +11,6 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from functools import cache, partial, reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,22 +254,22 @@ class HybridDecoder(nnx.Module):
         state: DecodeState,
         batch: PrefillBatch,
         *,
+        vectors: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         graphdef, params = nnx.split(self.repeats)
-        params, unpack = _pack_vectors(params)
 
         def body(carry, params):
             x, state, repeat = carry
-            x, state = nnx.merge(graphdef, unpack(params)).prefill(
+            x, state = nnx.merge(graphdef, self._unpack(*params)).prefill(
                 x, state, batch, repeat, implementation
             )
             return (x, state, repeat + 1), None
 
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
         x = self._embed(batch.tokens, valid)
-        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
+        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, vectors))
         last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
         return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
 
@@ -279,22 +278,31 @@ class HybridDecoder(nnx.Module):
         state: DecodeState,
         batch: DecodeBatch,
         *,
+        vectors: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
         graphdef, params = nnx.split(self.repeats)
-        params, unpack = _pack_vectors(params)
 
         def body(carry, params):
             x, state, repeat = carry
-            x, state = nnx.merge(graphdef, unpack(params)).decode(
+            x, state = nnx.merge(graphdef, self._unpack(*params)).decode(
                 x, state, batch, repeat, implementation
             )
             return (x, state, repeat + 1), None
 
         x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
-        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
+        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, vectors))
         return self._head(x), state
+
+    def _unpack(self, params: nnx.State, vectors: Array | None) -> nnx.State:
+        """One repeat's parameters, with the vectors that `pack_vectors` took out."""
+        if vectors is None:
+            return params
+        shapes = jax.tree.leaves(abstract_model(self.config)[1]["repeats"])
+        widths = [shape.shape[1] for shape in shapes if len(shape.shape) == 2]
+        pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
+        return jax.tree.map(lambda leaf: next(pieces) if leaf.ndim == 1 else leaf, params)
 
     def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
         """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
@@ -310,27 +318,6 @@ class HybridDecoder(nnx.Module):
             if self.config.tie_embeddings:
                 return matmul(x, self.embedding[...].T, self.config.compute_dtype)
             return self.lm_head(x)
-
-
-def _pack_vectors(params: nnx.State) -> tuple[Any, Callable[[Any], nnx.State]]:
-    """The scan's weights with every vector (norms, gates) in one float32 row, and the way back.
-
-    XLA copies each of them out of its stack by a kernel of its own; one row is one copy.
-    """
-    leaves, structure = jax.tree.flatten(params)
-    vectors = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2]
-    matrices = [leaf for leaf in leaves if leaf.ndim != 2]
-    widths = [leaves[i].shape[1] for i in vectors]
-    row = jnp.concatenate([leaves[i].astype(jnp.float32) for i in vectors], axis=1)
-
-    def unpack(xs: Any) -> nnx.State:
-        row, matrices = xs
-        pieces = iter(jnp.split(row, np.cumsum(widths)[:-1]))
-        rest = iter(matrices)
-        back = [next(pieces) if i in vectors else next(rest) for i in range(len(leaves))]
-        return jax.tree.unflatten(structure, back)
-
-    return (row, matrices), unpack
 
 
 def _norm(config: HybridConfig) -> RMSNorm:
@@ -352,6 +339,35 @@ def _mlp(config: HybridConfig, rngs: nnx.Rngs) -> GatedMLP:
 def abstract_model(config: HybridConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
     return nnx.split(nnx.eval_shape(lambda: HybridDecoder(config, rngs=nnx.Rngs(0))))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedParams:
+    """Parameters as the steps like them, see `pack_vectors`.
+
+    Attributes:
+        params: the decoder's, with empty arrays in place of its repeats' vectors.
+        vectors: float32 [num_repeats, total], all vectors of a repeat in one row.
+    """
+
+    params: nnx.State
+    vectors: Float[Array, "repeats total"]
+
+
+def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
+    """Puts every vector of the repeats (norms, gates) into one array. Do it once, on loading.
+
+    Inside the layer loop XLA copies each vector out of its stack by a kernel of its own; one row is
+    one copy. The steps take the parameters packed or not, and compute the same.
+    """
+    if isinstance(params, PackedParams):
+        return params
+    leaves = jax.tree.leaves(params["repeats"])
+    vectors = [leaf.astype(jnp.float32) for leaf in leaves if leaf.ndim == 2]
+    empty = jax.tree.map(lambda leaf: leaf[:, :0] if leaf.ndim == 2 else leaf, params["repeats"])
+    rest = nnx.State({**params, "repeats": empty})
+    return PackedParams(rest, jnp.concatenate(vectors, axis=1))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -417,29 +433,38 @@ def init_state(
 
 def decode_step(
     config: HybridConfig,
-    params: nnx.State,
+    params: nnx.State | PackedParams,
     state: DecodeState,
     batch: DecodeBatch,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-    """One token a row: its float32 logits, exactly 0 for a padding row, and the state."""
-    model = nnx.merge(abstract_model(config)[0], params)
-    logits, state = model.decode(state, batch, implementation=implementation)
+    """One token a row: float32 logits of its last token (0 for a padding row), and the state."""
+    model, vectors = _bind(config, params)
+    logits, state = model.decode(state, batch, vectors=vectors, implementation=implementation)
     return logits[:, -1], state
 
 
 def prefill_step(
     config: HybridConfig,
-    params: nnx.State,
+    params: nnx.State | PackedParams,
     state: DecodeState,
     batch: PrefillBatch,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-    """A chunk of each row's prompt: float32 logits of the row's last valid token, and the state."""
-    model = nnx.merge(abstract_model(config)[0], params)
-    return model.prefill(state, batch, implementation=implementation)
+    """A chunk of each row's prompt: logits of its last valid token, float32, and the state."""
+    model, vectors = _bind(config, params)
+    return model.prefill(state, batch, vectors=vectors, implementation=implementation)
+
+
+def _bind(
+    config: HybridConfig, params: nnx.State | PackedParams
+) -> tuple[HybridDecoder, Array | None]:
+    graphdef = abstract_model(config)[0]
+    if isinstance(params, PackedParams):
+        return nnx.merge(graphdef, params.params), params.vectors
+    return nnx.merge(graphdef, params), None
 
 
 def compiler_options(backend: str) -> dict[str, bool | int] | None:

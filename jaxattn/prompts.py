@@ -1,0 +1,3 @@
+"""placeholder"""
+
+PROMPTS = ("class A:\n    def f(self):\n        x = 1\n",)
