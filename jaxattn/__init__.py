@@ -14,6 +14,7 @@ from jaxattn.aliasing import check_aliasing as check_aliasing
 from jaxattn.arena import Arena as Arena
 from jaxattn.arena import ArenaError as ArenaError
 from jaxattn.arena import ArenaSpec as ArenaSpec
+from jaxattn.engine import Engine as Engine
 from jaxattn.gdn import causal_conv1d as causal_conv1d
 from jaxattn.gdn import causal_conv1d_update as causal_conv1d_update
 from jaxattn.gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -26,8 +27,11 @@ from jaxattn.mla import merge_attention_states as merge_attention_states
 from jaxattn.mla import mla_cache_write as mla_cache_write
 from jaxattn.mla import mla_decode as mla_decode
 from jaxattn.mla import mla_prefill as mla_prefill
+from jaxattn.request import Completion as Completion
+from jaxattn.request import Request as Request
 from jaxattn.rope import RopeConfig as RopeConfig
 from jaxattn.rope import YarnConfig as YarnConfig
 from jaxattn.rope import softmax_scale as softmax_scale
+from jaxattn.scheduler import Limits as Limits
 
 __version__ = "0.1.0"

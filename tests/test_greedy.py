@@ -85,8 +85,8 @@ def test_a_gpu_writes_the_text_that_a_cpu_wrote(model):
     tokens = np.array([list(text) for text in TEXTS])
     ahead = gaps(follow(*model, BYTES, TEXTS, "mosaic_gpu").logits, tokens)
     stored = np.array([stored["gaps"] for stored in STORED])
-    difference = np.abs(ahead - stored).max()
-    assert difference < stored.min(), "a default prompt has a near-tie: choose another"
+    near_ties = np.argwhere(np.abs(ahead - stored) >= stored)
+    assert not near_ties.size, f"(prompt, byte) that another device may decide: {near_ties}"
     engine = Engine(*model, Limits(batch=4))
     assert set(engine.implementations.values()) == {"mosaic_gpu"}
     assert greedy(engine, BYTES, TOKENS) == TEXTS

@@ -153,6 +153,15 @@ def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys)
     assert message in error and error.count("\n") == 1
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path, capsys):
+    checkpoint.save(tmp_path, CONFIG, init_params(CONFIG, jax.random.key(0)))
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["--checkpoint", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
+    assert "prompt 1 has 64 bytes and the model length is 64" in capsys.readouterr().err
+    assert main(["--checkpoint", str(tmp_path), "--prompt", "y", *SMALL]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
 def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=300)
     checkpoint.save(tmp_path, config, init_params(config, jax.random.key(0)))
@@ -161,15 +170,18 @@ def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
 
 
 def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(model, capsys):
-    assert main(["--checkpoint", model, "--max-tokens", "20", *SMALL]) == 0
+    arguments = ["--max-tokens", "20", "--max-model-len", "512", "--prefill-chunk", "128"]
+    assert main(["--checkpoint", model, *arguments]) == 0
     printed = capsys.readouterr()
     lines = printed.out.split("\n")
     assert lines.pop() == "" and all(line.startswith("[") for line in lines)
+    numbers = [int(line[1]) for line in lines]
+    assert numbers == sorted(numbers)
     for number, prompt in enumerate(PROMPTS, 1):
         own = [line.removeprefix(f"[{number}] ") for line in lines if line[1] == str(number)]
         assert "\n".join(own).startswith(prompt.rstrip())
     for part in (
-        "memory plan for 4 rows of up to 64 tokens",
+        "memory plan for 4 rows of up to 512 tokens",
         "kv cache",
         "xla temp",
         "total",
@@ -260,18 +272,33 @@ def test_one_request_flows_exactly_as_it_is():
     assert out.getvalue() == "\tdef éü(x):\n\treturn x\n"
 
 
-def test_lines_of_several_requests_do_not_mix():
-    first, second = Request(b"a\nb", id=0), Request(b"c", id=1)
-    text_stream, out = stream([first, second])
+def test_of_several_requests_the_first_that_is_not_done_flows_and_the_others_wait():
+    first, second, third = (Request(b"a\nb", id=0), Request(b"c", id=1), Request(b"d", id=2))
+    text_stream, out = stream([first, second, third])
     feed(text_stream, first, b"1")
-    feed(text_stream, second, b"2")
-    assert out.getvalue() == "[1] a\n"
-    feed(text_stream, first, b"3\n4")
-    feed(text_stream, second, b"5\n\n6")
-    assert out.getvalue() == "[1] a\n[1] b13\n[2] c25\n[2] \n"
+    feed(text_stream, second, b"2\n\n3")
+    feed(text_stream, third, b"4\n")
+    assert out.getvalue() == "[1] a\n[1] b1"
+    text_stream.finish(done(second))
+    feed(text_stream, first, b"5\n6")
+    assert out.getvalue() == "[1] a\n[1] b15\n[1] 6"
     text_stream.finish(done(first))
+    shown = "[1] a\n[1] b15\n[1] 6\n[2] c2\n[2] \n[2] 3\n[3] d4\n"
+    assert out.getvalue() == shown
+    feed(text_stream, third, b"7")
+    assert out.getvalue() == shown + "[3] 7"
+    text_stream.finish(done(third))
+    assert out.getvalue() == shown + "[3] 7\n"
+
+
+def test_what_waits_is_printed_after_ctrl_c():
+    first, second = Request(b"a", id=0), Request(b"b", id=1)
+    text_stream, out = stream([first, second])
+    feed(text_stream, second, b"2")
+    assert out.getvalue() == ""
+    feed(text_stream, first, b"1")
     text_stream.close()
-    assert out.getvalue() == "[1] a\n[1] b13\n[2] c25\n[2] \n[1] 4\n[2] 6\n"
+    assert out.getvalue() == "[1] a1\n[2] b2\n"
 
 
 def test_a_character_appears_when_its_last_byte_does_and_half_of_one_is_replaced():
@@ -287,11 +314,13 @@ def test_a_character_appears_when_its_last_byte_does_and_half_of_one_is_replaced
     assert out.getvalue() == "x€\ufffd\ufffd\n"
 
 
-def test_a_terminal_gets_colour_and_no_control_characters():
-    first, second = Request(b"a", id=0), Request(b"b", id=1)
+def test_a_terminal_gets_colour_a_dim_prompt_and_no_control_characters():
+    first, second = Request(b"a\n\x07", id=0), Request(b"b", id=1)
     text_stream, out = stream([first, second], force_terminal=True, color_system="standard")
-    feed(text_stream, first, b"\x1b[2J\x07\n")
-    assert out.getvalue() == "\x1b[36m[1] \x1b[0ma\ufffd[2J\ufffd\n"
+    feed(text_stream, first, b"\x1b[2J\n")
+    number, prompt = "\x1b[36m[1] \x1b[0m", "\x1b[2m{}\x1b[0m"
+    lines = [number + prompt.format("a") + "\n", number + prompt.format("\ufffd") + "\ufffd[2J\n"]
+    assert out.getvalue() == "".join(lines)
 
 
 def test_a_request_that_never_ran_prints_nothing():
