@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.arena import Arena
 from jaxattn.conv import causal_conv1d as causal_conv1d
 from jaxattn.conv import causal_conv1d_update as causal_conv1d_update
 from jaxattn.conv import check_cu_seqlens, check_pool, rows_in_use
@@ -26,6 +26,8 @@ from jaxattn.conv import state_read as state_read
 from jaxattn.conv import state_write as state_write
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn_chunk import gated_delta_rule_chunks, l2norm
+from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
+from jaxattn.kernels.gdn_decode import scratch as scratch
 
 
 def gdn_gates(
@@ -205,8 +207,6 @@ def gated_delta_rule_decode(
     g, beta = gdn_gates(a, b, A_log, dt_bias)
 
     def mosaic(interpret: bool):
-        from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
-
         return gdn_decode_mosaic(
             q,
             k,
@@ -250,14 +250,6 @@ def gated_delta_rule_decode(
             "xla": xla,
         },
     )
-
-
-def scratch(
-    *, batch: int, q_len: int, num_v_heads: int, head_v_dim: int = 128, dtype=jnp.bfloat16
-) -> ArenaSpec:
-    """Scratch of `gated_delta_rule_decode`: region "out" `[batch, q_len, Hv, Dv]` in v's dtype."""
-    shape = (batch, q_len, num_v_heads, head_v_dim)
-    return ArenaSpec.of("gated_delta_rule_decode", out=(shape, dtype))
 
 
 def _recurrent(

@@ -152,7 +152,8 @@ def summary_lines(
 
 
 MEASURES = {
-    "device_peak_bytes": "the most that JAX's allocator had in use on the device",
+    "device_bytes_in_use": "in use on the device now: the plan but for XLA's temp and code",
+    "device_peak_bytes": "the most at any time, XLA's tuning while it compiled included",
     "live_array_bytes": "JAX arrays alive at the end; no allocator of a CPU tells XLA's temp",
     "process_peak_rss_bytes": "the process at its largest, Python and the compiler included",
 }
@@ -162,7 +163,10 @@ def measure() -> dict[str, int]:
     """What the process took, as far as the platform can say; names as in `MEASURES`."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
-        return {"device_peak_bytes": stats["peak_bytes_in_use"]}
+        return {
+            "device_bytes_in_use": stats["bytes_in_use"],
+            "device_peak_bytes": stats["peak_bytes_in_use"],
+        }
     measured = {"live_array_bytes": sum(array.nbytes for array in jax.live_arrays())}
     if sys.platform != "win32":
         import resource
