@@ -1,74 +1,53 @@
 """What `python -m jaxattn.serve` continues when it is given nothing.
 
 Beginnings of Python whose greedy continuation by the embedded model is varied, and decided at every
-byte: the best logit is ahead of the next by 0.2 or more, which is more than another device's
-rounding changes (tests/test_greedy.py). After a change to the model or to these,
-`python tests/make_greedy.py` says how far ahead it is.
+byte: the best two logits differ by a tenth or more, far above what another device's rounding
+changes (tests/test_greedy.py).
 """
 
 PROMPTS = (
-    '''\
-class Server:
-    """A server of clients."""
-
-    def __init__(self, size=10):
-        self._clients = []
-        self._lock = threading.Lock()
-        self.size = size
-
-    def save(self, filename):
-        """Write everything to a file."""
-        try:
-''',
-    '''\
-import io
-import sys
-import unittest
-
-class SocketTestCase(unittest.TestCase):
-
-    def test_init(self):
-''',
-    '''\
-import os
-
-
-def load_config(path):
-    """Read the configuration from a file."""
-''',
-    '''\
-import argparse
-
-def _main():
-    """Print the lines of some files."""
-    parser = argparse.ArgumentParser(prog='count', description='Count the words of files.')
-    parser.add_argument('-o', '--output', metavar='FILE',
-                        help='where to write the result')
-    args = parser.parse_args(argv)
-    try:
-''',
-    '''\
-import os
-import sys
-
-
-def load_file(path):
-    """Read a file, or return None if there is none."""
-    try:
-        with open(path, 'r') as f:
-            data = f.read()
-    except IOError as err:
-        if \
-''',
-    '''\
-from enum import Enum
-
-
-class Weekday(Enum):
-    MONDAY = 1
-    TUESDAY = 2
-    WEDNESDAY = 3
-
-    def __lt__(self, other):
-''',
+    (
+        "import io\n"
+        "import sys\n"
+        "import unittest\n"
+        "\n"
+        "class SocketTestCase(unittest.TestCase):\n"
+        "\n"
+        "    def test_init(self):\n"
+    ),
+    ("class Color(Enum):\n    RED = 1\n    GREEN = 2\n    BLUE = 3\n\n    def __str__(self):\n"),
+    (
+        "def run():\n"
+        '    """Run commands that the user types."""\n'
+        "    while True:\n"
+        "        try:\n"
+        "            line = input('> ')\n"
+        "        except (EOFError, KeyboardInterrupt):\n"
+    ),
+    ("def read_config(path):\n    '''Read the configuration from a file.'''\n"),
+    (
+        "from dataclasses import dataclass\n"
+        "\n"
+        "\n"
+        "@dataclass\n"
+        "class Rectangle:\n"
+        "    name: str\n"
+        "    age: int\n"
+        "    email: str = ''\n"
+        "\n"
+        "    def __add__(self, other):\n"
+    ),
+    (
+        "import argparse\n"
+        "import sys\n"
+        "\n"
+        "\n"
+        "def main():\n"
+        '    """Run the program."""\n'
+        "    parser = argparse.ArgumentParser(description='Print the lines of files.')\n"
+        "    parser.add_argument('files', nargs='*', help='the files to read')\n"
+        "    parser.add_argument('-v', '--verbose', action='store_true')\n"
+        "    args = parser.parse_args()\n"
+        "    if args."
+    ),
 )

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -100,12 +101,16 @@ def main() -> None:
     texts = [bytes(completion.tokens) for completion in done]
     logits = follow(config, params, prompts, texts, "xla").logits
     margins = gaps(logits, np.array([list(text) for text in texts]))
-    stored = [
-        {"prompt": prompt, "text": text.decode(), "gaps": [round(float(gap), 4) for gap in row]}
-        for prompt, text, row in zip(PROMPTS, texts, margins, strict=True)
-    ]
+    result = {
+        "device": jax.devices()[0].platform,
+        "jax": jax.__version__,
+        "texts": [
+            {"prompt": prompt, "text": text.decode(), "gaps": [round(float(g), 4) for g in row]}
+            for prompt, text, row in zip(PROMPTS, texts, margins, strict=True)
+        ],
+    }
     FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text("[\n" + ",\n".join(map(json.dumps, stored)) + "\n]\n")
+    FILE.write_text(json.dumps(result, indent=1) + "\n")
     for text, row in zip(texts, margins, strict=True):
         print(f"smallest gap {row.min():.3f}, at byte {row.argmin()}, of {text[:50]!r}...")
 

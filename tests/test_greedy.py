@@ -19,10 +19,9 @@ from jaxattn.request import Request
 from jaxattn.scheduler import Limits
 from jaxattn.serve import EMBEDDED
 
-STORED = json.loads(FILE.read_text())
+STORED = json.loads(FILE.read_text())["texts"]
 BYTES = [prompt.encode() for prompt in PROMPTS]
 TEXTS = [stored["text"].encode() for stored in STORED]
-GAPS = np.array([stored["gaps"] for stored in STORED])
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +52,10 @@ def assert_agree(kernels: Followed, reference: Followed, *, logits: float, state
         assert np.any(expected) and relative(actual, expected) <= states, name
 
 
-def test_the_stored_texts_are_those_of_the_default_prompts_and_decided_at_every_byte():
+def test_the_stored_texts_are_those_of_the_default_prompts():
     assert [stored["prompt"] for stored in STORED] == list(PROMPTS)
     assert all(len(text) == TOKENS for text in TEXTS)
-    assert GAPS.shape == (len(PROMPTS), TOKENS) and GAPS.min() > 0.2
+    assert all(len(stored["gaps"]) == TOKENS for stored in STORED)
 
 
 def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
@@ -83,15 +82,11 @@ def test_the_kernels_agree_with_the_reference_along_every_default_prompt(model):
 
 @pytest.mark.gpu
 def test_a_gpu_writes_the_text_that_a_cpu_wrote(model):
-    engine = Engine(*model, Limits(batch=4))
-    assert set(engine.implementations.values()) == {"mosaic_gpu"}
-    texts = greedy(engine, BYTES, TOKENS)
     tokens = np.array([list(text) for text in TEXTS])
     ahead = gaps(follow(*model, BYTES, TEXTS, "mosaic_gpu").logits, tokens)
-    # Where one logit is far ahead the logits are large and differ by more, and nothing hangs on it.
-    difference = np.abs(ahead - GAPS)[GAPS < 1].max()
-    for text, stored, row in zip(texts, TEXTS, GAPS, strict=True):
-        near_ties = np.flatnonzero(row <= difference)
-        end = near_ties[0] if near_ties.size else TOKENS
-        assert text[:end] == stored[:end]
-    assert difference < GAPS.min(), "a default prompt has a near-tie: choose another"
+    stored = np.array([stored["gaps"] for stored in STORED])
+    near_ties = np.argwhere(np.abs(ahead - stored) >= stored)
+    assert not near_ties.size, f"(prompt, byte) that another device may decide: {near_ties}"
+    engine = Engine(*model, Limits(batch=4))
+    assert set(engine.implementations.values()) == {"mosaic_gpu"}
+    assert greedy(engine, BYTES, TOKENS) == TEXTS
