@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from training import train
 
 from jaxattn.nn import (
     GatedDeltaNet,
@@ -322,23 +322,8 @@ class Block(nnx.Module):
 
 def test_a_users_own_model_with_both_layers_trains():
     model = Block(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     tokens = jax.random.randint(jax.random.key(0), (2, 17), 0, 16)
-
-    def loss(model):
-        logits = model(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    @nnx.jit
-    def step(model, optimizer):
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value, grads
-
-    losses, grads = [], None
-    for _ in range(20):
-        value, grads = step(model, optimizer)
-        losses.append(float(value))
+    losses, grads = train(model, tokens, 20)
     assert losses[-1] < 0.5 * losses[0]
     for path, grad in nnx.to_flat_state(grads):
         assert np.all(np.isfinite(grad[...])) and np.any(grad[...]), path

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+from training import train
 
 from jaxattn import Arena, gdn, mla
 from jaxattn.nn import GatedDeltaNet, MultiHeadLatentAttention, RMSNorm
@@ -77,23 +77,8 @@ class Model(nnx.Module):
 def trained() -> Model:
     """Three steps, so that no parameter is as it was initialised."""
     model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     tokens = jax.random.randint(jax.random.key(0), (BATCH, TOKENS + 1), 0, VOCAB)
-
-    def loss(model):
-        logits = model(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    @nnx.jit
-    def step(model, optimizer):
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value, grads
-
-    losses = []
-    for _ in range(3):
-        value, grads = step(model, optimizer)
-        losses.append(float(value))
+    losses, grads = train(model, tokens, 3)
     assert losses[2] < losses[0]
     for path, grad in nnx.to_flat_state(grads):
         assert np.all(np.isfinite(grad[...])) and np.any(grad[...]), path
