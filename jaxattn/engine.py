@@ -84,13 +84,16 @@ class Engine:
             )
         self.config, self.limits, self.stats = config, limits, Stats()
         shapes = jax.eval_shape(self._new_state)
-        packed = pack_vectors(params)
         resident = resident_items(
-            config, packed, shapes, batch=limits.batch, max_pages=limits.pages_per_row
+            config,
+            jax.eval_shape(pack_vectors, params),
+            shapes,
+            batch=limits.batch,
+            max_pages=limits.pages_per_row,
         )
         MemoryPlan(resident).check(jax.devices()[0])
         self.scheduler = Scheduler(limits, config.vocab_size)
-        self._params, self._named = packed, implementation
+        self._params, self._named = pack_vectors(params), implementation
         self._state: DecodeState | None = None
         self._chunk = min(limits.prefill_chunk, limits.max_model_len)
         self._prefill_name = f"prefill of 1 x {self._chunk} tokens"
