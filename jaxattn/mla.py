@@ -23,8 +23,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.dispatch import Implementation, dispatch
+from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
 from jaxattn.kernels.mla_decode import scratch as scratch
+from jaxattn.kernels.mla_schedule import Schedule as Schedule
 from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill import causal_attention as causal_attention
 from jaxattn.prefill import merge_attention_states as merge_attention_states
@@ -47,6 +49,7 @@ def mla_decode(
     scale: float,
     layer: Array | int | None = ...,
     kv_lora_rank: int = ...,
+    schedule: Schedule | None = ...,
     arena: None = None,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array]: ...
@@ -62,6 +65,7 @@ def mla_decode(
     scale: float,
     layer: Array | int | None = ...,
     kv_lora_rank: int = ...,
+    schedule: Schedule | None = ...,
     arena: "Arena",
     implementation: Implementation | None = ...,
 ) -> "tuple[Array, Array, Arena]": ...
@@ -76,6 +80,7 @@ def mla_decode(
     scale: float,
     layer: Array | int | None = None,
     kv_lora_rank: int = 512,
+    schedule: Schedule | None = None,
     arena: "Arena | None" = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -98,6 +103,8 @@ def mla_decode(
             192**-0.5 * mscale**2 (`jaxattn.rope.softmax_scale`), never D**-0.5.
         layer: index into the stack, a Python int or a traced scalar.
         kv_lora_rank: R; the latent's first R dims are the values.
+        schedule: `decode_schedule` of these `seq_lens` and shapes. The layers of a step share it;
+            without it each call works it out, in a dozen small kernels.
         arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
             it, good until the arena is written again.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
@@ -123,6 +130,12 @@ def mla_decode(
             f"{kv_lora_rank}"
         )
 
+    if schedule is not None and schedule.spans.shape[1] != q.shape[0]:
+        raise ValueError(
+            f"mla_decode: the schedule is of {schedule.spans.shape[1]} rows, q {q.shape} has "
+            f"{q.shape[0]}; make it with decode_schedule from these seq_lens"
+        )
+
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         return mla_decode_mosaic(
             q,
@@ -132,6 +145,7 @@ def mla_decode(
             layer=layer,
             scale=scale,
             kv_lora_rank=kv_lora_rank,
+            schedule=schedule,
             arena=arena,
             interpret=interpret,
         )
@@ -194,7 +208,14 @@ def _into_arena(
 ) -> "tuple[jax.Array, jax.Array, Arena]":
     """Writes the output where the kernel would, and returns the view of it."""
     batch, q_len, heads, rank = out.shape
-    spec = scratch(batch=batch, q_len=q_len, num_heads=heads, kv_lora_rank=rank, dtype=out.dtype)
+    spec = scratch(  # the output alone: nothing is split here
+        batch=batch,
+        q_len=q_len,
+        num_heads=heads,
+        max_pages=1,
+        kv_lora_rank=rank,
+        dtype=out.dtype,
+    )
     rows = q_len * heads
     packed = out.reshape(batch, rows, rank)
     packed = jnp.pad(packed, ((0, 0), (0, spec.region("out").shape[1] - rows), (0, 0)))

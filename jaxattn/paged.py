@@ -161,6 +161,47 @@ class Softmax(NamedTuple):
         return out, jnp.where(sees, self.top + jnp.log(total), -jnp.inf)
 
 
+def page_blocks(
+    kv_cache: Float[Array, "*L N C D"],
+    block_tables: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    layer: jax.Array | int | None,
+    block: int,
+) -> tuple[
+    Int[Array, "blocks B pages"],
+    Int[Array, "blocks"],
+    Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+]:
+    """Tokens [0, lengths) of every row in blocks of K, whole pages and about `block` tokens.
+
+    Returns:
+        The blocks' pages, their first positions, and a function that reads one block of these:
+        (pages [B, n], first) -> (kv [B, K, D], 0 past a row's length, positions [K]).
+    """
+    batch, width = block_tables.shape
+    page, dim = kv_cache.shape[-2:]
+    # Whatever a table holds past the row's length is replaced before anything is addressed by it.
+    owned = jnp.arange(width) < -(-lengths // page)[:, None]
+    per_block = min(width, max(1, block // page))
+    steps = -(-width // per_block)
+    tables = jnp.where(owned, block_tables, 0)
+    tables = jnp.pad(tables, ((0, 0), (0, steps * per_block - width)))
+    tables = tables.reshape(batch, steps, per_block).swapaxes(0, 1)
+
+    @jax.named_scope("read_pages")
+    def read(pages: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # One gather from the whole stack: a layer taken out first would be a copy. A page
+        # that does not exist reads as NaN, not as another row's page.
+        index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
+        kv = kv_cache.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        positions = first + jnp.arange(per_block * page)
+        kv = kv.reshape(batch, per_block * page, dim)
+        return jnp.where((positions < lengths[:, None])[..., None], kv, 0), positions
+
+    return tables, jnp.arange(steps, dtype=jnp.int32) * (per_block * page), read
+
+
 def attend_pages(
     state: Softmax,
     add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
@@ -176,32 +217,16 @@ def attend_pages(
     K is about `block` tokens, whole pages. Blocks past every row's length are not read, and one
     past a row's own leaves that row's state as it was, bit by bit. `kv` is 0 past a row's length.
     """
-    batch, width = block_tables.shape
-    page, dim = kv_cache.shape[-2:]
-    # Whatever a table holds past the row's length is replaced before anything is addressed by it.
-    owned = jnp.arange(width) < -(-lengths // page)[:, None]
-    per_block = min(width, max(1, block // page))
-    steps = -(-width // per_block)
-    tables = jnp.where(owned, block_tables, 0)
-    tables = jnp.pad(tables, ((0, 0), (0, steps * per_block - width)))
-    tables = tables.reshape(batch, steps, per_block).swapaxes(0, 1)
+    pages, firsts, read_block = page_blocks(
+        kv_cache, block_tables, lengths, layer=layer, block=block
+    )
 
     @jax.checkpoint
     def read(state: Softmax, pages: jax.Array, first: jax.Array) -> Softmax:
-        with jax.named_scope("read_pages"):
-            # One gather from the whole stack: a layer taken out first would be a copy. A page
-            # that does not exist reads as NaN, not as another row's page.
-            index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
-            kv = kv_cache.at[index].get(
-                mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
-            )
-            positions = first + jnp.arange(per_block * page)
-            kv = kv.reshape(batch, per_block * page, dim)
-            kv = jnp.where((positions < lengths[:, None])[..., None], kv, 0)
         reached = first < lengths
-        new = add_block(state, kv, positions)
+        new = add_block(state, *read_block(pages, first))
         return jax.tree.map(
-            lambda n, o: jnp.where(reached.reshape(batch, *[1] * (n.ndim - 1)), n, o), new, state
+            lambda n, o: jnp.where(reached.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, state
         )
 
     def step(state: Softmax, xs: tuple[jax.Array, jax.Array]) -> tuple[Softmax, None]:
@@ -210,5 +235,4 @@ def attend_pages(
             jnp.any(first < lengths), read, lambda state, *_: state, state, pages, first
         ), None
 
-    firsts = jnp.arange(steps, dtype=jnp.int32) * (per_block * page)
-    return lax.scan(step, state, (tables, firsts))[0]
+    return lax.scan(step, state, (pages, firsts))[0]

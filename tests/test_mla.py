@@ -300,7 +300,12 @@ def test_a_scanned_step_copies_no_cache_and_needs_no_more_for_more_layers(op):
     batch, q_len, heads, rank, rope = 3, 1 if op == "decode" else 8, 2, 32, 8
     pages, page, width = 400, 16, 80
     spec = mla.scratch(
-        batch=batch, q_len=q_len, num_heads=heads, kv_lora_rank=rank, dtype=jnp.float32
+        batch=batch,
+        q_len=q_len,
+        num_heads=heads,
+        max_pages=1,
+        kv_lora_rank=rank,
+        dtype=jnp.float32,
     )
 
     def step(kv_cache, arena, x, tables, lens, layers):
@@ -354,7 +359,9 @@ def test_a_scanned_step_copies_no_cache_and_needs_no_more_for_more_layers(op):
 def test_the_output_lies_in_the_arena():
     pool = make_pool([20, 33, 0], page=16, dim=24)
     q = normal(3, 2, 33, 24)  # 66 rows of a batch row: two tiles
-    spec = mla.scratch(batch=3, q_len=2, num_heads=33, kv_lora_rank=16, dtype=jnp.float32)
+    spec = mla.scratch(
+        batch=3, q_len=2, num_heads=33, max_pages=1, kv_lora_rank=16, dtype=jnp.float32
+    )
     args = (q, pool.cache, pool.tables, pool.lens)
     kwargs = dict(scale=0.3, kv_lora_rank=16)
     plain = decode(*args, **kwargs)
@@ -364,13 +371,15 @@ def test_the_output_lies_in_the_arena():
     region = arena.read(spec, "out")
     assert region.shape == (3, 128, 16)
     np.testing.assert_array_equal(region[:, :66].reshape(3, 2, 33, 16), out)
-    small = mla.scratch(batch=1, q_len=2, num_heads=33, kv_lora_rank=16, dtype=jnp.float32)
+    small = mla.scratch(
+        batch=1, q_len=2, num_heads=33, max_pages=1, kv_lora_rank=16, dtype=jnp.float32
+    )
     with pytest.raises(ArenaError):
         decode(*args, **kwargs, arena=Arena.allocate(small))
 
 
 def test_deepseek_r1_needs_256_mib_of_output_scratch():
-    assert mla.scratch(batch=2048, q_len=1, num_heads=128).nbytes == 256 * 2**20
+    assert mla.scratch(batch=2048, q_len=1, num_heads=128, max_pages=2560).nbytes == 256 * 2**20
 
 
 def test_dispatch_chooses_refuses_and_knows_its_names():

@@ -10,19 +10,28 @@ from kernel_cases import assert_mla_close, both_devices, mla_case, relative, x64
 
 from jaxattn import mla
 from jaxattn.arena import Arena
-from jaxattn.kernels.mla_decode import Config, mla_decode_mosaic
+from jaxattn.kernels.mla_decode import mla_decode_mosaic
+from jaxattn.kernels.mla_schedule import Schedule
 
 
-def decode(case, implementation, *, config=None, arena=None, layer=None):
+def decode(case, implementation, *, cuts=None, arena=None, layer=None):
+    """`cuts` are the (row, page) that each part begins at; None leaves them to the op."""
     layer = case.layer if layer is None else layer
-    if config is None:
-        step = functools.partial(mla.mla_decode, scale=case.scale, implementation=implementation)
-    else:
-        interpret = implementation == "mosaic_gpu_interpret"
-        step = functools.partial(
-            mla_decode_mosaic, scale=case.scale, config=config, interpret=interpret
-        )
-    return jax.jit(step)(*case.args, layer=layer, arena=arena)
+    schedule = None if cuts is None else cut_at(case, cuts)
+    step = functools.partial(mla.mla_decode, scale=case.scale, implementation=implementation)
+    return jax.jit(step)(*case.args, layer=layer, schedule=schedule, arena=arena)
+
+
+def cut_at(case, cuts):
+    batch = case.q.shape[0]
+    rows, pages = jnp.asarray([*cuts, (batch, 0)], jnp.int32).T
+    return Schedule.of(rows, pages, batch)
+
+
+def even_cuts(lens, parts):
+    """Cuts of a single long row and what follows it, into parts of as many pages."""
+    pages = -(-lens[0] // 64)
+    return [(0, pages * part // parts) for part in range(parts)] + [(1, 0)]
 
 
 @both_devices
@@ -44,7 +53,8 @@ def test_matches_float64(lens, q_len, heads, implementation):
 @pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
 def test_splits_that_see_nothing(lens, implementation):
     case = mla_case(lens, heads=20)
-    assert_mla_close(case, *decode(case, implementation, config=Config(splits=3)))
+    cuts = [(0, 0), (0, 2), (0, 3), (0, 5), (1, 0), (4, 0)]
+    assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
 @both_devices
@@ -61,16 +71,14 @@ def test_float16(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("splits", [1, 2])
-def test_writes_into_a_poisoned_arena(splits, implementation):
+@pytest.mark.parametrize("cuts", [None, [(0, 0), (0, 1), (0, 3)]])
+def test_writes_into_a_poisoned_arena(cuts, implementation):
     case = mla_case([200, 0], heads=20, q_len=2)
-    pages = case.block_tables.shape[1] if splits == 1 else 16
-    tables = jnp.pad(case.block_tables, ((0, 0), (0, pages - case.block_tables.shape[1])))
-    case.block_tables = tables
+    case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 10)), constant_values=-1)
+    pages = case.block_tables.shape[1]  # as many as may be split into three parts
     spec = mla.scratch(batch=2, q_len=2, num_heads=20, max_pages=pages)
-    assert ("partial_out" in dict(spec.regions)) == (splits > 1)
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
-    out, lse, arena = decode(case, implementation, arena=arena)
+    out, lse, arena = decode(case, implementation, arena=arena, cuts=cuts)
     assert_mla_close(case, out, lse)
     kept = arena.read(spec, "out")[:, :40].reshape(out.shape)
     np.testing.assert_array_equal(kept, out)
@@ -86,11 +94,11 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("splits", [1, 2])
-def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(splits, implementation):
+@pytest.mark.parametrize("cuts", [None, [(0, 0), (1, 1)]])
+def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
     case = mla_case([2, 70], heads=2, q_len=3)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 5].set(jnp.nan)
-    out, lse = decode(case, implementation, config=Config(splits=splits))
+    out, lse = decode(case, implementation, cuts=cuts)
     assert (np.asarray(out[0, 0]) == 0).all() and np.isneginf(lse[0, 0]).all()
     assert np.isnan(out[0, 2]).all() and np.isfinite(out[1]).all()
 
@@ -110,7 +118,7 @@ def test_a_length_beyond_the_table_reads_no_further_than_the_table(implementatio
 def test_with_x64_enabled(implementation):
     case = mla_case([70, 0], heads=4, q_len=2)
     with x64():
-        assert_mla_close(case, *decode(case, implementation, config=Config(splits=2)))
+        assert_mla_close(case, *decode(case, implementation, cuts=[(0, 0), (0, 1)]))
 
 
 @both_devices
@@ -121,13 +129,12 @@ def test_one_real_row_among_padding(q_len, padding, implementation):
         pytest.skip("the interpreter runs the small one")
     alone = mla_case([70], heads=16, q_len=q_len)
     beside = mla_case([70] + [0] * padding, heads=16, q_len=q_len)
-    # The same splits, since they are a function of the batch's static shape.
-    out, lse = decode(alone, implementation, config=Config(splits=1))
+    out, lse = decode(alone, implementation)
     beside.kv_cache, layer = alone.kv_cache, alone.layer
     beside.q = beside.q.at[0].set(alone.q[0]).at[1:].set(jnp.nan)
     tables = jnp.full_like(beside.block_tables, 2147480000)
     beside.block_tables = tables.at[0].set(alone.block_tables[0])
-    out_beside, lse_beside = decode(beside, implementation, config=Config(splits=1), layer=layer)
+    out_beside, lse_beside = decode(beside, implementation, layer=layer)
     np.testing.assert_array_equal(out_beside[0], out[0])
     np.testing.assert_array_equal(lse_beside[0], lse[0])
     assert (np.asarray(out_beside[1:]) == 0).all() and np.isneginf(lse_beside[1:]).all()
@@ -141,12 +148,19 @@ def test_no_race_in_the_interpreter():
         *case.args,
         scale=case.scale,
         layer=case.layer,
-        config=Config(splits=2),
+        schedule=cut_at(case, [(0, 0), (0, 1), (1, 0)]),
         interpret=True,
         detect_races=True,
     )
     assert_mla_close(case, out, lse)
     assert not get_races().races_found
+
+
+def test_a_schedule_of_another_batch_is_an_error():
+    case = mla_case([64, 3], heads=2)
+    schedule = mla.decode_schedule(case.seq_lens[:1], q_len=1, num_heads=2, max_pages=1)
+    with pytest.raises(ValueError, match=r"schedule is of 1 rows, q \(2, 1, 2, 576\) has 2"):
+        mla.mla_decode(*case.args, scale=1.0, layer=0, schedule=schedule)
 
 
 def test_refuses_what_it_has_no_code_for():
@@ -179,10 +193,11 @@ def test_published_shapes(heads, q_len):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 2, 7, 16])
-def test_splits_of_long_rows(splits):
-    case = mla_case([16384, 5000, 0, 64], heads=16)
-    assert_mla_close(case, *decode(case, "mosaic_gpu", config=Config(splits=splits)))
+@pytest.mark.parametrize("parts", [1, 2, 7, 16, 132])
+def test_parts_of_long_rows(parts):
+    lens = [16384, 5000, 0, 64]
+    case = mla_case(lens, heads=16)
+    assert_mla_close(case, *decode(case, "mosaic_gpu", cuts=even_cuts(lens, parts)))
 
 
 @pytest.mark.gpu

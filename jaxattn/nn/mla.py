@@ -100,12 +100,10 @@ class MultiHeadLatentAttention(nnx.Module):
         with jax.named_scope("mla_expand"):
             w_uk = self.w_uk[...].reshape(-1, self.kv_lora_rank).T
             w_uv = self.w_uv[...].swapaxes(0, 1).reshape(self.kv_lora_rank, -1)
-            k_nope = matmul(compressed, w_uk, self.dtype).astype(self.dtype)
-            v = matmul(compressed, w_uv, self.dtype).astype(self.dtype)
-            k_pe = jnp.broadcast_to(k_pe[:, :, None], (*heads, k_pe.shape[-1]))
-            k = jnp.concatenate([k_nope.reshape(*heads, -1), k_pe], axis=-1)
+            k_nope = matmul(compressed, w_uk, self.dtype, self.dtype).reshape(*heads, -1)
+            v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
             q = jnp.concatenate([q_nope, q_pe], axis=-1)
-        out, _ = mla.causal_attention(q, k, v.reshape(*heads, -1), scale=self.scale)
+        out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale)
         return self._output(out)
 
     def prefill(
@@ -117,6 +115,7 @@ class MultiHeadLatentAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
         """A chunk of each row's prompt: caches its latents, attends to them and to those before.
 
@@ -145,6 +144,7 @@ class MultiHeadLatentAttention(nnx.Module):
             query_lens,
             scale=self.scale,
             layer=layer,
+            implementation=implementation,
         )
         return self._output(out), kv_cache
 
@@ -156,6 +156,7 @@ class MultiHeadLatentAttention(nnx.Module):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
+        schedule: mla.Schedule | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -164,6 +165,7 @@ class MultiHeadLatentAttention(nnx.Module):
         Args:
             kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
             seq_lens: the row's length with the S new tokens; 0 is a padding row.
+            schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
@@ -191,6 +193,7 @@ class MultiHeadLatentAttention(nnx.Module):
             scale=self.scale,
             layer=layer,
             kv_lora_rank=self.kv_lora_rank,
+            schedule=schedule,
             arena=arena,
             implementation=implementation,
         )

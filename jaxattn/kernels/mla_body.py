@@ -1,0 +1,401 @@
+"""The body of `mla_decode`: what its three warpgroups do, page by page.
+
+    0    scores = Q K^T, softmax; P and the rescaling of the rows to shared memory
+    1    left  = rescale left  + P K[:, :256]
+    2    right = rescale right + P K[:, 256:512]
+
+A page comes in three pieces, of which shared memory holds
+
+    left columns    2 pages    warpgroup 1 reads them last, and then copies the page after next
+    right columns   3 pages    warpgroup 2 likewise, three pages on
+    rope columns    3 pages    with the right ones; P takes their place once the scores are there
+
+To have room for the third, the left half of Q lives in warpgroup 0's registers. The tensor cores
+take their work in the order
+
+    Q K^T of page i + 1,   P K right of page i,   P K left of page i + 1
+
+so that the softmax of page i + 1 runs beside the second: warpgroup 2 holds its product back until
+the next page's scores are done, the rest follows from who waits for what.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper import swizzled, wgmma
+from jaxattn.kernels.mla_schedule import PAGE, TILE
+
+LOG2E = math.log2(math.e)
+RANK, ROPE = 512, 64
+HALF = RANK // 2  # columns of the output that a warpgroup owns
+LEFT_SLOTS, RIGHT_SLOTS = 2, 3
+REGISTERS = 168  # of a thread: three warpgroups share 65,536
+# Far enough apart that exp2(MASKED - EMPTY) is 0 and no difference is inf - inf.
+EMPTY, MASKED = -1e30, -1e33
+
+
+def scratch_types(dtype: Any, interpret: bool) -> list[Any]:
+    tiled = swizzled(dtype)
+    # The interpreter has no register operands: there all of Q is in shared memory.
+    q_columns = RANK + ROPE if interpret else HALF + ROPE
+    return [
+        plgpu.SMEM((TILE, q_columns), dtype, transforms=tiled),  # Q's right and rope columns
+        # TMA wants its destination in one piece: left columns slot after slot, then right ones.
+        plgpu.SMEM((LEFT_SLOTS + RIGHT_SLOTS, PAGE, HALF), dtype, transforms=tiled),
+        plgpu.SMEM((RIGHT_SLOTS, PAGE, ROPE), dtype, transforms=tiled),  # rope columns, then P
+        plgpu.SMEM((RIGHT_SLOTS, TILE), jnp.float32),  # rescaling of the rows
+        plgpu.SMEM((TILE,), jnp.float32),  # their sums
+        plgpu.Barrier(),  # Q loaded
+        plgpu.Barrier(num_barriers=LEFT_SLOTS + RIGHT_SLOTS),  # left and right columns loaded
+        plgpu.Barrier(num_barriers=RIGHT_SLOTS),  # rope columns loaded
+        plgpu.Barrier(num_barriers=RIGHT_SLOTS),  # P and the rescaling written
+        plgpu.Barrier(num_barriers=RIGHT_SLOTS),  # P read by warpgroup 1
+        plgpu.Barrier(num_barriers=RIGHT_SLOTS),  # scores done, but of a piece's first page
+        plgpu.Barrier(),  # sums written
+        plgpu.Barrier(num_arrivals=2),  # sums read by both
+    ]
+
+
+def make_body(
+    *,
+    q_len: int,
+    num_heads: int,
+    tiles: int,
+    parts: int,
+    scale: float,
+    dtype: Any,
+    split: bool,
+    interpret: bool,
+) -> Any:
+    """The kernel's function of (first rows of the lanes, *refs in `mla_decode_mosaic`'s order).
+
+    Args:
+        split: whether there are partial results.
+    """
+    tile_layout = plgpu.Layout.WGMMA
+    row_layout = tile_layout.reduce(1)
+    factor = scale * LOG2E
+    in_registers = not interpret  # the left half of Q
+
+    def over_rows(vector: jax.Array, width: int) -> jax.Array:
+        return lax.broadcast_in_dim(vector, (TILE, width), [0])
+
+    def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=tile_layout)
+
+    def body(first_rows, q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref, out_ref, *rest):
+        refs = iter(rest)
+        partial_ref: Any = next(refs) if split else None
+        lse_ref = next(refs)
+        partial_lse_ref: Any = next(refs) if split else None
+        (
+            q_smem, kv_smem, rope_smem, rescale_smem, sum_smem, q_loaded, kv_loaded, rope_loaded,
+            p_written, p_read, scores_done, sums_written, sums_read,
+        ) = refs  # fmt: skip
+        batch = lens_ref.shape[0]
+        wg, tile, part = lax.axis_index("wg"), lax.axis_index("tile"), lax.axis_index("part")
+        first_row, first_page = cuts_ref[0, part], cuts_ref[1, part]
+        last_row, last_page = cuts_ref[0, part + 1], cuts_ref[1, part + 1]
+
+        def pages_of(row: jax.Array) -> jax.Array:
+            pages = lax.div(lens_ref[jnp.minimum(row, batch - 1)] + PAGE - 1, PAGE)
+            return jnp.minimum(pages, table_ref.shape[1])
+
+        def stop_of(row: jax.Array) -> jax.Array:
+            # No further than the row: it may have shrunk since the schedule was made.
+            pages = pages_of(row)
+            return jnp.where(row == last_row, jnp.minimum(last_page, pages), pages)
+
+        def settle(row: jax.Array, page: jax.Array, stop: jax.Array) -> Any:
+            """The part's first (row, page, row's end) from there on; page = end if none is left."""
+
+            def passed(at):
+                row, page, stop = at
+                return (page >= stop) & (row < last_row)
+
+            def next_row(at):
+                row = at[0] + 1
+                return row, jnp.int32(0), stop_of(row)
+
+            return lax.while_loop(passed, next_row, (row, page, stop))
+
+        def each_piece(piece: Any, carry: Any = ()) -> tuple[jax.Array, Any]:
+            """carry = piece(carry, row, first page, pages, whole, pages and pieces before) for each
+            piece of a row that this part holds; returns their number, too."""
+
+            def step(i, before):
+                pages_before, pieces_before, carry = before
+                row = first_row + i
+                start = jnp.where(i == 0, first_page, 0)
+                steps = jnp.maximum(stop_of(row) - start, 0)
+                some = steps > 0
+
+                def take():
+                    whole = steps == pages_of(row)
+                    return piece(carry, row, start, steps, whole, pages_before, pieces_before)
+
+                carry = lax.cond(some, take, lambda: carry)
+                return pages_before + steps, pieces_before + some.astype(jnp.int32), carry
+
+            rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
+            return lax.fori_loop(0, rows, step, (jnp.int32(0), jnp.int32(0), carry))[1:]
+
+        def each_empty_row(write: Any) -> None:
+            """Calls write(row) for this block's share of the rows without tokens."""
+
+            @pl.loop(part, batch, step=parts)
+            def _(row):
+                pl.when(pages_of(row) <= 0)(lambda: write(row))
+
+        def partial_slot(row: jax.Array) -> jax.Array:
+            """A part's first piece is its partial result 0, another one its partial result 1."""
+            return 2 * part + (row != first_row).astype(jnp.int32)
+
+        @pl.when(wg == 0)
+        def _scores():
+            plgpu.set_max_registers(REGISTERS, action="decrease")
+
+            first = HALF if in_registers else 0  # Q's columns in shared memory start here
+
+            def load_q(row: jax.Array, page: jax.Array) -> None:
+                """The queries of the part's first row from this page on, if there is one."""
+                row, page, stop = settle(row, page, stop_of(row))
+
+                @pl.when(page < stop)
+                def _():
+                    columns = pl.ds(first, RANK + ROPE - first)
+                    plgpu.commit_smem()  # all four warps have read the last ones
+                    source = q_ref.at[row, pl.ds(tile * TILE, TILE), columns]
+                    plgpu.copy_gmem_to_smem(source, q_smem, q_loaded)
+
+            def piece(carry, row, start, steps, whole, pages_before, pieces_before):
+                if in_registers:
+                    source = q_ref.at[row, pl.ds(tile * TILE, TILE), pl.ds(0, HALF)]
+                    q_left = plgpu.load(source, layout=tile_layout, optimized=False)
+                else:
+                    q_left = q_smem.at[:, pl.ds(0, HALF)]
+                plgpu.barrier_wait(q_loaded)
+                # Keys that each packed row sees: causal from the bottom right.
+                length = lens_ref[row]
+                packed_row = tile * TILE + iota((TILE, PAGE), 0)
+                visible = jnp.full((TILE, PAGE), length - (q_len - 1), jnp.int32)
+                visible = plgpu.layout_cast(visible, tile_layout)
+                for token in range(1, q_len):
+                    visible += (packed_row >= token * num_heads).astype(jnp.int32)
+
+                def page_step(i, carry):
+                    top, total = carry
+                    left = lax.rem(pages_before + i, LEFT_SLOTS)
+                    slot = lax.rem(pages_before + i, RIGHT_SLOTS)
+
+                    def product(acc):
+                        def add(q, columns, loaded):
+                            plgpu.barrier_wait(loaded)
+                            plgpu.wgmma(acc, q, columns.transpose((1, 0)))
+
+                        # The right columns come last: they are loaded last.
+                        right = LEFT_SLOTS + slot
+                        q_right = q_smem.at[:, pl.ds(HALF - first, HALF)]
+                        q_rope = q_smem.at[:, pl.ds(RANK - first, ROPE)]
+                        add(q_left, kv_smem.at[left], kv_loaded.at[left])
+                        add(q_rope, rope_smem.at[slot], rope_loaded.at[slot])
+                        add(q_right, kv_smem.at[right], kv_loaded.at[right])
+                        return acc[...]
+
+                    scores = pl.run_scoped(product, plgpu.ACC((TILE, PAGE), jnp.float32))
+
+                    @pl.when(i > 0)
+                    def _():
+                        plgpu.barrier_arrive(scores_done.at[slot])
+
+                    @pl.when(i == steps - 1)
+                    def _():
+                        load_q(row, start + steps)
+
+                    def plain(scores):
+                        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+                        return new_top, jnp.exp2(scores * factor - over_rows(new_top, PAGE))
+
+                    def masked(scores):
+                        mask = iota((TILE, PAGE), 1) + (start + i) * PAGE < visible
+                        scores = jnp.where(mask, scores * factor, MASKED)
+                        new_top = jnp.maximum(top, scores.max(axis=1))
+                        return new_top, jnp.exp2(scores - over_rows(new_top, PAGE))
+
+                    all_see_it = (start + i + 1) * PAGE <= length - (q_len - 1)
+                    plain = plain if factor > 0 else masked
+                    new_top, p = lax.cond(all_see_it, plain, masked, scores)
+                    rescale = jnp.exp2(top - new_top)
+                    # Over the keys' rope columns: a warp that has waited for its products knows
+                    # that the warpgroup's are done.
+                    rope_smem[slot] = p.astype(dtype)
+                    rescale_smem[slot] = rescale
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(p_written.at[slot])
+                    return new_top, total * rescale + p.sum(axis=1)
+
+                zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), row_layout)
+                top, total = lax.fori_loop(0, steps, page_step, (zero_rows + EMPTY, zero_rows))
+                # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row
+                # that sees no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
+                empty = total == 0
+                total = jnp.where(empty, -1.0, total)
+
+                @pl.when(pieces_before > 0)
+                def _():
+                    plgpu.barrier_wait(sums_read)
+
+                sum_smem[...] = total
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(sums_written)
+                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
+                write_lse(row, whole, lse)
+                return carry
+
+            def write_lse(row, whole, lse):
+                at = pl.ds(tile * TILE, TILE)
+
+                @pl.when(whole)
+                def _whole():
+                    lse_ref[row, at] = lse
+
+                if split:
+
+                    @pl.when(jnp.logical_not(whole))
+                    def _piece():
+                        partial_lse_ref[partial_slot(row), at] = lse
+
+            load_q(first_row, first_page)
+            pieces = each_piece(piece)[0]
+
+            @pl.when(pieces > 0)
+            def _():
+                plgpu.barrier_wait(sums_read)
+
+            def write_nothing(row):
+                nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), row_layout)
+                lse_ref[row, pl.ds(tile * TILE, TILE)] = nothing
+
+            each_empty_row(write_nothing)
+
+        @pl.when((wg == 1) | (wg == 2))
+        def _values():
+            plgpu.set_max_registers(REGISTERS, action="increase")
+            half = wg - 1
+            is_right = half == 1
+            first_slot = jnp.where(is_right, LEFT_SLOTS, 0)
+            slots = jnp.where(is_right, RIGHT_SLOTS, LEFT_SLOTS)
+            columns = pl.ds(half * HALF, HALF)
+            zero_out = plgpu.layout_cast(jnp.zeros((TILE, HALF), jnp.float32), tile_layout)
+
+            def out_rows(row):
+                return pl.ds(first_rows[0] + (row * tiles + tile) * TILE, TILE)
+
+            def next_load(row: jax.Array, page: jax.Array, stop: jax.Array) -> Any:
+                """The first page to load from there on: (row, page, the row's end, its number)."""
+                row, page, stop = settle(row, page, stop)
+                # Read long before it is needed; of a page that is not there, any.
+                at = jnp.minimum(row, batch - 1), jnp.minimum(page, table_ref.shape[1] - 1)
+                return row, page, stop, table_ref[*at]
+
+            def load(number: jax.Array, there: jax.Array, slot: jax.Array) -> None:
+                @pl.when(there)
+                def _():
+                    source = kv_ref.at[layer_ref[0], number]
+
+                    @pl.when(is_right)
+                    def _():
+                        rope = source.at[:, pl.ds(RANK, ROPE)]
+                        plgpu.copy_gmem_to_smem(rope, rope_smem.at[slot], rope_loaded.at[slot])
+
+                    at = first_slot + slot
+                    plgpu.copy_gmem_to_smem(source.at[:, columns], kv_smem.at[at], kv_loaded.at[at])
+
+            ahead = next_load(first_row, first_page, stop_of(first_row))
+
+            def begin(slot, ahead):
+                row, page, stop, number = ahead
+                load(number, page < stop, slot)
+                return next_load(row, page + 1, stop)
+
+            ahead = lax.fori_loop(0, slots, begin, ahead)
+
+            def piece(ahead, row, start, steps, whole, pages_before, pieces_before):
+                length = lens_ref[row]
+
+                def page_step(i, carry):
+                    acc, (next_row, next_page, stop, number) = carry
+                    slot = lax.rem(pages_before + i, RIGHT_SLOTS)
+                    mine = lax.rem(pages_before + i, slots)
+                    values = kv_smem.at[first_slot + mine]
+                    plgpu.barrier_wait(p_written.at[slot])
+                    rescale = plgpu.load(rescale_smem.at[slot], layout=row_layout)
+                    acc *= over_rows(rescale, HALF)
+
+                    # What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it
+                    # becomes 0 before it is used as a value. As keys it has been read.
+                    left = length - (start + i) * PAGE
+
+                    @pl.when(left < PAGE)
+                    def _clear_tail():
+                        inside = iota((PAGE, ROPE), 0) < left
+                        for first in range(0, HALF, ROPE):
+                            some = values.at[:, pl.ds(first, ROPE)]
+                            kept = plgpu.load(some, layout=tile_layout)
+                            some[...] = jnp.where(inside, kept, jnp.zeros((), dtype))
+                        plgpu.commit_smem()
+
+                    @pl.when(is_right & (i < steps - 1))
+                    def _():
+                        following = lax.rem(pages_before + i + 1, RIGHT_SLOTS)
+                        plgpu.barrier_wait(scores_done.at[following])
+
+                    p = rope_smem.at[slot]
+                    acc = wgmma(acc, p, values, shape=(TILE, HALF), interpret=interpret)
+
+                    @pl.when(jnp.logical_not(is_right))
+                    def _():
+                        plgpu.barrier_arrive(p_read.at[slot])
+
+                    @pl.when(is_right)
+                    def _():
+                        plgpu.barrier_wait(p_read.at[slot])
+
+                    plgpu.commit_smem()  # all four warps have read what is there
+                    load(number, next_page < stop, mine)
+                    return acc, next_load(next_row, next_page + 1, stop)
+
+                acc, ahead = lax.fori_loop(0, steps, page_step, (zero_out, ahead))
+                plgpu.barrier_wait(sums_written)
+                total = plgpu.load(sum_smem, layout=row_layout)
+                plgpu.barrier_arrive(sums_read)
+                factor = over_rows(1 / total, HALF)
+                out = jnp.where(factor < 0, 0.0, acc * factor)
+
+                @pl.when(whole)
+                def _():
+                    out_ref[out_rows(row), columns] = out.astype(dtype)
+
+                if split:
+
+                    @pl.when(jnp.logical_not(whole))
+                    def _():
+                        at = first_rows[1] + (partial_slot(row) * tiles + tile) * TILE
+                        partial_ref[pl.ds(at, TILE), columns] = out
+
+                return ahead
+
+            each_piece(piece, ahead)
+
+            def write_zeros(row):
+                out_ref[out_rows(row), columns] = zero_out.astype(dtype)
+
+            each_empty_row(write_zeros)
+
+    return body

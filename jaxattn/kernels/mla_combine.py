@@ -1,0 +1,113 @@
+"""Merges the partial results of the rows that `mla_decode` split, in their rows of the output.
+
+A block for some packed rows of a request. A request that lies in one part was written whole by
+`mla_decode`, and its blocks leave at once.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper import interpret_mode
+from jaxattn.kernels.mla_schedule import Schedule
+
+LOG2E = math.log2(math.e)
+RANK = 512
+AHEAD = 8  # partial results that are read at a time
+BLOCKS = 1024  # about as many blocks as the GPU runs at a time
+
+
+def combine(
+    refs: list[Any],
+    first_rows: list[int],
+    lse: jax.Array,
+    partial_lse: jax.Array,
+    schedule: Schedule,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """Writes the merged rows to the output and returns their LSE.
+
+    Args:
+        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
+        first_rows: where in each the op's own rows begin.
+        lse: float32 [B, rows].
+        partial_lse: float32 [2 * parts, rows], natural logarithm.
+    """
+    batch, rows = lse.shape
+    chunk = 1
+    while chunk < 8 and batch * rows // (2 * chunk) >= BLOCKS:
+        chunk *= 2
+    out_ref, partial_ref = refs
+    lse_ref = jax.new_ref(lse)
+    cut_rows = schedule.rows
+
+    layout = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
+
+    def full(value: Any) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, (RANK,), []), layout)
+
+    def body(partial_lse_ref, spans_ref, cuts_ref, out_ref, partial_ref, lse_ref):
+        row = lax.axis_index("row")
+        first, last = spans_ref[0, row], spans_ref[1, row]
+
+        def partial(part: Any) -> tuple[Any, Any]:
+            """Partial result of the row in `part`, and whether there is such a part."""
+            there = part <= last
+            part = jnp.minimum(part, last)
+            return 2 * part + (cuts_ref[part] != row).astype(jnp.int32), there
+
+        @pl.when(last > first)
+        def _():
+            @pl.loop(0, chunk)
+            def _(i):
+                packed = lax.axis_index("chunk") * chunk + i
+                blocks = lax.div(last - first + AHEAD, AHEAD)
+
+                def find_top(j, top):
+                    for k in range(AHEAD):
+                        slot, _ = partial(first + j * AHEAD + k)
+                        top = jnp.maximum(top, partial_lse_ref[slot, packed])
+                    return top
+
+                top = lax.fori_loop(0, blocks, find_top, jnp.float32(-jnp.inf))
+                nothing = top == -jnp.inf
+                base = jnp.where(nothing, 0.0, top)
+
+                def add(j, carry):
+                    total, out = carry
+                    for k in range(AHEAD):
+                        slot, there = partial(first + j * AHEAD + k)
+                        weight = jnp.exp2((partial_lse_ref[slot, packed] - base) * LOG2E)
+                        weight = jnp.where(there, weight, 0.0)
+                        piece = partial_ref.at[first_rows[1] + slot * rows + packed]
+                        total += weight
+                        out += full(weight) * plgpu.load(piece, layout=layout)
+                    return total, out
+
+                init = (jnp.float32(0), full(jnp.float32(0)))
+                total, out = lax.fori_loop(0, blocks, add, init)
+                factor = jnp.where(nothing, 0.0, 1 / total)
+                out = out * full(factor)
+                out_ref.at[first_rows[0] + row * rows + packed][...] = out.astype(out_ref.dtype)
+                lse = base + jnp.log2(total) * (1 / LOG2E)
+                lse_ref[row, packed] = jnp.where(nothing, -jnp.inf, lse)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(batch, rows // chunk),
+        grid_names=("row", "chunk"),
+        kernel_name="mla_decode_combine",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):
+        kernel(partial_lse, schedule.spans, cut_rows, out_ref, partial_ref, lse_ref)
+    return jax.freeze(lse_ref)
