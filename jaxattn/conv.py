@@ -122,6 +122,62 @@ def check_pool(
         )
 
 
+def write_slots(
+    op: str,
+    pool: Array,
+    state_indices: Array,
+    write_indices: Array | None,
+    layer: int | Array | None,
+    tokens: int,
+) -> Array:
+    """Where the states go, `[B]` after the last token or `[B, S]` after each; checks the argument.
+
+    Raises ValueError: a shape does not fit, or concrete slots leave the pool or collide.
+    """
+    if write_indices is None:
+        return state_indices
+    batch = state_indices.shape[0]
+    integers = jnp.issubdtype(write_indices.dtype, jnp.integer)
+    if write_indices.shape not in ((batch,), (batch, tokens)) or not integers:
+        raise ValueError(
+            f"{op}: write_indices must be integers of shape [{batch}] or [{batch}, {tokens}], "
+            f"got {write_indices.dtype}{list(write_indices.shape)}"
+        )
+    if isinstance(write_indices, jax.core.Tracer) or isinstance(state_indices, jax.core.Tracer):
+        return write_indices
+    size = pool.shape[0 if layer is None else 1]
+    reads = np.asarray(state_indices)
+    # A padding row writes nothing, whatever it names.
+    writes = np.where(reads[:, None] >= 0, np.asarray(write_indices).reshape(batch, -1), -1)
+    if np.any(writes < -1) or np.any(writes >= size):
+        raise ValueError(
+            f"{op}: write_indices must lie in [-1, {size}), where -1 keeps nothing, "
+            f"got {writes.tolist()}"
+        )
+    values, counts = np.unique(writes[writes >= 0], return_counts=True)
+    if np.any(counts > 1):
+        raise ValueError(
+            f"{op}: write_indices must not name a slot twice, got slot(s) "
+            f"{values[counts > 1].tolist()} more than once in {writes.tolist()}"
+        )
+    rows, columns = np.nonzero((writes[:, :, None] == reads) & (writes >= 0)[:, :, None])[::2]
+    if np.any(rows != columns):
+        row, other = next((r, c) for r, c in zip(rows, columns, strict=True) if r != c)
+        raise ValueError(
+            f"{op}: write_indices must not name a slot that another row reads: row {row} writes "
+            f"slot {reads[other]}, which row {other} reads"
+        )
+    return write_indices
+
+
+def each_write(writes: Array, used: Array, tokens: int) -> list[tuple[int, Array]]:
+    """(tokens done, slots [B] that take the states then), from the slots of `write_slots`."""
+    writes = writes.astype(jnp.int32)
+    if writes.ndim == 1:
+        return [(tokens, jnp.where(used, writes, -1))]
+    return [(t + 1, jnp.where(used, writes[:, t], -1)) for t in range(tokens)]
+
+
 def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> None:
     """Raises ValueError unless `cu_seqlens` fits `[1, length]`; values only where concrete."""
     if batch != 1:
@@ -199,7 +255,8 @@ def causal_conv1d(
     )
     with jax.named_scope(op):
         if cu_seqlens is None:
-            y, final = _conv_rows(x, weight, bias, activation, initial)
+            y, window = _conv_rows(x, weight, bias, activation, initial)
+            final = window[:, length:]
         else:
             y, final = _conv_packed(x, weight, bias, activation, initial, jnp.asarray(cu_seqlens))
     return y, final.astype(initial.dtype) if output_final_state else None
@@ -211,6 +268,7 @@ def causal_conv1d_update(
     conv_state: Float[Array, "*L Z W-1 Dc"],
     state_indices: Int[Array, " B"],
     *,
+    write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
     layer: int | Int[Array, ""] | None = None,
     bias: Float[Array, " Dc"] | None = None,
     activation: str | None = "silu",
@@ -224,37 +282,44 @@ def causal_conv1d_update(
             it to update it in place.
         state_indices: each row's slot; -1 is a padding row, whose y is exactly 0 and for which
             nothing is read or written. Slots in use must differ.
+        write_indices: the slots that are written, if not those that were read; see
+            `gated_delta_rule_decode`.
         layer: index into the stack, a Python int or traced.
 
     Returns:
         `(y, conv_state)`.
 
     Raises:
-        ValueError: a shape does not fit, or concrete state_indices repeat or leave the pool.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
     """
     op = "causal_conv1d_update"
     x, weight, conv_state = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(conv_state)
     _check_conv(op, x, weight, bias, activation)
     slot_shape = (weight.shape[1] - 1, x.shape[2])
+    state_indices = jnp.asarray(state_indices)
     check_pool(op, "conv_state", conv_state, state_indices, layer, slot_shape, x.shape[0])
+    writes = None if write_indices is None else jnp.asarray(write_indices)
+    writes = write_slots(op, conv_state, state_indices, writes, layer, x.shape[1])
     with jax.named_scope(op):
         initial = state_read(conv_state, state_indices, layer=layer)
-        y, final = _conv_rows(x, weight, bias, activation, initial)
+        y, window = _conv_rows(x, weight, bias, activation, initial)
         used = rows_in_use(conv_state, state_indices, layer=layer)
-        y = jnp.where(used[:, None, None], y, 0)
-        return y, state_write(conv_state, final, state_indices, layer=layer)
+        for done, slots in each_write(writes, used, x.shape[1]):
+            inputs = window[:, done : done + weight.shape[1] - 1]
+            conv_state = state_write(conv_state, inputs, slots, layer=layer)
+        return jnp.where(used[:, None, None], y, 0), conv_state
 
 
 def _conv_rows(
     x: Array, weight: Array, bias: Array | None, activation: str | None, initial: Array
 ) -> tuple[Array, Array]:
-    """Every row one sequence. The window is `[B, W - 1 + T, Dc]`, so any T >= 0 works."""
+    """Every row one sequence: (y, its inputs with the initial state's, `[B, W - 1 + T, Dc]`)."""
     length, width = x.shape[1], weight.shape[1]
     dtype = jnp.promote_types(x.dtype, initial.dtype)
     window = jnp.concatenate([initial.astype(dtype), x.astype(dtype)], axis=1)
     taps = [window[:, j : j + length] for j in range(width)]
     y = _activate(_weigh(taps, weight), bias, activation)
-    return y.astype(x.dtype), window[:, length:]
+    return y.astype(x.dtype), window
 
 
 def _conv_packed(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
+from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 
@@ -80,7 +81,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state; differentiable. Returns float32."""
         mixed, z, a, b = self._project(x)
-        mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...].astype(self.dtype))
+        mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...])
         q, k, v = self._split_heads(mixed)
         g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
         o, _ = gdn.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
@@ -121,9 +122,7 @@ class GatedDeltaNet(nnx.Module):
             # The last W - 1 inputs of the row, not of the padded chunk.
             last = query_lens[:, None] + jnp.arange(self.conv_width - 1)
             after = jnp.take_along_axis(window, last[:, :, None], axis=1)
-        mixed, _ = conv.causal_conv1d(
-            mixed, self.conv1d[...].astype(self.dtype), initial_state=before
-        )
+        mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...], initial_state=before)
         q, k, v = self._split_heads(mixed)
         g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
         # No decay and no update: padding leaves the state of its row as it is.
@@ -152,7 +151,9 @@ class GatedDeltaNet(nnx.Module):
         ssm_state: Float[Array, "..."],
         *,
         state_indices: Int[Array, "B"],
+        write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
         layer: int | Int[Array, ""] | None = None,
+        weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
@@ -160,38 +161,40 @@ class GatedDeltaNet(nnx.Module):
 
         Args:
             conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
-            ssm_state: float32 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
             state_indices: -1 is a padding row.
+            write_indices: the slots that are written, if not those that were read, [B] or [B, S];
+                see `gated_delta_net_decode`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
 
         Returns:
             (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
             A padding row's output is exactly 0 and its states are neither read nor written.
         """
-        mixed, z, a, b = self._project(x)
-        mixed, conv_state = conv.causal_conv1d_update(
-            mixed,
-            self.conv1d[...].astype(self.dtype),
+        with jax.named_scope("gdn_in_proj"):
+            qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        y, conv_state, ssm_state, *rest = gated_delta_net_decode(
+            qkvz,
+            ba,
+            self.packed_weights() if weights is None else weights,
             conv_state,
-            state_indices,
-            layer=layer,
-        )
-        q, k, v = self._split_heads(mixed)
-        o, ssm_state, *rest = gdn.gated_delta_rule_decode(
-            q,
-            k,
-            v,
-            a,
-            b,
             ssm_state,
             state_indices,
-            A_log=self.A_log[...],
-            dt_bias=self.dt_bias[...],
+            write_indices=write_indices,
             layer=layer,
+            eps=self.norm.eps,
             arena=arena,
             implementation=implementation,
         )
-        y = self._output(o, z, (state_indices >= 0)[:, None])
-        return y, conv_state, ssm_state, rest[0] if rest else None
+        with jax.named_scope("gdn_out_proj"):
+            return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
+
+    def packed_weights(self) -> Float[Array, "*L P"]:
+        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        return pack_gdn_weights(
+            self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
+        )
 
     def _project(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """(q | k | v before the convolution [B, T, Dc], z [B, T, Hv, Dv], a and b [B, T, Hv])."""

@@ -1,0 +1,436 @@
+"""`gated_delta_net_decode` against float64, by XLA, interpreted and on a GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from kernel_cases import relative, x64
+
+from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
+from jaxattn.arena import Arena
+from jaxattn.kernels.gdn_decode import Config, gdn_decode_mosaic
+
+implementations = pytest.mark.parametrize(
+    "implementation",
+    ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+EPS = 1e-6
+
+
+@dataclasses.dataclass
+class Case:
+    qkvz: Array  # [B, S, Dc + Hv * 128]
+    ba: Array  # [B, S, 2 * Hv]
+    A_log: Array  # of all layers, as the next three
+    dt_bias: Array
+    norm: Array
+    conv: Array  # [L, Dc, W]
+    conv_state: Array  # [L, Z, W - 1, Dc]
+    state: Array  # [L, Z, Hv, 128, 128]
+    reads: Array
+    layer: int
+    key_heads: int
+
+    @property
+    def weights(self) -> Array:
+        return pack_gdn_weights(self.A_log, self.dt_bias, self.norm, self.conv)
+
+    @property
+    def args(self) -> tuple[Array, ...]:
+        return self.qkvz, self.ba, self.weights, self.conv_state, self.state, self.reads
+
+
+def make(
+    slots: list[int],
+    *,
+    num_slots: int,
+    q_len: int = 1,
+    key_heads: int = 1,
+    value_heads: int = 2,
+    dtype=jnp.float32,
+    state_dtype=jnp.float32,
+    layers: int = 2,
+    layer: int = 1,
+    seed: int = 0,
+) -> Case:
+    """Random inputs; NaN in every slot that no row reads, and in the inputs of padding rows."""
+    rng = np.random.default_rng(seed)
+    batch, channels = len(slots), (2 * key_heads + value_heads) * 128
+    normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
+    real = np.array(slots)[:, None, None] >= 0
+    live = np.array([slot for slot in slots if slot >= 0], np.int32)
+    conv_state = jnp.full((layers, num_slots, 3, channels), jnp.nan, dtype)
+    state = jnp.full((layers, num_slots, value_heads, 128, 128), jnp.nan, state_dtype)
+    states = normal(len(live), value_heads, 128, 128)
+    return Case(
+        qkvz=jnp.asarray(
+            np.where(real, normal(batch, q_len, channels + value_heads * 128), np.nan), dtype
+        ),
+        ba=jnp.asarray(np.where(real, normal(batch, q_len, 2 * value_heads), np.nan), jnp.float32),
+        A_log=jnp.asarray(np.log(rng.uniform(0.1, 16, (layers, value_heads))), jnp.float32),
+        dt_bias=jnp.asarray(normal(layers, value_heads), jnp.float32),
+        norm=jnp.asarray(normal(layers, 128), jnp.float32),
+        conv=jnp.asarray(normal(layers, channels, 4) / 2, dtype),
+        conv_state=conv_state.at[layer, live].set(
+            jnp.asarray(normal(len(live), 3, channels), dtype)
+        ),
+        state=state.at[layer, live].set(jnp.asarray(states, state_dtype)),
+        reads=jnp.asarray(slots, jnp.int32),
+        layer=layer,
+        key_heads=key_heads,
+    )
+
+
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(y [B, S, Hv * 128], conv_state and state after each token [S, B, ...]) in float64."""
+    f64 = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    unit = lambda x: x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
+    heads = case.state.shape[2]
+    batch, q_len, _ = case.qkvz.shape
+    channels, keys = case.conv_state.shape[-1], case.key_heads * 128
+    rates, bias, weight, taps = (
+        f64(x[case.layer]) for x in (case.A_log, case.dt_bias, case.norm, case.conv)
+    )
+    y = np.zeros((batch, q_len, heads, 128))
+    convs = np.zeros((q_len, batch, 3, channels))
+    states = np.zeros((q_len, batch, heads, 128, 128))
+    for row, slot in enumerate(np.asarray(case.reads)):
+        if slot < 0:
+            continue
+        inputs, memory = (f64(x[case.layer, slot]) for x in (case.conv_state, case.state))
+        for t in range(q_len):
+            x, z = np.split(f64(case.qkvz[row, t]), [channels])
+            window = np.concatenate([inputs, x[None]])
+            mixed = (window * taps.T).sum(0)
+            mixed = mixed * sigmoid(mixed)
+            q, k, v = (part.reshape(-1, 128) for part in np.split(mixed, [keys, 2 * keys]))
+            q, k = (np.repeat(unit(part), heads // case.key_heads, axis=0) for part in (q, k))
+            b, a = np.split(f64(case.ba[row, t]), 2)
+            decay = np.exp(-np.exp(rates) * np.logaddexp(0, a + bias))
+            memory = memory * decay[:, None, None]
+            delta = sigmoid(b)[:, None] * (v - np.einsum("hvk,hk->hv", memory, k))
+            memory = memory + delta[:, :, None] * k[:, None]
+            o = 128**-0.5 * np.einsum("hvk,hk->hv", memory, q)
+            o = o / np.sqrt((o * o).mean(-1, keepdims=True) + EPS) * weight
+            y[row, t] = o * (z * sigmoid(z)).reshape(heads, 128)
+            inputs = window[1:]
+            convs[t, row], states[t, row] = inputs, memory
+    return y.reshape(batch, q_len, -1), convs, states
+
+
+def decode(case: Case, implementation, *, writes=None, arena=None):
+    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
+    return jax.jit(step)(*case.args, write_indices=writes, layer=case.layer, arena=arena)
+
+
+def bits(x) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
+def assert_matches(case: Case, results, *, writes=None, bound=1e-5):
+    """y, and the slots written after each token; every other slot and layer keeps its bits."""
+    y, conv_state, state, *_ = results
+    expected, convs, states = oracle(case)
+    reads = np.asarray(case.reads)
+    if reads.max() >= 0:
+        assert relative(y, expected) < bound
+    assert (np.asarray(y)[reads < 0] == 0).all()
+    targets = np.full((len(reads), case.qkvz.shape[1]), -1)
+    if writes is None or np.ndim(writes) == 1:
+        targets[:, -1] = reads if writes is None else writes
+    else:
+        targets[:] = writes
+    targets[reads < 0] = -1
+    written = np.zeros(state.shape[:2], bool)
+    for row, t in np.argwhere(targets >= 0):
+        here = case.layer, targets[row, t]
+        written[here] = True
+        stored = 4e-3 if state.dtype == jnp.bfloat16 else 1e-5
+        assert relative(state[here], states[t, row]) < max(bound, stored)
+        np.testing.assert_array_equal(np.asarray(conv_state[here], np.float64), convs[t, row])
+    for after, before in ((conv_state, case.conv_state), (state, case.state)):
+        np.testing.assert_array_equal(bits(after)[~written], bits(before)[~written])
+
+
+@implementations
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_shuffled_slots_beside_padding(q_len, implementation):
+    # Slot 0 and the last slot are live, and so are padding rows.
+    case = make([4, -1, 0], num_slots=5, q_len=q_len)
+    assert_matches(case, decode(case, implementation))
+
+
+@implementations
+@pytest.mark.parametrize("key_heads, value_heads", [(2, 2), (1, 3), (2, 4)])
+def test_groups_of_value_heads(key_heads, value_heads, implementation):
+    case = make([1, 0], num_slots=2, key_heads=key_heads, value_heads=value_heads)
+    assert_matches(case, decode(case, implementation))
+
+
+@implementations
+def test_eight_tokens(implementation):
+    case = make([1], num_slots=2, q_len=8)
+    assert_matches(case, decode(case, implementation))
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_inputs(dtype, implementation):
+    case = make([1, 0], num_slots=2, q_len=2, dtype=dtype)
+    assert_matches(case, decode(case, implementation), bound=6e-3)
+
+
+@implementations
+def test_bfloat16_state_is_rounded_when_it_is_stored_only(implementation):
+    case = make([1, 0], num_slots=2, q_len=4, state_dtype=jnp.bfloat16)
+    y, _, state, *_ = results = decode(case, implementation)
+    assert state.dtype == jnp.bfloat16
+    assert_matches(case, results)
+    _, _, states = oracle(case)
+    rounded = jnp.asarray(states[-1, 0], jnp.bfloat16)
+    assert (np.asarray(state[1, 1]) == np.asarray(rounded)).mean() > 0.99
+
+
+@implementations
+@pytest.mark.parametrize("g", [0.0, -1e-3, -30.0, -1000.0])
+@pytest.mark.parametrize("beta", [0, 1])
+def test_strength_of_the_gates(g, beta, implementation):
+    case = make([0], num_slots=1, layers=1, layer=0, q_len=2)
+    heads = case.state.shape[2]
+    # softplus(50) = 50; exp(-inf) = 0 decays nothing at all.
+    case.A_log = jnp.full_like(case.A_log, np.log(-g / 50) if g else -np.inf)
+    case.dt_bias = jnp.zeros_like(case.dt_bias)
+    case.ba = jnp.concatenate(
+        [jnp.full((1, 2, heads), 200.0 if beta else -200.0), jnp.full((1, 2, heads), 50.0)], axis=-1
+    )
+    _, _, state, *_ = results = decode(case, implementation)
+    if g == 0 and beta == 0:
+        assert_matches(case, results)
+        np.testing.assert_array_equal(bits(state), bits(case.state))
+    elif g > -1000 or beta:
+        assert_matches(case, results)
+    else:
+        # Decayed to nothing, and nothing written: 0 / rms(0) is 0.
+        assert (np.asarray(results[0]) == 0).all() and (np.asarray(state) == 0).all()
+
+
+@implementations
+def test_a_decay_of_almost_nothing_is_not_rounded_away(implementation):
+    case = make([0], num_slots=1, layers=1, layer=0)
+    case.A_log = jnp.full_like(case.A_log, np.log(1e4))
+    case.dt_bias = jnp.zeros_like(case.dt_bias)
+    case.ba = jnp.asarray([[[-200.0, -200, -16, -12]]])  # beta is 0
+    _, _, state = decode(case, implementation)
+    rates = 1e4 * np.log1p(np.exp([-16.0, -12]))
+    expected = np.asarray(case.state[0, 0], np.float64) * np.exp(-rates)[:, None, None]
+    for head in range(2):
+        assert relative(state[0, 0, head], expected[head]) < 1e-6
+
+
+@implementations
+def test_states_after_every_token_roll_back(implementation):
+    case = make([5, -1, 2], num_slots=9, q_len=3)
+    writes = jnp.asarray([[5, 0, 8], [1, 3, 4], [6, -1, 7]], jnp.int32)
+    results = decode(case, implementation, writes=writes)
+    assert_matches(case, results, writes=writes)
+    # Two of three tokens were accepted: another third token goes on from the second's slot.
+    other = make([0, -1, -1], num_slots=9, seed=1)
+    last = dataclasses.replace(
+        case,
+        qkvz=other.qkvz,
+        ba=other.ba,
+        reads=other.reads,
+        conv_state=results[1],
+        state=results[2],
+    )
+    y, *_ = decode(last, implementation)
+    straight = dataclasses.replace(
+        case, qkvz=case.qkvz.at[0, 2].set(other.qkvz[0, 0]), ba=case.ba.at[0, 2].set(other.ba[0, 0])
+    )
+    expected, *_ = oracle(straight)
+    assert relative(y[0, 0], expected[0, 2]) < 1e-5
+
+
+@implementations
+def test_one_slot_is_read_and_another_written(implementation):
+    case = make([3, 1, -1], num_slots=6, q_len=2)
+    writes = jnp.asarray([0, -1, 2], jnp.int32)
+    assert_matches(case, decode(case, implementation, writes=writes), writes=writes)
+
+
+@implementations
+@pytest.mark.parametrize("slot", [3, 2**31 - 1, -7])
+def test_a_slot_outside_the_pools_is_padding(slot, implementation):
+    case = make([1, -1], num_slots=3, layer=0)
+    case.reads = case.reads.at[1].set(slot)
+    results = decode(case, implementation)
+    case.reads = case.reads.at[1].set(-1)
+    assert_matches(case, results)
+
+
+@implementations
+def test_pools_and_weights_without_a_stack(implementation):
+    stacked = make([1, 0], num_slots=2, layers=1, layer=0)
+    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
+    conv_state, state = stacked.conv_state[0], stacked.state[0]
+    plain = stacked.qkvz, stacked.ba, stacked.weights[0], conv_state, state, stacked.reads
+    y, conv_state, state = jax.jit(step)(*plain)
+    assert_matches(stacked, (y, conv_state[None], state[None]))
+    # One layer's own weights beside stacks of pools.
+    case = make([1, 0], num_slots=2)
+    own = case.weights[case.layer]
+    results = jax.jit(step)(case.qkvz, case.ba, own, *case.args[3:], layer=case.layer)
+    assert_matches(case, results)
+
+
+@implementations
+def test_writes_into_a_poisoned_arena(implementation):
+    case = make([2, -1], num_slots=3, q_len=2)
+    spec = gdn.scratch(batch=2, q_len=2, num_v_heads=2, dtype=jnp.float32)
+    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
+    *results, arena = decode(case, implementation, arena=arena)
+    assert_matches(case, results)
+    np.testing.assert_array_equal(arena.read(spec, "out").reshape(2, 2, -1), results[0])
+
+
+@implementations
+def test_with_x64_enabled(implementation):
+    case = make([1, -1], num_slots=2, q_len=2)
+    with x64():
+        assert_matches(case, decode(case, implementation))
+
+
+@implementations
+def test_a_nan_in_a_row_stays_in_that_row(implementation):
+    case = make([0, 1], num_slots=2)
+    clean = decode(case, implementation)
+    case.qkvz = case.qkvz.at[0, 0, 128 + 3].set(jnp.nan)
+    y, conv_state, state = decode(case, implementation)
+    assert np.isnan(y[0]).any() and np.isnan(state[1, 0]).any()
+    for after, before in zip((y[1], conv_state[1, 1], state[1, 1]), clean, strict=True):
+        np.testing.assert_array_equal(after, before[1] if before.ndim == 3 else before[1, 1])
+
+
+# Four blocks to a cluster are more threads than the interpreter can run on two cores.
+@pytest.mark.parametrize("parts, stages, tile", [(1, 2, 64), (2, 3, 64), (1, 2, 128)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_race_in_the_interpreter(parts, stages, tile, keep):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    case = make([2, -1], num_slots=5, q_len=2, value_heads=4)
+    writes = jnp.asarray([[2, 4], [-1, -1]], jnp.int32) if keep else case.reads
+    out, conv_state, state = gdn_decode_mosaic(
+        "test", *case.args, writes, num_key_heads=1, layer=case.layer, scale=128**-0.5, eps=EPS,
+        config=Config(tile=tile, stages=stages, parts=parts), interpret=True, detect_races=True,
+    )  # fmt: skip
+    results = out.reshape(2, 2, -1), conv_state, state
+    assert_matches(case, results, writes=writes if keep else None)
+    assert not get_races().races_found
+
+
+def test_refuses_what_it_has_no_code_for():
+    case = make([0], num_slots=1, q_len=9)
+    step = functools.partial(gated_delta_net_decode, implementation="mosaic_gpu_interpret")
+    with pytest.raises(NotImplementedError, match="1 to 8 tokens a row, got S=9"):
+        step(*case.args, layer=1)
+    narrow = jnp.zeros((1, 2, 32, 32)), jnp.zeros((1, 3, 128)), jnp.zeros((1, 1, 192))
+    state, conv_state, qkvz = narrow
+    weights = jnp.zeros(4 + 32 + 4 * 128)
+    with pytest.raises(NotImplementedError, match="Dk=32, Dv=32"):
+        step(qkvz, jnp.zeros((1, 1, 4)), weights, conv_state, state, case.reads)
+    with pytest.raises(NotImplementedError, match="got W=3"):
+        case = make([0], num_slots=1)
+        weights = jnp.zeros(4 + 128 + 3 * 512)
+        step(
+            case.qkvz, case.ba, weights, case.conv_state[:, :, 1:], case.state, case.reads, layer=1
+        )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"qkvz": jnp.zeros((2, 1, 700))}, r"qkvz must be \[B, S, Dc \+ Hv Dv = 768\]"),
+        ({"qkvz": jnp.zeros((2, 1, 768), jnp.int8)}, "qkvz must be float32"),
+        ({"ba": jnp.zeros((2, 1, 3))}, r"ba must be floats \[B, S, 2 Hv\] = \[2, 1, 4\]"),
+        ({"weights": jnp.zeros(5)}, r"weights must be float32 \[2180\], .* \[2, 2180\]"),
+        ({"conv_state": jnp.zeros((2, 4, 3, 512))}, "with the L and Z of state"),
+        ({"conv_state": jnp.zeros((2, 5, 3, 500))}, "a number of key heads Hk that divides Hv=2"),
+        ({"state": jnp.zeros((2, 5, 2, 128, 128), jnp.float16)}, "float32 or bfloat16"),
+        ({"reads": jnp.asarray([1, 1])}, r"state_indices must not name a slot twice.*\[1\]"),
+        ({"reads": jnp.asarray([1, 5])}, r"state_indices must lie in \[-1, 5\)"),
+        ({"writes": jnp.asarray([3, 3])}, r"write_indices must not name a slot twice.*\[3\]"),
+        ({"writes": jnp.asarray([3, 5])}, r"write_indices must lie in \[-1, 5\)"),
+        ({"writes": jnp.asarray([2, 3])}, "row 0 writes slot 2, which row 1 reads"),
+        ({"writes": jnp.asarray([[3, 4]])}, r"write_indices must be integers of shape \[2\] or"),
+        ({"layer": None}, "pass layer with a stack"),
+        ({"layer": 2}, "layer=2 is outside the stack"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    case = make([1, 2], num_slots=5)
+    names = ("qkvz", "ba", "weights", "conv_state", "state", "reads")
+    args = dict(zip(names, case.args, strict=True)) | {"writes": None, "layer": 1} | change
+    writes, layer = args.pop("writes"), args.pop("layer")
+    with pytest.raises(ValueError, match=message):
+        gated_delta_net_decode(*args.values(), write_indices=writes, layer=layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "key_heads, value_heads, q_len",
+    [(2, 8, 1), (2, 8, 4), (16, 16, 2), (16, 32, 1), (16, 32, 8), (16, 48, 4), (16, 64, 1)],
+)
+def test_published_heads(key_heads, value_heads, q_len):
+    slots = [int(i) for i in np.random.default_rng(0).permutation(9)] + [-1]
+    case = make(
+        slots, num_slots=12, q_len=q_len, key_heads=key_heads, value_heads=value_heads,
+        dtype=jnp.bfloat16,
+    )  # fmt: skip
+    assert_matches(case, decode(case, "mosaic_gpu"), bound=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (32, 4)])
+def test_the_same_bits_every_run(batch, q_len, state_dtype):
+    case = make(
+        list(range(batch)), num_slots=batch, q_len=q_len, key_heads=16, value_heads=32,
+        dtype=jnp.bfloat16, state_dtype=state_dtype, layers=1, layer=0,
+    )  # fmt: skip
+    step = jax.jit(functools.partial(gated_delta_net_decode, layer=0, implementation="mosaic_gpu"))
+    same = jax.jit(
+        lambda x, y: jnp.all(jnp.stack([(a == b).all() for a, b in zip(x, y, strict=True)]))
+    )
+    first = step(*case.args)
+    for _ in range(100):
+        assert same(step(*case.args), first)
+
+
+@pytest.mark.gpu
+def test_slot_offsets_beyond_2_31_elements():
+    slots = 2**31 // (32 * 128 * 128) + 3
+    small = make(
+        [1, 0], num_slots=2, key_heads=16, value_heads=32, dtype=jnp.bfloat16, layers=1, layer=0
+    )
+    grow = jax.jit(
+        lambda x: (
+            jnp.zeros((1, slots, *x.shape[2:]), x.dtype)
+            .at[:, jnp.array([0, slots - 1])]
+            .set(x, unique_indices=True)
+        )
+    )
+    reads = jnp.asarray([slots - 1, 0], jnp.int32)
+    big = dataclasses.replace(
+        small, conv_state=grow(small.conv_state), state=grow(small.state), reads=reads
+    )
+    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation="mosaic_gpu", layer=0)
+    y, conv_state, state = jax.jit(step, donate_argnums=(3, 4))(*big.args)
+    assert not state[0, 1:-1].any()
+    ends = jnp.array([0, slots - 1])
+    assert_matches(small, (y, conv_state[:, ends], state[:, ends]), bound=5e-3)
