@@ -592,7 +592,7 @@ def test_decode_errors_name_the_argument_and_the_shape():
             )
 
     refused(r"state must be .*4, 16, 32.*got \(3, 4, 32, 16\)", pool=pool.swapaxes(-1, -2))
-    refused(r"state must be float32, got float16", pool=pool.astype(np.float16))
+    refused(r"state must be float32 or bfloat16, got float16", pool=pool.astype(np.float16))
     refused(r"layer .*\(1, 3, 4, 16, 32\)", pool=pool[None])
     refused(r"layer .*\(3, 4, 16, 32\)", layer=0)
     refused(r"layer=1 .*\(1, 3, 4, 16, 32\)", pool=pool[None], layer=1)

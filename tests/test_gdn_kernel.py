@@ -10,7 +10,6 @@ from kernel_cases import both_devices, gdn_case, gdn_oracle, relative, x64
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
 
 
 def decode(case, implementation, *, arena=None):
@@ -96,37 +95,14 @@ def test_writes_into_a_poisoned_arena(implementation):
     np.testing.assert_array_equal(arena.read(spec, "out"), out)
 
 
-def test_no_race_in_the_interpreter():
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-
-    case = gdn_case([2, -1], num_slots=3, q_len=2)
-    g, beta = gdn.gdn_gates(case.a, case.b, case.A_log, case.dt_bias)
-    out, state = gdn_decode_mosaic(
-        case.q, case.k, case.v, g, beta, case.state, case.state_indices,
-        layer=case.layer, interpret=True, detect_races=True,
-    )  # fmt: skip
-    assert_matches(case, out, state)
-    assert not get_races().races_found
-
-
 def test_refuses_what_it_has_no_code_for():
+    case = gdn_case([0], num_slots=1, q_len=9)
+    with pytest.raises(NotImplementedError, match="1 to 8 tokens a row, got S=9"):
+        decode(case, "mosaic_gpu_interpret")
     case = gdn_case([0], num_slots=1)
-    g, beta = gdn.gdn_gates(case.a, case.b, case.A_log, case.dt_bias)
-    with pytest.raises(NotImplementedError, match="Dk=64"):
-        gdn_decode_mosaic(
-            case.q[..., :64], case.k[..., :64], case.v, g, beta, case.state, case.state_indices,
-            layer=0, interpret=True,
-        )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"without a token, got v \(1, 0, 2, 128\)"):
-        gdn_decode_mosaic(
-            case.q[:, :0], case.k[:, :0], case.v[:, :0], g[:, :0], beta[:, :0], case.state,
-            case.state_indices, layer=0, interpret=True,
-        )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="float32 state, got bfloat16"):
-        gdn_decode_mosaic(
-            case.q, case.k, case.v, g, beta, case.state.astype(jnp.bfloat16), case.state_indices,
-            layer=0, interpret=True,
-        )  # fmt: skip
+    case.q, case.k, case.state = case.q[..., :64], case.k[..., :64], case.state[..., :64]
+    with pytest.raises(NotImplementedError, match="Dk=64, Dv=128"):
+        decode(case, "mosaic_gpu_interpret")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,294 @@
+"""Few long sequences on many multiprocessors: segments side by side, joined by exact transitions.
+
+The recurrence is linear in the state, and the state's rows never meet: over a segment of chunks
+
+    S_end = S_begin M + E
+
+where row i of M [Dk, Dk] is what becomes of the unit row e_i without values, and E what becomes of
+a state of 0. `transition_pass` computes both as states of one run each; `segment_starts` walks the
+segments of a sequence, S_{j+1} = S_j M_j + E_j, so that `gdn_prefill_state.output_pass` can take
+every segment at once. The gates' values change nothing in what is computed.
+
+M is kept as two bfloat16 arrays, its rounded value and what the rounding left: three products of
+16-bit operands then have 16 bits, where one would round the whole state once a segment.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gdn_prefill_chunk import (
+    CHUNK,
+    DIM,
+    VECTORS,
+    both_views,
+    compiler_params,
+    copy_rows,
+    iota,
+    token_tiles,
+)
+from jaxattn.kernels.gdn_prefill_state import (
+    FINAL,
+    FIRST_CHUNK,
+    STAGES,
+    START,
+    TOKENS,
+    Accumulator,
+    Step,
+    load_state,
+    state_at,
+    stream,
+    with_accumulators,
+    zero_tile,
+)
+from jaxattn.kernels.hopper import interpret_mode, swizzled
+
+VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from
+
+
+def transition_pass(
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array,
+    vectors: jax.Array,
+    runs: jax.Array,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run.
+
+    Runs with a final state end a sequence: nobody asks for theirs, and they stay undefined.
+    """
+    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0]
+    tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
+    kernel = plgpu.kernel(
+        _transition_body(
+            heads=value_heads, group=value_heads // k.shape[1], dtype=dtype, interpret=interpret
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((count, value_heads, DIM, DIM), jnp.float32),
+            jax.ShapeDtypeStruct((count, value_heads, 2, DIM, DIM), jnp.bfloat16),
+        ),
+        scratch_types=[
+            tokens,  # K
+            tokens,  # V
+            plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # X
+            plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
+            plgpu.Barrier(num_arrivals=2),  # the keys past a run's end are 0
+        ],
+        grid=(count * value_heads * 2,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="gdn_prefill_transition",
+        compiler_params=compiler_params(),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        return kernel(k, v, x, vectors, runs)
+
+
+def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> Any:
+    def body(
+        k_ref, v_ref, x_ref, vectors_ref, runs_ref, ends_ref, transitions_ref,
+        k_union, v_union, x_smem, vectors_smem, loaded, read, cleared,
+    ):  # fmt: skip
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        kind, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
+        run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
+        start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
+        inner = (runs_ref[run, FINAL] < 0) & (tokens > 0)
+        steps = jnp.where(inner, lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK)), 0)
+        k_copied, k_smem = both_views(k_union, interpret=interpret)
+        v_copied, v_smem = both_views(v_union, interpret=interpret)
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+
+            def chunk_step(i, state):
+                slot = lax.rem(i, jnp.int32(STAGES))
+                left = tokens - i * CHUNK
+                plgpu.barrier_wait(loaded.at[slot])
+                step = Step(
+                    k_smem.at[slot],
+                    v_smem.at[slot, wg],
+                    x_smem.at[slot],
+                    vectors_smem.at[slot],
+                    wg,
+                    dtype,
+                )
+                step.clear_tail(left, cleared)
+
+                def with_refs(*refs):
+                    seen, u = (Accumulator(ref) for ref in refs[:2])
+                    operand, decayed = step.rounded(state), step.decayed(state)
+                    step.times_transposed(seen, operand, step.k)
+                    values = jnp.where(kind == VALUES, left, 0)
+                    u.add(step.residual(seen.read(), values), step.x_transposed)
+                    added = u.read()
+                    accs = [
+                        Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)
+                    ]
+                    step.write(accs, added)
+                    return tuple(acc.read() for acc in accs)
+
+                state = with_accumulators(with_refs, 4, interpret=interpret)
+                plgpu.commit_smem()  # what was read here is overwritten by a copy
+                plgpu.barrier_arrive(read.at[slot])
+                return state
+
+            diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
+            diagonal = jnp.where(diagonal, 1.0, 0.0)
+            begin = tuple(
+                diagonal * jnp.where((kind == IDENTITY) & (wg == half), 1.0, 0.0)
+                for half in range(2)
+            )
+            state = lax.fori_loop(0, steps, chunk_step, begin)
+
+            @pl.when(inner & (kind == VALUES))
+            def _():
+                for half in range(2):
+                    state_at(ends_ref, run, head, wg, half)[...] = state[half]
+
+            @pl.when(inner & (kind == IDENTITY))
+            def _():
+                for half in range(2):
+                    rounded = state[half].astype(jnp.bfloat16)
+                    rest = state[half] - rounded.astype(jnp.float32)
+                    for part, value in enumerate((rounded, rest.astype(jnp.bfloat16))):
+                        rows = transitions_ref.at[run, head, part]
+                        rows.at[pl.ds(wg * 64, 64), pl.ds(64 * half, 64)][...] = value
+
+        @pl.when(wg == 2)
+        def _memory():
+            plgpu.set_max_registers(40, action="decrease")
+            first_chunk = runs_ref[run, FIRST_CHUNK]
+            key_head = lax.div(head, jnp.int32(group))
+
+            def issue(i, slot, barrier):
+                rows = pl.ds(start + i * CHUNK, CHUNK)
+                copy_rows(k_ref.at[rows, key_head], k_copied.at[slot], barrier)
+                copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier)
+                chunk = first_chunk + i
+                plgpu.copy_gmem_to_smem(x_ref.at[chunk, head], x_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
+
+            stream(loaded, read, steps, issue)
+
+    return body
+
+
+def segment_starts(
+    ends: jax.Array,
+    transitions: jax.Array,
+    sequences: jax.Array,
+    initial: jax.Array | None,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """The states before every segment, float32 [R, Hv, 128, 128].
+
+    Args:
+        ends, transitions: E and M of the segments.
+        sequences: int32 [n, 2], first segment of a sequence and how many it has, at least 1.
+        initial: float32 [n, Hv, 128, 128], the states before the sequences; zeros if None.
+    """
+    count, value_heads = sequences.shape[0], ends.shape[1]
+    kernel = plgpu.kernel(
+        _scan_body(heads=value_heads, has_initial=initial is not None, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct(ends.shape, jnp.float32),
+        scratch_types=[
+            plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+            plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+            plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
+        ],
+        grid=(count * value_heads,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="gdn_prefill_segments",
+        compiler_params=compiler_params(),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    if initial is None:
+        initial = jnp.zeros((1, 1, DIM, DIM), jnp.float32)
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        return kernel(ends, transitions, sequences, initial)
+
+
+def _scan_body(*, heads: int, has_initial: bool, interpret: bool) -> Any:
+    def body(
+        ends_ref, transitions_ref, sequences_ref, initial_ref, starts_ref,
+        rounded_smem, rest_smem, loaded, read,
+    ):  # fmt: skip
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        sequence, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
+        first, steps = sequences_ref[sequence, 0], sequences_ref[sequence, 1] - 1
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+
+            def write_start(segment, state):
+                for half in range(2):
+                    state_at(starts_ref, segment, head, wg, half)[...] = state[half]
+
+            def segment_step(i, state):
+                slot = lax.rem(i, jnp.int32(STAGES))
+                write_start(first + i, state)
+                end = load_state(ends_ref, first + i, head, wg)
+                rounded = tuple(half.astype(jnp.bfloat16) for half in state)
+                rest = tuple(
+                    (half - high.astype(jnp.float32)).astype(jnp.bfloat16)
+                    for half, high in zip(state, rounded, strict=True)
+                )
+                plgpu.barrier_wait(loaded.at[slot])
+
+                def with_refs(*refs):
+                    accs = [Accumulator(ref, half) for ref, half in zip(refs, end, strict=True)]
+                    products = (
+                        (rest, rounded_smem),
+                        (rounded, rest_smem),
+                        (rounded, rounded_smem),
+                    )
+                    for rows, smem in products:
+                        for half, acc in enumerate(accs):
+                            for inner in range(2):
+                                acc.add(rows[inner], smem.at[slot, half, pl.ds(64 * inner, 64)])
+                    return tuple(acc.read() for acc in accs)
+
+                state = with_accumulators(with_refs, 2, interpret=interpret)
+                plgpu.commit_smem()  # what was read here is overwritten by a copy
+                plgpu.barrier_arrive(read.at[slot])
+                return state
+
+            if has_initial:
+                state = load_state(initial_ref, sequence, head, wg)
+            else:
+                state = (zero_tile(), zero_tile())
+            write_start(first + steps, lax.fori_loop(0, steps, segment_step, state))
+
+        @pl.when(wg == 2)
+        def _memory():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def issue(i, slot, barrier):
+                for part, smem in enumerate((rounded_smem, rest_smem)):
+                    for half in range(2):
+                        columns = pl.ds(64 * half, 64)
+                        source = transitions_ref.at[first + i, head, part, :, columns]
+                        plgpu.copy_gmem_to_smem(source, smem.at[slot, half], barrier)
+
+            stream(loaded, read, steps, issue)
+
+    return body

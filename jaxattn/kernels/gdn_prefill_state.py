@@ -1,0 +1,363 @@
+"""The gated delta rule's pass over the chunks of a sequence, with the state in registers.
+
+One block per (run of chunks, value head). Two warpgroups own 64 of the state's 128 rows each (a row
+is one value channel, and rows never meet), the third issues the TMA copies. With everything
+transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
+
+    W^T = beta V^T - read * (S K^T)                     S [64, Dk] float32, rounded to be an operand
+    U^T = W^T X^T
+    O^T = out * (S Q^T) + U^T P^T
+    S   = decay S + (write * U^T) K
+
+The left operand of every product is made of the product before it and stays in registers; X, P and
+the vectors come from `gdn_prefill_chunk`. Nothing passes from one warpgroup to the other.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gdn_prefill_chunk import (
+    BETA,
+    BY_COLUMN,
+    CHUNK,
+    DECAY,
+    DIM,
+    OUT,
+    READ,
+    TILE,
+    VECTORS,
+    WRITE,
+    both_views,
+    compiler_params,
+    copy_rows,
+    iota,
+    over_columns,
+    token_tiles,
+)
+from jaxattn.kernels.hopper import interpret_mode, swizzled
+
+STAGES = 2  # chunks in shared memory
+# Columns of a run: first token, tokens, first chunk, and the row of the final state, or -1.
+START, TOKENS, FIRST_CHUNK, FINAL = range(4)
+
+
+class Accumulator:
+    """A float32 [64, 64] that products are added to, asynchronously on the GPU.
+
+    The interpreter of JAX 0.11.2 knows neither operands in registers nor stores to an accumulator:
+    there this is a plain value.
+    """
+
+    def __init__(self, ref: Any, value: jax.Array | None = None):
+        self.ref, self.value = ref, value
+        if ref is None:
+            self.value = jnp.zeros((CHUNK, CHUNK), jnp.float32) if value is None else value
+        elif value is not None:
+            ref[...] = value
+
+    def add(self, a: jax.Array, b: Any) -> None:
+        if self.ref is None:
+            product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32))
+            self.value = self.read() + product
+        else:
+            plgpu.wgmma(self.ref, a, b)
+
+    def read(self, pending: int = 0) -> jax.Array:
+        """The value, once at most `pending` products issued later are unfinished."""
+        if self.ref is None:
+            assert self.value is not None
+            return self.value
+        return plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
+
+
+def with_accumulators(body: Any, count: int, *, interpret: bool) -> Any:
+    """`body` with the refs of `count` accumulators, which start at zero."""
+    if interpret:
+        return body(*([None] * count))
+    return pl.run_scoped(body, *([plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * count))
+
+
+def output_pass(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array,
+    p: jax.Array,
+    vectors: jax.Array,
+    runs: jax.Array,
+    initial: jax.Array | None,
+    finals: int,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of every run, and the states after those that ask for it.
+
+    Args:
+        q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
+        x, p, vectors: from `gdn_prefill_chunk.chunk_matrices`.
+        runs: int32 [R, 4], see the columns above. The last is no run: its tokens' output is 0.
+        initial: float32 [R - 1, Hv, 128, 128], the states before the runs; zeros if None.
+        finals: how many final states there are.
+
+    Returns:
+        o [T, Hv, 128] in v's dtype, final states float32 [finals, Hv, 128, 128].
+    """
+    value_heads, dtype = v.shape[1], v.dtype
+    body = _output_body(
+        heads=value_heads,
+        group=value_heads // k.shape[1],
+        fill=runs.shape[0] - 1,
+        has_initial=initial is not None,
+        dtype=dtype,
+        interpret=interpret,
+    )
+    tiled = swizzled(dtype)
+    tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
+    matrices = plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=tiled)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(v.shape, dtype),
+            jax.ShapeDtypeStruct((finals, value_heads, DIM, DIM), jnp.float32),
+        ),
+        scratch_types=[
+            tokens,  # K
+            tokens,  # Q
+            tokens,  # V
+            matrices,  # X
+            matrices,  # P
+            plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
+            token_tiles((2,), dtype, interpret=interpret, plain=True),  # O of each warpgroup
+            plgpu.Barrier(num_arrivals=9, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
+            plgpu.Barrier(num_arrivals=2),  # the keys past a run's end are 0
+        ],
+        # One axis, since CUDA counts others to 65,535. The heads of a run share keys in L2.
+        grid=(runs.shape[0] * value_heads,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="gdn_prefill_output",
+        compiler_params=compiler_params(),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    if initial is None:
+        initial = jnp.zeros((1, 1, DIM, DIM), jnp.float32)
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        return kernel(q, k, v, x, p, vectors, runs, initial)
+
+
+def state_at(ref: Any, index: Any, head: Any, wg: Any, half: int) -> Any:
+    """A warpgroup's rows of a state, half of their columns."""
+    return ref.at[index, head, pl.ds(wg * 64, 64), pl.ds(64 * half, 64)]
+
+
+def load_state(ref: Any, index: Any, head: Any, wg: Any) -> tuple[jax.Array, ...]:
+    return tuple(
+        plgpu.load(state_at(ref, index, head, wg, half), layout=TILE, optimized=False)
+        for half in range(2)
+    )
+
+
+def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
+
+
+class Step:
+    """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk."""
+
+    def __init__(self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, wg: Any, dtype: Any):
+        self.k, self.v, self.vectors, self.wg, self.dtype = k_smem, v_smem, vectors, wg, dtype
+        self.x_transposed = x_smem.transpose((1, 0))
+
+    def vector(self, row: int) -> jax.Array:
+        values = plgpu.load(self.vectors.at[row], layout=BY_COLUMN, optimized=False)
+        return over_columns(values)
+
+    def clear_tail(self, left: Any, cleared: Any) -> None:
+        """Keys past the end of the run may be NaN, and 0 * NaN is NaN: each warpgroup clears half.
+
+        Only the last chunk of a run has such keys, so `cleared` completes at most once."""
+
+        @pl.when(left < CHUNK)
+        def _():
+            keys = self.k.at[self.wg]
+            inside = iota((CHUNK, CHUNK), 0) < left
+            kept = plgpu.load(keys, layout=TILE)
+            keys[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
+
+    def rounded(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(half.astype(self.dtype) for half in state)
+
+    def times_transposed(self, acc: Accumulator, state: tuple[jax.Array, ...], rows: Any) -> None:
+        """acc += state rows^T, for keys or queries [2, 64, 64]."""
+        for half in range(2):
+            acc.add(state[half], rows.at[half].transpose((1, 0)))
+
+    def residual(self, seen: jax.Array, left: Any) -> jax.Array:
+        """W^T = beta V^T - read * (S K^T), with the values of `left` tokens.
+
+        Past the end of a run beta and the keys are 0, but values may be NaN."""
+        values = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
+        written = self.vector(BETA) * values
+        written = jnp.where(iota((CHUNK, CHUNK), 1) < left, written, 0.0)
+        return (written - self.vector(READ) * seen).astype(self.dtype)
+
+    def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        decay = self.vector(DECAY)
+        return tuple(decay * half for half in state)
+
+    def write(self, accs: list[Accumulator], u: jax.Array) -> None:
+        """accs += (write * U^T) K"""
+        weighted = (u * self.vector(WRITE)).astype(self.dtype)
+        for half in range(2):
+            accs[half].add(weighted, self.k.at[half])
+
+
+def stream(loaded: Any, read: Any, steps: Any, issue: Any) -> None:
+    """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free."""
+
+    @pl.loop(0, steps)
+    def _(i):
+        slot = lax.rem(i, jnp.int32(STAGES))
+
+        @pl.when(i >= STAGES)
+        def _():
+            plgpu.barrier_wait(read.at[slot])
+
+        issue(i, slot, loaded.at[slot])
+
+    # A thread that waits on a barrier has to see each of its completions.
+    @pl.loop(jnp.maximum(steps - STAGES, 0), steps)
+    def _(i):
+        plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(STAGES))])
+
+
+def _output_body(
+    *, heads: int, group: int, fill: int, has_initial: bool, dtype: Any, interpret: bool
+) -> Any:
+    def body(
+        q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, initial_ref, o_ref, final_ref,
+        k_union, q_union, v_union, x_smem, p_smem, vectors_smem, o_union, loaded, read, cleared,
+    ):  # fmt: skip
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
+        start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
+        chunks = lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK))
+        steps = jnp.where(run == fill, 0, chunks)
+        k_copied, k_smem = both_views(k_union, interpret=interpret)
+        q_copied, q_smem = both_views(q_union, interpret=interpret)
+        v_copied, v_smem = both_views(v_union, interpret=interpret)
+        o_copied, o_smem, o_plain = (o_union,) * 3 if interpret else o_union
+
+        def write_out(tile: jax.Array, first: Any, left: Any) -> None:
+            """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them."""
+            channels = pl.ds(wg * 64, 64)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(left >= CHUNK)
+            def _():
+                o_smem.at[wg].transpose((1, 0))[...] = tile
+                plgpu.commit_smem()
+                rows = o_ref.at[pl.ds(first, CHUNK), head, channels]
+                plgpu.copy_smem_to_gmem(o_copied.at[wg], rows)
+
+            @pl.when(left < CHUNK)
+            def _():
+                o_plain.at[wg].transpose((1, 0))[...] = tile
+                plgpu.commit_smem()
+                for size in (32, 16, 8, 4, 2, 1):
+                    offset = lax.div(left, jnp.int32(2 * size)) * (2 * size)
+
+                    @pl.when(lax.rem(lax.div(left, jnp.int32(size)), jnp.int32(2)) == 1)
+                    def _(size=size, offset=offset):
+                        rows = o_ref.at[pl.ds(first + offset, size), head, channels]
+                        plgpu.copy_smem_to_gmem(o_plain.at[wg, pl.ds(offset, size)], rows)
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+
+            def chunk_step(i, state):
+                slot = lax.rem(i, jnp.int32(STAGES))
+                left = tokens - i * CHUNK
+                plgpu.barrier_wait(loaded.at[slot])
+                keys = k_smem.at[slot]
+                step = Step(
+                    keys, v_smem.at[slot, wg], x_smem.at[slot], vectors_smem.at[slot], wg, dtype
+                )
+                step.clear_tail(left, cleared)
+
+                def with_refs(*refs):
+                    # Before the first product: ptxas waits for all that are in flight where
+                    # registers change that a product of the last iteration wrote.
+                    operand, decayed = step.rounded(state), step.decayed(state)
+                    seen, out, u = (Accumulator(ref) for ref in refs[:3])
+                    step.times_transposed(seen, operand, keys)
+                    step.times_transposed(out, operand, q_smem.at[slot])
+                    w = step.residual(seen.read(pending=2), left)
+                    u.add(w, step.x_transposed)
+                    added = u.read()
+                    accs = [
+                        Accumulator(ref, half) for ref, half in zip(refs[3:], decayed, strict=True)
+                    ]
+                    step.write(accs, added)
+                    out = Accumulator(refs[1], out.read(pending=2) * step.vector(OUT))
+                    out.add(added.astype(dtype), p_smem.at[slot].transpose((1, 0)))
+                    return tuple(acc.read() for acc in accs), out.read()
+
+                state, out = with_accumulators(with_refs, 5, interpret=interpret)
+                plgpu.commit_smem()  # what was read here is overwritten by a copy
+                plgpu.barrier_arrive(read.at[slot])
+                write_out(out.astype(dtype), start + i * CHUNK, left)
+                return state
+
+            index = jnp.minimum(run, initial_ref.shape[0] - 1)
+            if has_initial:
+                state = load_state(initial_ref, index, head, wg)
+            else:
+                state = (zero_tile(), zero_tile())
+            state = lax.fori_loop(0, steps, chunk_step, state)
+            final = runs_ref[run, FINAL]
+
+            @pl.when(final >= 0)
+            def _():
+                for half in range(2):
+                    state_at(final_ref, final, head, wg, half)[...] = state[half]
+
+            @pl.when(run == fill)
+            def _():
+                @pl.loop(0, chunks)
+                def _(i):
+                    write_out(zero_tile(dtype), start + i * CHUNK, tokens - i * CHUNK)
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == 2)
+        def _memory():
+            plgpu.set_max_registers(40, action="decrease")
+            first_chunk = runs_ref[run, FIRST_CHUNK]
+            key_head = lax.div(head, jnp.int32(group))
+
+            def issue(i, slot, barrier):
+                rows = pl.ds(start + i * CHUNK, CHUNK)
+                copy_rows(k_ref.at[rows, key_head], k_copied.at[slot], barrier)
+                copy_rows(q_ref.at[rows, key_head], q_copied.at[slot], barrier)
+                copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier)
+                chunk = first_chunk + i
+                plgpu.copy_gmem_to_smem(x_ref.at[chunk, head], x_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(p_ref.at[chunk, head], p_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
+
+            stream(loaded, read, steps, issue)
+
+    return body
