@@ -2,17 +2,25 @@
 
 Prefill does not absorb: keys and values of each head are expanded from the latent, which for many
 tokens at once costs less than attending in the latent's R dims.
+
+The kernel (`jaxattn.kernels.mla_prefill`) goes forward only. Its gradient is the plain JAX path's,
+which starts again from the inputs: nothing of the attention is kept for the backward pass, and that
+pass holds the scores of an eighth of the queries at a time.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxattn.dispatch import Implementation, dispatch
+from jaxattn.kernels.mla_prefill import Config, attend_mosaic, refuse
 from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot, known_max
+from jaxattn.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
 
 
 @jax.named_scope("merge_attention_states")
@@ -53,11 +61,30 @@ def merge_attention_states(
     return out.astype(dtype), jnp.where(empty, -jnp.inf, shift + jnp.log(total))
 
 
+def _with_gradient_of(reference: Callable[..., Any], forward: Callable[..., Any]) -> Any:
+    """`forward`, with the gradient of `reference` at the same inputs."""
+    op = jax.custom_vjp(forward)
+    op.defvjp(
+        lambda *args: (forward(*args), args),
+        lambda args, gradient: jax.vjp(reference, *args)[1](gradient),
+    )
+    return op
+
+
 @functools.partial(jax.jit, static_argnames="scale")
 def _causal(
-    q: jax.Array, k: jax.Array, v: jax.Array, valid: Bool[Array, "B T"], *, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    k_pe: jax.Array | None,
+    v: jax.Array,
+    valid: Bool[Array, "B T"],
+    *,
+    scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed."""
+    if k_pe is not None:
+        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k.shape[:3], k_pe.shape[-1]))
+        k = jnp.concatenate([k, k_pe], axis=-1)
     batch, tokens, heads, _ = q.shape
     # All three: a NaN times a zero gradient would be NaN in the other operand's gradient.
     q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
@@ -65,7 +92,8 @@ def _causal(
     # scores are computed, and an eighth of them held at a time.
     block = max(512, -(-tokens // 8))
 
-    def attend(first: int) -> tuple[jax.Array, jax.Array]:
+    @functools.partial(jax.checkpoint, static_argnums=3)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: int) -> tuple[jax.Array, jax.Array]:
         stop = min(first + block, tokens)
         keys, values = k[:, :stop], v[:, :stop]
         scores = dot("bqhd,bkhd->bhqk", q[:, first:stop], keys) * scale
@@ -77,7 +105,7 @@ def _causal(
             lambda p: dot("bhqk,bkhv->bhqv", p.astype(v.dtype), values),
         ).finish(valid[:, None, first:stop])
 
-    parts = [attend(first) for first in range(0, tokens, block)]
+    parts = [attend(q, k, v, first) for first in range(0, tokens, block)]
     out = jnp.concatenate([out for out, _ in parts], axis=2)
     lse = jnp.concatenate([lse for _, lse in parts], axis=2)
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
@@ -91,6 +119,8 @@ def causal_attention(
     *,
     scale: float,
     lengths: Int[Array, "B"] | None = None,
+    k_pe: Float[Array, "B T P"] | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Causal attention of tokens to themselves, values as wide as they like; differentiable.
 
@@ -99,27 +129,72 @@ def causal_attention(
         scale: factor of the scores, a Python number.
         lengths: int32, valid tokens of each row (all, if None). The rest is padding: whatever it
             holds, its output is 0, its lse -inf, and it receives and causes no gradient.
+        k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
+        implementation: "mosaic_gpu" (Dqk 128 + 64, Dv 128, bfloat16 or float16, forward only in
+            the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret", "xla", or
+            None for the best.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
     """
     arguments = Arguments("causal_attention")
     q = arguments.check("q", q, "B T H Dqk")
-    k = arguments.check("k", k, "B T H Dqk")
+    k = arguments.check("k", k, "B T H Dqk" if k_pe is None else "B T H nope")
     v = arguments.check("v", v, "B T H Dv")
-    if not q.dtype == k.dtype == v.dtype:
+    if k_pe is not None:
+        k_pe = arguments.check("k_pe", k_pe, "B T P")
+        if k.shape[-1] + k_pe.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                "causal_attention: k's and k_pe's last axes must add up to q's, got "
+                f"k {k.shape}, k_pe {k_pe.shape}, q {q.shape}"
+            )
+    if not q.dtype == k.dtype == v.dtype == (q if k_pe is None else k_pe).dtype:
+        dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise TypeError(
             "causal_attention: q, k and v must have one dtype, got "
-            f"{q.dtype}, {k.dtype} and {v.dtype}"
+            + (dtypes if k_pe is None else f"{dtypes}, and k_pe {k_pe.dtype}")
         )
     scale = arguments.check_scale(scale)
-    tokens = jnp.arange(q.shape[1])
+    batch, tokens = q.shape[:2]
+    config = Config() if lengths is not None else Config.resident()
     if lengths is None:
-        valid = jnp.ones(q.shape[:2], bool)
-    else:
-        valid = tokens < arguments.check("lengths", lengths, "B", INT32)[:, None]
-    out, lse = _causal(q, k, v, valid, scale=scale)
-    return out.astype(q.dtype), lse
+        lengths = jnp.full(batch, tokens, jnp.int32)
+    lengths = arguments.check("lengths", lengths, "B", INT32)
+
+    def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
+        *operands, lengths = args
+        valid = jnp.arange(tokens) < lengths[:, None]
+        out, lse = _causal(*operands, valid, scale=scale)
+        return out.astype(q.dtype), lse
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        rope = 64 if k_pe is None else k_pe.shape[-1]
+        dims = dict(nope=q.shape[-1] - rope, rope=rope, values=v.shape[-1])
+        refuse("causal_attention", q, **dims, interpret=interpret)
+
+        def forward(q, k, k_pe, v, lengths):
+            count = jnp.clip(lengths, 0, tokens)
+            bounds = jnp.stack([0 * count, count, count, 0 * count], axis=1)
+            return attend_mosaic(
+                q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
+            )
+
+        return _with_gradient_of(xla, forward)(q, k, k_pe, v, lengths)
+
+    return dispatch(
+        "causal_attention",
+        implementation,
+        {
+            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
+            "xla": lambda: xla(q, k, k_pe, v, lengths),
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+        },
+    )
 
 
 @jax.named_scope("mla_prefill")
@@ -135,7 +210,8 @@ def mla_prefill(
     *,
     scale: float,
     layer: jax.Array | int | None = None,
-    block: int = 1024,
+    block: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Attention of new tokens to themselves and to their row's cached prefix.
 
@@ -154,7 +230,12 @@ def mla_prefill(
         query_lens: int32 new tokens of each row, at most T.
         scale: factor of the scores; see `jaxattn.rope.softmax_scale`.
         layer: index into the stack, a Python int or a traced scalar.
-        block: cached tokens read at a time; the scores take B * H * T * block * 4 bytes.
+        block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
+            bytes of scores; the kernel none, but B * H * block * (nope + Dv) * 2 bytes of expanded
+            keys and values (None: 512 MiB or 1024 tokens, whichever is more).
+        implementation: "mosaic_gpu" (nope 128, P 64, Dv 128, bfloat16 or float16, any R; forward
+            only in the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret",
+            "xla", or None for the best.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
@@ -162,6 +243,7 @@ def mla_prefill(
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_prefill")
     q = arguments.check("q", q, "B T H Dqk")
@@ -183,20 +265,26 @@ def mla_prefill(
             "mla_prefill: q's last axis must be nope + P and latent's R + P, got q "
             f"{q.shape}, latent {latent.shape}, w_uk [H, nope, R] {w_uk.shape}"
         )
-    if block < 1:
+    if block is not None and block < 1:
         raise ValueError(f"mla_prefill: block must be at least 1, got {block}")
-    return _prefill(
-        q,
-        latent,
-        w_uk,
-        w_uv,
-        kv_cache,
-        block_tables,
-        seq_lens,
-        new_lens,
-        layer,
-        scale=scale,
-        block=block,
+    args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, new_lens, layer)
+    xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK)
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        dims = dict(nope=nope, rope=q.shape[-1] - nope, values=w_uv.shape[-1])
+        refuse("mla_prefill", q, **dims, interpret=interpret)
+        forward = functools.partial(prefill_mosaic, scale=scale, block=block, interpret=interpret)
+        return _with_gradient_of(xla, forward)(*args)
+
+    return dispatch(
+        "mla_prefill",
+        implementation,
+        {
+            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
+            "xla": lambda: xla(*args),
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+        },
     )
 
 
@@ -231,7 +319,8 @@ def _prefill(
         return jnp.concatenate([k_nope, k_pe], axis=-1), v
 
     with jax.named_scope("new_tokens"):
-        new = _causal(q, *expand(jnp.where(valid[..., None], latent, 0)), valid, scale=scale)
+        k, v = expand(jnp.where(valid[..., None], latent, 0))
+        new = _causal(q, k, None, v, valid, scale=scale)
 
     queries = jnp.where(valid[..., None, None], q, 0)
 
