@@ -12,7 +12,9 @@ step and comes back in the same buffers.
 """
 
 import dataclasses
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,45 +22,56 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxattn.device import DeviceMemory, device_memory
 from jaxattn.dispatch import Implementation
+from jaxattn.limits import Limits
 from jaxattn.models.hybrid import (
     DecodeBatch,
     DecodeState,
     HybridConfig,
     PackedParams,
     PrefillBatch,
-    decode_step,
-    init_state,
-    jit_step,
     pack_vectors,
-    prefill_step,
 )
-from jaxattn.plan import MemoryPlan, plan_memory, resident_items
+from jaxattn.plan.budget import MemoryPlan, check_allocated, nbytes
+from jaxattn.plan.hybrid import Executable, advice, fill, from_compiled, plan_hybrid
 from jaxattn.request import Completion, GenerationInterrupted, Request, Stats
-from jaxattn.sampling import SamplingBatch, sampled
-from jaxattn.scheduler import Limits, Row, Scheduler
+from jaxattn.sampling import SamplingBatch
+from jaxattn.scheduler import Row, Scheduler
+from jaxattn.seal import Seal
+from jaxattn.steps import EntryPoint, OnCompile, Steps, compiled_steps, entry_points, new_state
 
 # Decode op -> its kernel's name in a compiled step.
 KERNELS = {"mla_decode": "mla_decode", "gated_delta_rule_decode": "gdn_decode"}
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
-OnCompile = Callable[[str, float | None], None]
+
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+class EngineBusyError(RuntimeError):
+    """The engine's one state is in use by another thread."""
 
 
 class Engine:
-    """A model compiled for `Limits`. Not for two threads at once.
+    """A model compiled for `Limits`. One thread at a time; another gets an `EngineBusyError`.
 
     Args:
         params: of `config`, on JAX's default device; an argument of the steps, never captured.
         implementation: of the decode kernels; None is the best for the device.
         on_compile: called with each executable's name and None before it is compiled, and with the
             seconds that it took after that.
+        strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
+            it is counted in `seal`.
+        workers: executables that are compiled at a time.
 
     Attributes:
+        limits: as given; with `utilization`, with the pages that fit.
         plan: what memory the engine takes and why.
         executables: name -> compiled step (params, state, batch) -> (tokens, state).
         scheduler: rows, waiting requests and pools.
+        seal: what was compiled or allocated after the warm-up.
         stats: of the last `generate`, or of the one that is running.
 
     Raises:
@@ -75,6 +88,8 @@ class Engine:
         *,
         implementation: Implementation | None = None,
         on_compile: OnCompile | None = None,
+        strict: bool = False,
+        workers: int = 1,
     ):
         limits = limits or Limits()
         if limits.max_model_len > config.max_position_embeddings:
@@ -83,58 +98,105 @@ class Engine:
                 f"max_position_embeddings={config.max_position_embeddings}"
             )
         self.config, self.limits, self.stats = config, limits, Stats()
-        shapes = jax.eval_shape(self._new_state)
-        resident = resident_items(
-            config,
-            jax.eval_shape(pack_vectors, params),
-            shapes,
-            batch=limits.batch,
-            max_pages=limits.pages_per_row,
-        )
-        MemoryPlan(resident).check(jax.devices()[0])
-        self.scheduler = Scheduler(limits, config.vocab_size)
-        self._params, self._named = pack_vectors(params), implementation
+        self._named, self._on_compile, self._workers = implementation, on_compile, workers
+        self._params: Any = jax.eval_shape(pack_vectors, params)
+        if limits.utilization is not None:  # the least that it can come to
+            self.limits = self._trial(1)
+        self._plan({}, self._memory()).check(self._advice)
+        self.limits, self._params = limits, pack_vectors(params)
         self._state: DecodeState | None = None
-        self._chunk = min(limits.prefill_chunk, limits.max_model_len)
-        self._prefill_name = f"prefill of 1 x {self._chunk} tokens"
-        self._decode_name = f"decode of {limits.batch} x 1 tokens"
-        self.executables = self._compile(shapes, implementation, on_compile)
-        self.plan = plan_memory(resident, self.executables)
-        self.plan.check(jax.devices()[0])
+        self._busy = threading.Lock()
+        self.seal = Seal(strict=strict)
+        self._steps = self._compile() if limits.utilization is None else self._fill()
+        self.plan = self._plan(self._known(self._steps), self._memory())
+        self.plan.check(self._advice)
+        self.scheduler = Scheduler(self.limits, config.vocab_size)
+        self._points = entry_points(self.limits)
+        _engines.add(self)
 
-    def _compile(
-        self,
-        state: DecodeState,
-        implementation: Implementation | None,
-        on_compile: OnCompile | None,
-    ) -> dict[str, jax.stages.Compiled]:
-        # Prefill has no kernel that could be named: unless XLA is, it takes the best there is.
-        prefill: Implementation | None = "xla" if implementation == "xla" else None
-        executables: dict[str, jax.stages.Compiled] = {}
-        steps: Any = (
-            (self._prefill_name, prefill_step, prefill, self._prefill_batch()),
-            (self._decode_name, decode_step, implementation, self._decode_batch()),
-        )
-        for name, step, chosen, batch in steps:
-            if on_compile:
-                on_compile(name, None)
-            start = time.perf_counter()
-            jitted: Any = jit_step(sampled(step), self.config, implementation=chosen)
-            executables[name] = jitted.lower(self._params, state, batch).compile()
-            if on_compile:
-                on_compile(name, time.perf_counter() - start)
-        return executables
+    @property
+    def executables(self) -> dict[str, jax.stages.Compiled]:
+        return self._steps.executables
 
-    def _new_state(self) -> DecodeState:
-        limits = self.limits
-        return init_state(
-            self.config, limits.batch, limits.pages, limits.batch, max_pages=limits.pages_per_row
+    def _compile(self) -> Steps:
+        return compiled_steps(
+            self.config,
+            self.limits,
+            self._params,
+            implementation=self._named,
+            on_compile=self._on_compile,
+            workers=self._workers,
         )
+
+    def _fill(self) -> Steps:
+        """Sets the pages to what the device has room for, before any cache exists.
+
+        Every executable is compiled and run twice beside a cache of one row, so that what XLA, its
+        libraries and the driver take is known and taken; then the cache is sized and the steps
+        are compiled for it, while there is memory to tune them in.
+        """
+        wanted = self.limits
+        memory = self._memory()
+        assert memory is not None, "utilization needs a device whose memory is known"
+        most = fill(self.config, wanted, memory, self._params, {}, **self._beside(memory)).pages
+        self.limits = self._trial(min(wanted.pages_per_row, most))
+        steps = self._compile()
+        known = self._known(steps)
+        state: Any = new_state(self.config, self.limits)
+        for entry in entry_points(self.limits) * 2:
+            tokens, state = steps.executables[str(entry)](self._params, state, self._padding(entry))
+            tokens.block_until_ready()
+        memory = self._memory()
+        assert memory is not None
+        beside = self._beside(memory, known, state)
+        del state, tokens, steps
+        for _ in range(3):
+            self.limits = fill(self.config, wanted, memory, self._params, known, **beside)
+            steps = self._compile()
+            found = self._known(steps)
+            if all(found[name].temp <= known[name].temp for name in known):
+                return steps
+            known = found
+        raise AssertionError(f"XLA's temp grows with the pages: {known}")
+
+    def _trial(self, pages: int) -> Limits:
+        return dataclasses.replace(self.limits, num_pages=pages, utilization=None)
+
+    def _known(self, steps: Steps) -> dict[str, Executable]:
+        state = jax.eval_shape(lambda: new_state(self.config, self.limits))
+        held = nbytes(self._params) + nbytes(state)
+        return {name: from_compiled(step, held) for name, step in steps.executables.items()}
+
+    def _memory(self) -> DeviceMemory | None:
+        return device_memory(jax.devices()[0])
+
+    def _plan(self, known: dict[str, Executable], memory: DeviceMemory | None) -> MemoryPlan:
+        return plan_hybrid(
+            self.config, self.limits, memory, self._params, known, **self._beside(memory, known)
+        )
+
+    def _beside(
+        self, memory: DeviceMemory | None, known: Any = None, state: Any = ()
+    ) -> dict[str, Any]:
+        """Bytes that the plan has to leave alone: the driver's, and those of other arrays."""
+        if memory is None or memory.outside is None:
+            return {"outside": 0, "others": 0}
+        code = sum(each.code for each in (known or {}).values())
+        own = nbytes(self._params) if isinstance(self._params, PackedParams) else 0
+        stepping = sum(engine.plan["xla temp"] for engine in _engines)
+        return {
+            "outside": max(memory.outside - code, 0),
+            "others": max(memory.in_use - own - nbytes(state), 0) + stepping,
+        }
+
+    def _advice(self) -> tuple[str, ...]:
+        memory = self._memory()
+        return () if memory is None else advice(self.config, self.limits, memory, self._params)
 
     @property
     def implementations(self) -> dict[str, str]:
         """Decode op -> what runs it: as it was named, or else as the compiled step shows."""
-        text = self.executables[self._decode_name].as_text() or ""
+        text = self.executables[str(self._points[-1])].as_text() or ""
         calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
         return {
             op: self._named or ("mosaic_gpu" if any(kernel in call for call in calls) else "xla")
@@ -149,20 +211,32 @@ class Engine:
         return self._state
 
     def start(self) -> None:
-        """Allocates the state and runs each step twice on padding rows, which write nothing.
+        """Allocates the state, runs each executable twice on padding rows, and seals the engine.
 
-        The first two runs are special on a GPU: one loads the modules, one records the command
-        buffer. Does nothing if the state is there; `generate` calls it.
+        Padding rows write nothing. The first two runs are special on a GPU: one loads the modules,
+        one records the command buffer. Does nothing if the state is there; `generate` calls it.
+
+        Raises:
+            PlanError: what was allocated is not what was planned.
         """
         leaves = jax.tree.leaves(self._state)
         # An interrupt between a step's call and its return leaves donated buffers behind.
         if leaves and not any(leaf.is_deleted() for leaf in leaves):
             return
         self._state = None
-        self._state = self._new_state()
-        for _ in range(2):
-            self._run(self._prefill_name, self._prefill_batch())
-            self._run(self._decode_name, self._decode_batch())
+        state = new_state(self.config, self.limits)
+        for what, part in (
+            ("arena", state.arena),
+            ("kv cache", state.kv_cache),
+            ("conv state", state.conv_state),
+            ("ssm state", state.ssm_state),
+        ):
+            check_allocated(what, part, self.plan[what])
+        for entry in self._points * 2:
+            tokens, state = self.executables[str(entry)](self._params, state, self._padding(entry))
+            tokens.block_until_ready()
+        self._state = state
+        self.seal.hold(state)
 
     def generate(
         self,
@@ -183,7 +257,25 @@ class Engine:
             ValueError: two requests have the same id.
             GenerationInterrupted: Ctrl-C, at any time. It holds what was generated, and the engine
                 stays usable.
+            EngineBusyError: another thread is in `generate`; nothing was touched.
+            SealError: the engine is strict and something was compiled or allocated.
         """
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError(
+                "another thread is in this engine's generate: an engine has one state; give each "
+                "thread an engine of its own (they share executables)"
+            )
+        try:
+            return self._generate(requests, on_token, on_finish)
+        finally:
+            self._busy.release()
+
+    def _generate(
+        self,
+        requests: Iterable[Request],
+        on_token: OnToken | None,
+        on_finish: OnFinish | None,
+    ) -> list[Completion]:
         numbered = [
             dataclasses.replace(request, id=place) if request.id is None else request
             for place, request in enumerate(requests)
@@ -215,9 +307,12 @@ class Engine:
 
     def _prefill_chunk(self, row: Row, run: "_Run") -> None:
         started = time.perf_counter()
-        tokens = row.request.prompt[row.cached : row.cached + self._chunk]
+        waiting = len(row.request.prompt) - row.cached
+        chunk = next((c for c in self.limits.chunks if c >= waiting), self.limits.chunks[-1])
+        tokens = row.request.prompt[row.cached : row.cached + chunk]
         row.cached += len(tokens)
-        new = self._run(self._prefill_name, self._prefill_batch(row, tokens))
+        entry = EntryPoint("prefill", 1, chunk)
+        new = self._run(entry, [row], lambda: self._prefill_batch(entry, row, tokens))
         run.stats.prefill_steps += 1
         run.stats.prompt_tokens += len(tokens)
         run.stats.prefill_seconds += time.perf_counter() - started
@@ -227,11 +322,12 @@ class Engine:
     def _decode_rows(self, rows: Sequence[Row], run: "_Run") -> None:
         for row in rows:
             row.cached += 1
-        new = self._run(self._decode_name, self._decode_batch(rows))
+        entry = EntryPoint("decode", next(b for b in self.limits.batches if b >= len(rows)), 1)
+        new = self._run(entry, rows, lambda: self._decode_batch(entry, rows))
         run.stats.decode_steps += 1
         run.stats.decoded_tokens += len(rows)
-        for row in rows:
-            self._accept(row, int(new[row.index]), run)
+        for place, row in enumerate(rows):
+            self._accept(row, int(new[place]), run)
 
     def _accept(self, row: Row, token: int, run: "_Run") -> None:
         reason = "stop" if token == row.request.stop_token else None
@@ -244,34 +340,49 @@ class Engine:
             run.finish(row.request, row.tokens, reason)
             self.scheduler.release(row)
 
-    def _run(self, name: str, batch: Any) -> np.ndarray:
-        tokens, self._state = self.executables[name](self._params, self._state, batch)
-        return np.asarray(tokens)
+    def _run(self, entry: EntryPoint, rows: Sequence[Row], batch: Callable[[], Any]) -> np.ndarray:
+        """One sealed step: the tokens, one for each row of the executable."""
+        with self.seal.watch():
+            model = batch(), _sampling([*rows, *[None] * (entry.rows - len(rows))])
+            tokens, self._state = self.executables[str(entry)](self._params, self._state, model)
+            new = np.asarray(tokens)
+            self.seal.check(self._state)
+        return new
 
-    def _prefill_batch(self, row: Row | None = None, tokens: Sequence[int] = ()) -> Any:
+    def _padding(self, entry: EntryPoint) -> Any:
+        """A batch without rows."""
+        build = self._prefill_batch if entry.kind == "prefill" else self._decode_batch
+        return build(entry), _sampling([None] * entry.rows)
+
+    def _prefill_batch(
+        self, entry: EntryPoint, row: Row | None = None, tokens: Sequence[int] = ()
+    ) -> PrefillBatch:
         """The row's chunk `tokens`, which `row.cached` counts already; without a row, padding."""
-        padded = list(tokens) + [0] * (self._chunk - len(tokens))
-        index = row.index if row else 0
-        batch = PrefillBatch(
-            tokens=_int32([padded]),
+        fields: Any = dict(
+            tokens=_int32([[*tokens, *[0] * (entry.tokens - len(tokens))]]),
             query_lens=_int32([len(tokens)]),
             seq_lens=_int32([row.cached if row else 0]),
-            block_tables=_int32(self.scheduler.block_tables[index : index + 1]),
+            block_tables=self._tables([row]),
             state_indices=_int32([row.slot if row else -1]),
         )
-        return batch, _sampling([row])
+        return PrefillBatch(**fields)
 
-    def _decode_batch(self, running: Sequence[Row] = ()) -> Any:
-        """The last token of each row, counted by `row.cached`; all other rows are padding."""
-        by_index = {row.index: row for row in running}
-        rows = [by_index.get(index) for index in range(self.limits.batch)]
-        batch = DecodeBatch(
-            tokens=_int32([[row.tokens[-1] if row else 0] for row in rows]),
+    def _decode_batch(self, entry: EntryPoint, running: Sequence[Row] = ()) -> DecodeBatch:
+        """The last token of each row, counted by `row.cached`; the bucket's rest is padding."""
+        rows = [*running, *[None] * (entry.rows - len(running))]
+        fields: Any = dict(
+            tokens=_int32([[row.tokens[-1] if row else 0] * entry.tokens for row in rows]),
             seq_lens=_int32([row.cached if row else 0 for row in rows]),
-            block_tables=_int32(self.scheduler.block_tables),
+            block_tables=self._tables(rows),
             state_indices=_int32([row.slot if row else -1 for row in rows]),
         )
-        return batch, _sampling(rows)
+        return DecodeBatch(**fields)
+
+    def _tables(self, rows: Sequence[Row | None]) -> np.ndarray:
+        """int32 [rows, M]; what stands in a padding row, or past a row's pages, is never read."""
+        if not any(rows):
+            return np.zeros((len(rows), self.limits.table_width), np.int32)
+        return self.scheduler.block_tables[[row.index if row else 0 for row in rows]]
 
 
 def _sampling(rows: Sequence[Row | None]) -> SamplingBatch:

@@ -15,12 +15,12 @@ class InputError(ValueError):
     """What was asked for cannot be done; one line for the user."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Adds the default to each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -43,6 +43,11 @@ def size(text: str) -> int:
     return value
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """'1,8,64' as sizes."""
+    return tuple(size(part) for part in text.split(","))
+
+
 def number(
     kind: Callable[[str], float], accept: Callable[[Any], bool], wanted: str
 ) -> Callable[[str], Any]:
@@ -60,11 +65,16 @@ def number(
     return parse
 
 
+def fraction(text: str) -> float:
+    """Above 0 and at most 1."""
+    return number(float, lambda x: 0 < x <= 1, "a fraction: use above 0 and at most 1")(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's options, in groups, each with its default in the help."""
-    root = _Parser(
+    root = Parser(
         prog=PROGRAM,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
         description="Continues prompts with a hybrid MLA and gated-delta-net model of bytes. "
         "Without arguments the embedded model continues six beginnings of Python code.",
         epilog="Exit codes: 0; 1 if a request was refused; 2 for bad input; 130 after Ctrl-C.",
@@ -142,6 +152,47 @@ def parser() -> argparse.ArgumentParser:
         type=size,
         default=128,
         help="prompt bytes that are read at a time",
+    )
+    memory.add_argument(
+        "--utilization",
+        metavar="F",
+        type=fraction,
+        help="give the cache what the plan leaves of this fraction of the device's memory, up to "
+        "--batch rows at full length (default: as many pages as --num-pages says)",
+    )
+    memory.add_argument(
+        "--decode-buckets",
+        metavar="N,N",
+        type=sizes,
+        help="smaller batches to compile as well (default: none, so that a text does not depend on "
+        "how many rows run)",
+    )
+    memory.add_argument(
+        "--prefill-buckets",
+        metavar="N,N",
+        type=sizes,
+        help="smaller chunks to compile as well, for the end of a prompt (default: none)",
+    )
+    memory.add_argument(
+        "--compile-cache",
+        metavar="DIR",
+        type=Path,
+        help="keeps what XLA compiles and tunes, for the next start (default: as "
+        "JAX_COMPILATION_CACHE_DIR says)",
+    )
+    memory.add_argument(
+        "--strict",
+        action="store_true",
+        help="stop if anything is compiled or allocated after the warm-up",
+    )
+    memory.add_argument(
+        "--plan", action="store_true", help="print the memory plan, load nothing and stop"
+    )
+    memory.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        type=Path,
+        help="with --plan, draws it as a picture too (default: no picture)",
     )
     output = root.add_argument_group("output")
     output.add_argument(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxattn import __version__
 from jaxattn.engine import Engine
-from jaxattn.plan import MemoryPlan
+from jaxattn.plan.budget import MemoryPlan
 from jaxattn.request import Completion, Request
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
@@ -122,6 +122,10 @@ def plan_lines(engine: Engine) -> Iterable[str]:
         for part in item.parts:
             yield _bytes_line(f"  {part.name}", part.nbytes, part.why)
     yield _bytes_line("total", plan.total, "")
+    if plan.reserve is not None:
+        yield _bytes_line(
+            "reserve", plan.reserve, f"of {plan.budget.device}" if plan.budget else ""
+        )
 
 
 def summary_lines(
@@ -145,7 +149,9 @@ def summary_lines(
         f"generated  {stats.decoded_tokens_per_second:10,.1f} tok/s   {stats.decoded_tokens:,} "
         f"tokens in {stats.decode_steps} steps (first tokens come with the prompt)"
     )
-    yield _bytes_line("planned", engine.plan.total, "the total of the memory plan")
+    late = ", ".join(f"{count} {kind}" for kind, count in engine.seal.counts.items())
+    yield f"after the warm-up: {late or 'nothing traced, compiled or allocated'}"
+    yield _bytes_line("planned", engine.plan.inside, "of the plan, in JAX's allocator")
     for name, why in MEASURES.items():
         if name in measured:
             yield _bytes_line("measured", measured[name], why)
@@ -213,6 +219,7 @@ def to_json(
         },
         "plan": _plan(engine.plan),
         "measured": measured,
+        "after_warm_up": dict(engine.seal.counts),
         "settings": settings,
         "implementations": engine.implementations,
         "device": {"platform": device.platform, "kind": device.device_kind},
@@ -229,10 +236,19 @@ def versions() -> dict[str, str]:
 def _plan(plan: MemoryPlan) -> dict[str, Any]:
     def item_dict(item: Any) -> dict[str, Any]:
         parts = [item_dict(part) for part in item.parts]
-        found = {"name": item.name, "bytes": item.nbytes, "why": item.why}
+        found = {
+            "name": item.name,
+            "bytes": item.nbytes,
+            "why": item.why,
+            "basis": item.basis,
+        }
         return found | ({"parts": parts} if parts else {})
 
-    return {"items": [item_dict(item) for item in plan.items], "total_bytes": plan.total}
+    return {
+        "items": [item_dict(item) for item in plan.items],
+        "total_bytes": plan.total,
+        "reserve_bytes": plan.reserve,
+    }
 
 
 def _text(tokens: Sequence[int]) -> str:

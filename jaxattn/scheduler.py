@@ -12,44 +12,10 @@ from collections import deque
 
 import numpy as np
 
+from jaxattn.limits import Limits as Limits
 from jaxattn.models.hybrid import PAGE_SIZE
 from jaxattn.pool import PagePool, SlotPool
 from jaxattn.request import Request
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What an engine is compiled and allocated for.
-
-    Attributes:
-        batch: rows that decode together, and state slots.
-        max_model_len: longest row in tokens, prompt and generated together.
-        num_pages: pages of the cache; None is enough for every row at `max_model_len`.
-        prefill_chunk: prompt tokens that are read at a time, of one request.
-
-    Raises:
-        ValueError: one of them is not a positive integer.
-    """
-
-    batch: int = 4
-    max_model_len: int = 1024
-    num_pages: int | None = None
-    prefill_chunk: int = 128
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if name == "num_pages" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer; got {value!r}")
-
-    @property
-    def pages_per_row(self) -> int:
-        return -(-self.max_model_len // PAGE_SIZE)
-
-    @property
-    def pages(self) -> int:
-        return self.num_pages or self.batch * self.pages_per_row
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,7 +54,7 @@ class Scheduler:
         self.rows: dict[int, Row] = {}
         self.pages = PagePool(limits.pages, PAGE_SIZE)
         self.slots = SlotPool(limits.batch)
-        self.block_tables = np.zeros((limits.batch, limits.pages_per_row), np.int32)
+        self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
 
     @property
     def busy(self) -> bool:

@@ -16,16 +16,19 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxattn.device import device_memory
 from jaxattn.engine import Engine
 from jaxattn.kernels.hopper import require_hopper
+from jaxattn.limits import Limits
 from jaxattn.models import checkpoint
 from jaxattn.models.hybrid import HybridConfig
 from jaxattn.options import MAX_MODEL_LEN, PROGRAM, InputError, parser
-from jaxattn.plan import PlanError
+from jaxattn.plan import PlanError, plan
+from jaxattn.plan.show import PlotError, print_plan, save_plot
 from jaxattn.prompts import PROMPTS
 from jaxattn.report import TextStream, measure, plan_lines, summary_lines, to_json
 from jaxattn.request import Completion, GenerationInterrupted, Request
-from jaxattn.scheduler import Limits
+from jaxattn.seal import SealError
 
 STOP = 0  # the byte that ends every file that the embedded model was trained on
 VOCAB_SIZE = 256
@@ -51,14 +54,20 @@ def read_prompts(prompts: Sequence[str] | None, stdin: TextIO) -> list[bytes]:
     return found
 
 
-def choose_device(device: str, implementation: str | None) -> None:
-    """Makes JAX use the device.
+def choose_device(
+    device: str, implementation: str | None, utilization: float | None = None
+) -> None:
+    """Makes JAX use the device, and take as much of its memory as `utilization` says.
 
     Raises:
         InputError: it is not there, or the implementation cannot run on it.
     """
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
+    if utilization is not None:  # read once, when JAX first sees its devices
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
+        # One piece from the start: a pool that grows is in pieces that a large cache may not fit.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     try:
         platform = jax.devices()[0].platform
     except RuntimeError as error:
@@ -152,13 +161,12 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.prompt, sys.stdin)
     folder = options.checkpoint or EMBEDDED
     config = read_config(folder)
-    limits = Limits(
-        batch=options.batch,
-        max_model_len=check_lengths(prompts, options.max_model_len, config),
-        num_pages=options.num_pages,
-        prefill_chunk=options.prefill_chunk,
-    )
-    choose_device(options.device, options.implementation)
+    limits = read_limits(options, () if options.plan else prompts, config)
+    choose_device(options.device, options.implementation, options.utilization)
+    if options.plan:
+        return show_plan(config, limits, options)
+    if options.compile_cache:
+        keep_compiled(options.compile_cache)
     params = load_params(folder)
     requests = [
         Request(
@@ -180,6 +188,8 @@ def run(options: argparse.Namespace) -> int:
         completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
     except GenerationInterrupted as interrupt:
         completions, interrupted = interrupt.completions, True
+    except SealError as error:
+        raise InputError(f"--strict: {_one_line(error)}") from error
     stream.close()
     measured = measure()
     for line in summary_lines(engine, completions, measured):
@@ -192,6 +202,75 @@ def run(options: argparse.Namespace) -> int:
         result = to_json(engine, completions, measured, settings, compile_seconds)
         print(json.dumps(result), flush=True)
     return 130 if interrupted else int(any(map(_refused, completions)))
+
+
+def read_limits(
+    options: argparse.Namespace, prompts: Sequence[bytes], config: HybridConfig
+) -> Limits:
+    """The engine's limits.
+
+    Raises:
+        InputError: they make no sense, or a prompt does not fit them.
+    """
+    length = check_lengths(prompts, options.max_model_len, config)
+    try:
+        return Limits(
+            batch=options.batch,
+            max_model_len=length,
+            num_pages=options.num_pages,
+            prefill_chunk=options.prefill_chunk,
+            utilization=options.utilization,
+            decode_buckets=options.decode_buckets or (),
+            prefill_buckets=options.prefill_buckets or (),
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def show_plan(config: HybridConfig, limits: Limits, options: argparse.Namespace) -> int:
+    """Prints the plan from shapes alone; 2 if it does not fit."""
+    memory = device_memory(jax.devices()[0])
+    if memory is None:
+        raise InputError("--plan: nothing says how much memory this device has")
+    refused = None
+    try:
+        found = plan(config, memory, limits)
+    except PlanError as error:
+        assert error.plan is not None
+        found, refused = error.plan, error
+    if options.json:
+        print(json.dumps(found.to_dict() | {"fits": refused is None}), flush=True)
+    else:
+        print_plan(_wide(Console(highlight=False)), found)
+    if options.plot:
+        try:
+            save_plot(found, options.plot)
+        except PlotError as error:
+            raise InputError(str(error)) from error
+    if refused is not None:
+        raise InputError(_one_line(refused))
+    return 0
+
+
+def _wide(console: Console) -> Console:
+    """In a file or a pipe, lines as wide as the table wants."""
+    if not console.is_terminal:
+        console.width = 140
+    return console
+
+
+def keep_compiled(folder: Path) -> None:
+    """Makes JAX keep what it compiles and tunes in a folder.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--compile-cache {folder}: {error.strerror or error}") from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def start_engine(
@@ -217,9 +296,20 @@ def start_engine(
 
     try:
         engine = Engine(
-            config, params, limits, implementation=options.implementation, on_compile=on_compile
+            config,
+            params,
+            limits,
+            implementation=options.implementation,
+            on_compile=on_compile,
+            strict=options.strict,
+            # A CPU compiles one step with all its cores; for a GPU several threads help.
+            workers=4 if jax.default_backend() == "gpu" else 1,
         )
-    except (PlanError, NotImplementedError) as error:
+    except PlanError as error:
+        if error.plan is not None:
+            print_plan(_wide(messages), error.plan)
+        raise InputError(_one_line(error)) from error
+    except NotImplementedError as error:
         raise InputError(_one_line(error)) from error
     finally:
         if tasks:

@@ -7,37 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_cases import CONFIG, LIMITS
 
 from jaxattn.aliasing import check_aliasing
 from jaxattn.engine import Engine
-from jaxattn.models.hybrid import HybridConfig, init_params, pack_vectors
+from jaxattn.limits import Limits
+from jaxattn.models.hybrid import init_params, pack_vectors
 from jaxattn.plan import PlanError
 from jaxattn.request import Completion, GenerationInterrupted, Request
-from jaxattn.rope import RopeConfig
-from jaxattn.scheduler import Limits, Scheduler
+from jaxattn.scheduler import Scheduler
 
-CONFIG = HybridConfig(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
-    num_repeats=1,
-    gdn_per_repeat=2,
-    num_attention_heads=2,
-    kv_lora_rank=64,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
-    rope=RopeConfig(dim=16),
-    linear_num_key_heads=1,
-    linear_num_value_heads=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    max_position_embeddings=256,
-    dtype="bfloat16",
-    param_dtype="bfloat16",
-)
-# Three pages of 64 tokens: less than one row's longest, so that waiting and refusing both happen.
-LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16)
 PROMPTS = (
     b"class Stack:\n",
     b"x",
@@ -52,7 +31,9 @@ def engine():
     live = sum(array.nbytes for array in jax.live_arrays())
     params = init_params(CONFIG, jax.random.key(0))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    vectors = pack_vectors(params).vectors.nbytes
+    packed = pack_vectors(params)
+    vectors = packed.vectors.nbytes + packed.gdn_weights.nbytes
+    del packed
     engine = Engine(CONFIG, params, LIMITS)
     # Compiled and planned, and beyond the weights nothing is allocated.
     assert sum(array.nbytes for array in jax.live_arrays()) - live <= weights + vectors + 1024
@@ -99,7 +80,11 @@ def test_the_plan_is_what_is_then_allocated(engine):
 
 def test_every_region_of_the_arena_is_listed_and_lies_within_it(engine):
     (arena,) = [item for item in engine.plan.items if item.name == "arena"]
-    assert [part.name for part in arena.parts] == ["mla_decode out", "gated_delta_rule_decode out"]
+    assert [part.name for part in arena.parts] == [
+        "mla_decode out",
+        "mla_decode partial_out",
+        "gated_delta_rule_decode out",
+    ]
     assert max(part.nbytes for part in arena.parts) <= arena.nbytes
     assert all(item.why for item in engine.plan.items)
 

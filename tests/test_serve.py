@@ -11,6 +11,7 @@ import sys
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from jaxattn.models import checkpoint
@@ -91,7 +92,10 @@ BAD_INPUT = {
     "batch": (["--batch", "0"], "argument --batch: '0' is not a size"),
     "length": (["--max-model-len", "4kb"], "argument --max-model-len: '4kb' is not a size"),
     "pages": (["--num-pages", "-3"], "argument --num-pages: '-3' is not a size"),
-    "too many pages": (["--num-pages", "4000m"], "bytes are needed and"),
+    "pages beyond int32": (["--num-pages", "4000m"], "num_pages must be at most 2,147,483,647"),
+    "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
+    "bucket": (["--decode-buckets", "8"], "decode_buckets=(8,) must be at most batch=4"),
+    "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
     "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),
     "top-p": (["--top-p", "1.5"], "'1.5' is not a probability"),
@@ -217,6 +221,74 @@ def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, cap
     assert result["settings"]["seed"] == 5
     assert result["device"]["platform"] == jax.default_backend()
     assert result["implementations"] == {"mla_decode": "xla", "gated_delta_rule_decode": "xla"}
+
+
+def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded the weights"))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
+    assert main(["--checkpoint", model, "--plan", *SMALL]) == 0
+    printed = capsys.readouterr()
+    for part in ("weights", "kv cache", "xla temp", "bound", "reserve", "\u2588"):
+        assert part in printed.out
+    assert main(["--checkpoint", model, "--plan", "--json", "--num-pages", "3", *SMALL]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and "3 pages x 64 tokens" in str(plan["items"])
+    assert main(["--checkpoint", model, "--plan", "--plot", "/no/such/x.png", *SMALL]) == 2
+    assert "x.png" in (error := capsys.readouterr().err) or "matplotlib" in error
+
+
+@pytest.mark.parametrize("extra", [[], ["--plan"]], ids=["serving", "plan"])
+def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, model, capsys):
+    assert (
+        main(["--checkpoint", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
+    )
+    printed = capsys.readouterr()
+    assert "kv cache" in printed.out + printed.err and "missing" in printed.out + printed.err
+    error = printed.err.strip().splitlines()[-1]
+    assert "the line that does not fit is the kv cache" in error
+    assert "what would make it fit: at most" in error and "pages" in error
+
+
+def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monkeypatch):
+    for name in ("MEM_FRACTION", "PREALLOCATE"):  # so that what it sets is undone
+        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", "0.5" if name[0] == "M" else "true")
+    arguments = ["--prompt", "ab", "--max-tokens", "4", "--utilization", "0.5", "--batch", "2"]
+    arguments += ["--strict", "--json", "--max-model-len", "128", "--prefill-chunk", "16"]
+    arguments += ["--decode-buckets", "1", "--prefill-buckets", "4"]
+    assert main(["--checkpoint", model, *arguments]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["after_warm_up"] == {}
+    assert "after the warm-up: nothing traced, compiled or allocated" in printed.err
+    names = {
+        "prefill of 1 x 4 tokens",
+        "prefill of 1 x 16 tokens",
+        "decode of 1 x 1 tokens",
+        "decode of 2 x 1 tokens",
+    }
+    assert set(result["timings"]["compile_seconds"]) == names
+    assert result["plan"]["reserve_bytes"] > 0
+    cache = next(item for item in result["plan"]["items"] if item["name"] == "kv cache")
+    assert "x 4 pages x" in cache["why"]  # no more than two rows of 128 tokens can use
+
+
+def test_what_was_compiled_is_found_again_in_the_cache_folder(model, capsys, tmp_path):
+    arguments = ["--prompt", "ab", "--max-tokens", "2", "--compile-cache", str(tmp_path / "xla")]
+    old = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
+    try:
+        assert main(["--checkpoint", model, *arguments, *SMALL]) == 0
+        assert list((tmp_path / "xla").iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", old[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
+        compilation_cache.reset_cache()
+    (tmp_path / "file").write_text("")
+    arguments = ["--prompt", "ab", "--compile-cache", str(tmp_path / "file" / "x")]
+    assert main(["--checkpoint", model, *arguments, *SMALL]) == 2
+    assert "--compile-cache" in capsys.readouterr().err
 
 
 def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(model, capsys):

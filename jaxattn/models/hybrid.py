@@ -11,6 +11,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from functools import cache, partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn import gdn, mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.dispatch import Implementation
+from jaxattn.gdn_layer import pack_gdn_weights
 from jaxattn.models.config import HybridConfig as HybridConfig
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
@@ -125,13 +127,16 @@ class GDNLayer(nnx.Module):
         state = dataclasses.replace(state, conv_state=conv_state, ssm_state=ssm_state)
         return x + self.mlp(self.mlp_norm(x)), state
 
-    def decode(self, x: Array, state: DecodeState, batch: DecodeBatch, layer, implementation):
+    def decode(
+        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, weights, implementation
+    ):
         y, conv_state, ssm_state, arena = self.gdn.decode(
             self.norm(x),
             state.conv_state,
             state.ssm_state,
             state_indices=batch.state_indices,
             layer=layer,
+            weights=weights,
             arena=state.arena,
             implementation=implementation,
         )
@@ -166,7 +171,7 @@ class MLALayer(nnx.Module):
         x = x + self.mla(self.norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
-    def prefill(self, x: Array, state: DecodeState, batch: PrefillBatch, layer):
+    def prefill(self, x: Array, state: DecodeState, batch: PrefillBatch, layer, implementation):
         y, kv_cache = self.mla.prefill(
             self.norm(x),
             state.kv_cache,
@@ -174,17 +179,21 @@ class MLALayer(nnx.Module):
             seq_lens=batch.seq_lens,
             query_lens=batch.query_lens,
             layer=layer,
+            implementation=implementation,
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), dataclasses.replace(state, kv_cache=kv_cache)
 
-    def decode(self, x: Array, state: DecodeState, batch: DecodeBatch, layer, implementation):
+    def decode(
+        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, schedule, implementation
+    ):
         y, kv_cache, arena = self.mla.decode(
             self.norm(x),
             state.kv_cache,
             block_tables=batch.block_tables,
             seq_lens=batch.seq_lens,
             layer=layer,
+            schedule=schedule,
             arena=state.arena,
             implementation=implementation,
         )
@@ -210,13 +219,22 @@ class Repeat(nnx.Module):
         for j, layer in enumerate(self.gdn):
             index = repeat * len(self.gdn) + j
             x, state = layer.prefill(x, state, batch, index, implementation)
-        return self.mla.prefill(x, state, batch, repeat)
+        return self.mla.prefill(x, state, batch, repeat, implementation)
 
-    def decode(self, x: Array, state: DecodeState, batch: DecodeBatch, repeat, implementation):
+    def decode(
+        self,
+        x: Array,
+        state: DecodeState,
+        batch: DecodeBatch,
+        repeat,
+        weights,
+        schedule,
+        implementation,
+    ):
         for j, layer in enumerate(self.gdn):
             index = repeat * len(self.gdn) + j
-            x, state = layer.decode(x, state, batch, index, implementation)
-        return self.mla.decode(x, state, batch, repeat, implementation)
+            x, state = layer.decode(x, state, batch, index, weights, implementation)
+        return self.mla.decode(x, state, batch, repeat, schedule, implementation)
 
 
 class HybridDecoder(nnx.Module):
@@ -279,6 +297,7 @@ class HybridDecoder(nnx.Module):
         batch: DecodeBatch,
         *,
         vectors: Array | None = None,
+        gdn_weights: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
@@ -287,10 +306,18 @@ class HybridDecoder(nnx.Module):
         def body(carry, params):
             x, state, repeat = carry
             x, state = nnx.merge(graphdef, self._unpack(*params)).decode(
-                x, state, batch, repeat, implementation
+                x, state, batch, repeat, gdn_weights, schedule, implementation
             )
             return (x, state, repeat + 1), None
 
+        # Once for all layers: XLA would work it out in each.
+        schedule = mla.decode_schedule(
+            batch.seq_lens,
+            q_len=batch.tokens.shape[1],
+            num_heads=self.config.num_attention_heads,
+            max_pages=batch.block_tables.shape[1],
+            interpret=implementation == "mosaic_gpu_interpret",
+        )
         x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
         (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, vectors))
         return self._head(x), state
@@ -349,17 +376,22 @@ class PackedParams:
     Attributes:
         params: the decoder's, with empty arrays in place of its repeats' vectors.
         vectors: float32 [num_repeats, total], all vectors of a repeat in one row.
+        gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn_layer.pack_gdn_weights`; decoding reads
+            them from the stack. None without delta-net layers.
     """
 
     params: nnx.State
     vectors: Float[Array, "repeats total"]
+    gdn_weights: Float[Array, "L P"] | None
 
 
 def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
     """Puts every vector of the repeats (norms, gates) into one array. Do it once, on loading.
 
     Inside the layer loop XLA copies each vector out of its stack by a kernel of its own; one row is
-    one copy. The steps take the parameters packed or not, and compute the same.
+    one copy. The delta-net layers' small weights are packed for decoding as well, W Dc floats a
+    layer more; prefill reads them where they were. The steps take the parameters packed or not, and
+    compute the same.
     """
     if isinstance(params, PackedParams):
         return params
@@ -367,7 +399,20 @@ def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
     vectors = [leaf.astype(jnp.float32) for leaf in leaves if leaf.ndim == 2]
     empty = jax.tree.map(lambda leaf: leaf[:, :0] if leaf.ndim == 2 else leaf, params["repeats"])
     rest = nnx.State({**params, "repeats": empty})
-    return PackedParams(rest, jnp.concatenate(vectors, axis=1))
+    return PackedParams(rest, jnp.concatenate(vectors, axis=1), _gdn_weights(params["repeats"]))
+
+
+def _gdn_weights(repeats: nnx.State) -> Array | None:
+    layers: Any = repeats.get("gdn", {})
+    if not layers:
+        return None
+    of_layer = [
+        pack_gdn_weights(
+            gdn["A_log"][...], gdn["dt_bias"][...], gdn["norm"]["weight"][...], gdn["conv1d"][...]
+        )
+        for gdn in (layers[j]["gdn"] for j in sorted(layers))
+    ]
+    return jnp.stack(of_layer, axis=1).reshape(-1, of_layer[0].shape[-1])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -413,10 +458,12 @@ def init_state(
     max_pages: int,
     q_len: int = 1,
     page_size: int = PAGE_SIZE,
+    spec: ArenaSpec | None = None,
 ) -> DecodeState:
     """Zeroed caches and states, and an arena for `batch` rows of `q_len` tokens, `max_pages` pages.
 
-    Under `jax.eval_shape` it says the bytes without a device.
+    Under `jax.eval_shape` it says the bytes without a device. `spec`, if given, is the arena's:
+    for steps of several batch sizes.
     """
     dtype = config.compute_dtype
     gdn_layers, heads = config.num_gdn_layers, config.linear_num_value_heads
@@ -424,7 +471,7 @@ def init_state(
     head = (config.linear_value_head_dim, config.linear_key_head_dim)
     kv_cache = (config.num_mla_layers, num_pages, page_size, config.latent_dim)
     return DecodeState(
-        arena=Arena.allocate(scratch(config, batch, max_pages=max_pages, q_len=q_len)),
+        arena=Arena.allocate(spec or scratch(config, batch, max_pages=max_pages, q_len=q_len)),
         kv_cache=jnp.zeros(kv_cache, dtype),
         conv_state=jnp.zeros((gdn_layers, num_slots, taps, config.conv_dim), dtype),
         ssm_state=jnp.zeros((gdn_layers, num_slots, heads, *head), jnp.float32),
@@ -440,8 +487,10 @@ def decode_step(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
     """One token a row: float32 logits of its last token (0 for a padding row), and the state."""
-    model, vectors = _bind(config, params)
-    logits, state = model.decode(state, batch, vectors=vectors, implementation=implementation)
+    model, vectors, gdn_weights = _bind(config, params)
+    logits, state = model.decode(
+        state, batch, vectors=vectors, gdn_weights=gdn_weights, implementation=implementation
+    )
     return logits[:, -1], state
 
 
@@ -454,28 +503,34 @@ def prefill_step(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
     """A chunk of each row's prompt: logits of its last valid token, float32, and the state."""
-    model, vectors = _bind(config, params)
+    model, vectors, _ = _bind(config, params)
     return model.prefill(state, batch, vectors=vectors, implementation=implementation)
 
 
 def _bind(
     config: HybridConfig, params: nnx.State | PackedParams
-) -> tuple[HybridDecoder, Array | None]:
+) -> tuple[HybridDecoder, Array | None, Array | None]:
     graphdef = abstract_model(config)[0]
     if isinstance(params, PackedParams):
-        return nnx.merge(graphdef, params.params), params.vectors
-    return nnx.merge(graphdef, params), None
+        return nnx.merge(graphdef, params.params), params.vectors, params.gdn_weights
+    return nnx.merge(graphdef, params), None, None
 
 
-def compiler_options(backend: str) -> dict[str, bool | int] | None:
+def compiler_options(backend: str) -> dict[str, bool | int | str] | None:
     """Options for a `jax.jit` around a step; None where there is nothing to set.
 
     XLA's Triton matmuls copy each layer's weights out of the stack before they read them, and its
-    dot merger does so to join two products with one left side.
+    dot merger does so to join two products with one left side. Rematerialization counts a state
+    that fills the device twice, as argument and as result, and computes parts of the step again to
+    save what is no temp at all.
     """
     if backend != "gpu":
         return None
-    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
 
 
 def jit_step(

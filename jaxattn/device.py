@@ -1,0 +1,129 @@
+"""A device's memory: what the driver says, what JAX's pool holds, and what neither of them shows.
+
+    total = pool (JAX's allocator) + outside (context, code, libraries, other processes) + free
+
+The driver's part is in no allocator's statistics and grows when code is first run (a kernel that
+uses TMA descriptors, a library's handle), so it is measured around the warm-up, from `free`.
+"""
+
+import ctypes
+import dataclasses
+import os
+
+import jax
+
+MIB, GIB = 2**20, 2**30
+
+
+class DeviceError(ValueError):
+    """A device is unknown, or its memory makes no sense."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device.
+
+    Attributes:
+        name: what the device is called.
+        total: all of it.
+        free: what the driver could still give; None if nothing says.
+        pool: what JAX's allocator has taken from the driver, in use or not.
+        in_use: bytes of the pool that hold something.
+        limit: the most that JAX's allocator will take (XLA_PYTHON_CLIENT_MEM_FRACTION of total).
+
+    Raises:
+        DeviceError: the numbers are not positive, or contradict each other.
+    """
+
+    name: str
+    total: int
+    free: int | None = None
+    pool: int = 0
+    in_use: int = 0
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.total < 1:
+            raise DeviceError(f"{self.name}: a device has at least one byte; got {self.total:,}")
+        if self.free is not None and not 0 <= self.free <= self.total:
+            raise DeviceError(f"{self.name}: {self.free:,} bytes free of {self.total:,}")
+
+    @property
+    def outside(self) -> int | None:
+        """What is taken by neither JAX's pool nor nobody; None if it was not measured."""
+        return None if self.free is None else max(self.total - self.free - self.pool, 0)
+
+
+# Total bytes as the driver reports them (cuMemGetInfo); a little less than the data sheet's.
+KNOWN = {
+    "h200": DeviceMemory("NVIDIA H200", 150_109_880_320),
+    "h100": DeviceMemory("NVIDIA H100 80GB", 84_942_979_072),
+    "h20": DeviceMemory("NVIDIA H20", 102_010_650_624),
+}
+
+
+def known_device(name: str) -> DeviceMemory:
+    """A device by its name, or `name` as a number of GiB ("141GiB").
+
+    Raises:
+        DeviceError: nothing has that name.
+    """
+    wanted = name.strip().lower().removeprefix("nvidia").strip()
+    if wanted in KNOWN:
+        return KNOWN[wanted]
+    if wanted.endswith("gib"):
+        try:
+            size = float(wanted.removesuffix("gib"))
+        except ValueError:
+            size = 0.0
+        if 0 < size < 2**20:
+            return DeviceMemory(f"a device of {size:g} GiB", int(size * GIB))
+    raise DeviceError(
+        f"unknown device {name!r}: use one of {', '.join(KNOWN)}, or its memory, as in 96GiB"
+    )
+
+
+def device_memory(device: jax.Device) -> DeviceMemory | None:
+    """What the device has now: of a GPU from driver and allocator, of a CPU the machine's memory.
+
+    None where nothing says.
+    """
+    stats = device.memory_stats() or {}
+    if device.platform == "gpu":
+        free, total = _driver(device.local_hardware_id or 0) or (None, stats.get("bytes_limit", 0))
+        return DeviceMemory(
+            device.device_kind,
+            total,
+            free,
+            pool=stats.get("pool_bytes", 0),
+            in_use=stats.get("bytes_in_use", 0),
+            limit=stats.get("bytes_limit"),
+        )
+    if "bytes_limit" in stats:
+        return DeviceMemory(device.device_kind, stats["bytes_limit"])
+    names = getattr(os, "sysconf_names", {})
+    if device.platform == "cpu" and "SC_PHYS_PAGES" in names:
+        return DeviceMemory("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return None
+
+
+def _driver(ordinal: int) -> tuple[int, int] | None:
+    """(free, total) from CUDA's driver, in the context that JAX uses; None without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, context, previous = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), ordinal):
+        return None
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle):
+        return None
+    try:
+        if cuda.cuCtxPushCurrent_v2(context):
+            return None
+        failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(previous))
+        return None if failed else (free.value, total.value)
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(handle)

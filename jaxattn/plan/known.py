@@ -1,0 +1,277 @@
+"""The plan of a public model on one or more GPUs, of one of them: all from shapes, on any machine.
+
+What is exact: weights as the checkpoint stores them, cache pages, recurrent states, the arena (from
+the ops' own `scratch`). What is a bound: temp, as every activation of a layer at once with nothing
+reused. What is assumed: the driver's and the collectives' memory. Each line says which.
+"""
+
+import dataclasses
+
+from jaxattn import gdn, mla
+from jaxattn.arena import ArenaSpec
+from jaxattn.device import GIB, MIB, DeviceMemory
+from jaxattn.limits import Limits
+from jaxattn.models.hybrid import PAGE_SIZE
+from jaxattn.models.known import KnownModel
+from jaxattn.plan.activations import activations
+from jaxattn.plan.bound import LIBRARY_WORKSPACE
+from jaxattn.plan.budget import Budget, Item, MemoryPlan, Solution, solve
+from jaxattn.plan.placement import (
+    Placement,
+    cache_width,
+    check_placement,
+    page_bytes,
+    state_items,
+    weight_items,
+)
+
+PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
+# Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
+DRIVER = 1 * GIB
+COLLECTIVES = 1 * GIB  # NCCL's channels and buffers, with more than one GPU
+
+
+def plan_known(
+    model: KnownModel,
+    memory: DeviceMemory,
+    limits: Limits,
+    placement: Placement | None = None,
+) -> MemoryPlan:
+    """The plan of one GPU of the group; `limits` are of a GPU ("data") or of the group ("tensor").
+
+    Raises:
+        ValueError: the model cannot be divided so, or is shorter than `max_model_len`.
+    """
+    place = placement or Placement()
+    check_placement(model, limits, place)
+    weights = weight_items(model, place)
+    page = page_bytes(model, place)
+    states = state_items(model, limits, place)
+    temp, temps = _temp(model, limits, place)
+    in_out = limits.batch * max(limits.q_lens) * 4 * 2 + limits.batch * 4 * limits.pages_per_row
+    utilization = 0.9 if limits.utilization is None else limits.utilization
+    budget = Budget(memory.name, memory.total, utilization, memory.limit)
+    outside = [Item("driver", DRIVER, "context, loaded code, libraries", (), "assumed", True)]
+    if place.gpus > 1:
+        outside.append(
+            Item("collectives", COLLECTIVES, "NCCL between the GPUs", (), "assumed", True)
+        )
+    room = budget.arrays(sum(item.nbytes for item in outside))
+    fixed = sum(item.nbytes for item in (*weights, *states)) + temp + in_out
+    solved = pages_and_arena(model, limits, place, room - fixed, page)
+    pages = limits.num_pages or solved.pages
+    width = min(limits.pages_per_row, max(pages, 1))
+    items = (
+        *weights,
+        Item(
+            "arena",
+            arena_bytes(model, limits, place, width),
+            f"scratch of {limits.batch:,} rows, the same for all {model.layers} layers",
+            _parts(model, limits, place, width),
+        ),
+        Item(
+            "kv cache",
+            pages * page,
+            f"{model.attention_layers} layers x {pages:,} pages x {PAGE_SIZE} tokens x "
+            f"{cache_width(model, place)} {place.cache_dtype}",
+        ),
+        *states,
+        Item("step inputs and outputs", in_out, "tokens, lengths, block tables", (), "bound"),
+        Item("xla temp", temp, temps, (), "bound"),
+        *outside,
+    )
+    return MemoryPlan(
+        items,
+        budget,
+        _title(model, limits, place, memory),
+        _facts(pages, limits, place, solved),
+        _notes(model, limits, place, utilization),
+    )
+
+
+def pages_and_arena(
+    model: KnownModel, limits: Limits, place: Placement, room: int, page: int
+) -> Solution:
+    """The most pages that fit in `room` together with the arena for rows as long as they allow."""
+
+    def arena(pages: int) -> int:
+        return arena_bytes(model, limits, place, min(limits.pages_per_row, max(pages, 1)))
+
+    return solve(room, page, arena, most=limits.wanted_pages)
+
+
+def arena_bytes(model: KnownModel, limits: Limits, place: Placement, width: int) -> int:
+    """The maximum over ops and buckets: layers of all kinds use the same bytes."""
+    whole = ArenaSpec()
+    for spec in _scratch(model, limits, place, width):
+        whole |= spec
+    return whole.nbytes
+
+
+def _scratch(
+    model: KnownModel, limits: Limits, place: Placement, width: int
+) -> tuple[ArenaSpec, ...]:
+    found = []
+    for batch in limits.batches:
+        for q_len in limits.q_lens:
+            if model.is_mla:
+                found.append(
+                    mla.scratch(
+                        batch=batch,
+                        q_len=q_len,
+                        num_heads=model.config["num_attention_heads"] // place.ways,
+                        kv_lora_rank=model.config["kv_lora_rank"],
+                        max_pages=width,
+                    )
+                )
+            if model.state_layers:
+                found.append(
+                    gdn.scratch(
+                        batch=batch,
+                        q_len=q_len,
+                        num_v_heads=model.state_heads // place.ways,
+                        head_v_dim=model.state_shape[0],
+                    )
+                )
+    return tuple(found)
+
+
+def _parts(model: KnownModel, limits: Limits, place: Placement, width: int) -> tuple[Item, ...]:
+    parts: dict[str, Item] = {}
+    for spec in _scratch(model, limits, place, width):
+        for name, region in (*spec.regions, *spec.persistent):
+            part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
+            if part.name not in parts or parts[part.name].nbytes < part.nbytes:
+                parts[part.name] = part
+    return tuple(parts.values())
+
+
+def _temp(model: KnownModel, limits: Limits, place: Placement) -> tuple[int, str]:
+    """Every activation of the largest layer at once, of the larger of decode and prefill."""
+    decode = activations(model, limits.batch * max(limits.q_lens), limits.batch, place, 1)
+    chunk = limits.chunks[-1]
+    prefill = activations(model, chunk, 1, place, min(PREFIX_BLOCK, limits.max_model_len) + chunk)
+    largest = max(decode, prefill) + LIBRARY_WORKSPACE
+    return largest, (
+        f"all activations of a layer at once, nothing reused: decode {decode:,}, prefill "
+        f"{prefill:,}, and {LIBRARY_WORKSPACE // MIB} MiB for the matrix library"
+    )
+
+
+def _title(model: KnownModel, limits: Limits, place: Placement, memory: DeviceMemory) -> str:
+    each = "a GPU" if place.attention == "data" and place.gpus > 1 else "in all"
+    return (
+        f"{model.name} on {place.gpus} x {memory.name}, one of them: {limits.batch:,} rows {each}"
+        f" of up to {limits.max_model_len:,} tokens"
+    )
+
+
+def _facts(
+    pages: int, limits: Limits, place: Placement, solved: Solution
+) -> tuple[tuple[str, str], ...]:
+    times = place.gpus if place.attention == "data" else 1
+    tokens = pages * PAGE_SIZE
+    steps = " -> ".join(f"{high:,}..{low:,}" for high, low in solved.steps)
+    return (
+        ("cache tokens a GPU", f"{tokens:,}"),
+        ("cache tokens in all", f"{tokens * times:,}"),
+        ("rows at full length", f"{pages // limits.pages_per_row * times:,}"),
+        ("state slots a GPU", f"{limits.batch:,}"),
+        ("pages, bounds by step", steps),
+    )
+
+
+def _notes(
+    model: KnownModel, limits: Limits, place: Placement, utilization: float
+) -> tuple[str, ...]:
+    notes = [
+        f"Utilization {utilization:g} is the fraction of the device's total memory for arrays and "
+        "XLA's temp; the driver's memory comes on top and must fit in the rest.",
+        "Sizes are those of the model's public config.json; weights as the checkpoint stores them.",
+    ]
+    if place.gpus > 1:
+        divided = (
+            "attention, dense layers, embedding and head are whole on every GPU, which has rows of "
+            "its own"
+            if place.attention == "data"
+            else "attention, dense layers, embedding and head are divided by heads or columns; all "
+            "GPUs have the same rows"
+        )
+        notes.append(f"Routed experts are divided over {place.gpus} GPUs, whole ones; {divided}.")
+        if place.attention == "tensor" and not model.cache_heads:
+            notes.append("An MLA cache has no heads: every GPU of the group has all of it.")
+    if model.extra and not place.prediction:
+        notes.append("Prediction (MTP) layers are not loaded; --prediction counts them.")
+    if model.state_layers:
+        notes.append(
+            "Convolution states are bfloat16, recurrent states float32, one slot a row and layer."
+        )
+    if not model.is_mla:
+        notes.append(
+            "jaxattn has no kernel for this model's full-attention layers: their scratch is in "
+            "the bound of temp."
+        )
+    if place.cache_dtype == "float8":
+        notes.append("A float8 cache is one byte a number; MLA decode in jaxattn is 16-bit today.")
+    notes.append(
+        "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not counted."
+    )
+    return tuple(notes)
+
+
+def advice(
+    model: KnownModel, memory: DeviceMemory, limits: Limits, place: Placement
+) -> tuple[str, ...]:
+    """What would make it fit with a page at least for one row at full length: one change each."""
+
+    def fits(changed: Limits, on: Placement) -> bool:
+        try:
+            plan = plan_known(model, memory, changed, on)
+        except ValueError:
+            return False
+        least = changed.pages_per_row * page_bytes(model, on)
+        return plan.reserve is not None and plan.reserve >= 0 and plan["kv cache"] >= least
+
+    found = []
+    gpus = place.gpus * 2
+    while gpus <= 512:
+        if fits(limits, dataclasses.replace(place, gpus=gpus)):
+            found.append(f"{gpus} GPUs (--gpus {gpus})")
+            break
+        gpus *= 2
+    for name in ("batch", "max_model_len"):
+        value = getattr(limits, name) // 2
+        while value >= 1:
+            smaller = dataclasses.replace(limits, **{name: value}, decode_buckets=())
+            if fits(smaller, place):
+                found.append(f"--{name.replace('_', '-')} {value}")
+                break
+            value //= 2
+    if place.cache_dtype != "float8" and fits(
+        limits, dataclasses.replace(place, cache_dtype="float8")
+    ):
+        found.append("a float8 cache (--cache-dtype float8)")
+    if place.attention == "data" and place.gpus > 1:
+        if fits(limits, dataclasses.replace(place, attention="tensor")):
+            found.append("attention divided by heads (--attention tensor)")
+    return tuple(found)
+
+
+def check_known(
+    model: KnownModel, memory: DeviceMemory, limits: Limits, place: Placement
+) -> MemoryPlan:
+    """The plan, if it fits and its cache holds one row at full length.
+
+    Raises:
+        PlanError: otherwise, with the plan and advice.
+    """
+    plan = plan_known(model, memory, limits, place)
+    plan.check(lambda: advice(model, memory, limits, place))
+    pages = plan["kv cache"] // page_bytes(model, place)
+    if pages < limits.pages_per_row and limits.num_pages is None:
+        plan.refuse(
+            f"the line that does not fit is the kv cache: {pages:,} pages are left, and one row of "
+            f"{limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            advice(model, memory, limits, place),
+        )
+    return plan

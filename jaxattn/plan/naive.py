@@ -1,0 +1,99 @@
+"""What other designs of the scratch memory would have cost: the arithmetic of five pull requests.
+
+Each formula is checked against what its report says was allocated. "Naive" is a buffer for each
+layer, or a workspace for the longest context that the model could have.
+
+    DeepSeek-R1, decode output for each layer        vllm-project/vllm#37442, #37799, #37815
+    TurboQuant, splits' partial results              vllm-project/vllm#40655, #40798
+    SGLang, split-KV workspace for the longest row   sgl-project/sglang#20888
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxattn.models.known import KnownModel
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Naive:
+    """One comparison: bytes of the naive design and of jaxattn's arena for the same work."""
+
+    name: str
+    nbytes: int
+    ours: int
+    why: str
+
+
+def per_layer_output(*, rows: int, heads: int, rank: int, layers: int, itemsize: int = 2) -> int:
+    """A persistent decode output [rows, heads, rank] for each layer."""
+    return layers * rows * heads * rank * itemsize
+
+
+def per_layer_splits(*, rows: int, heads: int, splits: int, dim: int, layers: int) -> int:
+    """float32 partial outputs with their LSE [rows, heads, splits, dim + 1], output and LSE."""
+    return layers * split_buffers(rows=rows, heads=heads, splits=splits, dim=dim)
+
+
+def split_buffers(*, rows: int, heads: int, splits: int, dim: int) -> int:
+    """Of one layer: `per_layer_splits` without the layers."""
+    return rows * heads * 4 * (splits * (dim + 1) + dim + 1)
+
+
+def split_kv_workspace(
+    *, rows: int, heads: int, tokens: int, dim: int, partition: int = 256
+) -> int:
+    """A workspace with a partial output, a maximum and a sum for each partition of a row."""
+    return rows * heads * -(-tokens // partition) * (4 * dim + 8)
+
+
+def published() -> tuple[Naive, ...]:
+    """The four cases of the reports."""
+    r1 = dict(rows=2048, heads=128, rank=512)
+    qwen, llama = (dict(rows=1024, heads=heads, splits=32, dim=128) for heads in (64, 32))
+    sglang = dict(rows=2048, heads=32, dim=128)
+    return (
+        Naive(
+            "DeepSeek-R1, 2048 rows",
+            per_layer_output(**r1, layers=61),
+            per_layer_output(**r1, layers=1),
+            "decode output in each of 61 layers, against one in the arena",
+        ),
+        Naive(
+            "TurboQuant, 60 layers, 64 heads, 1024 rows",
+            per_layer_splits(**qwen, layers=60),
+            split_buffers(**qwen),
+            "32 splits' partial results in each layer, against one set",
+        ),
+        Naive(
+            "TurboQuant, Llama-3.1-70B on 2 GPUs, 1024 rows",
+            per_layer_splits(**llama, layers=76),
+            split_buffers(**llama),
+            "the same with 76 layers and 32 heads a GPU",
+        ),
+        Naive(
+            "SGLang, 131,072 context, 25,432 cached tokens",
+            split_kv_workspace(**sglang, tokens=131_072),
+            split_kv_workspace(**sglang, tokens=25_432),
+            "a workspace for the longest context, against the longest row that the cache holds",
+        ),
+    )
+
+
+def of_model(model: KnownModel, rows: int, ways: int, arena: int) -> Sequence[Naive]:
+    """The model's own decode outputs, one for each layer, against its planned arena."""
+    found = 0
+    if model.is_mla:
+        heads = model.config["num_attention_heads"] // ways
+        rank, layers = model.config["kv_lora_rank"], model.attention_layers
+        found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=layers)
+    if model.state_layers:
+        found += per_layer_output(
+            rows=rows,
+            heads=model.state_heads // ways,
+            rank=model.state_shape[0],
+            layers=model.state_layers,
+        )
+    why = f"decode outputs of {rows:,} rows in each layer, against the planned arena"
+    return (Naive(model.name, found, arena, why),)

@@ -1,0 +1,137 @@
+"""How a group of GPUs holds a public model: what one of them has of weights, cache and states."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from jaxattn.limits import Limits
+from jaxattn.models.hybrid import PAGE_SIZE
+from jaxattn.models.known import KnownModel, Weights
+from jaxattn.plan.budget import Item
+
+CACHE_BYTES = {"bfloat16": 2, "float8": 1}
+
+Attention = Literal["data", "tensor"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How a group of GPUs holds a model.
+
+    Attributes:
+        gpus: in the group. Routed experts are divided over all of them, whole ones.
+        attention: "data": each GPU has all of attention, the dense layers and the ends, and rows,
+            cache and states of its own. "tensor": those are divided by heads (by vocabulary at
+            the ends), all GPUs have the same rows, and an MLA cache, which has no heads, is on
+            every one of them.
+        cache_dtype: "bfloat16", or "float8" (one byte a number, a scale for the whole cache).
+        prediction: load the checkpoint's prediction layers (MTP) as well.
+
+    Raises:
+        ValueError: a field does not fit.
+    """
+
+    gpus: int = 1
+    attention: Attention = "data"
+    cache_dtype: str = "bfloat16"
+    prediction: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
+            raise ValueError(f"gpus must be a positive integer; got {self.gpus!r}")
+        if self.attention not in ("data", "tensor"):
+            raise ValueError(f"attention must be 'data' or 'tensor'; got {self.attention!r}")
+        if self.cache_dtype not in CACHE_BYTES:
+            raise ValueError(
+                f"cache_dtype must be one of {sorted(CACHE_BYTES)}; got {self.cache_dtype!r}"
+            )
+
+    @property
+    def ways(self) -> int:
+        """By how many attention, dense layers and ends are divided."""
+        return self.gpus if self.attention == "tensor" else 1
+
+
+def page_bytes(model: KnownModel, place: Placement) -> int:
+    """Of a page in all layers, on one GPU."""
+    width = cache_width(model, place) * CACHE_BYTES[place.cache_dtype]
+    return model.attention_layers * PAGE_SIZE * width
+
+
+def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None:
+    if limits.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={limits.max_model_len:,} is longer than {model.name}'s "
+            f"{model.max_position_embeddings:,}"
+        )
+    experts = model.config.get("n_routed_experts", model.config.get("num_experts", 0))
+    if experts and place.gpus > experts:
+        raise ValueError(f"gpus={place.gpus} is more than {model.name}'s {experts} experts")
+    for what, heads in (
+        ("attention heads", model.config["num_attention_heads"]),
+        ("state heads", model.state_heads),
+    ):
+        if heads % place.ways:
+            raise ValueError(
+                f"{model.name}'s {heads} {what} cannot be divided over {place.ways} GPUs; use "
+                "attention='data' or another number"
+            )
+
+
+def _share(model: KnownModel, weights: Weights, place: Placement) -> int:
+    """Bytes of these matrices on one GPU."""
+    numbers, scales = model.stored_bytes(weights)
+    each = numbers + scales
+    if weights.split == "experts":
+        # Whole experts: `count` is layers x experts x equal shares.
+        experts = model.config.get("n_routed_experts", model.config.get("num_experts", 1))
+        layers = weights.count // experts
+        return layers * -(-experts // place.gpus) * each
+    ways = place.ways if weights.split in ("attention", "dense") else 1
+    return weights.count * -(-each // ways)
+
+
+def weight_items(model: KnownModel, place: Placement) -> list[Item]:
+    groups: dict[str, list[Weights]] = {}
+    for weights in (*model.weights, *(model.extra if place.prediction else ())):
+        groups.setdefault(weights.kind, []).append(weights)
+    parts = [
+        Item(
+            f"{kind} weights",
+            sum(_share(model, weights, place) for weights in group),
+            f"{sum(w.parameters for w in group):,} parameters"
+            + (f", divided over {place.gpus} GPUs" if kind == "experts" and place.gpus > 1 else ""),
+        )
+        for kind, group in groups.items()
+    ]
+    total = sum(part.nbytes for part in parts)
+    stored = "as the checkpoint stores them" + (", FP8 with scales" if model.block else "")
+    return [Item("weights", total, stored, tuple(parts))]
+
+
+def cache_width(model: KnownModel, place: Placement) -> int:
+    """Numbers of a token in a layer's cache on one GPU."""
+    if not model.cache_heads:
+        return model.cache_width
+    # With more GPUs than heads, each GPU holds a copy of one.
+    return model.cache_width // model.cache_heads * -(-model.cache_heads // place.ways)
+
+
+def state_items(model: KnownModel, limits: Limits, place: Placement) -> list[Item]:
+    if not model.state_layers:
+        return []
+    heads, slots = model.state_heads // place.ways, limits.batch
+    conv = model.conv_channels // place.ways * model.conv_taps * 2
+    shape = "x".join(map(str, model.state_shape))
+    return [
+        Item(
+            "conv state",
+            model.state_layers * slots * conv,
+            f"{model.state_layers} layers x {slots:,} slots x {model.conv_taps} inputs, bfloat16",
+        ),
+        Item(
+            "ssm state",
+            model.state_layers * slots * heads * math.prod(model.state_shape) * 4,
+            f"{model.state_layers} layers x {slots:,} slots x {heads} heads x {shape}, float32",
+        ),
+    ]

@@ -1,0 +1,107 @@
+"""After the warm-up nothing is traced, compiled or tuned, and no buffer comes to stay.
+
+JAX announces every trace, lowering and compilation before it begins (`jax.monitoring`). While a
+thread is inside `Seal.watch` they belong to that seal's engine: counted, or in strict mode refused
+before they start. Tuning happens inside a compilation, so it is refused with it. What other threads
+and other engines compile meanwhile is theirs.
+
+Buffers: the engine's own must stay at the addresses that they had when it was sealed.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.monitoring
+
+EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
+    "/jax/core/compile/backend_compile_duration": "compilation",
+}
+
+_inside = threading.local()
+_listening = threading.Lock()
+_registered = False
+
+
+class SealError(RuntimeError):
+    """Something was traced, compiled or allocated that the warm-up should have done."""
+
+
+class Seal:
+    """What happened after the warm-up that should not have.
+
+    Args:
+        strict: raise SealError at once; otherwise count.
+
+    Attributes:
+        counts: "trace", "lowering", "compilation", "buffer" -> how many.
+        what: the name of each.
+    """
+
+    def __init__(self, *, strict: bool = False):
+        self.strict = strict
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.what: list[str] = []
+        self._addresses: Sequence[int] = ()
+        _listen()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """What this thread traces or compiles inside counts."""
+        outer = getattr(_inside, "seal", None)
+        _inside.seal = self
+        try:
+            yield
+        finally:
+            _inside.seal = outer
+
+    def hold(self, tree: Any) -> None:
+        """These are the buffers; `check` compares with them."""
+        self._addresses = _addresses(tree)
+
+    def check(self, tree: Any) -> None:
+        """Notes every buffer that is not where it was at `hold`."""
+        now = _addresses(tree)
+        if now != self._addresses:
+            leaves = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+            moved = [
+                name
+                for name, old, new in zip(leaves, self._addresses, now, strict=False)
+                if old != new
+            ]
+            self._addresses = now
+            self.note("buffer", f"new buffer of {', '.join(moved) or 'another structure'}")
+
+    def note(self, kind: str, what: str) -> None:
+        """Counts it; in strict mode raises SealError."""
+        self.counts[kind] += 1
+        self.what.append(f"{kind}: {what}")
+        if self.strict:
+            raise SealError(
+                f"{kind} after the engine was sealed: {what}; everything a step needs must be "
+                "among the executables that were warmed up"
+            )
+
+
+def _addresses(tree: Any) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.size]
+
+
+def _listen() -> None:
+    """Registers the one listener of the process, once."""
+    global _registered
+    with _listening:
+        if not _registered:
+            jax.monitoring.register_scalar_listener(_on_event)
+            _registered = True
+
+
+def _on_event(event: str, value: float | int, **details: Any) -> None:
+    seal = getattr(_inside, "seal", None)
+    if seal is not None and event in EVENTS:
+        seal.note(EVENTS[event], str(details.get("fun_name", "")))

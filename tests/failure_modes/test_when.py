@@ -1,0 +1,171 @@
+"""Scratch and executables that come at the wrong time: on first use, for other shapes than serving.
+
+Each test is named for what must not happen; "naive" is the design that it happened to.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_cases import BUCKETS, LIMITS, SMALLEST, kept_steps, params_of, prompts
+
+from jaxattn.engine import Engine
+from jaxattn.request import Request
+from jaxattn.seal import Seal, SealError
+from jaxattn.steps import Steps, entry_points
+
+
+@pytest.fixture(scope="module")
+def params():
+    return params_of(SMALLEST)
+
+
+def engine_of(params, **options):
+    kept_steps(BUCKETS)
+    return Engine(SMALLEST, params, BUCKETS, **options)
+
+
+# 3 ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_or_allocated_on_first_use(params):
+    engine = engine_of(params, strict=True)
+    engine.start()
+    (done,) = engine.generate([Request([1], max_tokens=2)])  # the first decode of all
+    assert len(done.tokens) == 2
+    engine.generate([Request([1] * 57, max_tokens=3)])  # continued chunks and the last partial one
+    engine.generate(prompts(7, length=20))
+    with engine.seal.watch():  # several tokens a row: a draft's
+        for entry in entry_points(engine.limits):
+            step = engine.executables[str(entry)]
+            _, engine._state = step(engine._params, engine._state, engine._padding(entry))
+            engine.seal.check(engine._state)
+    assert not engine.seal.counts
+
+    naive = jax.jit(lambda x: x * 2)
+    with engine.seal.watch(), pytest.raises(SealError, match="trace after the engine was sealed"):
+        naive(np.ones(3, np.float32))
+
+
+def refuses_what_is_lazy(engine, name):
+    """The naive step compiles something when it first runs."""
+    eager = engine.executables[name]
+
+    def lazy(*args):
+        jax.jit(lambda x: x + 1)(np.ones(3, np.float32))
+        return eager(*args)
+
+    engine._steps = Steps({**engine.executables, name: lazy})
+    with pytest.raises(SealError, match="trace after the engine was sealed"):
+        engine.generate(prompts(1))
+
+
+def test_a_lazily_compiled_step_does_not_pass_unnoticed(params):
+    engine = engine_of(params, strict=True)
+    engine.start()
+    refuses_what_is_lazy(engine, "decode of 1 x 1 tokens")
+
+
+def test_a_new_buffer_does_not_pass_unnoticed(params):
+    engine = engine_of(params, strict=True)
+    engine.start()
+    name = "decode of 1 x 1 tokens"
+    eager = engine.executables[name]
+
+    def moves(*args):
+        tokens, state = eager(*args)
+        kept.append(state.ssm_state)
+        return tokens, dataclasses.replace(state, ssm_state=jnp.array(state.ssm_state))
+
+    kept = []
+    jnp.array(engine.state.ssm_state)  # the copy itself is compiled already
+    engine._steps = Steps({**engine.executables, name: moves})
+    with pytest.raises(SealError, match=r"new buffer of .ssm_state"):
+        engine.generate(prompts(1))
+
+
+# 4 ------------------------------------------------------------------------------------------------
+
+
+def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
+    engine = engine_of(params)
+    seen = {}
+
+    def noting(name, step, when):
+        def call(params, state, batch):
+            leaves, tree = jax.tree.flatten((state, batch))
+            avals = tuple((x.shape, str(x.dtype), getattr(x, "weak_type", False)) for x in leaves)
+            seen.setdefault(name, {}).setdefault(when, set()).add((tree, avals))
+            return step(params, state, batch)
+
+        return call
+
+    plain = engine.executables
+    for when in ("warm-up", "serving"):
+        wrapped = {name: noting(name, step, when) for name, step in plain.items()}
+        engine._steps = Steps(wrapped)
+        if when == "warm-up":
+            engine.start()
+        else:
+            engine.generate(prompts(7, length=20))
+    served = [name for name, calls in seen.items() if "serving" in calls]
+    assert len(served) == 4  # all but those of three tokens a row
+    for name in served:
+        assert seen[name]["warm-up"] == seen[name]["serving"] and len(seen[name]["serving"]) == 1
+
+    compiled = []
+    naive = jax.jit(lambda g: compiled.append(1) or g * 2)
+    naive(jnp.zeros(4, jnp.bfloat16))  # the gate of the warm-up
+    naive(jnp.zeros(4, jnp.float32))  # the gate of serving
+    assert len(compiled) == 2
+
+
+def test_no_executable_is_missing_that_serving_reaches(params):
+    engine = engine_of(params)
+    used = set()
+    engine._run = lambda entry, *rest, run=engine._run: used.add(str(entry)) or run(entry, *rest)
+    engine.generate([Request([1] * n, max_tokens=4) for n in (1, 4, 5, 16, 17, 33)])
+    assert used <= set(engine.executables)
+    assert len(used) == 4
+
+
+# 24 -----------------------------------------------------------------------------------------------
+
+
+def test_eager_mode_does_not_run_unsealed(params):
+    engine = engine_of(params, strict=True)
+    wanted = [done.tokens for done in engine.generate(prompts(2))]
+    with jax.disable_jit(), pytest.raises(ValueError, match="Disable jit is not supported"):
+        engine.generate(prompts(2))
+    assert [done.tokens for done in engine.generate(prompts(2))] == wanted
+    assert not engine.seal.counts
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_implementation_escapes_the_seal(params, implementation):
+    engine = Engine(SMALLEST, params, LIMITS, implementation=implementation, strict=True)
+    engine.start()
+    assert engine.seal._addresses
+    engine.generate(prompts(2))
+    assert not engine.seal.counts
+    refuses_what_is_lazy(engine, "decode of 3 x 1 tokens")
+
+
+def test_a_seal_is_not_only_for_the_thread_that_made_it(params):
+    import threading
+
+    seal, found = Seal(strict=True), []
+
+    def serve():
+        try:
+            with seal.watch():
+                jax.jit(lambda x: x - 2)(np.ones(3, np.float32))
+        except SealError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert len(found) == 1

@@ -1,0 +1,412 @@
+"""Scratch that someone else has too: another model, thread, lane, row, or the op before.
+
+Each test is named for what must not happen; "naive" is the design that it happened to.
+"""
+
+import ast
+import dataclasses
+import gc
+import importlib
+import pkgutil
+import threading
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_cases import BUCKETS, LIMITS, SMALLEST, TRIAL, kept_steps, params_of, prompts
+
+import jaxattn
+from jaxattn import gdn, mla
+from jaxattn.aliasing import AliasingError, check_aliasing
+from jaxattn.arena import Arena, ArenaError, ArenaSpec
+from jaxattn.engine import Engine, EngineBusyError
+from jaxattn.models.hybrid import decode_step
+from jaxattn.plan.hybrid import packed_shapes
+from jaxattn.steps import entry_points, new_state
+
+SCALE = 0.1
+MAX_PAGES = 2
+
+
+@pytest.fixture(scope="module")
+def params():
+    kept_steps(LIMITS, BUCKETS)
+    return params_of(SMALLEST)
+
+
+def attention(rows=3, q_len=1, heads=2, rank=16, dtype=jnp.bfloat16, seed=0):
+    """Arguments of `mla_decode` whose rows have 5, 0, 70, ... tokens of pages of 64."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    lens = jnp.asarray([5, 0, 70, 64][:rows], jnp.int32)
+    tables = jnp.arange(rows * MAX_PAGES, dtype=jnp.int32).reshape(rows, MAX_PAGES)
+    q = jax.random.normal(keys[0], (rows, q_len, heads, rank + 8), dtype)
+    cache = jax.random.normal(keys[1], (rows * MAX_PAGES, 64, rank + 8), dtype)
+    return q, cache, tables, lens
+
+
+def decode(q, *rest, **options):
+    rank = q.shape[-1] - 8
+    return mla.mla_decode(q, *rest, scale=SCALE, kv_lora_rank=rank, **options)
+
+
+def spec_for(q):
+    rows, q_len, heads, dim = q.shape
+    return mla.scratch(
+        batch=rows,
+        q_len=q_len,
+        num_heads=heads,
+        max_pages=MAX_PAGES,
+        kv_lora_rank=dim - 8,
+        dtype=q.dtype,
+    )
+
+
+def pointers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.size]
+
+
+# 6 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [dict(heads=128), dict(rank=256), dict(rows=4), dict(q_len=128), dict(dtype=jnp.float16)],
+    ids=["heads", "rank", "rows", "tokens", "dtype"],
+)
+def test_scratch_is_not_reused_for_another_shape_or_dtype(wanted):
+    """The naive check compared the batch and the dtype, and no heads or rank."""
+    arena = Arena.allocate(spec_for(attention()[0]))
+    other = attention(**wanted)
+    with pytest.raises(ArenaError, match="mla_decode: region 'out' .* asked for"):
+        jax.eval_shape(lambda *args: decode(*args, arena=arena), *other)
+
+
+def test_models_of_several_shapes_in_one_arena_do_not_read_each_others_rows():
+    models = [
+        attention(heads=heads, rank=rank, dtype=dtype, seed=seed)
+        for seed, (heads, rank, dtype) in enumerate(
+            [(2, 16, jnp.bfloat16), (128, 16, jnp.bfloat16), (16, 32, jnp.float32)]
+        )
+    ]
+    alone = [decode(*model) for model in models]
+    spec = spec_for(models[0][0]) | spec_for(models[1][0]) | spec_for(models[2][0])
+    arena = Arena.allocate(spec).poison()
+    for place in (0, 1, 2, 1, 0, 2):
+        out, lse, arena = decode(*models[place], arena=arena)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(alone[place][0]))
+        np.testing.assert_array_equal(np.asarray(lse), np.asarray(alone[place][1]))
+
+
+# 7 ------------------------------------------------------------------------------------------------
+
+
+def modules():
+    for found in pkgutil.walk_packages(jaxattn.__path__, "jaxattn."):
+        if not found.name.endswith("__main__"):
+            yield importlib.import_module(found.name)
+
+
+def test_no_module_or_class_holds_an_array():
+    def arrays(value):
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple | set):
+            return any(map(arrays, value))
+        return isinstance(value, jax.Array)
+
+    def holders(namespace, where):
+        for name, value in vars(namespace).items():
+            if arrays(value):
+                yield f"{where}.{name}"
+            if isinstance(value, type) and value.__module__ == where:
+                yield from holders(value, f"{where}.{name}")
+
+    assert not [holder for module in modules() for holder in holders(module, module.__name__)]
+
+
+def test_no_module_calls_jax_numpy_when_it_is_imported():
+    """What a function builds later is an argument or a result; a constant would be shared."""
+    makers = {"zeros", "ones", "full", "empty", "array", "asarray", "arange", "device_put"}
+    for module in modules():
+        tree = ast.parse(Path(module.__file__).read_text())
+        for statement in tree.body:
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                continue
+            for call in ast.walk(statement):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                    owner = getattr(call.func.value, "id", "")
+                    made = call.func.attr in makers and owner in ("jnp", "jax")
+                    assert not made, (module.__name__, call.lineno)
+
+
+def test_two_engines_do_not_share_a_buffer(params):
+    kept_steps(TRIAL)
+    engines = [Engine(SMALLEST, params, limits, strict=True) for limits in (LIMITS, LIMITS, TRIAL)]
+    held = [set(pointers(engine.state)) for engine in engines]
+    assert not held[0] & held[1] and not held[0] & held[2] and not held[1] & held[2]
+    requests = prompts(4)
+    alone = [[engine.generate([r])[0].tokens for r in requests] for engine in engines]
+    together = [[], [], []]
+    for request in requests:
+        for place, engine in enumerate(engines):
+            together[place] += [engine.generate([request])[0].tokens]
+    assert together == alone
+    assert [set(pointers(engine.state)) for engine in engines] == held
+
+
+def test_an_engine_that_is_gone_does_not_keep_its_bytes(params):
+    engine = Engine(SMALLEST, params, LIMITS)
+    engine.generate(prompts(1))
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    held = sum(engine.plan[n] for n in ("arena", "kv cache", "conv state", "ssm state"))
+    del engine
+    gc.collect()
+    assert before - sum(x.nbytes for x in jax.live_arrays()) >= held
+
+
+# 8 ------------------------------------------------------------------------------------------------
+
+
+def test_one_arena_is_not_used_twice():
+    args = attention()
+    step = jax.jit(lambda arena, *args: decode(*args, arena=arena), donate_argnums=0)
+    arena = Arena.allocate(spec_for(args[0]) + spec_for(args[0]))
+    step(arena, *args)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        step(arena, *args)
+
+
+def test_threads_with_an_arena_each_do_not_disturb_each_other():
+    models = [attention(seed=seed) for seed in range(8)]
+    wanted = [np.asarray(decode(*model)[0]) for model in models]
+    step = jax.jit(lambda arena, *args: decode(*args, arena=arena), donate_argnums=0)
+    barrier, wrong = threading.Barrier(8), []
+
+    def run(place):
+        arena = Arena.allocate(spec_for(models[place][0])).poison()
+        barrier.wait()
+        for _ in range(20):
+            out, _, arena = step(arena, *models[place])
+            if not np.array_equal(np.asarray(out), wanted[place]):
+                wrong.append(place)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_threads_do_not_race_for_one_engine(params):
+    engine = Engine(SMALLEST, params, LIMITS)
+    wanted = [done.tokens for done in engine.generate(prompts(3))]
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def hold(request, token):
+        inside.set()
+        go_on.wait(60)
+
+    def serve():
+        found.append([done.tokens for done in engine.generate(prompts(3), on_token=hold)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(EngineBusyError):
+            engine.generate(prompts(1))
+    finally:
+        go_on.set()
+        thread.join()
+    assert found == [wanted]
+
+
+# 14 -----------------------------------------------------------------------------------------------
+
+
+def test_two_lanes_do_not_share_scratch():
+    one = spec_for(attention()[0])
+    both = one + one
+    assert both.nbytes == 2 * one.nbytes
+    target, draft = attention(seed=1), attention(seed=2)
+    arena = Arena.allocate(both).poison()
+    first, _, arena = decode(*target, arena=arena)
+    second, _, rest = decode(*draft, arena=arena.after(one))
+    arena = arena.join(rest)
+    for lane, args, out in ((arena, target, first), (arena.after(one), draft, second)):
+        wanted = np.asarray(decode(*args)[0])
+        np.testing.assert_array_equal(np.asarray(out), wanted)
+        held = lane.read(one, "out")[:, :2].reshape(wanted.shape)
+        np.testing.assert_array_equal(np.asarray(held), wanted)
+
+
+def test_two_engines_in_flight_do_not_plan_for_one(params):
+    engines = [Engine(SMALLEST, params, LIMITS) for _ in range(2)]
+    addresses = [pointers(engine.state.arena) for engine in engines]
+    assert not set(addresses[0]) & set(addresses[1])
+    total = sum(engine.plan["arena"] for engine in engines)
+    assert total == 2 * engines[0].state.arena.nbytes
+
+
+# 15 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 4, 8])
+def test_several_tokens_a_row_do_not_write_past_their_region(q_len):
+    args = attention(q_len=q_len, heads=24)
+    spec = spec_for(args[0])
+    guard = ArenaSpec.of("guard", bytes=((1024,), jnp.bfloat16))
+    pattern = jax.lax.bitcast_convert_type(jnp.full(1024, 0xA5A5, jnp.uint16), jnp.bfloat16)
+    arena = Arena.allocate(guard + spec + guard).poison()
+    arena = arena.write(guard, "bytes", pattern)
+    last = arena.after(guard).after(spec).write(guard, "bytes", pattern)
+    arena = arena.join(last)
+    out, _, inner = decode(*args, arena=arena.after(guard))
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(decode(*args)[0]))
+    arena = arena.join(inner)
+    for place in (arena, arena.after(guard).after(spec)):
+        kept = np.asarray(place.read(guard, "bytes")).view(np.uint16)
+        assert (kept == 0xA5A5).all()
+
+
+def test_scratch_for_one_token_does_not_take_four():
+    one, four = attention(heads=64), attention(q_len=4, heads=64)
+    arena = Arena.allocate(spec_for(one[0]))
+    with pytest.raises(ArenaError, match=r"region 'out' bfloat16\[3,256,16\] does not fit"):
+        decode(*four, arena=arena)
+
+
+# 16 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_the_output_is_not_a_view_of_another_dtype(dtype):
+    args = attention(dtype=dtype)
+    out, lse, _ = decode(*args, arena=Arena.allocate(spec_for(args[0])))
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    for other in {jnp.bfloat16, jnp.float16, jnp.float32} - {dtype}:
+        # Room enough, and all of it of another dtype (a real spec has float32 partials as well).
+        wrong = Arena.allocate(ArenaSpec.of("other", bytes=((2**20,), other)))
+        with pytest.raises(ArenaError, match=f"of {jnp.dtype(dtype).name} scratch asked for"):
+            decode(*args, arena=wrong)
+
+
+# 20 -----------------------------------------------------------------------------------------------
+
+
+def test_counters_do_not_lie_in_scratch_and_scratch_does_not_survive():
+    args = attention()
+    counter = ArenaSpec.of("op", persistent={"op/done": ((4,), jnp.int32)})
+    spec = spec_for(args[0]) | counter
+    arena = Arena.allocate(spec)
+    assert not arena.read(counter, "op/done").any()
+    arena = arena.write(counter, "op/done", jnp.arange(4, dtype=jnp.int32))
+    wanted = np.asarray(decode(*args)[0])
+    for _ in range(2):
+        arena = arena.poison()
+        out, _, arena = decode(*args, arena=arena)
+        np.testing.assert_array_equal(np.asarray(out), wanted)
+        np.testing.assert_array_equal(arena.read(counter, "op/done"), range(4))
+    assert all(size == 0 or dtype != "int32" for dtype, size in spec.lanes)
+
+
+# 21 -----------------------------------------------------------------------------------------------
+
+
+def test_donation_is_not_declined_silently(params):
+    engine = Engine(SMALLEST, params, BUCKETS)
+    for name, step in engine.executables.items():
+        report = check_aliasing(step)
+        assert report.aliased_bytes == report.donated_bytes > 0, name
+
+    entry = entry_points(LIMITS)[-1]
+    state = jax.eval_shape(lambda: new_state(SMALLEST, LIMITS))
+    batch = entry.batch_shapes(LIMITS.table_width)[0]
+
+    def forgets(params, state, batch):
+        logits, after = decode_step(SMALLEST, params, state, batch)
+        return logits, dataclasses.replace(after, ssm_state=after.ssm_state.astype("float16"))
+
+    naive = jax.jit(forgets, donate_argnums=1)
+    with warnings.catch_warnings(), pytest.raises(AliasingError, match="ssm_state"):
+        warnings.simplefilter("ignore")  # all that JAX says of it, and not always
+        check_aliasing(naive.lower(packed_shapes(SMALLEST), state, batch).compile())
+
+
+# 19 -----------------------------------------------------------------------------------------------
+
+
+def delta_rule(slots, num_slots=4, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    batch = len(slots)
+    pool = draw(num_slots, 2, 8, 8)
+    tokens = (draw(batch, 1, 1, 8), draw(batch, 1, 1, 8), draw(batch, 1, 2, 8))
+    gates = (draw(batch, 1, 2), draw(batch, 1, 2))
+    options = dict(A_log=draw(2), dt_bias=draw(2), implementation="xla")
+    return pool, lambda pool, slots: gdn.gated_delta_rule_decode(
+        *tokens, *gates, pool, jnp.asarray(slots, jnp.int32), **options
+    )
+
+
+@pytest.mark.parametrize("unused", [-1, 4, 2**31 - 1, -(2**31)])
+def test_a_padding_row_does_not_write_into_a_live_slot(unused):
+    """Slot 0 and the last one are live: -1 must not become either."""
+    pool, step = delta_rule([0, 3, 0])
+    o, after = jax.jit(step)(pool, [0, 3, unused])
+    assert not np.asarray(o[2]).any()
+    wanted_o, wanted = jax.jit(step)(pool, [0, 3, -1])
+    np.testing.assert_array_equal(np.asarray(after), np.asarray(wanted))
+    np.testing.assert_array_equal(np.asarray(after[1:3]), np.asarray(pool[1:3]))
+    np.testing.assert_array_equal(np.asarray(o[:2]), np.asarray(wanted_o[:2]))
+
+    naive = pool.at[jnp.asarray([0, 3, -1])].set(jnp.nan)  # JAX counts -1 from the end
+    assert np.isnan(naive[3]).all()
+
+
+# 17, 18 -------------------------------------------------------------------------------------------
+
+
+def test_a_padding_row_does_not_keep_what_the_buffer_held():
+    args = attention()
+    arena = Arena.allocate(spec_for(args[0])).poison()
+    out, lse, arena = decode(*args, arena=arena)
+    assert not np.asarray(out[1], np.float32).any() and np.isneginf(lse[1]).all()
+
+    buffer = np.full(out.shape, np.nan, np.float32)  # naive: the kernel skips a row of length 0
+    buffer[[0, 2]] = np.asarray(out, np.float32)[[0, 2]]
+    assert np.isnan(np.abs(buffer).max())  # and the FP8 scale of the whole batch with it
+
+
+def test_an_empty_row_does_not_come_out_as_nan():
+    q, cache, tables, lens = attention()
+    out, lse = decode(q, jnp.full_like(cache, jnp.nan), tables, jnp.zeros_like(lens))
+    assert not np.asarray(out, np.float32).any() and np.isneginf(lse).all()
+    naive = jax.nn.softmax(jnp.full(3, -jnp.inf))  # -inf - -inf, then 0 / 0
+    assert np.isnan(naive).all()
+
+
+# 23 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", [0x7F, 0xFF])
+def test_a_page_that_held_another_dtype_is_not_read(fill):
+    """A page of float32 states, given to a row whose first tokens are all that it has written."""
+    q, cache, tables, lens = attention(dtype=jnp.float32)
+    wanted = decode(q, cache, tables, lens)
+    stale = np.full(cache.shape, 0, np.float32)
+    stale.view(np.uint8)[...] = fill
+    for row, length in enumerate(np.asarray(lens)):
+        for position in range(length):
+            page = int(tables[row, position // 64])
+            stale[page, position % 64] = np.asarray(cache)[page, position % 64]
+    got = decode(q, jnp.asarray(stale), tables, lens)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    # naive: 0 x NaN in the product of probabilities and values
+    assert fill == 0x7F or np.isnan(np.zeros(64) @ stale[tables[0, 0], :, 0])

@@ -1,0 +1,87 @@
+"""What may stand where nothing was written, and the cases of rows that are asked with it around.
+
+A case is made twice from the same numbers, once with zeros and once with a poison wherever no live
+token, row or slot is: both run the same executable, and every bit of what is real must agree.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+POISONS = {
+    "nan": np.nan,
+    "inf": np.inf,
+    "minus inf": -np.inf,
+    "3e38": 3e38,  # finite: no check for NaN finds it
+    "0x7F": 0x7F,
+    "0xFF": 0xFF,
+}
+every_poison = pytest.mark.parametrize("poison", list(POISONS))
+# Small shapes anywhere; the kernels at their own on a Hopper GPU.
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+
+
+def fill(shape: tuple[int, ...], dtype: Any, poison: str | None) -> np.ndarray:
+    """An array full of poison; of zeros for None."""
+    array = np.zeros(shape, jnp.dtype(dtype))
+    if poison is None:
+        return array
+    if poison.startswith("0x"):
+        array.view(np.uint8)[...] = POISONS[poison]
+    elif jnp.issubdtype(array.dtype, jnp.floating):
+        with np.errstate(over="ignore"):
+            array[...] = np.float32(POISONS[poison])
+    else:
+        array[...] = np.iinfo(array.dtype).max
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Shapes of the device's cases."""
+
+    heads: int
+    rank: int
+    rope: int
+    page: int
+    key_heads: int
+    value_heads: int
+    head: int
+    dtype: str
+    implementation: str
+
+
+DIMS = {
+    "cpu": Dims(3, 16, 8, 8, 1, 2, 8, "bfloat16", "xla"),
+    "gpu": Dims(128, 512, 64, 64, 16, 32, 128, "bfloat16", "mosaic_gpu"),
+}
+
+
+def bits(array: Any) -> np.ndarray:
+    """Its bytes, so that NaN equals itself and 0 is not -0."""
+    return np.frombuffer(np.asarray(array).tobytes(), np.uint8)
+
+
+def same_bits(one: Any, other: Any) -> None:
+    assert one.shape == other.shape and one.dtype == other.dtype
+    np.testing.assert_array_equal(bits(one), bits(other))
+
+
+def is_zero(array: Any) -> None:
+    """Exactly 0, in every bit."""
+    assert not bits(array).any()
+
+
+def fp8_scale(out: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(amax, scale) of a per-tensor FP8 quantisation of the whole batch: what one NaN ruins."""
+    amax = jnp.max(jnp.abs(out.astype(jnp.float32)))
+    return np.asarray(amax), np.asarray(amax / 448)
+
+
+def block_scales(out: Any, rows: int = 128) -> np.ndarray:
+    """The scale of each tile of rows: one real row shares it with 127 of padding."""
+    flat = np.abs(np.asarray(out, np.float32)).reshape(out.shape[0], -1).max(axis=1)
+    return np.pad(flat, (0, -len(flat) % rows)).reshape(-1, rows).max(axis=1) / 448

@@ -1,0 +1,200 @@
+"""The whole step with poison around it: arena, pages and slots of nobody, padding rows' tokens.
+
+Logits of real rows and all that they own keep their bits, padding rows' logits are exactly 0, and
+what belongs to nobody is not written.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_cases import SMALLEST
+from poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits
+
+from jaxattn.models.hybrid import (
+    PAGE_SIZE,
+    DecodeBatch,
+    HybridConfig,
+    PrefillBatch,
+    decode_step,
+    init_params,
+    init_state,
+    jit_step,
+    prefill_step,
+)
+
+CONFIGS = {
+    "cpu": SMALLEST,
+    "gpu": HybridConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_repeats=2,
+        num_attention_heads=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
+}
+IMPLEMENTATION = {"cpu": "xla", "gpu": "mosaic_gpu"}
+PAGES, SLOTS, WIDTH = 9, 5, 3
+
+
+@functools.cache
+def params_of(device):
+    return init_params(CONFIGS[device], jax.random.key(0))
+
+
+@functools.cache
+def step_of(device, step):
+    chosen = IMPLEMENTATION[device] if step is decode_step or device == "cpu" else None
+    return jit_step(step, CONFIGS[device], implementation=chosen)
+
+
+def state_of(device, rows, q_len, lens, slots, poison):
+    """(state, tables): rows own the pages and the slots that they use, all else is poison."""
+    config = CONFIGS[device]
+    shapes = jax.eval_shape(
+        lambda: init_state(config, rows, PAGES, SLOTS, max_pages=WIDTH, q_len=q_len)
+    )
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda leaf: fill(leaf.shape, leaf.dtype, poison), shapes)
+    order = iter(1 + rng.permutation(PAGES - 1))
+    tables = np.full((rows, WIDTH), 2**31 - 1 if poison else 0, np.int32)
+    for row, length in enumerate(lens):
+        for j in range(-(-length // PAGE_SIZE)):
+            tables[row, j] = page = next(order)
+            valid = min(PAGE_SIZE, length - j * PAGE_SIZE)
+            tokens = state.kv_cache[:, page, :valid]
+            state.kv_cache[:, page, :valid] = rng.normal(size=tokens.shape)
+        if slots[row] >= 0:
+            for pool in (state.conv_state, state.ssm_state):
+                pool[:, slots[row]] = 0.1 * rng.normal(size=pool[:, 0].shape)
+    return state, tables
+
+
+def tokens_of(rows, count, lens, poison, vocab):
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, vocab, (rows, count), dtype=np.int32)
+    tokens[np.asarray(lens) == 0] = -(2**31) if poison else 0
+    return tokens
+
+
+def decode_case(device, lens, slots, q_len, poison):
+    rows = len(lens)
+    state, tables = state_of(device, rows, q_len, lens, slots, poison)
+    tokens = tokens_of(rows, q_len, lens, poison, CONFIGS[device].vocab_size)
+    batch = DecodeBatch(tokens, np.asarray(lens, np.int32), tables, np.asarray(slots, np.int32))
+    return decode_step, state, batch
+
+
+def prefill_case(device, lens, slots, chunk, poison):
+    """Rows 0 and 2 read `chunk` tokens more, of 8 in the bucket."""
+    rows = len(lens)
+    state, tables = state_of(device, rows, 1, lens, slots, poison)
+    tokens = tokens_of(rows, 8, lens, poison, CONFIGS[device].vocab_size)
+    new = np.asarray([chunk if length else 0 for length in lens], np.int32)
+    if poison:
+        tokens[np.arange(8) >= new[:, None]] = 2**31 - 1
+    fields = (new, np.asarray(lens, np.int32), tables, np.asarray(slots, np.int32))
+    return prefill_step, state, PrefillBatch(tokens, *fields)
+
+
+def check(make, device, lens, slots, *rest, poison):
+    step, clean, batch = make(device, lens, slots, *rest, None)
+    run, params = step_of(device, step), params_of(device)
+    wanted, after_clean = run(params, jax.tree.map(jnp.asarray, clean), batch)
+    _, dirty, batch = make(device, lens, slots, *rest, poison)
+    logits, after = run(params, jax.tree.map(jnp.asarray, dirty), batch)
+    real = np.asarray(lens) > 0
+    same_bits(logits[real], wanted[real])
+    is_zero(logits[~real])
+    assert np.isfinite(np.asarray(logits)).all()
+    if real.any():
+        for one, other in zip(fp8_scale(logits), fp8_scale(wanted[real]), strict=True):
+            same_bits(one, other)
+
+    owned = np.zeros((PAGES, PAGE_SIZE), bool)
+    for row, length in enumerate(lens):
+        for j in range(-(-length // PAGE_SIZE)):
+            owned[batch.block_tables[row, j], : min(PAGE_SIZE, length - j * PAGE_SIZE)] = True
+    cache, before = np.asarray(after.kv_cache), dirty.kv_cache
+    same_bits(cache[:, owned], np.asarray(after_clean.kv_cache)[:, owned])
+    same_bits(cache[:, ~owned], before[:, ~owned])
+    live = np.isin(np.arange(SLOTS), slots)
+    for name in ("conv_state", "ssm_state"):
+        pool = np.asarray(getattr(after, name))
+        same_bits(pool[:, live], np.asarray(getattr(after_clean, name))[:, live])
+        same_bits(pool[:, ~live], getattr(dirty, name)[:, ~live])
+
+
+LENS = [0, 70, 0, 0, 1, 61, 0, 0]
+IN_USE = [-1, 0, -1, -1, 4, 2, -1, -1]  # slot 0 and the last one are live
+
+
+@devices
+@every_poison
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_decode_with_padding_all_around(q_len, poison, device):
+    lens = [max(n, q_len) if n else 0 for n in LENS]
+    check(decode_case, device, lens, IN_USE, q_len, poison=poison)
+
+
+@devices
+@every_poison
+@pytest.mark.parametrize("padding", [127, 1023])
+def test_decode_of_one_real_row_in_a_large_bucket(padding, poison, device):
+    if device == "cpu" and padding == 1023 and poison not in ("nan", "3e38"):
+        pytest.skip("two poisons are enough at this size on a CPU")
+    lens, slots = [130] + [0] * padding, [3] + [-1] * padding
+    check(decode_case, device, lens, slots, 1, poison=poison)
+
+
+@devices
+@every_poison
+def test_decode_of_padding_alone(poison, device):
+    check(decode_case, device, [0] * 8, [-1] * 8, 1, poison=poison)
+
+
+@devices
+@every_poison
+@pytest.mark.parametrize("chunk", [1, 7, 8])
+def test_a_chunk_with_a_tail_and_a_padding_row(chunk, poison, device):
+    check(prefill_case, device, [66 + chunk, 0, chunk], [4, -1, 0], chunk, poison=poison)
+
+
+@devices
+def test_a_nan_in_a_real_row_shows_there_alone(device):
+    step, state, batch = decode_case(device, LENS, IN_USE, 1, "3e38")
+    run, params = step_of(device, step), params_of(device)
+    wanted, _ = run(params, jax.tree.map(jnp.asarray, state), batch)
+    state.kv_cache[:, batch.block_tables[1, 0], 3] = np.nan
+    logits, after = run(params, jax.tree.map(jnp.asarray, state), batch)
+    assert np.isnan(np.asarray(logits[1])).all()
+    others = np.arange(len(LENS)) != 1
+    same_bits(np.asarray(logits)[others], np.asarray(wanted)[others])
+
+
+@devices
+def test_steps_one_after_another_in_a_poisoned_arena(device):
+    """What an op left in the arena, or a larger batch, is never read by the next."""
+    run, params = step_of(device, decode_step), params_of(device)
+    results = []
+    for poison in (None, "3e38"):
+        _, state, batch = decode_case(device, LENS, IN_USE, 1, None)
+        state = jax.tree.map(jnp.asarray, state)
+        for _ in range(3):
+            if poison:
+                arena = jax.tree.map(
+                    lambda leaf: jnp.asarray(fill(leaf.shape, leaf.dtype, "3e38")), state.arena
+                )
+                state = dataclasses.replace(state, arena=arena)
+            logits, state = run(params, state, batch)
+            results.append(np.asarray(logits))
+            grown = np.where(batch.seq_lens > 0, batch.seq_lens + 1, 0)
+            batch = dataclasses.replace(batch, seq_lens=grown.astype(np.int32))
+    half = len(results) // 2
+    for clean, poisoned in zip(results[:half], results[half:], strict=True):
+        same_bits(clean, poisoned)
