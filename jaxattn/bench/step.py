@@ -4,12 +4,7 @@ The parts come from a profile of the same executable, and so does the time they 
 Mosaic kernels, matrix products, everything else (norms, convolution, gates, cache writes), gaps.
 """
 
-import glob
 import sys
-import tempfile
-from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.aliasing import check_aliasing
-from jaxattn.bench.timing import seconds
+from jaxattn.bench.timing import profile, seconds
 from jaxattn.dispatch import Implementation
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import (
@@ -65,30 +60,6 @@ def batch_of(rows: int, tokens: int) -> DecodeBatch:
         block_tables=jnp.asarray(tables, jnp.int32),
         state_indices=jnp.asarray(np.random.default_rng(1).permutation(rows), jnp.int32),
     )
-
-
-def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
-    """(GPU seconds by kernel name, seconds from the first kernel to the end of the last)."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        file = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)[0]
-        data = jax.profiler.ProfileData.from_serialized_xspace(Path(file).read_bytes())
-    events = [
-        event
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    spent: dict[str, float] = defaultdict(float)
-    for event in events:
-        spent[event.name] += event.duration_ns * 1e-9
-    if not events:
-        return spent, 0.0
-    first, last = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
-    return spent, (last - first) * 1e-9
 
 
 def measure(*, small: bool, implementation: Implementation | None) -> list[dict]:

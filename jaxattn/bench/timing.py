@@ -1,9 +1,13 @@
 """Times on one device: medians of repeated calls, and the two ceilings of the same run."""
 
+import glob
 import platform
 import statistics
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -63,6 +67,30 @@ def per_call(op: Callable[[Any, Any], Any], carry: Any, *, calls: int = 16) -> f
         return held[0]
 
     return seconds(call) / calls
+
+
+def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
+    """(GPU seconds by kernel name, seconds from the first kernel to the end of the last)."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        file = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)[0]
+        data = jax.profiler.ProfileData.from_serialized_xspace(Path(file).read_bytes())
+    events = [
+        event
+        for plane in data.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    spent: dict[str, float] = defaultdict(float)
+    for event in events:
+        spent[event.name] += event.duration_ns * 1e-9
+    if not events:
+        return spent, 0.0
+    first, last = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
+    return spent, (last - first) * 1e-9
 
 
 def copy_bandwidth() -> float:
