@@ -21,6 +21,9 @@ from jaxattn.gdn import chunk_gated_delta_rule as chunk_gated_delta_rule
 from jaxattn.gdn import gated_delta_rule_decode as gated_delta_rule_decode
 from jaxattn.gdn import gdn_gates as gdn_gates
 from jaxattn.gdn import recurrent_gated_delta_rule as recurrent_gated_delta_rule
+from jaxattn.gdn_layer import gated_delta_net_decode as gated_delta_net_decode
+from jaxattn.gdn_layer import pack_gdn_weights as pack_gdn_weights
+from jaxattn.limits import Limits as Limits
 from jaxattn.mla import absorb_output as absorb_output
 from jaxattn.mla import absorb_query as absorb_query
 from jaxattn.mla import merge_attention_states as merge_attention_states
@@ -32,6 +35,5 @@ from jaxattn.request import Request as Request
 from jaxattn.rope import RopeConfig as RopeConfig
 from jaxattn.rope import YarnConfig as YarnConfig
 from jaxattn.rope import softmax_scale as softmax_scale
-from jaxattn.scheduler import Limits as Limits
 
 __version__ = "0.1.0"

@@ -1,7 +1,13 @@
 """GPU tests run on a Hopper GPU and are skipped, with the reason, anywhere else."""
 
-import jax
-import pytest
+import os
+
+# The interpreter's GPU threads wait for one another in callbacks, each on a thread of XLA's pool:
+# with fewer threads in the pool than wait, nobody goes on. XLA reads this when JAX starts.
+os.environ.setdefault("PJRT_NPROC", "16")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 
 def _missing_hopper() -> str | None:

@@ -287,6 +287,33 @@ def test_gdn_padding_rows_are_zero_and_write_nothing_whatever_they_hold():
         assert not np.any(np.all(np.asarray(pool)[~untouched] == 0.5, axis=(1, 2)))
 
 
+def test_gdn_decode_goes_on_from_the_last_accepted_token():
+    module, x = small_gdn(), normal(4, 1, 4, HIDDEN)
+    slot, kept = jnp.array([2], jnp.int32), jnp.array([[0, 1, 3]], jnp.int32)
+    pools = straight = gdn_pools(0.25)
+    for t in (0, 1, 3):
+        expected, straight = gdn_decode(module, x[:, t : t + 1], straight, slot, 1)
+    # Two of three tokens are accepted.
+    _, *pools, _ = module.decode(
+        x[:, :3], *pools, state_indices=slot, write_indices=kept, layer=jnp.int32(1)
+    )
+    y, pools = gdn_decode(module, x[:, 3:], pools, kept[:, 1], 1)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
+    for pool, other in zip(pools, straight, strict=True):
+        np.testing.assert_allclose(pool[1, 1], other[1, 2], rtol=1e-4, atol=1e-6)
+        assert np.all(np.asarray(pool[1, 2]) == 0.25)
+
+
+def test_gdn_packed_weights_of_a_stack_give_the_same_bits():
+    modules = [small_gdn(rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+    weights = jnp.stack([module.packed_weights() for module in modules])
+    x, slots = normal(4, 2, 1, HIDDEN), jnp.array([3, 0], jnp.int32)
+    arguments = dict(state_indices=slots, layer=jnp.int32(1))
+    plain = modules[1].decode(x, *gdn_pools(0.25, 2), **arguments)
+    packed = modules[1].decode(x, *gdn_pools(0.25, 2), weights=weights, **arguments)
+    jax.tree.map(np.testing.assert_array_equal, plain, packed)
+
+
 def test_gdn_gate_parameters_start_as_published_and_stay_float32():
     module = GatedDeltaNet(HIDDEN, 1, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert module.A_log[...].dtype == module.dt_bias[...].dtype == F32
