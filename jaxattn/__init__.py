@@ -24,6 +24,7 @@ from jaxattn.gdn import recurrent_gated_delta_rule as recurrent_gated_delta_rule
 from jaxattn.gdn_layer import gated_delta_net_decode as gated_delta_net_decode
 from jaxattn.gdn_layer import pack_gdn_weights as pack_gdn_weights
 from jaxattn.limits import Limits as Limits
+from jaxattn.mla import LatentFormat as LatentFormat
 from jaxattn.mla import absorb_output as absorb_output
 from jaxattn.mla import absorb_query as absorb_query
 from jaxattn.mla import merge_attention_states as merge_attention_states

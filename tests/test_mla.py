@@ -803,7 +803,10 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
     mla.mla_prefill(**ok)
     for changed, words in (
         (dict(q=q[..., 1:]), r"q's last axis.*\(2, 3, 2, 13\).*\(2, 6, 16\)"),
-        (dict(query_lens=np.array([4, 0], np.int32)), r"query_lens holds 4.*T = 3"),
+        (
+            dict(query_lens=np.array([4, 0], np.int32)),
+            r"query_lens holds 4, but q .*3 tokens a row",
+        ),
         (dict(w_uv=W_UV[:, 1:]), r"w_uv \[H, R, Dv\].*R = 15.*R = 16"),
         (dict(latent=latent[:, 1:]), r"latent \[B, T, D\].*T = 2.*T = 3"),
         (dict(block=0), "block must be at least 1, got 0"),

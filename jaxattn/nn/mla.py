@@ -18,6 +18,7 @@ from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.paged import FLOATS
 from jaxattn.rope import RopeConfig, rope, softmax_scale
 
 
@@ -33,7 +34,7 @@ class MultiHeadLatentAttention(nnx.Module):
     Args:
         rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
             interleaved.
-        dtype: the operands of every matrix product (sums are float32), and the cache's dtype.
+        dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
 
@@ -115,23 +116,32 @@ class MultiHeadLatentAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
         """A chunk of each row's prompt: caches its latents, attends to them and to those before.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
+                included (`jaxattn.mla.LatentFormat`).
             seq_lens: the row's length after this chunk; 0 is a padding row.
+            kv_scale: of a float8_e4m3fn cache.
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0.
         """
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
-        latent = self._latents(x, positions).astype(kv_cache.dtype)
+        latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
         kv_cache = mla.mla_cache_write(
-            kv_cache, latent, block_tables, seq_lens, query_lens=query_lens, layer=layer
+            kv_cache,
+            latent,
+            block_tables,
+            seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            kv_scale=kv_scale,
         )
         out, _ = mla.mla_prefill(
             jnp.concatenate(self._queries(x, positions), axis=-1),
@@ -144,6 +154,7 @@ class MultiHeadLatentAttention(nnx.Module):
             query_lens,
             scale=self.scale,
             layer=layer,
+            kv_scale=kv_scale,
             implementation=implementation,
         )
         return self._output(out), kv_cache
@@ -155,7 +166,9 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"] | None = None,
         layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
         schedule: mla.Schedule | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -163,42 +176,54 @@ class MultiHeadLatentAttention(nnx.Module):
         """The next S tokens of each row, in absorbed form over the paged latent cache.
 
         Args:
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
+                included (`jaxattn.mla.LatentFormat`).
             seq_lens: the row's length with the S new tokens; 0 is a padding row.
+            query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
+            kv_scale: of a float8_e4m3fn cache.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
             (float32 [B, S, hidden], the cache with the new latents, the arena or None).
-            A padding row's output is exactly 0 and writes nothing.
+            The output at padding is exactly 0, and padding writes nothing.
         """
-        positions = (seq_lens - x.shape[1])[:, None] + jnp.arange(x.shape[1])
+        new = x.shape[1] if query_lens is None else query_lens
+        positions = (seq_lens - new)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
         kv_cache = mla.mla_cache_write(
             kv_cache,
-            self._latents(x, positions).astype(kv_cache.dtype),
+            self._latents(x, positions),
             block_tables,
             seq_lens,
+            query_lens=query_lens,
             layer=layer,
+            kv_scale=kv_scale,
         )
         q_nope, q_pe = self._queries(x, positions)
         q = jnp.concatenate(
             [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe], axis=-1
         )
         out, _, *rest = mla.mla_decode(
-            q.astype(kv_cache.dtype),
+            q.astype(self._dtype_beside(kv_cache)),
             kv_cache,
             block_tables,
             seq_lens,
             scale=self.scale,
+            query_lens=query_lens,
             layer=layer,
             kv_lora_rank=self.kv_lora_rank,
+            kv_scale=kv_scale,
             schedule=schedule,
             arena=arena,
             implementation=implementation,
         )
         out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         return self._output(out), kv_cache, rest[0] if rest else None
+
+    def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
+        """Of queries and latents: the cache's own, where it holds latents as they are."""
+        return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
 
     def _queries(self, x: Array, positions: Array) -> tuple[Array, Array]:
         """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
