@@ -80,6 +80,24 @@ def mla_decode(
 ) -> "tuple[Array, Array, Arena]": ...
 
 
+@overload
+def mla_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None = ...,
+    layer: Array | int | None = ...,
+    kv_lora_rank: int = ...,
+    kv_scale: Array | float | None = ...,
+    schedule: Schedule | None = ...,
+    arena: "Arena | None",
+    implementation: Implementation | None = ...,
+) -> tuple[Any, ...]: ...
+
+
 def mla_decode(
     q: Float[Array, "B S H D"],
     kv_cache: Num[Array, "L N C W"] | Num[Array, "N C W"],

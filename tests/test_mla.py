@@ -4,84 +4,27 @@ not look: every page that no row owns, the tails of pages, and the tails of bloc
 
 import functools
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from mla_cases import (
+    BEYOND,
+    assert_same_bits,
+    attend,
+    decode_numpy,
+    make_pool,
+    normal,
+    prefill_numpy,
+)
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError
 
-BEYOND = (2147480000, -1)
 POISONS = (np.nan, np.inf, -np.inf, 3e38)
 decode = functools.partial(mla.mla_decode, implementation="xla")
-
-
-class Pool(NamedTuple):
-    """A paged cache and what each row owns of it."""
-
-    cache: np.ndarray  # [N, C, D], poison outside of the owned tokens
-    tables: np.ndarray  # [B, M], `beyond` past a row's pages
-    lens: np.ndarray  # [B]
-    latents: list  # per row [len, D]
-
-
-def make_pool(lens, *, page, dim, seed=0, poison=np.nan, beyond=BEYOND[0], width=None):
-    rng = np.random.default_rng(seed)
-    pages = [-(-n // page) for n in lens]
-    width = width or max(*pages, 1) + 1
-    order = rng.permutation(sum(pages) + 3).tolist()
-    cache = np.full((len(order), page, dim), poison, np.float32)
-    tables = np.full((len(lens), width), beyond, np.int32)
-    latents = []
-    for row, (n, used) in enumerate(zip(lens, pages, strict=True)):
-        tables[row, :used] = [order.pop() for _ in range(used)]
-        latents.append(rng.standard_normal((n, dim)).astype(np.float32))
-        for t in range(n):
-            cache[tables[row, t // page], t % page] = latents[-1][t]
-    return Pool(cache, tables, np.array(lens, np.int32), latents)
-
-
-def normal(*shape, seed=1, scale=1.0):
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
-
-
-def attend(query, keys, values, scale):
-    """One query over the keys it sees, in float64."""
-    if len(keys) == 0:
-        return np.zeros(values.shape[-1]), -np.inf
-    scores = keys.astype(np.float64) @ query.astype(np.float64) * scale
-    p = np.exp(scores - scores.max())
-    return p @ values.astype(np.float64) / p.sum(), scores.max() + np.log(p.sum())
-
-
-def decode_numpy(q, latents, scale, rank):
-    out, lse = np.zeros((*q.shape[:3], rank)), np.full(q.shape[:3], -np.inf)
-    for b, s, h in np.ndindex(q.shape[:3]):
-        seen = latents[b][: max(len(latents[b]) - q.shape[1] + s + 1, 0)]
-        out[b, s, h], lse[b, s, h] = attend(q[b, s, h], seen, seen[:, :rank], scale)
-    return out, lse
-
-
-def prefill_numpy(q, latents, query_lens, w_uk, w_uv, scale):
-    """Every head's keys and values expanded: nothing is absorbed, nothing cached."""
-    rank = w_uk.shape[2]
-    out, lse = np.zeros((*q.shape[:3], w_uv.shape[2])), np.full(q.shape[:3], -np.inf)
-    for b, h in np.ndindex(q.shape[0], q.shape[2]):
-        latent, new = latents[b].astype(np.float64), query_lens[b]
-        keys = np.concatenate([latent[:, :rank] @ w_uk[h].T, latent[:, rank:]], axis=1)
-        values = latent[:, :rank] @ w_uv[h]
-        for t in range(min(new, len(latent))):
-            sees = len(latent) - new + t + 1
-            out[b, t, h], lse[b, t, h] = attend(q[b, t, h], keys[:sees], values[:sees], scale)
-    return out, lse
-
-
-def assert_same_bits(a, b):
-    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 # mla_decode: values
@@ -273,6 +216,92 @@ def test_a_page_that_does_not_exist_is_not_another_rows_page(page_id):
     out, _ = decode(q, pool.cache, pool.tables, pool.lens, scale=0.3, kv_lora_rank=16)
     assert np.isnan(out[0]).all()
     np.testing.assert_allclose(out[1], decode_numpy(q, pool.latents, 0.3, 16)[0][1], atol=1e-5)
+
+
+# mla_decode: ragged queries, page sizes, dims
+
+
+@pytest.mark.parametrize("page", [1, 7, 16, 32, 128])
+def test_ragged_queries_over_any_page_size_in_float16(page):
+    rank, dim = 16, 24
+    # Row 0 is padding, row 1 has fewer tokens than queries, and row 5 has no new ones.
+    lens, new = [0, 1, page, page + 1, 2 * page + 3, page], [2, 3, 1, 2, 3, 0]
+    pool = make_pool(lens, page=page, dim=dim, beyond=-1)
+    latents = [np.float16(x) for x in pool.latents]
+    given = np.full((6, max(lens), dim), np.nan, np.float16)
+    for b, row in enumerate(latents):
+        given[b, : len(row)] = row
+    empty = np.full(pool.cache.shape, np.nan, np.float16)
+    cache = mla.mla_cache_write(empty, given, pool.tables, pool.lens, query_lens=pool.lens)
+    assert_same_bits(cache, np.float16(pool.cache))
+
+    q = np.float16(normal(6, 3, 2, dim))
+    q[np.arange(3) >= np.array(new)[:, None]] = np.nan
+    out, lse = decode(
+        q,
+        cache,
+        pool.tables,
+        pool.lens,
+        query_lens=np.array(new, np.int32),
+        scale=0.3,
+        kv_lora_rank=rank,
+    )
+    assert out.dtype == jnp.float16
+    expected_out, expected_lse = decode_numpy(q, latents, 0.3, rank, new)
+    np.testing.assert_allclose(np.float32(out), expected_out, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    nothing = np.asarray(out)[np.isneginf(expected_lse)]
+    assert_same_bits(nothing, np.zeros_like(nothing))
+
+
+def test_ragged_queries_see_what_they_see_without_the_padding():
+    pool = make_pool([20, 33, 5, 7], page=16, dim=24)
+    new = np.array([2, 2, 2, 0], np.int32)
+    q = normal(4, 3, 2, 24)
+    q[np.arange(3) >= new[:, None]] = np.nan
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def ragged(q, new):
+        out, lse = decode(
+            q, pool.cache, pool.tables, pool.lens, query_lens=new, scale=0.3, kv_lora_rank=16
+        )
+        return out.sum(), (out, lse)
+
+    grad, (out, lse) = ragged(q, new)
+    kwargs = dict(scale=0.3, kv_lora_rank=16)
+    alone, alone_lse = decode(q[:3, :2], pool.cache, pool.tables[:3], pool.lens[:3], **kwargs)
+    np.testing.assert_allclose(out[:3, :2], alone, atol=1e-6)
+    np.testing.assert_allclose(lse[:3, :2], alone_lse, atol=1e-6)
+    assert not np.asarray(out)[3].any() and np.isneginf(lse[3]).all()
+    assert np.isfinite(grad).all() and not np.asarray(grad)[np.isnan(q)].any()
+    # Rows that all have S new tokens are the case without `query_lens`.
+    full = np.nan_to_num(q)
+    same = ragged(full, np.full(4, 3, np.int32))[1]
+    jax.tree.map(assert_same_bits, same, decode(full, pool.cache, pool.tables, pool.lens, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "rank, rope, page, given, refusal",
+    [
+        (256, 64, 64, {}, "kv_lora_rank=256 with D=320"),
+        (512, 0, 64, {}, "kv_lora_rank=512 with D=512"),
+        (512, 64, 32, {}, "pages of 64 tokens, got 32"),
+        (512, 64, 64, dict(query_lens=np.array([1, 0], np.int32)), "got query_lens"),
+    ],
+)
+def test_what_the_kernel_has_no_code_for_runs_in_xla(rank, rope, page, given, refusal):
+    pool = make_pool([70, 3], page=page, dim=rank + rope)
+    q = normal(2, 1, 3, rank + rope)
+    args = (jnp.bfloat16(q), jnp.bfloat16(pool.cache), pool.tables, pool.lens)
+    run = functools.partial(mla.mla_decode, *args, scale=0.1, kv_lora_rank=rank, **given)
+    with pytest.raises(NotImplementedError, match=refusal):
+        run(implementation="mosaic_gpu_interpret")
+    out, lse = run()
+    rounded = [np.float32(jnp.bfloat16(x)) for x in pool.latents]
+    expected = decode_numpy(np.float32(args[0]), rounded, 0.1, rank, given.get("query_lens"))
+    np.testing.assert_allclose(np.float32(out), expected[0], atol=0.02)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-5)
 
 
 # mla_decode: stacks, aliasing, arena, dispatch
@@ -559,6 +588,30 @@ def test_merging_parts_is_attention_to_all_keys():
         np.testing.assert_allclose(lse, [lse for _, lse in whole], atol=1e-6)
 
 
+def test_merging_is_associative_and_in_float32():
+    rng = np.random.default_rng(0)
+    outs = [jnp.bfloat16(rng.standard_normal((5, 3, 4))) for _ in range(4)]
+    lses = [np.float32(rng.uniform(-20, 20, (5, 3))) for _ in range(4)]
+    lses[1][0], lses[3][0], lses[2][1] = -np.inf, -np.inf, -np.inf
+    merge = jax.jit(mla.merge_attention_states)
+    wide = [np.float32(out) for out in outs]
+    whole, whole_lse = merge(wide, lses)
+    weight = np.exp(np.float64(lses) - whole_lse)[..., None]
+    expected = np.sum(np.float64(wide) * weight, 0)
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+    left = merge(*zip(merge(wide[:2], lses[:2]), merge(wide[2:], lses[2:]), strict=True))
+    one_by_one = wide[0], lses[0]
+    for part in zip(wide[1:], lses[1:], strict=True):
+        one_by_one = merge(*zip(one_by_one, part, strict=True))
+    for out, lse in (left, one_by_one):
+        np.testing.assert_allclose(out, whole, atol=1e-6)
+        np.testing.assert_allclose(lse, whole_lse, atol=1e-6)
+    narrow, narrow_lse = merge(outs, lses)
+    assert narrow.dtype == jnp.bfloat16 and narrow_lse.dtype == jnp.float32
+    assert_same_bits(narrow, whole.astype(jnp.bfloat16))
+    assert_same_bits(merge(outs[:1], lses[:1])[0][1], outs[0][1])
+
+
 def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
     outs = [np.full((3, 2), np.nan, np.float32), np.ones((3, 2), np.float32)]
     lses = [
@@ -570,8 +623,20 @@ def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
     np.testing.assert_array_equal(lse, [-np.inf, 2, np.nan])
     grad = jax.grad(lambda *x: mla.merge_attention_states(x[:1] * 2, x[1:] * 2)[0].sum())
     assert np.isfinite(grad(outs[1], lses[1])).all()
+    absent = np.array([np.full(3, -np.inf, np.float32), lses[1]])
+    grads = jax.grad(lambda *x: mla.merge_attention_states(*x)[0][1:].sum(), (0, 1))(
+        np.array(outs), absent
+    )
+    np.testing.assert_array_equal(grads[0], [np.zeros((3, 2)), [[0, 0], [1, 1], [1, 1]]])
+    assert not np.asarray(grads[1]).any()
     with pytest.raises(ValueError, match="at least one, got 0 and 0"):
         mla.merge_attention_states([], [])
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        mla.merge_attention_states(np.stack(outs), lses[:1])
+    with pytest.raises(TypeError, match=r"outs\[1\] must be an array of .*float32.*got int32"):
+        mla.merge_attention_states([outs[0], np.zeros((3, 2), np.int32)], lses)
+    with pytest.raises(TypeError, match=r"lses\[0\] must be an array of .*got list"):
+        mla.merge_attention_states(outs, [[0.0], lses[1]])
     with pytest.raises(ValueError, match=r"\(3, 2\), \(2,\)"):
         mla.merge_attention_states(outs, [lses[0], lses[1][:2]])
 
@@ -757,6 +822,15 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(scale=None), TypeError, "scale must be a Python number.*softmax_scale"),
         (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
         (dict(scale=float("nan")), ValueError, "scale must be positive and finite, got nan"),
+        (dict(query_lens=np.zeros(3, np.int32)), ValueError, r"query_lens \[B\].*\(3,\).*B = 2"),
+        (dict(query_lens=np.zeros(2, np.int64)), TypeError, "query_lens must be int32, got int64"),
+        (
+            dict(query_lens=np.array([2, 0], np.int32)),
+            ValueError,
+            r"query_lens holds 2, but q \(2, 1, 3, 24\) has 1 tokens a row",
+        ),
+        (dict(kv_cache=np.zeros((5, 16, 24), jnp.float8_e5m2)), TypeError, "got float8_e5m2"),
+        (dict(kv_cache=np.zeros((5, 16, 24), np.int8)), TypeError, "kv_cache must be .*got int8"),
         (dict(kv_lora_rank=25), ValueError, r"kv_lora_rank .*D = 24.*25"),
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
     ],
