@@ -33,8 +33,8 @@ decode = functools.partial(mla.mla_decode, implementation="xla")
 @pytest.mark.parametrize(
     "heads, q_len, page",
     [
-        *((heads, q_len, 64) for heads in (1, 3, 20, 64) for q_len in (1, 2, 4)),
-        *((1, 4, 16), (3, 1, 16), (20, 2, 16), (64, 4, 16)),
+        *((1, 1, 64), (1, 2, 64), (3, 4, 64), (20, 2, 64), (64, 1, 64), (64, 4, 64)),
+        *((1, 4, 16), (3, 1, 16), (20, 2, 7)),
     ],
 )
 def test_decode_is_attention_in_the_latent(heads, q_len, page):
@@ -221,7 +221,7 @@ def test_a_page_that_does_not_exist_is_not_another_rows_page(page_id):
 # mla_decode: ragged queries, page sizes, dims
 
 
-@pytest.mark.parametrize("page", [1, 7, 32, 128])
+@pytest.mark.parametrize("page", [1, 32, 128])
 def test_ragged_queries_over_any_page_size_in_float16(page):
     rank, dim = 16, 24
     # Row 0 is padding, row 1 has fewer tokens than queries, and row 5 has no new ones.
