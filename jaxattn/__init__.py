@@ -3,7 +3,8 @@
 The dimension key of every signature:
 
     B batch rows   S query tokens of a row (>= 1)   T tokens   H query heads
-    R kv_lora_rank (512)   P qk_rope_head_dim (64)   D = R + P
+    R kv_lora_rank (512)   P qk_rope_head_dim (64)   D = R + P   Ds what is stored of it: D, or
+        the bytes of a block-scaled latent (656)
     N pages   C page size   M block-table width   L layers   Z state slots
     Hk, Hv key and value heads of the delta rule   Dk, Dv their head dims (128)
     W convolution width   Dc = 2 * Hk * Dk + Hv * Dv convolution channels

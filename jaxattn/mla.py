@@ -11,8 +11,8 @@ expands it. One layer of a model, after its projections, norms and rope:
     values  [B, S, H, Dv] absorb_output(out, w_uv)
 
 Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A cache is one layer's
-pages [N, C, W] or a stack [L, N, C, W] with `layer`, out of which nothing is ever sliced. W is D,
-or a latent's bytes where it is stored block-scaled (`jaxattn.mla_cache`).
+pages [N, C, Ds] or a stack [L, N, C, Ds] with `layer`, out of which nothing is ever sliced. Ds is
+D, or a latent's bytes where it is stored block-scaled (`jaxattn.mla_cache`).
 """
 
 import functools
@@ -100,7 +100,7 @@ def mla_decode(
 
 def mla_decode(
     q: Float[Array, "B S H D"],
-    kv_cache: Num[Array, "L N C W"] | Num[Array, "N C W"],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
     *,
@@ -160,12 +160,11 @@ def mla_decode(
         kv_cache, block_tables, seq_lens, layer
     )
     scale = arguments.check_scale(scale)
-    if not 1 <= kv_lora_rank <= q.shape[-1]:
+    if not isinstance(kv_lora_rank, int) or not 1 <= kv_lora_rank <= q.shape[-1]:
         raise ValueError(
-            f"mla_decode: kv_lora_rank must be from 1 to D = {q.shape[-1]} (q {q.shape}), got "
-            f"{kv_lora_rank}"
+            f"mla_decode: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
+            f"{q.shape}), got {kv_lora_rank}"
         )
-
     format, kv_scale = check_format(
         arguments,
         kv_cache,

@@ -92,7 +92,7 @@ class LatentFormat:
         """Bytes of a token in one layer."""
         return self.width * self.dtype.itemsize
 
-    def pack(self, latent: Float[Array, "*t D"], kv_scale: Any = None) -> Num[Array, "*t W"]:
+    def pack(self, latent: Float[Array, "*t D"], kv_scale: Any = None) -> Num[Array, "*t Ds"]:
         """What the cache stores for `latent`."""
         if self.per_tensor:
             return _to_fp8(latent.astype(jnp.float32) / kv_scale)
@@ -109,7 +109,7 @@ class LatentFormat:
         as_bytes = [lax.bitcast_convert_type(x, BYTES).reshape(*tokens, -1) for x in parts]
         return jnp.concatenate(as_bytes, axis=-1)
 
-    def unpack(self, stored: Num[Array, "*t W"], kv_scale: Any = None) -> Float[Array, "*t D"]:
+    def unpack(self, stored: Num[Array, "*t Ds"], kv_scale: Any = None) -> Float[Array, "*t D"]:
         """The latents of what is stored: float32, or as they are where they are not quantized.
 
         Differentiable in `kv_scale`, not in what is stored quantized.
@@ -212,7 +212,7 @@ def _written_format(
 
 @jax.named_scope("mla_cache_write")
 def mla_cache_write(
-    kv_cache: Num[Array, "L N C W"] | Num[Array, "N C W"],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     latent: Float[Array, "B S D"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
@@ -231,8 +231,8 @@ def mla_cache_write(
     joins it with the quantization.
 
     Args:
-        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: W is D,
-            or 656 bytes for 512 + 64 where it is block-scaled (uint8).
+        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
+            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8).
         latent: of the new tokens, R dims and P rotated ones.
         block_tables: int32 page ids.
         seq_lens: int32 tokens of each row, the new ones included.

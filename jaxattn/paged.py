@@ -89,7 +89,7 @@ class Arguments:
         """Checks a cache and its addressing, and lengths against the tables if they are known."""
         self.check_layer(kv_cache, layer)
         # Bytes are not numbers: how many of them a latent takes is the format's to say.
-        width = "W" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
+        width = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
         axes = f"N C {width}" if layer is None else f"L N C {width}"
         cache = self.check("kv_cache", kv_cache, axes, CACHES)
         tables = self.check("block_tables", block_tables, "B M", INT32)
@@ -176,7 +176,7 @@ class Softmax(NamedTuple):
 
 
 def page_blocks(
-    kv_cache: Num[Array, "*L N C W"],
+    kv_cache: Num[Array, "*L N C Ds"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
@@ -190,7 +190,7 @@ def page_blocks(
 ]:
     """Tokens [0, lengths) of every row in blocks of K, whole pages and about `block` tokens.
 
-    `unpack` makes latents [..., D] of what the cache stores [..., W]; of zeros, zeros.
+    `unpack` makes latents [..., D] of what the cache stores [..., Ds]; of zeros, zeros.
 
     Returns:
         The blocks' pages, their first positions, and a function that reads one block of these:
@@ -227,7 +227,7 @@ def page_blocks(
 def attend_pages(
     state: Softmax,
     add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
-    kv_cache: Num[Array, "*L N C W"],
+    kv_cache: Num[Array, "*L N C Ds"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,

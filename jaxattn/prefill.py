@@ -166,7 +166,7 @@ def mla_prefill(
     latent: Float[Array, "B T D"],
     w_uk: Float[Array, "H nope R"],
     w_uv: Float[Array, "H R Dv"],
-    kv_cache: Num[Array, "L N C W"] | Num[Array, "N C W"],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
     query_lens: Int[Array, "B"],

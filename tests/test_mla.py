@@ -810,6 +810,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(q=np.zeros((2, 1, 3, 24), np.int32)), TypeError, r"q must be .*float32.*int32"),
         (dict(q=[1.0]), TypeError, "q must be an array, got list"),
         (dict(kv_cache=np.zeros((5, 24), np.float32)), ValueError, r"kv_cache \[N, C, D\].*5, 24"),
+        (dict(kv_cache=np.zeros((5, 0, 24))), ValueError, r"kv_cache .*none.*\(5, 0, 24\)"),
         (dict(kv_cache=STACK), ValueError, r"kv_cache \(7, 5, 16, 24\) is a stack.*give layer="),
         (dict(layer=0), ValueError, r"kv_cache \(5, 16, 24\) has no axis for layer=0"),
         (dict(kv_cache=STACK, layer=7), ValueError, r"layer=7 is not in .*has 7"),
@@ -835,12 +836,22 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(kv_cache=np.zeros((5, 16, 24), jnp.float8_e5m2)), TypeError, "got float8_e5m2"),
         (dict(kv_cache=np.zeros((5, 16, 24), np.int8)), TypeError, "kv_cache must be .*got int8"),
         (dict(kv_lora_rank=25), ValueError, r"kv_lora_rank .*D = 24.*25"),
+        (dict(kv_lora_rank=16.0), ValueError, "kv_lora_rank must be an integer .*got 16.0"),
+        (dict(block_tables=[[0]]), TypeError, "block_tables must be an array, got list"),
+        (dict(block_tables=np.zeros(4, np.int32)), ValueError, r"block_tables \[B, M\].*\(4,\)"),
+        (
+            dict(schedule=mla.Schedule(*np.zeros((2, 5), np.int32), np.zeros((2, 3), np.int32))),
+            ValueError,
+            r"schedule is of 3 rows, q \(2, 1, 3, 24\) has 2",
+        ),
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
     ],
 )
 def test_decode_names_the_argument_that_does_not_fit(changed, error, words):
-    with pytest.raises(error, match=f"mla_decode: .*{words}"):
-        mla.mla_decode(**(GOOD | changed))
+    # Before an implementation is asked, so before anything is launched or refused.
+    for implementation in (None, "mosaic_gpu", "xla"):
+        with pytest.raises(error, match=f"mla_decode: .*{words}"):
+            mla.mla_decode(**(GOOD | changed), implementation=implementation)
 
 
 def test_scale_has_no_default():
@@ -864,6 +875,14 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
         mla.mla_cache_write(cache, latent[..., 1:], tables, lens)
     with pytest.raises(ValueError, match="mla_cache_write: kv_cache .* is a stack"):
         mla.mla_cache_write(STACK, latent, tables, lens)
+    with pytest.raises(ValueError, match=r"mla_cache_write: seq_lens holds 65.*\(2, 4\).*reach 64"):
+        mla.mla_cache_write(cache, latent, tables, np.array([65, 0], np.int32))
+    with pytest.raises(
+        ValueError, match=r"query_lens holds 4, but latent \(2, 3, 24\) has 3 tokens"
+    ):
+        mla.mla_cache_write(cache, latent, tables, lens, query_lens=np.array([4, 0], np.int32))
+    with pytest.raises(ValueError, match=r"mla_cache_write: latent \[B, S, D\].*\(3, 24\)"):
+        mla.mla_cache_write(cache, latent[0], tables, lens)
     with pytest.raises(TypeError, match="mla_cache_write: query_lens must be int32, got int64"):
         mla.mla_cache_write(cache, latent, tables, lens, query_lens=np.zeros(2, np.int64))
     with pytest.raises(ValueError, match=r"absorb_query: w_uk \[H, nope, R\].*H = 4.*H = 3"):
@@ -884,6 +903,9 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
             dict(query_lens=np.array([4, 0], np.int32)),
             r"query_lens holds 4, but q .*3 tokens a row",
         ),
+        (dict(seq_lens=np.array([0, 70], np.int32)), r"seq_lens holds 70.*\(2, 4\).*reach 64"),
+        (dict(kv_cache=STACK), r"kv_cache \(7, 5, 16, 24\) is a stack"),
+        (dict(w_uk=W_UK[:1]), r"w_uk \[H, nope, R\].*H = 1.*H = 2"),
         (dict(w_uv=W_UV[:, 1:]), r"w_uv \[H, R, Dv\].*R = 15.*R = 16"),
         (dict(latent=latent[:, 1:]), r"latent \[B, T, D\].*T = 2.*T = 3"),
         (dict(block=0), "block must be at least 1, got 0"),

@@ -389,7 +389,7 @@ OPS = {
             ValueError,
             r"kv_cache \(5, 16, 259\) uint8 has 259 .*(260|656)",
         ),
-        (BYTE_CACHE[0], None, ValueError, r"kv_cache \[N, C, W\] needs 3 axes.*\(16, 260\)"),
+        (BYTE_CACHE[0], None, ValueError, r"kv_cache \[N, C, Ds\] needs 3 axes.*\(16, 260\)"),
         (BYTE_CACHE[None], None, ValueError, r"kv_cache \(1, 5, 16, 260\) is a stack.*give layer="),
         (BYTE_CACHE.view(np.int8), None, TypeError, "kv_cache must be .*uint8, got int8"),
     ],

@@ -38,13 +38,13 @@ class DecodeState:
 
     Attributes:
         arena: scratch, see `scratch`.
-        kv_cache: [L_mla, N, C, W], the pages of latents, in the config's `latent_format`.
+        kv_cache: [L_mla, N, C, Ds], the pages of latents, in the config's `latent_format`.
         conv_state: [L_gdn, Z, W - 1, Dc], the last inputs of each convolution.
         ssm_state: float32 [L_gdn, Z, Hv, Dv, Dk].
     """
 
     arena: Arena
-    kv_cache: Num[Array, "L N C W"]
+    kv_cache: Num[Array, "L N C Ds"]
     conv_state: Float[Array, "L Z W-1 Dc"]
     ssm_state: Float[Array, "L Z Hv Dv Dk"]
 
