@@ -223,6 +223,8 @@ def mla_cache_write(
 ) -> Array:
     """The cache with the new tokens' latents written; in place, where the cache is donated.
 
+    (Not a float8_e4m3fn cache on a CPU: jax 0.11.2 widens all of it there around the write.)
+
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
     with seq_lens 0, for t >= query_lens[b], for a negative position, or where the table does
     not name a page from 0 to N - 1. No two rows may share a page that is written.

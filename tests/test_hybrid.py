@@ -25,6 +25,7 @@ from jaxattn.models.hybrid import (
     prefill_step,
     scratch,
 )
+from jaxattn.plan.hybrid import page_bytes
 from jaxattn.rope import RopeConfig, YarnConfig
 
 SMALL = HybridConfig(
@@ -158,7 +159,9 @@ def test_a_block_scaled_cache_follows_the_training_forward_loosely():
         rows.state,
         kv_cache=jnp.full_like(rows.state.kv_cache, 0xFF),  # NaN
     )
-    assert rows.state.kv_cache.shape[-1] == 128 + 4 + 16
+    state = jax.eval_shape(lambda: init_state(config, ROWS, PAGES, SLOTS, max_pages=4))
+    assert state.kv_cache.shape == (2, PAGES, 64, 128 + 4 + 16)
+    assert state.kv_cache.size == page_bytes(config) * PAGES
     for _ in range(3):
         check(rows, rows.decode(1, 1), tolerance=0.1)
 
