@@ -198,7 +198,7 @@ def page_blocks(
     """
     batch, width = block_tables.shape
     page, stored = kv_cache.shape[-2:]
-    # Bytes of ones are NaN in every format that is stored in bytes.
+    # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
     missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
     # Whatever a table holds past the row's length is replaced before anything is addressed by it.
     owned = jnp.arange(width) < -(-lengths // page)[:, None]

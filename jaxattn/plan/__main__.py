@@ -213,7 +213,7 @@ def read_limits(
     if isinstance(model, HybridConfig) and placement != Placement():
         raise ValueError(
             "--gpus, --attention, --cache-dtype and --prediction are for the named models: "
-            "jaxattn's own runs on one GPU with a 16-bit cache"
+            "jaxattn's own runs on one GPU, and its config.json says the cache's dtype"
         )
     return limits, placement
 
