@@ -9,10 +9,12 @@ DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 and stre
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -114,46 +116,69 @@ def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
     return qk_head_dim**-0.5 * mscale**2
 
 
+class Rotation(NamedTuple):
+    """The angles of some tokens, for the layers that share them: float32 [..., P / 2] each."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+@jax.named_scope("rotation")
+def rotation(
+    positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
+) -> Rotation:
+    """cos and sin [..., P / 2] of every position's angles, YaRN's scale of lengths included.
+
+    Raises:
+        TypeError: `positions` are not integers.
+    """
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"rope: positions must be integers, got {positions.dtype}")
+    angle = positions[..., None].astype(dtype) * jnp.asarray(inv_freq(config), dtype)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.yarn:
+        yarn = config.yarn
+        length = _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+        cos, sin = cos * length, sin * length
+    return Rotation(cos, sin)
+
+
 @jax.named_scope("rope")
 def rope(
-    x: Float[Array, "... P"], positions: Int[Array, "..."], config: RopeConfig
+    x: Float[Array, "... P"], positions: Int[Array, "..."] | Rotation, config: RopeConfig
 ) -> Float[Array, "... P"]:
     """Rotates the last axis of `x` by its positions; computed in float32, returned in x's dtype.
 
     Args:
         x: [..., T, P], or with heads [..., T, H, P].
         positions: integers, one per token: one axis fewer than `x`, or with heads two. Each axis
-            equals that of `x` or is 1.
+            equals that of `x` or is 1. Or the `rotation` of such.
         config: P must be `config.dim`.
 
     Raises:
         TypeError: `positions` are not integers, or `x` is not floating.
         ValueError: the shapes do not fit.
     """
-    x, positions = jnp.asarray(x), jnp.asarray(positions)
+    x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"rope: x must be floating, got {x.dtype}")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"rope: positions must be integers, got {positions.dtype}")
     if x.ndim < 1 or x.shape[-1] != config.dim:
         raise ValueError(f"rope: the last axis of x must be {config.dim=}, got x {x.shape}")
-    per_token = x.shape[: positions.ndim]
-    if x.ndim - positions.ndim not in (1, 2) or any(
-        n not in (1, m) for n, m in zip(positions.shape, per_token, strict=True)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if not isinstance(positions, Rotation):
+        positions = rotation(positions, config, dtype)
+    cos, sin = positions
+    tokens = cos.shape[:-1]
+    if x.ndim - len(tokens) not in (1, 2) or any(
+        n not in (1, m) for n, m in zip(tokens, x.shape[: len(tokens)], strict=True)
     ):
         raise ValueError(
             "rope: positions must have the axes of x without P, or without H and P, got x "
-            f"{x.shape}, positions {positions.shape}"
+            f"{x.shape}, positions {tokens}"
         )
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    angle = positions[..., None].astype(dtype) * jnp.asarray(inv_freq(config), dtype)
-    if x.ndim - positions.ndim == 2:
-        angle = angle[..., None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if config.yarn:
-        yarn = config.yarn
-        length = _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-        cos, sin = cos * length, sin * length
+    if x.ndim - len(tokens) == 2:
+        cos, sin = cos[..., None, :], sin[..., None, :]
     wide = x.astype(dtype)
     if config.interleaved:
         a, b, axis = wide[..., 0::2], wide[..., 1::2], -1

@@ -46,7 +46,6 @@ def combine(
         chunk *= 2
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
-    cut_rows = schedule.rows
 
     layout = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 
@@ -61,7 +60,7 @@ def combine(
             """Partial result of the row in `part`, and whether there is such a part."""
             there = part <= last
             part = jnp.minimum(part, last)
-            return 2 * part + (cuts_ref[part] != row).astype(jnp.int32), there
+            return 2 * part + (cuts_ref[0, part] != row).astype(jnp.int32), there
 
         @pl.when(last > first)
         def _():
@@ -109,5 +108,5 @@ def combine(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):
-        kernel(partial_lse, schedule.spans, cut_rows, out_ref, partial_ref, lse_ref)
+        kernel(partial_lse, schedule.spans, schedule.cuts, out_ref, partial_ref, lse_ref)
     return jax.freeze(lse_ref)

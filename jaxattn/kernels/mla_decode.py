@@ -141,8 +141,7 @@ def mla_decode_mosaic(
     packed = q.reshape(batch, q_len * num_heads, dim)
     packed = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    cuts = jnp.stack([schedule.rows, schedule.pages])
-    operands = (packed, kv_cache, layer, block_tables, seq_lens, cuts)
+    operands = (packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
 
     # The kernel writes rows of 2-D arrays: of its own, or the arena's whole lanes.
     spec = _spec(batch, rows, RANK, dtype, parts)

@@ -31,18 +31,26 @@ class Schedule:
     """Where each part begins: cut p is (row, page) for p from 0 to `parts`, the last is the end.
 
     Attributes:
-        rows: int32 [parts + 1], the row that a part begins in.
-        pages: int32 [parts + 1], the page of that row; 0 is the row's own start.
+        cuts: int32 [2, parts + 1], `rows` and `pages` in one array, as the kernels take them.
         spans: int32 [2, B], first and last part that has a piece of the row.
     """
 
-    rows: jax.Array
-    pages: jax.Array
+    cuts: jax.Array
     spans: jax.Array
 
     @property
+    def rows(self) -> jax.Array:
+        """int32 [parts + 1], the row that a part begins in."""
+        return self.cuts[0]
+
+    @property
+    def pages(self) -> jax.Array:
+        """int32 [parts + 1], the page of that row; 0 is the row's own start."""
+        return self.cuts[1]
+
+    @property
     def parts(self) -> int:
-        return self.rows.shape[0] - 1
+        return self.cuts.shape[1] - 1
 
     @classmethod
     def of(cls, rows: jax.Array, pages: jax.Array, batch: int) -> "Schedule":
@@ -52,7 +60,7 @@ class Schedule:
         by_its_start = (starts < row) | ((starts == row) & (begun == 0))
         first = jnp.sum(by_its_start, axis=1, dtype=jnp.int32) - 1
         last = jnp.sum(starts <= row, axis=1, dtype=jnp.int32) - 1
-        return cls(rows, pages, jnp.stack([first, last]))
+        return cls(jnp.stack([rows, pages]), jnp.stack([first, last]))
 
 
 def num_tiles(q_len: int, num_heads: int) -> int:

@@ -185,7 +185,7 @@ class MLALayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), dataclasses.replace(state, kv_cache=kv_cache)
 
     def decode(
-        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, schedule, implementation
+        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, shared, implementation
     ):
         y, kv_cache, arena = self.mla.decode(
             self.norm(x),
@@ -193,7 +193,7 @@ class MLALayer(nnx.Module):
             block_tables=batch.block_tables,
             seq_lens=batch.seq_lens,
             layer=layer,
-            schedule=schedule,
+            **shared,
             arena=state.arena,
             implementation=implementation,
         )
@@ -228,13 +228,13 @@ class Repeat(nnx.Module):
         batch: DecodeBatch,
         repeat,
         weights,
-        schedule,
+        shared,
         implementation,
     ):
         for j, layer in enumerate(self.gdn):
             index = repeat * len(self.gdn) + j
             x, state = layer.decode(x, state, batch, index, weights, implementation)
-        return self.mla.decode(x, state, batch, repeat, schedule, implementation)
+        return self.mla.decode(x, state, batch, repeat, shared, implementation)
 
 
 class HybridDecoder(nnx.Module):
@@ -306,18 +306,21 @@ class HybridDecoder(nnx.Module):
         def body(carry, params):
             x, state, repeat = carry
             x, state = nnx.merge(graphdef, self._unpack(*params)).decode(
-                x, state, batch, repeat, gdn_weights, schedule, implementation
+                x, state, batch, repeat, gdn_weights, shared, implementation
             )
             return (x, state, repeat + 1), None
 
-        # Once for all layers: XLA would work it out in each.
+        # Once for all layers: XLA would work them out in each.
+        q_len = batch.tokens.shape[1]
         schedule = mla.decode_schedule(
             batch.seq_lens,
-            q_len=batch.tokens.shape[1],
+            q_len=q_len,
             num_heads=self.config.num_attention_heads,
             max_pages=batch.block_tables.shape[1],
             interpret=implementation == "mosaic_gpu_interpret",
         )
+        rotation = self.repeats.mla.mla.decode_rotation(batch.seq_lens, q_len)
+        shared = {"schedule": schedule, "rotation": rotation}
         x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
         (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, vectors))
         return self._head(x), state
@@ -328,6 +331,8 @@ class HybridDecoder(nnx.Module):
             return params
         shapes = jax.tree.leaves(abstract_model(self.config)[1]["repeats"])
         widths = [shape.shape[1] for shape in shapes if len(shape.shape) == 2]
+        # One copy out of the stack: without the barrier XLA makes one for each width.
+        vectors = lax.optimization_barrier(vectors)
         pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
         return jax.tree.map(lambda leaf: next(pieces) if leaf.ndim == 1 else leaf, params)
 

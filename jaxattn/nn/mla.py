@@ -18,7 +18,7 @@ from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.rope import RopeConfig, rope, softmax_scale
+from jaxattn.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -157,6 +157,7 @@ class MultiHeadLatentAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
         schedule: mla.Schedule | None = None,
+        rotation: Rotation | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -166,22 +167,23 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
             seq_lens: the row's length with the S new tokens; 0 is a padding row.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
+            rotation: likewise `decode_rotation` of these `seq_lens`.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
             (float32 [B, S, hidden], the cache with the new latents, the arena or None).
             A padding row's output is exactly 0 and writes nothing.
         """
-        positions = (seq_lens - x.shape[1])[:, None] + jnp.arange(x.shape[1])
-        positions = jnp.maximum(positions, 0)
+        if rotation is None:
+            rotation = self.decode_rotation(seq_lens, x.shape[1])
         kv_cache = mla.mla_cache_write(
             kv_cache,
-            self._latents(x, positions).astype(kv_cache.dtype),
+            self._latents(x, rotation).astype(kv_cache.dtype),
             block_tables,
             seq_lens,
             layer=layer,
         )
-        q_nope, q_pe = self._queries(x, positions)
+        q_nope, q_pe = self._queries(x, rotation)
         q = jnp.concatenate(
             [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe], axis=-1
         )
@@ -200,7 +202,12 @@ class MultiHeadLatentAttention(nnx.Module):
         out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         return self._output(out), kv_cache, rest[0] if rest else None
 
-    def _queries(self, x: Array, positions: Array) -> tuple[Array, Array]:
+    def decode_rotation(self, seq_lens: Int[Array, "B"], q_len: int) -> Rotation:
+        """The angles of each row's last `q_len` tokens; a model's layers share them."""
+        positions = seq_lens[:, None] - q_len + jnp.arange(q_len)
+        return rotation(jnp.maximum(positions, 0), self.rope)
+
+    def _queries(self, x: Array, positions: Array | Rotation) -> tuple[Array, Array]:
         """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
@@ -212,7 +219,7 @@ class MultiHeadLatentAttention(nnx.Module):
             q_pe = rope(q_pe, positions, self.rope)
             return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
 
-    def _latents(self, x: Array, positions: Array) -> Array:
+    def _latents(self, x: Array, positions: Array | Rotation) -> Array:
         """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
         with jax.named_scope("mla_kv_proj"):
             compressed, k_pe = jnp.split(self.kv_a_proj(x), [self.kv_lora_rank], axis=-1)
