@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
-from jaxattn.kernels.mla_decode import mla_decode_mosaic
+from jaxattn.kernels.mla_decode import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode import scratch as scratch
 from jaxattn.kernels.mla_schedule import Schedule as Schedule
 from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
@@ -42,7 +42,7 @@ DECODE_BLOCK = 512
 
 @overload
 def mla_decode(
-    q: Array,
+    q: Array | tuple[Array, Array],
     kv_cache: Array,
     block_tables: Array,
     seq_lens: Array,
@@ -58,7 +58,7 @@ def mla_decode(
 
 @overload
 def mla_decode(
-    q: Array,
+    q: Array | tuple[Array, Array],
     kv_cache: Array,
     block_tables: Array,
     seq_lens: Array,
@@ -73,7 +73,7 @@ def mla_decode(
 
 
 def mla_decode(
-    q: Float[Array, "B S H D"],
+    q: Float[Array, "B S H D"] | tuple[Float[Array, "B S H R"], Float[Array, "B S H P"]],
     kv_cache: Float[Array, "L N C D"] | Float[Array, "N C D"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
@@ -96,7 +96,8 @@ def mla_decode(
     row does own stays in that row (in any of its S tokens) and is not hidden.
 
     Args:
-        q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P).
+        q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P). Or the
+            two as a pair, which need not be joined first where H is a multiple of 64.
         kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's.
         block_tables: int32 page ids. Those within a row's length must be below N.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
@@ -120,7 +121,8 @@ def mla_decode(
         NotImplementedError: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_decode")
-    q = arguments.check("q", q, "B S H D")
+    parts = q if isinstance(q, tuple) else None
+    q = _check_queries(arguments, q)
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
@@ -138,8 +140,10 @@ def mla_decode(
         )
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
+        # Apart only where the kernel was named: reading them so has not run on a GPU yet.
+        apart = implementation is not None and reads_apart(q.shape[2])
         return mla_decode_mosaic(
-            q,
+            parts if parts is not None and apart else q,
             kv_cache,
             block_tables,
             seq_lens,
@@ -167,6 +171,17 @@ def mla_decode(
                 "xla": xla,
             },
         )
+
+
+def _check_queries(arguments: Arguments, q: Any) -> jax.Array:
+    """The queries in one array [B, S, H, D]; what nobody reads is never computed."""
+    if not isinstance(q, tuple):
+        return arguments.check("q", q, "B S H D")
+    if len(q) != 2:
+        raise ValueError(f"{arguments.op}: q must be an array or a pair, got {len(q)} arrays")
+    latent = arguments.check("q[0]", q[0], "B S H R")
+    rotated = arguments.check("q[1]", q[1], "B S H P", (str(latent.dtype),))
+    return arguments.check("q", jnp.concatenate([latent, rotated], axis=-1), "B S H D")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "kv_lora_rank"))

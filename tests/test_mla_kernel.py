@@ -50,6 +50,16 @@ def test_matches_float64(lens, q_len, heads, implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("lens, q_len, heads", [([70, 0, 1], 2, 64), ([130], 1, 128), ([3], 1, 20)])
+def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implementation):
+    case = mla_case(lens, q_len=q_len, heads=heads)
+    joined = decode(case, implementation)
+    case.q = (case.q[..., :512], case.q[..., 512:])
+    for one, two in zip(joined, decode(case, implementation), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+@both_devices
 @pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
 def test_splits_that_see_nothing(lens, implementation):
     case = mla_case(lens, heads=20)

@@ -42,16 +42,19 @@ EMPTY, MASKED = -1e30, -1e33
 
 def scratch_types(dtype: Any, interpret: bool) -> list[Any]:
     tiled = swizzled(dtype)
-    # The interpreter has no register operands: there all of Q is in shared memory.
-    q_columns = RANK + ROPE if interpret else HALF + ROPE
+    # The interpreter has no register operands: there Q's left columns are in shared memory, too.
+    left = [plgpu.SMEM((TILE, HALF), dtype, transforms=tiled)] if interpret else []
     return [
-        plgpu.SMEM((TILE, q_columns), dtype, transforms=tiled),  # Q's right and rope columns
-        # TMA wants its destination in one piece: left columns slot after slot, then right ones.
+        *left,
+        # TMA wants its destination in one piece: the columns of Q and of pages lie apart.
+        plgpu.SMEM((TILE, HALF), dtype, transforms=tiled),  # Q's right columns
+        plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),  # Q's rope columns
+        # Left columns slot after slot, then right ones.
         plgpu.SMEM((LEFT_SLOTS + RIGHT_SLOTS, PAGE, HALF), dtype, transforms=tiled),
         plgpu.SMEM((RIGHT_SLOTS, PAGE, ROPE), dtype, transforms=tiled),  # rope columns, then P
         plgpu.SMEM((RIGHT_SLOTS, TILE), jnp.float32),  # rescaling of the rows
         plgpu.SMEM((TILE,), jnp.float32),  # their sums
-        plgpu.Barrier(),  # Q loaded
+        plgpu.Barrier(num_arrivals=len(left) + 2),  # Q loaded
         plgpu.Barrier(num_barriers=LEFT_SLOTS + RIGHT_SLOTS),  # left and right columns loaded
         plgpu.Barrier(num_barriers=RIGHT_SLOTS),  # rope columns loaded
         plgpu.Barrier(num_barriers=RIGHT_SLOTS),  # P and the rescaling written
@@ -71,12 +74,15 @@ def make_body(
     scale: float,
     dtype: Any,
     split: bool,
+    apart: bool,
     interpret: bool,
 ) -> Any:
     """The kernel's function of (first rows of the lanes, *refs in `mla_decode_mosaic`'s order).
 
     Args:
         split: whether there are partial results.
+        apart: whether Q comes as the absorbed product and the rotation write it, two refs
+            [H, B, S, R] and [B, S, H, P] with whole tiles of heads, or as one [B, rows, D].
     """
     tile_layout = plgpu.Layout.WGMMA
     row_layout = tile_layout.reduce(1)
@@ -89,14 +95,17 @@ def make_body(
     def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=tile_layout)
 
-    def body(first_rows, q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref, out_ref, *rest):
-        refs = iter(rest)
+    def body(first_rows, *every):
+        refs = iter(every)
+        q_refs = [next(refs) for _ in range(1 + apart)]
+        kv_ref, layer_ref, table_ref, lens_ref, cuts_ref, out_ref = (next(refs) for _ in range(6))
         partial_ref: Any = next(refs) if split else None
         lse_ref = next(refs)
         partial_lse_ref: Any = next(refs) if split else None
+        q_left_smem: Any = next(refs) if interpret else None
         (
-            q_smem, kv_smem, rope_smem, rescale_smem, sum_smem, q_loaded, kv_loaded, rope_loaded,
-            p_written, p_read, scores_done, sums_written, sums_read,
+            q_right_smem, q_rope_smem, kv_smem, rope_smem, rescale_smem, sum_smem, q_loaded,
+            kv_loaded, rope_loaded, p_written, p_read, scores_done, sums_written, sums_read,
         ) = refs  # fmt: skip
         batch = lens_ref.shape[0]
         wg, tile, part = lax.axis_index("wg"), lax.axis_index("tile"), lax.axis_index("part")
@@ -161,7 +170,14 @@ def make_body(
         def _scores():
             plgpu.set_max_registers(REGISTERS, action="decrease")
 
-            first = HALF if in_registers else 0  # Q's columns in shared memory start here
+            def q_columns(row: jax.Array, first: int, width: int) -> Any:
+                if not apart:
+                    return q_refs[0].at[row, pl.ds(tile * TILE, TILE), pl.ds(first, width)]
+                token = lax.div(tile, num_heads // TILE)
+                heads = pl.ds(lax.rem(tile, num_heads // TILE) * TILE, TILE)
+                if first == RANK:
+                    return q_refs[1].at[row, token, heads]
+                return q_refs[0].at[heads, row, token, pl.ds(first, width)]
 
             def load_q(row: jax.Array, page: jax.Array) -> None:
                 """The queries of the part's first row from this page on, if there is one."""
@@ -169,17 +185,17 @@ def make_body(
 
                 @pl.when(page < stop)
                 def _():
-                    columns = pl.ds(first, RANK + ROPE - first)
                     plgpu.commit_smem()  # all four warps have read the last ones
-                    source = q_ref.at[row, pl.ds(tile * TILE, TILE), columns]
-                    plgpu.copy_gmem_to_smem(source, q_smem, q_loaded)
+                    if not in_registers:
+                        plgpu.copy_gmem_to_smem(q_columns(row, 0, HALF), q_left_smem, q_loaded)
+                    plgpu.copy_gmem_to_smem(q_columns(row, HALF, HALF), q_right_smem, q_loaded)
+                    plgpu.copy_gmem_to_smem(q_columns(row, RANK, ROPE), q_rope_smem, q_loaded)
 
             def piece(carry, row, start, steps, whole, pages_before, pieces_before):
+                q_left = q_left_smem
                 if in_registers:
-                    source = q_ref.at[row, pl.ds(tile * TILE, TILE), pl.ds(0, HALF)]
+                    source = q_columns(row, 0, HALF)
                     q_left = plgpu.load(source, layout=tile_layout, optimized=False)
-                else:
-                    q_left = q_smem.at[:, pl.ds(0, HALF)]
                 plgpu.barrier_wait(q_loaded)
                 # Keys that each packed row sees: causal from the bottom right.
                 length = lens_ref[row]
@@ -201,11 +217,9 @@ def make_body(
 
                         # The right columns come last: they are loaded last.
                         right = LEFT_SLOTS + slot
-                        q_right = q_smem.at[:, pl.ds(HALF - first, HALF)]
-                        q_rope = q_smem.at[:, pl.ds(RANK - first, ROPE)]
                         add(q_left, kv_smem.at[left], kv_loaded.at[left])
-                        add(q_rope, rope_smem.at[slot], rope_loaded.at[slot])
-                        add(q_right, kv_smem.at[right], kv_loaded.at[right])
+                        add(q_rope_smem, rope_smem.at[slot], rope_loaded.at[slot])
+                        add(q_right_smem, kv_smem.at[right], kv_loaded.at[right])
                         return acc[...]
 
                     scores = pl.run_scoped(product, plgpu.ACC((TILE, PAGE), jnp.float32))

@@ -89,7 +89,12 @@ def _spec(batch: int, rows: int, rank: int, dtype: Any, parts: int) -> ArenaSpec
     return ArenaSpec.of("mla_decode", **regions)
 
 
-def _refuse(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
+def reads_apart(num_heads: int) -> bool:
+    """Whether the kernel takes the queries' two parts as they are: its tiles have whole heads."""
+    return num_heads % TILE == 0
+
+
+def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
     dim, page = kv_cache.shape[-1], kv_cache.shape[-2]
     if kv_lora_rank != RANK or dim != RANK + ROPE:
         raise NotImplementedError(
@@ -98,15 +103,15 @@ def _refuse(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
         )
     if page != PAGE:
         raise NotImplementedError(f"mla_decode: the kernel reads pages of 64 tokens, got {page}")
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != kv_cache.dtype:
+    if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
         raise NotImplementedError(
             f"mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
-            f"q {q.dtype.name}, kv_cache {kv_cache.dtype.name}"
+            f"q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
 
 
 def mla_decode_mosaic(
-    q: jax.Array,
+    q: jax.Array | tuple[jax.Array, jax.Array],
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
@@ -121,9 +126,11 @@ def mla_decode_mosaic(
 ) -> tuple[Any, ...]:
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there."""
     require_hopper("mla_decode", interpret=interpret)
-    _refuse(q, kv_cache, kv_lora_rank)
-    batch, q_len, num_heads, dim = q.shape
-    dtype = q.dtype
+    apart = isinstance(q, tuple)
+    latent = q[0] if isinstance(q, tuple) else q
+    _refuse(latent.dtype, kv_cache, kv_lora_rank)
+    batch, q_len, num_heads, _ = latent.shape
+    dtype = latent.dtype
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
     tiles = num_tiles(q_len, num_heads)
@@ -138,10 +145,13 @@ def mla_decode_mosaic(
         )
     parts = schedule.parts
 
-    packed = q.reshape(batch, q_len * num_heads, dim)
-    packed = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
+    if isinstance(q, tuple):
+        queries = [q[0].transpose(2, 0, 1, 3), q[1]]  # heads first, as the absorbed product comes
+    else:
+        packed = q.reshape(batch, q_len * num_heads, -1)
+        queries = [jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))]
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = (packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
+    operands = (*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
 
     # The kernel writes rows of 2-D arrays: of its own, or the arena's whole lanes.
     spec = _spec(batch, rows, RANK, dtype, parts)
@@ -159,7 +169,7 @@ def mla_decode_mosaic(
         lse_types.append(jax.ShapeDtypeStruct((2 * parts, rows), jnp.float32))
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        split=split, interpret=interpret,
+        split=split, apart=apart, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, first_rows),

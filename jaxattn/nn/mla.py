@@ -184,11 +184,9 @@ class MultiHeadLatentAttention(nnx.Module):
             layer=layer,
         )
         q_nope, q_pe = self._queries(x, rotation)
-        q = jnp.concatenate(
-            [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe], axis=-1
-        )
+        q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
         out, _, *rest = mla.mla_decode(
-            q.astype(kv_cache.dtype),
+            (q_latent.astype(kv_cache.dtype), q_pe.astype(kv_cache.dtype)),
             kv_cache,
             block_tables,
             seq_lens,
