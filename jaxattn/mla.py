@@ -133,9 +133,9 @@ def mla_decode(
             f"{kv_lora_rank}"
         )
 
-    if schedule is not None and schedule.spans.shape[1] != q.shape[0]:
+    if schedule is not None and schedule.slots.shape[1] != q.shape[0]:
         raise ValueError(
-            f"mla_decode: the schedule is of {schedule.spans.shape[1]} rows, q {q.shape} has "
+            f"mla_decode: the schedule is of {schedule.slots.shape[1]} rows, q {q.shape} has "
             f"{q.shape[0]}; make it with decode_schedule from these seq_lens"
         )
 

@@ -317,6 +317,8 @@ class HybridDecoder(nnx.Module):
             q_len=q_len,
             num_heads=self.config.num_attention_heads,
             max_pages=batch.block_tables.shape[1],
+            page_size=state.kv_cache.shape[2],
+            batch_invariant=True,  # what a row is answered does not depend on who else asks
             interpret=implementation == "mosaic_gpu_interpret",
         )
         rotation = self.repeats.mla.mla.decode_rotation(batch.seq_lens, q_len)
