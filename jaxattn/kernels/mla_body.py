@@ -112,7 +112,7 @@ def make_body(
     def body(first_rows, *every):
         refs = iter(every)
         q_refs = [next(refs) for _ in range(1 + apart)]
-        kv_ref, layer_ref, table_ref, lens_ref, cuts_ref, slots_ref = (next(refs) for _ in range(6))
+        kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(5))
         query_lens_ref: Any = next(refs) if ragged else None
         out_ref = next(refs)
         partial_ref: Any = next(refs) if split else None
@@ -188,9 +188,11 @@ def make_body(
                 pl.when(pages_of(row) <= 0)(lambda: write(row))
 
         def partial_slot(row: jax.Array, start: jax.Array) -> jax.Array:
-            """Where the partial result of the row's piece from page `start` on goes."""
-            index = lax.div(start, piece_pages) if piece_pages else part - slots_ref[2, row]
-            return slots_ref[0, row] + index
+            """Where the partial result of the row's piece from page `start` on goes; nothing is
+            read for it, since what is read early stays in registers for the whole piece."""
+            if piece_pages:
+                return row * (-(-max_pages // piece_pages)) + lax.div(start, piece_pages)
+            return 2 * part + (row != first_row).astype(jnp.int32)
 
         @pl.when(wg == 0)
         def _scores():

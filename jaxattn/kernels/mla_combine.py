@@ -54,7 +54,8 @@ def combine(
 
     def body(partial_lse_ref, slots_ref, out_ref, partial_ref, lse_ref):
         row = lax.axis_index("row")
-        first, number = slots_ref[0, row], slots_ref[1, row]
+        slots = [slots_ref[i, row] for i in range(3)]
+        number = slots[1]
 
         @pl.when(number > 0)
         def _():
@@ -64,7 +65,7 @@ def combine(
                 blocks = lax.div(number + AHEAD - 1, AHEAD)
 
                 def slot(index: Any) -> Any:
-                    return first + jnp.minimum(index, number - 1)
+                    return schedule.slot_of(slots, jnp.minimum(index, number - 1))
 
                 def find_top(j, top):
                     for k in range(AHEAD):

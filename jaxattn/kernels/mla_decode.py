@@ -175,7 +175,7 @@ def mla_decode_mosaic(
         packed = q.reshape(batch, q_len * num_heads, -1)
         queries = [jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))]
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = (*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts, schedule.slots)
+    operands = (*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
     if query_lens is not None:
         operands = (*operands, query_lens)
 

@@ -37,7 +37,7 @@ class Schedule:
     Attributes:
         cuts: int32 [2, parts + 1], `rows` and `pages` in one array, as the kernels take them.
         slots: int32 [3, B], of each row: its first partial result, how many it has (0: its output
-            is written whole), and the part that has its first piece.
+            is written whole), and where the others are counted from, see `slot_of`.
         piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone.
     """
 
@@ -68,18 +68,24 @@ class Schedule:
         first = jnp.sum(by_its_start, axis=1, dtype=jnp.int32) - 1
         last = jnp.sum(starts <= row, axis=1, dtype=jnp.int32) - 1
         number = jnp.where(last > first, last - first + 1, 0)
-        return cls(jnp.stack([rows, pages]), jnp.stack([_before(number), number, first]))
+        # A part's first piece is its partial result 0, another one its partial result 1.
+        begins = starts[jnp.maximum(first, 0)] == row[:, 0]
+        slots = jnp.stack([2 * first + ~begins, number, 2 * first])
+        return cls(jnp.stack([rows, pages]), slots)
 
     @classmethod
-    def of_pieces(cls, rows: jax.Array, pages: jax.Array, number: jax.Array, piece: int) -> Any:
-        """The schedule with these cuts, of rows cut in `number` [B] pieces of `piece` pages."""
-        number = jnp.where(number > 1, number, 0)
-        slots = jnp.stack([_before(number), number, jnp.zeros_like(number)])
+    def of_pieces(
+        cls, rows: jax.Array, pages: jax.Array, number: jax.Array, piece: int, most: int
+    ) -> "Schedule":
+        """The schedule with these cuts, of rows cut in `number` [B] pieces, at most `most` each."""
+        first = most * jnp.arange(number.shape[0], dtype=jnp.int32)
+        slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
         return cls(jnp.stack([rows, pages]), slots, piece)
 
-
-def _before(number: jax.Array) -> jax.Array:
-    return jnp.cumsum(number, dtype=jnp.int32) - number
+    def slot_of(self, slots: Any, index: Any) -> Any:
+        """The partial result of a row's piece `index`, `slots` being the row's three."""
+        stride = 1 if self.piece else 2
+        return jnp.where(index == 0, slots[0], slots[2] + stride * index)
 
 
 def num_steps(max_pages: int, page_size: int) -> int:
@@ -132,11 +138,12 @@ def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int
     inside = jnp.minimum(rows, batch - 1)
     into = at - (end - cost)[inside]
     if piece:
+        most = -(-max_pages // piece)
         begun = (into + (piece + ROW_COST) // 2) // (piece + ROW_COST) * piece
         rows = jnp.where(begun >= pages[inside], rows + 1, rows)
         begun = jnp.where(begun >= pages[inside], 0, begun)
         begun = jnp.where(rows < batch, begun, 0)
-        return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece)
+        return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, most)
     begun = jnp.maximum(into - ROW_COST, 0)
     begun = jnp.where(rows < batch, begun, 0)
     if not may_split(batch, parts):
