@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode, pack_gdn_weights
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 
@@ -152,7 +152,7 @@ class GatedDeltaNet(nnx.Module):
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
+from jaxattn.mla_append import mla_append, pack_mla_weights
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
@@ -158,6 +159,7 @@ class MultiHeadLatentAttention(nnx.Module):
         layer: int | Int[Array, ""] | None = None,
         schedule: mla.Schedule | None = None,
         rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -168,6 +170,8 @@ class MultiHeadLatentAttention(nnx.Module):
             seq_lens: the row's length with the S new tokens; 0 is a padding row.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
             rotation: likewise `decode_rotation` of these `seq_lens`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
@@ -176,14 +180,24 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1])
-        kv_cache = mla.mla_cache_write(
+        with jax.named_scope("mla_down_proj"):
+            compressed = None if self.q_lora_rank is None else self.q_a_proj(x)
+            latents = self.kv_a_proj(x)
+        compressed, kv_cache = mla_append(
+            latents,
+            compressed,
+            self.packed_weights() if weights is None else weights,
             kv_cache,
-            self._latents(x, rotation).astype(kv_cache.dtype),
             block_tables,
             seq_lens,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.kv_a_norm.eps,
+            dtype=self.dtype,
             layer=layer,
+            implementation=implementation,
         )
-        q_nope, q_pe = self._queries(x, rotation)
+        q_nope, q_pe = self._queries(x, rotation, compressed)
         q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
         out, _, *rest = mla.mla_decode(
             (q_latent.astype(kv_cache.dtype), q_pe.astype(kv_cache.dtype)),
@@ -205,13 +219,25 @@ class MultiHeadLatentAttention(nnx.Module):
         positions = seq_lens[:, None] - q_len + jnp.arange(q_len)
         return rotation(jnp.maximum(positions, 0), self.rope)
 
-    def _queries(self, x: Array, positions: Array | Rotation) -> tuple[Array, Array]:
-        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
+    def packed_weights(self) -> Float[Array, "*L W"]:
+        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
+        q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
+        return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
+
+    def _queries(
+        self, x: Array, positions: Array | Rotation, compressed: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
+
+        `compressed`: the normed output of q_a_proj, where there is one already.
+        """
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
                 q = self.q_proj(x)
-            else:
+            elif compressed is None:
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            else:
+                q = self.q_b_proj(compressed)
             q = q.reshape(*x.shape[:2], self.num_heads, -1)
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)
