@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
-from jaxattn.mla import mla_cache_write
+from jaxattn.mla_cache import mla_cache_write
 from jaxattn.paged import FLOATS, Arguments
 from jaxattn.rope import RopeConfig, Rotation, rope
 
@@ -35,7 +35,7 @@ def mla_append(
     kv: Float[Array, "B S D"],
     q: Float[Array, "B S Q"] | None,
     weights: Float[Array, "*L W"],
-    kv_cache: Float[Array, "L N C D"] | Float[Array, "N C D"],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
     *,
@@ -43,22 +43,27 @@ def mla_append(
     config: RopeConfig,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
+    query_lens: Int[Array, "B"] | None = None,
+    kv_scale: Array | float | None = None,
     layer: int | Int[Array, ""] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Array | None, Array]:
-    """Caches each row's last S tokens, and norms the compressed queries.
+    """Caches each row's new tokens, and norms the compressed queries.
 
     Args:
         kv: kv_a_proj's output: R dims to norm, then P dims to rotate.
         q: q_a_proj's output, or None for a layer without `q_lora_rank`.
         weights: `pack_mla_weights(...)` of this layer, or of a stack that `layer` indexes.
-        kv_cache: as for `jaxattn.mla.mla_cache_write`; donate it to update it in place.
+        kv_cache: of any format that `jaxattn.mla.mla_cache_write` writes; donate it to update it
+            in place.
         block_tables: int32 page ids.
         seq_lens: int32 tokens of each row, the S new ones included; for 0 nothing is written.
         rotation: `jaxattn.rope.rotation` of the tokens' positions [B, S].
         config: P is `config.dim`; its layout says which dims are a pair.
         eps: of both norms.
-        dtype: of the normed queries; the cache's, if None.
+        dtype: of the normed queries; kv's, if None.
+        query_lens: int32 new tokens of each row, the first of its S; S, if None.
+        kv_scale: of a float8_e4m3fn cache.
         layer: index into the stacks, a Python int or a traced scalar.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
 
@@ -78,6 +83,8 @@ def mla_append(
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
+    if query_lens is not None:
+        query_lens = arguments.check_query_lens(query_lens, "kv", kv)
     weights = arguments.check("weights", weights, "W" if weights.ndim == 1 else "L W", FLOATS)
     batch, q_len, dim = kv.shape
     rank, query_rank = dim - config.dim, 0 if q is None else q.shape[-1]
@@ -91,7 +98,7 @@ def mla_append(
             f"{op}: rotation must be of positions [B, S] = {[batch, q_len]} and {config.dim=}, got "
             f"angles {rotation.angles.shape}"
         )
-    out_dtype = jnp.dtype(kv_cache.dtype if dtype is None else dtype)
+    out_dtype = jnp.dtype(kv.dtype if dtype is None else dtype)
 
     def mosaic(interpret: bool) -> tuple[Array | None, Array]:
         mine = q if norms_queries(query_rank) else None
@@ -106,6 +113,7 @@ def mla_append(
             interleaved=config.interleaved,
             eps=eps,
             dtype=out_dtype,
+            query_lens=query_lens,
             layer=layer,
             interpret=interpret,
         )
@@ -125,7 +133,13 @@ def mla_append(
         rotated = rope(kv[..., rank:], rotation, config)
         latent = jnp.concatenate([norm(kv[..., :rank], own()[:rank]), rotated], axis=-1)
         written = mla_cache_write(
-            kv_cache, latent.astype(kv_cache.dtype), block_tables, seq_lens, layer=layer
+            kv_cache,
+            latent,
+            block_tables,
+            seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            kv_scale=kv_scale,
         )
         return queries(), written
 

@@ -27,9 +27,12 @@ def arguments(lens, q_len, query_rank, config, *, page=64, table_tail=-1):
     return (kv, q, weights, case.kv_cache, case.block_tables, case.seq_lens), positions
 
 
-def append(args, positions, config, implementation, layer=1):
-    op = functools.partial(mla_append, config=config, eps=1e-5, implementation=implementation)
-    return jax.jit(op)(*args, rotation=rotation(positions, config), layer=layer)
+def append(args, positions, config, implementation, layer=1, query_lens=None):
+    op = functools.partial(
+        mla_append, config=config, eps=1e-5, dtype=jnp.bfloat16, implementation=implementation
+    )
+    traced = dict(rotation=rotation(positions, config), layer=layer, query_lens=query_lens)
+    return jax.jit(op)(*args, **traced)
 
 
 def normed(x, weight):
@@ -105,6 +108,24 @@ def test_the_kernel_gives_the_bits_of_the_reference(implementation):
     for got, expected in zip((queries, written), wanted, strict=True):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         np.testing.assert_allclose(got, expected, rtol=0 if exact else 2**-7)
+
+
+@anywhere
+def test_rows_with_fewer_new_tokens_than_others(implementation):
+    """A row's first n tokens are written as those of a batch of n tokens a row."""
+    config, lens, new = RopeConfig(), [70, 3], [1, 2]
+    args, _ = arguments(lens, 2, 128, config)
+    query_lens = jnp.asarray(new, jnp.int32)
+    positions = (args[5] - query_lens)[:, None] + jnp.arange(2)
+    _, written = append(args, positions, config, implementation, query_lens=query_lens)
+    page = int(args[4][0, 1])  # of the first row's tokens 64 to 69
+    bits = [np.array(x).view(np.uint16) for x in (args[3], written)]
+    same = (bits[0] == bits[1]).all(-1)
+    assert same[1, page, 4] and not same[1, page, 5]  # only the last token is new, and its first
+    one = np.asarray(written[1, page, 5], np.float64)
+    expected = expected_latents(args[0], args[2][1], positions, config)[0, 0]
+    np.testing.assert_allclose(one, expected, rtol=2**-7, atol=1e-5)
+    assert same.sum() == same.size - 3
 
 
 @both_devices

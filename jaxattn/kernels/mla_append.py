@@ -35,7 +35,7 @@ def _refuse(rank: int, rope: int, cache_dtype: Any) -> None:
         )
     if cache_dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
-            f"mla_append: the kernel writes a bfloat16 or float16 cache, got {cache_dtype}"
+            f"mla_append: the kernel writes a bfloat16 or float16 cache, got {cache_dtype.name}"
         )
 
 
@@ -51,6 +51,7 @@ def mla_append_mosaic(
     interleaved: bool,
     eps: float,
     dtype: Any,
+    query_lens: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -74,6 +75,8 @@ def mla_append_mosaic(
         block_tables,
         seq_lens,
     ]
+    if query_lens is not None:
+        operands.append(query_lens)
     if q is not None:
         operands.append(q.reshape(tokens, query_rank))
     cache_ref = jax.new_ref(kv_cache if layer is not None else kv_cache[None])
@@ -93,6 +96,7 @@ def mla_append_mosaic(
 
     def body(kv_ref, weights_ref, angles_ref, layer_ref, tables_ref, lens_ref, *rest):
         refs = iter(rest)
+        query_lens_ref: Any = next(refs) if query_lens is not None else None
         q_ref: Any = next(refs) if q is not None else None
         cache = next(refs)
         out_ref: Any = next(refs) if q is not None else None
@@ -112,10 +116,12 @@ def mla_append_mosaic(
             some_weight = load_window(weights_ref.at[own, pl.ds(first, WINDOW)])
             angles = load_window(angles_ref.at[token])
             row = lax.div(token, q_len)
-            length = lens_ref[row]
-            position = length - q_len + lax.rem(token, q_len)
+            length, place = lens_ref[row], lax.rem(token, q_len)
+            queries = q_len if query_lens is None else query_lens_ref[row]
+            position = length - queries + place
             column = lax.div(jnp.maximum(position, 0), page_size)
-            known = (length > 0) & (position >= 0) & (column < tables_ref.shape[1])
+            known = (length > 0) & (place < queries) & (position >= 0)
+            known &= column < tables_ref.shape[1]
             page = tables_ref[row, jnp.minimum(column, tables_ref.shape[1] - 1)]
 
             @pl.when(known & (page >= 0) & (page < pages))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxattn import gdn, mla
 from jaxattn.arena import Arena, ArenaSpec
@@ -39,13 +39,13 @@ class DecodeState:
 
     Attributes:
         arena: scratch, see `scratch`.
-        kv_cache: [L_mla, N, C, D], the pages of latents.
+        kv_cache: [L_mla, N, C, Ds], the pages of latents, in the config's `latent_format`.
         conv_state: [L_gdn, Z, W - 1, Dc], the last inputs of each convolution.
         ssm_state: float32 [L_gdn, Z, Hv, Dv, Dk].
     """
 
     arena: Arena
-    kv_cache: Float[Array, "L N C D"]
+    kv_cache: Num[Array, "L N C Ds"]
     conv_state: Float[Array, "L Z W-1 Dc"]
     ssm_state: Float[Array, "L Z Hv Dv Dk"]
 
@@ -504,11 +504,12 @@ def init_state(
     gdn_layers, heads = config.num_gdn_layers, config.linear_num_value_heads
     taps = config.linear_conv_kernel_dim - 1
     head = (config.linear_value_head_dim, config.linear_key_head_dim)
-    kv_cache = (config.num_mla_layers, num_pages, page_size, config.latent_dim)
+    latents = config.latent_format
+    kv_cache = (config.num_mla_layers, num_pages, page_size, latents.width)
     own = scratch(config, batch, max_pages=max_pages, q_len=q_len, page_size=page_size)
     return DecodeState(
         arena=Arena.allocate(spec or own),
-        kv_cache=jnp.zeros(kv_cache, dtype),
+        kv_cache=jnp.zeros(kv_cache, latents.dtype),
         conv_state=jnp.zeros((gdn_layers, num_slots, taps, config.conv_dim), dtype),
         ssm_state=jnp.zeros((gdn_layers, num_slots, heads, *head), jnp.float32),
     )

@@ -81,8 +81,7 @@ def packed_shapes(config: HybridConfig) -> Any:
 
 def page_bytes(config: HybridConfig) -> int:
     """Of a page in all layers."""
-    width = config.latent_dim * config.compute_dtype.itemsize
-    return config.num_mla_layers * PAGE_SIZE * width
+    return config.num_mla_layers * PAGE_SIZE * config.latent_format.nbytes
 
 
 def fill(

@@ -212,7 +212,10 @@ def _notes(
             "the bound of temp."
         )
     if place.cache_dtype == "float8":
-        notes.append("A float8 cache is one byte a number; MLA decode in jaxattn is 16-bit today.")
+        notes.append(
+            "A float8 cache is one byte a number; jaxattn's MLA decode kernel reads 16-bit caches, "
+            "float8 ones are read by XLA."
+        )
     notes.append(
         "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not counted."
     )
