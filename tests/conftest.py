@@ -9,6 +9,11 @@ os.environ.setdefault("PJRT_NPROC", "16")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+if jax.default_backend() == "cpu":
+    # Without it most of the suite's time is LLVM optimizing what runs once. Commands that tests
+    # start as processes of their own are compiled as users compile them.
+    jax.config.update("jax_disable_most_optimizations", True)
+
 
 def _missing_hopper() -> str | None:
     try:

@@ -179,7 +179,7 @@ def read_model(name: str) -> known.KnownModel | HybridConfig:
                 values = json.loads((folder / "config.json").read_text())
             except ValueError as error:
                 raise InputError(f"cannot read {folder / 'config.json'}: {error}") from error
-            if "model_type" not in values:
+            if isinstance(values, dict) and not {"model_type", "text_config"} & values.keys():
                 return read_config(folder)
         return known.load(name)
     except (known.KnownModelError, CheckpointError) as error:

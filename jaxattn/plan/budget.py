@@ -151,10 +151,11 @@ class MemoryPlan:
             if held > (allowed or self.budget.total * (1 - self.budget.utilization)):
                 over = item
                 break
+        also = f"; the largest is the {largest.name} with {largest.nbytes:,} ({largest.why})"
         self.refuse(
             f"{self.inside:,} bytes are needed and {self.budget.device} has {allowed:,} for them; "
-            f"the line that does not fit is the {over.name} with {over.nbytes:,}; the largest part "
-            f"is the {largest.name} with {largest.nbytes:,} ({largest.why})",
+            f"the line that does not fit is the {over.name} with {over.nbytes:,} ({over.why})"
+            + ("" if largest is over else also),
             advice(),
         )
 
