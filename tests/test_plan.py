@@ -214,7 +214,7 @@ def test_a_utilization_that_is_no_fraction_is_refused(value):
 
 def test_the_line_that_does_not_fit_is_named():
     items = (Item("weights", 60, "w"), Item("kv cache", 50, "k"), Item("temp", 5, "t"))
-    with pytest.raises(PlanError, match="115 bytes .* has 100 .* does not fit is the kv cache"):
+    with pytest.raises(PlanError, match="115 .* 100 are allowed, 1 of 100 .* is the kv cache"):
         MemoryPlan(items, Budget("x", 100)).check()
     driver = (*items[:1], Item("driver", 100, "d", outside=True))
     with pytest.raises(PlanError, match="the line that does not fit is the driver"):
@@ -232,6 +232,27 @@ def test_devices_have_names_or_sizes(name, total):
 def test_an_unknown_device_is_refused_with_those_that_are_known(name):
     with pytest.raises(DeviceError, match="use one of h200, h100, h20, or its memory, as in 96GiB"):
         known_device(name)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "Kimi-Linear-48B-A3B"])
+def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
+    model, gib, limits = (
+        (CONFIG, 3, Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9))
+        if name == "hybrid"
+        else (known.load(name), 200, dataclasses.replace(SERVING, batch=512, utilization=0.9))
+    )
+    total = gib * GIB
+    free = total * 7 // 10
+    empty = plan(model, DeviceMemory("x", total), limits)
+    made = plan(model, DeviceMemory("x", total, free=free), limits)
+    assert made["in use"] == total - free
+    assert made.inside + made["driver"] <= free < empty.inside + empty["driver"]
+    assert 0 < made["kv cache"] < empty["kv cache"]
+    assert made.budget.reason(made.outside) == f"what {made.outside:,} outside of it leave of " + (
+        f"{total:,} (x)"
+    )
+    with pytest.raises(PlanError, match=r"what [\d,]+ outside of it leave of"):
+        plan(model, DeviceMemory("x", total, free=total // 8), limits)
 
 
 def test_memory_that_contradicts_itself_is_refused():

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         help="smaller batches as well (default: none)",
     )
     root.add_argument(
-        "--q-len", metavar="S", type=size, default=1, help="tokens of a row in a decode step"
+        "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
     root.add_argument(
         "--cache-dtype", choices=sorted(CACHE_BYTES), default="bfloat16", help="of the KV cache"

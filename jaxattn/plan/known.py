@@ -17,6 +17,7 @@ from jaxattn.models.known import KnownModel
 from jaxattn.plan.activations import activations
 from jaxattn.plan.bound import LIBRARY_WORKSPACE
 from jaxattn.plan.budget import Budget, Item, MemoryPlan, Solution, solve
+from jaxattn.plan.hybrid import held_elsewhere
 from jaxattn.plan.placement import (
     Placement,
     cache_width,
@@ -57,6 +58,7 @@ def plan_known(
         outside.append(
             Item("collectives", COLLECTIVES, "NCCL between the GPUs", (), "assumed", True)
         )
+    outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
     fixed = sum(item.nbytes for item in (*weights, *states)) + temp + in_out
     solved = pages_and_arena(model, limits, place, room - fixed, page)
