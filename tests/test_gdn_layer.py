@@ -123,9 +123,15 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return y.reshape(batch, q_len, -1), convs, states
 
 
-def decode(case: Case, implementation, *, writes=None, arena=None):
+@functools.cache
+def step_of(implementation):
+    """Compiled once for a shape, whatever test comes first."""
     step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
-    return jax.jit(step)(*case.args, write_indices=writes, layer=case.layer, arena=arena)
+    return jax.jit(step, static_argnames="layer")
+
+
+def decode(case: Case, implementation, *, writes=None, arena=None):
+    return step_of(implementation)(*case.args, write_indices=writes, layer=case.layer, arena=arena)
 
 
 def bits(x) -> np.ndarray:
@@ -277,15 +283,15 @@ def test_a_slot_outside_the_pools_is_padding(slot, implementation):
 @implementations
 def test_pools_and_weights_without_a_stack(implementation):
     stacked = make([1, 0], num_slots=2, layers=1, layer=0)
-    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
+    step = step_of(implementation)
     conv_state, state = stacked.conv_state[0], stacked.state[0]
     plain = stacked.qkvz, stacked.ba, stacked.weights[0], conv_state, state, stacked.reads
-    y, conv_state, state = jax.jit(step)(*plain)
+    y, conv_state, state = step(*plain)
     assert_matches(stacked, (y, conv_state[None], state[None]))
     # One layer's own weights beside stacks of pools.
     case = make([1, 0], num_slots=2)
     own = case.weights[case.layer]
-    results = jax.jit(step)(case.qkvz, case.ba, own, *case.args[3:], layer=case.layer)
+    results = step(case.qkvz, case.ba, own, *case.args[3:], layer=case.layer)
     assert_matches(case, results)
 
 
