@@ -31,3 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a GPU has room for one process, and four take some 1.5 GB each of a CPU's."""
+    return 0 if jax.default_backend() == "gpu" else min(os.cpu_count() or 1, 4)
