@@ -151,7 +151,8 @@ def refuse_prefill(
     require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
         raise NotImplementedError(
-            f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
+            f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}; "
+            "use implementation='xla'"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
