@@ -103,23 +103,23 @@ def gated_delta_rule_prefill(
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)
-    reads = jnp.where(live if initial is None else live & initial, reads, -1).astype(jnp.int32)
+    known = live if initial is None else live & initial
+    reads = jnp.where(known, reads.astype(jnp.int32), -1)
     if cu_seqlens is None:
         some = jnp.full(count, v.shape[1] > 0)
     else:
         some = cu_seqlens[1:] > cu_seqlens[:-1]
-    writes = jnp.where(live & some & rows_in_use(state, writes, layer=layer), writes, -1)
+    stored = live & some & rows_in_use(state, writes, layer=layer)
+    writes = jnp.where(stored, writes.astype(jnp.int32), -1)
     if kept is not None:
         inside = rows_in_use(state, kept.reshape(-1), layer=layer).reshape(kept.shape)
-        kept = jnp.where(live[:, None] & inside, kept, -1).astype(jnp.int32)
+        kept = jnp.where(live[:, None] & inside, kept.astype(jnp.int32), -1)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
         refuse_prefill(OP, q, v, chunk_size, interpret=interpret)
         stack = state.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-        pool = Pool(
-            stack, index, live, reads, writes.astype(jnp.int32), kept, checkpoint_tokens or 0
-        )
+        pool = Pool(stack, index, live, reads, writes, kept, checkpoint_tokens or 0)
         with jax.named_scope(OP):
             o, stack = gdn_prefill_mosaic(
                 q,

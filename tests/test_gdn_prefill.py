@@ -19,8 +19,8 @@ prefill = jax.jit(
 )
 
 
-def check(lens, reads, writes=None, fresh=(), kept=None, gates="logsigmoid"):
-    """Runs sequences of `lens` tokens, with NaN wherever nothing may be read, and checks every
+def check(lens, reads, writes=None, fresh=(), kept=None, gates="logsigmoid", poison=np.nan):
+    """Runs sequences of `lens` tokens, with poison wherever nothing may be read, and checks every
     output, every state and the bits of every slot that nobody writes."""
     writes = reads if writes is None else writes
     kept = [] if kept is None else kept
@@ -36,8 +36,8 @@ def check(lens, reads, writes=None, fresh=(), kept=None, gates="logsigmoid"):
     for i in range(count):
         real[ends[i] : ends[i + 1]] = live[i]
     for x in inputs:
-        x[:, ~real] = np.nan
-    pool, states = np.full((2, SLOTS, 2, 16, 32), np.nan, np.float32), make_state(SLOTS, 2, 32, 16)
+        x[:, ~real] = poison
+    pool, states = np.full((2, SLOTS, 2, 16, 32), poison, np.float32), make_state(SLOTS, 2, 32, 16)
     for i in range(count):
         if live[i] and i not in fresh:
             pool[1, reads[i]] = states[reads[i]]
@@ -80,6 +80,12 @@ def check(lens, reads, writes=None, fresh=(), kept=None, gates="logsigmoid"):
 def test_shuffled_slots_beside_padding_and_empty_sequences(gates):
     """Slot 0 and the last slot are live, and what nobody owns is NaN."""
     check([33, 4, 0, 32, 20], [7, -1, 3, 0, 5], gates=gates)
+
+
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, 3e38])
+def test_nothing_is_read_where_nobody_wrote(poison):
+    kept = [[1, 1, 1], [2, 2, 2], [4, -1, 6]]
+    check([31, 4, 63, 2], [7, -1, 3, 0], fresh=[0], kept=kept, poison=poison)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,7 @@ def test_rows_of_a_batch_on_a_plain_bfloat16_pool():
     inputs = make(2, 75, 2, 4, 32, 16, "slow")
     pool = make_state(5, 4, 32, 16).astype(jnp.bfloat16)
     pool[[1, 4]] = np.nan
-    slots, kept = np.array([4, 2], np.int32), np.array([[-1], [3]], np.int32)
+    slots, kept = np.array([4, 2], np.uint8), np.array([[-1], [3]], np.int32)
     run = jax.jit(partial(gated_delta_rule_prefill, checkpoint_tokens=64))
     fresh = np.array([False, True])
     out, new = run(*inputs, pool, slots, has_initial_state=fresh, checkpoint_indices=kept)
