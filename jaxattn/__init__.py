@@ -24,6 +24,7 @@ from jaxattn.gdn import gdn_gates as gdn_gates
 from jaxattn.gdn import recurrent_gated_delta_rule as recurrent_gated_delta_rule
 from jaxattn.gdn_layer import gated_delta_net_decode as gated_delta_net_decode
 from jaxattn.gdn_layer import pack_gdn_weights as pack_gdn_weights
+from jaxattn.gdn_prefill import gated_delta_rule_prefill as gated_delta_rule_prefill
 from jaxattn.limits import Limits as Limits
 from jaxattn.mla import LatentFormat as LatentFormat
 from jaxattn.mla import absorb_output as absorb_output

@@ -26,7 +26,7 @@ from jaxattn.absorb import absorb_output as absorb_output
 from jaxattn.absorb import absorb_query as absorb_query
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
-from jaxattn.kernels.mla_decode import mla_decode_mosaic
+from jaxattn.kernels.mla_decode import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode import scratch as scratch
 from jaxattn.kernels.mla_schedule import Schedule as Schedule
 from jaxattn.merge import merge_attention_states as merge_attention_states
@@ -46,7 +46,7 @@ DECODE_BLOCK = 512
 
 @overload
 def mla_decode(
-    q: Array,
+    q: Array | tuple[Array, Array],
     kv_cache: Array,
     block_tables: Array,
     seq_lens: Array,
@@ -64,7 +64,7 @@ def mla_decode(
 
 @overload
 def mla_decode(
-    q: Array,
+    q: Array | tuple[Array, Array],
     kv_cache: Array,
     block_tables: Array,
     seq_lens: Array,
@@ -99,7 +99,7 @@ def mla_decode(
 
 
 def mla_decode(
-    q: Float[Array, "B S H D"],
+    q: Float[Array, "B S H D"] | tuple[Float[Array, "B S H R"], Float[Array, "B S H P"]],
     kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
@@ -126,7 +126,8 @@ def mla_decode(
     hidden.
 
     Args:
-        q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P).
+        q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P). Or the
+            two as a pair, which need not be joined first where H is a multiple of 64.
         kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's. Its
             dtype is its format (`LatentFormat`): bfloat16, float16, float32 or float64;
             float8_e4m3fn with `kv_scale`; uint8, block-scaled.
@@ -155,7 +156,8 @@ def mla_decode(
         NotImplementedError: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_decode")
-    q = arguments.check("q", q, "B S H D")
+    parts = q if isinstance(q, tuple) else None
+    q = _check_queries(arguments, q)
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
@@ -174,30 +176,34 @@ def mla_decode(
     )
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
-    if schedule is not None and schedule.spans.shape[1] != q.shape[0]:
+    if schedule is not None and schedule.slots.shape[1] != q.shape[0]:
         raise ValueError(
-            f"mla_decode: the schedule is of {schedule.spans.shape[1]} rows, q {q.shape} has "
+            f"mla_decode: the schedule is of {schedule.slots.shape[1]} rows, q {q.shape} has "
             f"{q.shape[0]}; make it with decode_schedule from these seq_lens"
         )
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        if query_lens is not None:
-            raise NotImplementedError(
-                "mla_decode: the kernel gives every row all S tokens, and got query_lens"
-            )
         if format.quantized:
             raise NotImplementedError(
                 "mla_decode: the kernel reads caches of bfloat16 or float16, and got kv_cache "
                 f"{kv_cache.dtype.name}"
             )
+        # What has not run on a GPU yet runs only where the kernel is named.
+        apart = implementation is not None and reads_apart(q.shape[2])
+        if implementation is None and (query_lens is not None or kv_cache.shape[-2] != 64):
+            raise NotImplementedError(
+                "mla_decode: name implementation='mosaic_gpu' for query_lens and for pages of "
+                f"other than 64 tokens, got pages of {kv_cache.shape[-2]}"
+            )
         return mla_decode_mosaic(
-            q,
+            parts if parts is not None and apart else q,
             kv_cache,
             block_tables,
             seq_lens,
             layer=layer,
             scale=scale,
             kv_lora_rank=kv_lora_rank,
+            query_lens=query_lens,
             schedule=schedule,
             arena=arena,
             interpret=interpret,
@@ -218,6 +224,17 @@ def mla_decode(
                 "xla": xla,
             },
         )
+
+
+def _check_queries(arguments: Arguments, q: Any) -> jax.Array:
+    """The queries in one array [B, S, H, D]; what nobody reads is never computed."""
+    if not isinstance(q, tuple):
+        return arguments.check("q", q, "B S H D")
+    if len(q) != 2:
+        raise ValueError(f"{arguments.op}: q must be an array or a pair, got {len(q)} arrays")
+    latent = arguments.check("q[0]", q[0], "B S H R")
+    rotated = arguments.check("q[1]", q[1], "B S H P", (str(latent.dtype),))
+    return arguments.check("q", jnp.concatenate([latent, rotated], axis=-1), "B S H D")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "format"))

@@ -9,10 +9,12 @@ DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 and stre
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -114,50 +116,82 @@ def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
     return qk_head_dim**-0.5 * mscale**2
 
 
+class Rotation(NamedTuple):
+    """The angles of some tokens, for the layers that share them.
+
+    Attributes:
+        angles: [..., 2 P], float32 unless asked otherwise: of every dim the cosine, which it is
+            times, and then the signed sine, which the other dim of its pair is times.
+    """
+
+    angles: jax.Array
+
+
+@jax.named_scope("rotation")
+def rotation(
+    positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
+) -> Rotation:
+    """The rotation by every position's angles, YaRN's scale of lengths included.
+
+    Raises:
+        TypeError: `positions` are not integers.
+    """
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"rope: positions must be integers, got {positions.dtype}")
+    angle = positions[..., None].astype(dtype) * jnp.asarray(inv_freq(config), dtype)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.yarn:
+        yarn = config.yarn
+        length = _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+        cos, sin = cos * length, sin * length
+    axis = -1 if config.interleaved else -2
+    cosines, sines = jnp.stack([cos, cos], axis=axis), jnp.stack([-sin, sin], axis=axis)
+    shape = (*positions.shape, config.dim)
+    return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
+
+
 @jax.named_scope("rope")
 def rope(
-    x: Float[Array, "... P"], positions: Int[Array, "..."], config: RopeConfig
+    x: Float[Array, "... P"], positions: Int[Array, "..."] | Rotation, config: RopeConfig
 ) -> Float[Array, "... P"]:
     """Rotates the last axis of `x` by its positions; computed in float32, returned in x's dtype.
 
     Args:
         x: [..., T, P], or with heads [..., T, H, P].
         positions: integers, one per token: one axis fewer than `x`, or with heads two. Each axis
-            equals that of `x` or is 1.
+            equals that of `x` or is 1. Or the `rotation` of such.
         config: P must be `config.dim`.
 
     Raises:
         TypeError: `positions` are not integers, or `x` is not floating.
         ValueError: the shapes do not fit.
     """
-    x, positions = jnp.asarray(x), jnp.asarray(positions)
+    x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"rope: x must be floating, got {x.dtype}")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"rope: positions must be integers, got {positions.dtype}")
     if x.ndim < 1 or x.shape[-1] != config.dim:
         raise ValueError(f"rope: the last axis of x must be {config.dim=}, got x {x.shape}")
-    per_token = x.shape[: positions.ndim]
-    if x.ndim - positions.ndim not in (1, 2) or any(
-        n not in (1, m) for n, m in zip(positions.shape, per_token, strict=True)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if not isinstance(positions, Rotation):
+        positions = rotation(positions, config, dtype)
+    angles = positions.angles
+    tokens = angles.shape[:-1]
+    if x.ndim - len(tokens) not in (1, 2) or any(
+        n not in (1, m) for n, m in zip(tokens, x.shape[: len(tokens)], strict=True)
     ):
         raise ValueError(
             "rope: positions must have the axes of x without P, or without H and P, got x "
-            f"{x.shape}, positions {positions.shape}"
+            f"{x.shape}, positions {tokens}"
         )
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    angle = positions[..., None].astype(dtype) * jnp.asarray(inv_freq(config), dtype)
-    if x.ndim - positions.ndim == 2:
-        angle = angle[..., None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if config.yarn:
-        yarn = config.yarn
-        length = _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-        cos, sin = cos * length, sin * length
-    wide = x.astype(dtype)
+    if x.ndim - len(tokens) == 2:
+        angles = angles[..., None, :]
+    wide, half = x.astype(dtype), config.dim // 2
     if config.interleaved:
         a, b, axis = wide[..., 0::2], wide[..., 1::2], -1
+        cos, sin = angles[..., : config.dim : 2], angles[..., config.dim + 1 :: 2]
     else:
-        a, b, axis = wide[..., : config.dim // 2], wide[..., config.dim // 2 :], -2
+        a, b, axis = wide[..., :half], wide[..., half:], -2
+        cos, sin = angles[..., :half], angles[..., config.dim + half :]
     rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=axis)
     return rotated.reshape(x.shape).astype(x.dtype)

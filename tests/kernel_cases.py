@@ -31,6 +31,7 @@ class MLACase:
     seq_lens: Array
     layer: int
     scale: float = 192**-0.5
+    query_lens: Array | None = None
 
     @property
     def args(self) -> tuple[Array, Array, Array, Array]:
@@ -77,13 +78,14 @@ def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
     batch, q_len, heads, dim = q.shape
     out, lse = np.zeros((batch, q_len, heads, 512)), np.full((batch, q_len, heads), -np.inf)
     tables, lens = np.asarray(case.block_tables), np.asarray(case.seq_lens)
+    queries = np.full(batch, q_len) if case.query_lens is None else np.asarray(case.query_lens)
     for b in range(batch):
         owned = tables[b, : -(-lens[b] // page)]
         if not len(owned):
             continue
         keys = np.asarray(case.kv_cache[case.layer, owned], np.float64).reshape(-1, dim)
-        for s in range(q_len):
-            visible = lens[b] - (q_len - 1) + s
+        for s in range(queries[b]):
+            visible = lens[b] - (queries[b] - 1) + s
             if visible <= 0:
                 continue
             scores = q[b, s] @ keys[:visible].T * case.scale

@@ -1,5 +1,6 @@
 """The Mosaic GPU kernel of `mla_decode` against float64, in the interpreter and on a Hopper GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,8 +19,14 @@ def decode(case, implementation, *, cuts=None, arena=None, layer=None):
     """`cuts` are the (row, page) that each part begins at; None leaves them to the op."""
     layer = case.layer if layer is None else layer
     schedule = None if cuts is None else cut_at(case, cuts)
+    return run(case, implementation, layer=layer, schedule=schedule, arena=arena)
+
+
+def run(case, implementation, **traced):
     step = functools.partial(mla.mla_decode, scale=case.scale, implementation=implementation)
-    return jax.jit(step)(*case.args, layer=layer, schedule=schedule, arena=arena)
+    if case.query_lens is not None:
+        traced["query_lens"] = case.query_lens
+    return jax.jit(step)(*case.args, **traced)
 
 
 def cut_at(case, cuts):
@@ -50,6 +57,16 @@ def test_matches_float64(lens, q_len, heads, implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("lens, q_len, heads", [([70, 0, 1], 2, 64), ([130], 1, 128), ([3], 1, 20)])
+def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implementation):
+    case = mla_case(lens, q_len=q_len, heads=heads)
+    joined = decode(case, implementation)
+    case.q = (case.q[..., :512], case.q[..., 512:])
+    for one, two in zip(joined, decode(case, implementation), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+@both_devices
 @pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
 def test_splits_that_see_nothing(lens, implementation):
     case = mla_case(lens, heads=20)
@@ -62,6 +79,46 @@ def test_splits_that_see_nothing(lens, implementation):
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
     case = mla_case([65, 3], heads=4, table_tail=table_tail)
     assert_mla_close(case, *decode(case, implementation))
+
+
+@both_devices
+@pytest.mark.parametrize("page", [16, 32, 128])
+def test_pages_of_other_sizes(page, implementation):
+    case = mla_case([page + 1, 0, 145], heads=3, page=page)
+    cuts = [(0, 0), (2, 1), (2, 2)]  # in 64 tokens
+    assert_mla_close(case, *decode(case, implementation, cuts=cuts))
+
+
+@both_devices
+def test_rows_with_fewer_query_tokens_than_others(implementation):
+    case = mla_case([70, 130, 2, 64], heads=3, q_len=3)
+    case.query_lens = jnp.asarray([1, 2, 3, 0], jnp.int32)
+    # A token beyond a row's own may hold anything.
+    beyond = jnp.arange(3) >= case.query_lens[:, None]
+    case.q = jnp.where(beyond[..., None, None], jnp.nan, case.q)
+    out, lse = decode(case, implementation, cuts=[(0, 0), (1, 1), (2, 0)])
+    assert_mla_close(case, out, lse)
+    assert (np.asarray(out)[np.asarray(beyond)] == 0).all()
+
+
+@both_devices
+def test_a_row_has_the_bits_that_it_has_beside_others(implementation):
+    lens = [[800, 0], [800, 700]]
+    cases = [mla_case(both, heads=2) for both in lens]
+    # One row of queries and one set of pages for the first row of both.
+    first = cases[1]
+    cases[0] = dataclasses.replace(first, seq_lens=jnp.asarray(lens[0], jnp.int32))
+    outs = []
+    for case in cases:
+        schedule = mla.decode_schedule(
+            case.seq_lens, q_len=1, num_heads=2, max_pages=case.block_tables.shape[1],
+            batch_invariant=True, interpret=implementation != "mosaic_gpu",
+        )  # fmt: skip
+        assert schedule.slots[1, 0] > 1
+        outs.append(run(case, implementation, layer=case.layer, schedule=schedule))
+        assert_mla_close(case, *outs[-1])
+    for one, other in zip(*outs, strict=True):
+        np.testing.assert_array_equal(np.asarray(one[0]), np.asarray(other[0]))
 
 
 @both_devices
@@ -140,7 +197,8 @@ def test_one_real_row_among_padding(q_len, padding, implementation):
     assert (np.asarray(out_beside[1:]) == 0).all() and np.isneginf(lse_beside[1:]).all()
 
 
-def test_no_race_in_the_interpreter():
+@pytest.mark.parametrize("output_by_tma", [False, True])
+def test_no_race_in_the_interpreter(output_by_tma):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     case = mla_case([150, 1], heads=20, q_len=2)
@@ -148,7 +206,8 @@ def test_no_race_in_the_interpreter():
         *case.args,
         scale=case.scale,
         layer=case.layer,
-        schedule=cut_at(case, [(0, 0), (0, 1), (1, 0)]),
+        schedule=cut_at(case, [(0, 0), (0, 2)] if output_by_tma else [(0, 0), (0, 1), (1, 0)]),
+        output_by_tma=output_by_tma,
         interpret=True,
         detect_races=True,
     )
@@ -165,8 +224,8 @@ def test_a_schedule_of_another_batch_is_an_error():
 
 def test_refuses_what_it_has_no_code_for():
     case = mla_case([64], heads=2)
-    with pytest.raises(NotImplementedError, match="pages of 64 tokens, got 32"):
-        cache = case.kv_cache.reshape(2, -1, 32, 576)
+    with pytest.raises(NotImplementedError, match="pages of 16, 32, 64 or 128 tokens, got 8"):
+        cache = case.kv_cache.reshape(2, -1, 8, 576)
         mla_decode_mosaic(case.q, cache, *case.args[2:], scale=1.0, layer=0, interpret=True)
     with pytest.raises(NotImplementedError, match="q float32, kv_cache bfloat16"):
         mla_decode_mosaic(
@@ -190,6 +249,40 @@ def test_published_shapes(heads, q_len):
     lens = [int(n) for n in rng.integers(0, 700, 6)] + [0, 1, 4096]
     case = mla_case(lens, q_len=q_len, heads=heads, seed=heads)
     assert_mla_close(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize("heads, q_len", [(16, 1), (128, 1), (20, 3)])
+def test_pages_of_other_sizes_at_real_shapes(heads, q_len, page):
+    case = mla_case([1, 15, 16, 17, 0, 127, 128, 129, 3000], q_len=q_len, heads=heads, page=page)
+    assert_mla_close(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, q_len", [(16, 8), (128, 4), (3, 16)])
+def test_ragged_queries_at_real_shapes(heads, q_len):
+    rng = np.random.default_rng(q_len)
+    lens = rng.integers(0, 3000, 12)
+    case = mla_case([int(n) for n in lens], q_len=q_len, heads=heads)
+    case.query_lens = jnp.asarray(rng.integers(0, q_len + 1, 12), jnp.int32)
+    assert_mla_close(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 5, 40])
+def test_a_row_keeps_its_bits_whoever_is_beside_it(rows):
+    rng = np.random.default_rng(rows)
+    case = mla_case([5000] + [int(n) for n in rng.integers(1, 5000, rows - 1)], heads=128)
+    seen = []
+    for others in (case.seq_lens, case.seq_lens.at[1:].set(0), case.seq_lens.at[1:].set(64)):
+        now = dataclasses.replace(case, seq_lens=others)
+        schedule = mla.decode_schedule(
+            others, q_len=1, num_heads=128, max_pages=case.block_tables.shape[1],
+            batch_invariant=True,
+        )  # fmt: skip
+        seen.append(run(now, "mosaic_gpu", layer=case.layer, schedule=schedule)[0][0])
+    assert all(bool((one == seen[0]).all()) for one in seen)
 
 
 @pytest.mark.gpu

@@ -1,17 +1,32 @@
 """How a batch's pages are dealt out: every page once, in order, and about as many to each part."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxattn.kernels.mla_schedule import MIN_PART, ROW_COST, make_schedule, may_split
+from jaxattn.kernels.mla_schedule import (
+    MIN_PART,
+    ROW_COST,
+    make_schedule,
+    may_split,
+    piece_pages,
+)
+
+schedule_of = jax.jit(make_schedule, static_argnames=("parts", "max_pages", "piece"))
+# Few batch sizes, since each is compiled.
+lengths = st.sampled_from([1, 4, 12]).flatmap(
+    lambda rows: st.lists(st.integers(0, 3000), min_size=rows, max_size=rows)
+)
 
 
-def pieces(lens, parts, max_pages):
+def pieces(lens, parts, max_pages, piece=0):
     """[(row, first page, end)] of each part, as the kernel's blocks walk them."""
-    schedule = make_schedule(jnp.asarray(lens, jnp.int32), parts=parts, max_pages=max_pages)
+    schedule = schedule_of(
+        jnp.asarray(lens, jnp.int32), parts=parts, max_pages=max_pages, piece=piece
+    )
     rows, pages = np.asarray(schedule.rows), np.asarray(schedule.pages)
     held = []
     for part in range(parts):
@@ -20,20 +35,20 @@ def pieces(lens, parts, max_pages):
             start = pages[part] if row == rows[part] else 0
             whole = min(-(-lens[row] // 64), max_pages)
             end = pages[part + 1] if row == rows[part + 1] else whole
-            if end > start:
-                mine.append((row, start, end))
+            for first in range(start, end, piece or max(1, end - start)):
+                mine.append((row, first, min(end, first + piece) if piece else end))
         held.append(mine)
-    return held, np.asarray(schedule.spans)
+    return held, jax.tree.map(np.asarray, schedule)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(0, 1500), min_size=1, max_size=12),
-    st.sampled_from([1, 3, 5]),
+    lengths,
+    st.sampled_from([1, 5]),
     st.sampled_from([4, 32]),
 )
 def test_every_page_belongs_to_one_part(lens, parts, max_pages):
-    held, spans = pieces(lens, parts, max_pages)
+    held, schedule = pieces(lens, parts, max_pages)
     walked = [
         (row, page) for mine in held for row, start, end in mine for page in range(start, end)
     ]
@@ -41,21 +56,25 @@ def test_every_page_belongs_to_one_part(lens, parts, max_pages):
         (row, page) for row, n in enumerate(lens) for page in range(min(-(-n // 64), max_pages))
     ]
     assert walked == expected
+    taken = []
     for row in range(len(lens)):
-        parts_of_row = [part for part, mine in enumerate(held) if row in [r for r, _, _ in mine]]
-        if parts_of_row:
-            assert (spans[0, row], spans[1, row]) == (parts_of_row[0], parts_of_row[-1])
-        else:
-            assert spans[1, row] <= spans[0, row]  # nothing to merge
+        own = [(part, row != schedule.rows[part]) for part, mine in enumerate(held)
+               if row in [r for r, _, _ in mine]]  # fmt: skip
+        assert schedule.slots[1, row] == (len(own) if len(own) > 1 else 0)
+        if len(own) > 1:  # the kernel puts a part's first piece in its slot 0, another one in 1
+            slots = [int(schedule.slot_of(schedule.slots[:, row], i)) for i in range(len(own))]
+            assert slots == [2 * part + second for part, second in own]
+            taken += slots
+    assert len(set(taken)) == len(taken)
     for mine in held:  # what the two partial results of a part are kept for
         whole = [end - start == min(-(-lens[row] // 64), max_pages) for row, start, end in mine]
         assert all(whole[1:-1])
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=8), st.data())
+@given(st.lists(st.integers(1, 3000), min_size=4, max_size=4), st.data())
 def test_padding_rows_do_not_move_the_cuts(lens, data):
-    places = data.draw(st.lists(st.integers(0, len(lens)), max_size=4))
+    places = data.draw(st.lists(st.integers(0, len(lens)), min_size=4, max_size=4))
     padded = list(lens)
     for place in sorted(places, reverse=True):
         padded.insert(place, 0)
@@ -64,6 +83,38 @@ def test_padding_rows_do_not_move_the_cuts(lens, data):
     real = [row for row, n in enumerate(padded) if n]
     renamed = [[(real.index(row), start, end) for row, start, end in mine] for mine in beside]
     assert renamed == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths,
+    st.sampled_from([1, 5]),
+    st.sampled_from([4, 32]),
+)
+def test_pieces_of_a_fixed_size_do_not_depend_on_the_other_rows(lens, parts, max_pages):
+    piece = piece_pages(len(lens), parts, max_pages)
+    held, schedule = pieces(lens, parts, max_pages, piece)
+    expected = [
+        (row, first, min(first + piece, pages))
+        for row, pages in enumerate(min(-(-n // 64), max_pages) for n in lens)
+        for first in range(0, pages, piece)
+    ]
+    assert [one for mine in held for one in mine] == expected
+    numbers = [sum(row == r for r, _, _ in expected) for row in range(len(lens))]
+    assert schedule.slots[1].tolist() == [number if number > 1 else 0 for number in numbers]
+    most = -(-max_pages // piece)
+    for row, number in enumerate(numbers):
+        slots = [int(schedule.slot_of(schedule.slots[:, row], i)) for i in range(number)]
+        assert slots == [row * most + i for i in range(number)]
+    assert most == 1 or len(lens) * most <= 2 * parts
+    assert may_split(len(lens), parts) or most == 1
+
+
+def test_pieces_of_a_fixed_size_keep_every_part_busy_where_rows_are_full():
+    for rows, max_pages in [(1, 1024), (16, 128), (40, 64)]:
+        piece = piece_pages(rows, 66, max_pages)
+        held, _ = pieces([max_pages * 64] * rows, 66, max_pages, piece)
+        assert sum(map(bool, held)) == rows * -(-max_pages // piece) >= 40
 
 
 def test_rows_of_a_length_stay_whole_and_random_ones_are_shared_evenly():
@@ -77,8 +128,8 @@ def test_rows_of_a_length_stay_whole_and_random_ones_are_shared_evenly():
 
 
 def test_a_long_row_alone_takes_every_part_and_a_short_one_few():
-    held, spans = pieces([65536], 66, 1024)
-    assert sum(map(bool, held)) == 65 and spans.tolist() == [[0], [64]]
+    held, schedule = pieces([65536], 66, 1024)
+    assert sum(map(bool, held)) == 65 and schedule.slots.tolist() == [[0], [65], [0]]
     held, _ = pieces([512], 66, 1024)
     assert sum(bool(mine) for mine in held) == (8 + ROW_COST) // MIN_PART
 

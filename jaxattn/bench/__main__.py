@@ -1,7 +1,13 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON."""
+"""`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON.
+
+Every row says what fraction it is of the copy and matmul ceilings of the same run. Beside it stand
+XLA's time and those of FlashInfer, FLA and FlashQLA where they are installed.
+`python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
+"""
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,14 +16,55 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_prefill, step
-from jaxattn.bench.timing import ceilings, device_facts
+from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_prefill, peers, plot, step
+from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
 
 MODULES: dict[str, list[Any]] = {
     "mla": [mla],
     "mla-prefill": [mla_prefill],
     "gdn": [gdn_decode, gdn_prefill],
 }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxattn.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=(*MODULES, "step", "plot"), help="what to measure")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
+    parser.add_argument(
+        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
+    parser.add_argument("--all", action="store_true", help="every published shape")
+    parser.add_argument(
+        "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw a roofline, and for gdn bars of the times (needs matplotlib)",
+    )
+    args = parser.parse_args(argv)
+    if (args.what == "plot") != (args.run is not None):
+        parser.error("RUN.json goes with plot, and plot with RUN.json")
+    if args.what == "plot" and args.plot is None:
+        parser.error("plot needs --plot FILE.png")
+    if args.what == "step" and args.plot is not None:
+        parser.error("--plot draws mla, mla-prefill and gdn")
+    if args.what != "plot" and not args.small:
+        # Peers run in processes of their own, and need memory too. Read when the backend starts.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        if jax.default_backend() != "gpu":
+            parser.error(
+                f"the shapes are a GPU's and JAX's backend is {jax.default_backend()!r}: add "
+                "--small"
+            )
+    return args
 
 
 def show(title: str, rows: list[dict]) -> None:
@@ -27,47 +74,71 @@ def show(title: str, rows: list[dict]) -> None:
     for row in rows:
         cells = (f"{v:.3g}" if isinstance(v, float) and v < 100 else v for v in row.values())
         table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in cells))
-    Console(width=120).print(table)
+    Console(width=140).print(table)
+
+
+def measure(module: Any, args: argparse.Namespace, facts: dict[str, Any]) -> list[dict]:
+    """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
+    shapes = module.SMALL_SHAPES if args.small else module.SHAPES
+    if args.all:
+        shapes += getattr(module, "MORE_SHAPES", ())
+    others: dict[str, dict[str, float]] = {}
+    if not args.no_peers:
+        others, said = peers.measure(module.__name__.rpartition(".")[2], shapes)
+        facts.setdefault("peers", []).extend(said)
+        for line in said:
+            print(line, file=sys.stderr, flush=True)
+    if not args.small and "copy_GB_s" not in facts:
+        facts |= ceilings()
+    rows = []
+    for shape in shapes:
+        xla = not args.no_peers and args.implementation != "xla"
+        row = module.measure(shape, args.implementation, xla=xla)
+        if "copy_GB_s" in facts:
+            row |= of_ceilings(row, facts)
+        unit = plot.unit(row)
+        for who, times in others.items():
+            time = times.get(json.dumps(shape))
+            row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
+        rows.append(row)
+        print(f"{args.what} {row}", file=sys.stderr, flush=True)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxattn.bench",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("what", choices=(*MODULES, "step"), help="what to measure")
-    parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), help="None: the best")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
-    parser.add_argument("--all", action="store_true", help="every published shape")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
-    args = parser.parse_args(argv)
-    if jax.default_backend() != "gpu" and not args.small:
-        parser.error(
-            f"the shapes are a GPU's and JAX's backend is {jax.default_backend()!r}: add --small"
-        )
+    args = parse(argv)
+    try:
+        if args.plot:
+            plot.require_matplotlib()
+        if args.what == "plot":
+            plot.save(json.loads(args.run.read_text()), args.plot)
+            return 0
+        return run(args)
+    except (plot.PlotError, OSError, json.JSONDecodeError) as error:
+        print(f"python -m jaxattn.bench: {error}", file=sys.stderr)
+        return 2
 
+
+def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = device_facts()
-    if not args.small:
-        facts |= ceilings()
-    tables = []
+    tables, notes = [], []
     if args.what == "step":
+        if not args.small:
+            facts |= ceilings()
         tables.append(step.measure(small=args.small, implementation=args.implementation))
     for module in MODULES.get(args.what, []):
-        tables.append([])
-        shapes = module.SMALL_SHAPES if args.small else module.SHAPES
-        if args.all:
-            shapes += getattr(module, "MORE_SHAPES", ())
-        for shape in shapes:
-            tables[-1].append(module.measure(shape, args.implementation))
-            print(f"{args.what} {tables[-1][-1]}", file=sys.stderr, flush=True)
+        tables.append(measure(module, args, facts))
+        notes += module.notes(tables[-1]) if hasattr(module, "notes") else []
     print(json.dumps(facts))
     for rows in tables:
         show(f"jaxattn {args.what} on {facts['device']}", rows)
+    for note in notes:
+        print(note)
+    result = {**facts, "what": args.what, "rows": sum(tables, []), "notes": notes}
     if args.json:
-        args.json.write_text(
-            json.dumps({**facts, "what": args.what, "rows": sum(tables, [])}, indent=1) + "\n"
-        )
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        plot.save(result, args.plot)
     return 0
 
 

@@ -14,6 +14,8 @@ from jaxattn.gdn import scratch
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
 
 DIM = 128
+# Of the recurrence, a token and value head: the decay, k S, the update, q S.
+FLOP = DIM * DIM * (1 + 2 + 2 + 2)
 # B, Hk, Hv, S, the state's dtype
 SHAPES = (
     (256, 16, 32, 1, "float32"),
@@ -55,7 +57,13 @@ def inputs(
     return (qkvz, ba, weights, slots), (conv_state, state)
 
 
-def measure(shape: tuple[int, int, int, int, str], implementation: Implementation | None) -> dict:
+def measure(
+    shape: tuple[int, int, int, int, str],
+    implementation: Implementation | None,
+    *,
+    xla: bool = False,
+) -> dict:
+    """A row of the table; with `xla` also XLA's time."""
     batch, _, value_heads, tokens, dtype = shape
     (qkvz, ba, weights, slots), pools = inputs(*shape)
     layers = weights.shape[0]
@@ -85,19 +93,27 @@ def measure(shape: tuple[int, int, int, int, str], implementation: Implementatio
     if not error < 1e-2:
         raise AssertionError(f"gdn decode {shape}: relative error {error} against the reference")
 
-    def step(carry, i):
-        pools, arena = carry
-        _, *pools, arena = decode(pools, arena, i % layers, implementation)
-        return tuple(pools), arena
-
     moved = 2 * batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize
-    # Enough calls that what starts an executable, up to a millisecond, does not count.
-    calls = max(16, min(1024, 2**38 // moved)) if implementation != "xla" else 16
-    time = per_call(step, (pools, Arena.allocate(spec)), calls=calls)
+
+    def time_of(implementation, pools):
+        def step(carry, i):
+            pools, arena = carry
+            _, *pools, arena = decode(pools, arena, i % layers, implementation)
+            return tuple(pools), arena
+
+        # Enough calls that what starts an executable, up to a millisecond, does not count.
+        calls = max(16, min(1024, 2**38 // moved)) if implementation != "xla" else 16
+        return per_call(step, (pools, Arena.allocate(spec)), calls=calls)
+
+    time = time_of(implementation, pools)
+    # The pools were donated. XLA's own are made where they are timed.
+    beside = {"xla us": time_of("xla", inputs(*shape)[1]) * 1e6} if xla else {}
     return {
         "B,Hk,Hv,S": ",".join(map(str, shape[:4])),
         "state": dtype,
         "us": time * 1e6,
+        **beside,
+        "TFLOP/s": FLOP * batch * tokens * value_heads / time / 1e12,
         "GB/s": moved / time / 1e9,
         "relative error": error,
     }

@@ -57,7 +57,19 @@ def relative_l2(actual: jax.Array, expected: jax.Array) -> float:
     return float(jnp.linalg.norm(actual.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
 
 
-def measure(shape: tuple[int, int, int, int], implementation: Implementation | None) -> dict:
+def moved(key_heads: int, value_heads: int, count: int, length: int) -> int:
+    """Bytes of q, k, v, the gates, beta, the output and the final states."""
+    token = 2 * 2 * key_heads * DIM + 2 * 2 * value_heads * DIM + 2 * 4 * value_heads
+    return count * (length * token + value_heads * DIM * DIM * 4)
+
+
+def measure(
+    shape: tuple[int, int, int, int],
+    implementation: Implementation | None,
+    *,
+    xla: bool = False,
+) -> dict:
+    """A row of the table; with `xla` also XLA's time."""
     key_heads, value_heads, count, length = shape
     operands = inputs(*shape)
     prefill = functools.partial(
@@ -75,13 +87,27 @@ def measure(shape: tuple[int, int, int, int], implementation: Implementation | N
         raise AssertionError(f"gdn prefill {shape}: relative L2 {error} against float32")
     del exact, expected, actual
 
-    values = operands.pop("v")
-    # The output takes the values' place, so that every call waits for the one before it.
-    time = per_call(lambda v, i: run(v=v, **operands)[0], values, calls=8)
+    def time_of(implementation, operands):
+        op = functools.partial(prefill, implementation=implementation)
+
+        # The output takes the values' place, so that every call waits for the one before it.
+        def step(operands, i):
+            return {**operands, "v": op(**operands)[0]}
+
+        return per_call(step, operands, calls=8)
+
+    time = time_of(implementation, operands)
+    beside = {}
+    if xla:  # on operands of its own: the others were donated
+        fresh = inputs(*shape)
+        del fresh["cu_seqlens"]
+        beside = {"xla ms": time_of("xla", fresh) * 1e3}
     return {
         "Hk/Hv": f"{key_heads}/{value_heads}",
         "sequences": f"{count}x{length}",
         "ms": time * 1e3,
+        **beside,
         "TFLOP/s": FLOP * count * length * value_heads / time / 1e12,
+        "GB/s": moved(*shape) / time / 1e9,
         "relative L2": error,
     }

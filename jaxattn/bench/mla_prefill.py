@@ -93,36 +93,55 @@ def chunk(batch: int, tokens: int, heads: int, prefix: int) -> tuple[jax.Array, 
     return (*floats, tables.astype(jnp.int32), lens, jnp.full(batch, tokens, jnp.int32))
 
 
-def measure_chunk(shape: tuple[int, ...], implementation: Implementation | None) -> dict[str, Any]:
+def measure_chunk(
+    shape: tuple[int, ...], implementation: Implementation | None, xla: bool
+) -> dict[str, Any]:
     """The whole of `mla_prefill`: keys and values expanded, chunk and prefix attended."""
     batch, tokens, heads, prefix = shape
     args = chunk(*shape)
-    prefill: Any = functools.partial(mla.mla_prefill, scale=SCALE, implementation=implementation)
-    out, _ = jax.jit(prefill)(*args)
+    prefill: Any = functools.partial(mla.mla_prefill, scale=SCALE)
+    out, _ = jax.jit(functools.partial(prefill, implementation=implementation))(*args)
     few = (args[0][:1, :, -1:], args[1][:1], args[2][-1:], args[3][-1:], args[4])
-    reference: Any = functools.partial(mla.mla_prefill, scale=SCALE, implementation="xla")
+    reference = functools.partial(prefill, implementation="xla")
     expected, _ = jax.jit(reference)(*few, *(x[:1] for x in args[5:]))
     error = worst_error(out[:1, :, -1:], expected)
     if not error < 6e-3:  # both round P, keys and values
         raise AssertionError(f"mla_prefill {shape}: relative error {error}")
 
-    # The arrays are carried: closed over, gigabytes would be compiled in as constants.
-    def call(args: Any, i: jax.Array) -> Any:
-        out, _ = prefill(*args)
-        return (*args[:6], jnp.where(jnp.isnan(out[0, 0, 0, 0]), 0, args[6]), args[7])
+    def time_of(implementation: Implementation | None, args: Any) -> float:
+        # The arrays are carried: closed over, gigabytes would be compiled in as constants.
+        def call(args: Any, i: jax.Array) -> Any:
+            out, _ = prefill(*args, implementation=implementation)
+            return (*args[:6], jnp.where(jnp.isnan(out[0, 0, 0, 0]), 0, args[6]), args[7])
 
-    time = per_call(call, args, calls=4)
+        return per_call(call, args, calls=4)
+
     pairs = tokens**2 / 2 + tokens * prefix
     expanded = (tokens + prefix) * RANK * (NOPE + VALUES)
     flops = 2 * batch * heads * (pairs * (NOPE + ROPE + VALUES) + expanded)
-    return row(shape, time, flops / time / 1e12, error)
+    # Queries and output, the latents twice (new ones come, all are read), both weights.
+    queries = batch * tokens * heads * (NOPE + ROPE + VALUES)
+    latents = batch * (2 * tokens + prefix) * (RANK + ROPE)
+    moved = 2 * (queries + latents + heads * RANK * (NOPE + VALUES))
+    time = time_of(implementation, args)
+    beside = time_of("xla", chunk(*shape)) if xla else None
+    return row(shape, time, beside, flops, moved, error)
 
 
-def row(shape: tuple[int, ...], time: float, rate: float, error: float) -> dict[str, Any]:
+def row(
+    shape: tuple[int, ...],
+    time: float,
+    xla: float | None,
+    flops: float,
+    moved: float,
+    error: float,
+) -> dict[str, Any]:
     return {
         "B,T,H,prefix": ",".join(map(str, shape)),
         "us": time * 1e6,
-        "TFLOP/s": rate,
+        **({"xla us": xla * 1e6} if xla else {}),
+        "TFLOP/s": flops / time / 1e12,
+        "GB/s": moved / time / 1e9,
         "relative error": error,
         "jax's, 128, TFLOP/s": "",
         "jax's, 256, TFLOP/s": "",
@@ -130,27 +149,34 @@ def row(shape: tuple[int, ...], time: float, rate: float, error: float) -> dict[
     }
 
 
-def measure(shape: tuple[int, ...], implementation: Implementation | None) -> dict[str, Any]:
+def measure(
+    shape: tuple[int, ...], implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
     if shape[3]:
-        return measure_chunk(shape, implementation)
+        return measure_chunk(shape, implementation, xla)
     batch, tokens, heads, _ = shape
     q, k, v, k_pe = arrays = inputs(batch, tokens, heads)
-    attend: Any = functools.partial(
-        mla.causal_attention, scale=SCALE, implementation=implementation
-    )
-    out, lse = jax.jit(attend)(q, k, v, k_pe=k_pe)
+    attend: Any = functools.partial(mla.causal_attention, scale=SCALE)
+    out, lse = jax.jit(functools.partial(attend, implementation=implementation))(q, k, v, k_pe=k_pe)
     error = check(out, lse, arrays)
 
-    def call(carry: Any, i: jax.Array) -> Any:
-        q, k, v, k_pe = carry
-        out, _ = attend(q, k, v, k_pe=k_pe)
-        return lax.dynamic_update_slice(q, out[:1, :1, :1], (0, 0, 0, 0)), k, v, k_pe
+    def time_of(implementation: Implementation | None, arrays: tuple[jax.Array, ...]) -> float:
+        def call(carry: Any, i: jax.Array) -> Any:
+            q, k, v, k_pe = carry
+            out, _ = attend(q, k, v, k_pe=k_pe, implementation=implementation)
+            return lax.dynamic_update_slice(q, out[:1, :1, :1], (0, 0, 0, 0)), k, v, k_pe
 
-    time = per_call(call, arrays, calls=4)
-    rate = batch * heads * tokens**2 * (NOPE + ROPE + VALUES) / time / 1e12
-    result = row(shape, time, rate, error)
+        return per_call(call, arrays, calls=4)
+
+    time = time_of(implementation, arrays)
+    beside = time_of("xla", inputs(batch, tokens, heads)) if xla else None
+    flops = batch * heads * tokens**2 * (NOPE + ROPE + VALUES)
+    dims = heads * (NOPE + ROPE + NOPE + 2 * VALUES) + ROPE
+    moved = batch * tokens * (2 * dims + 4 * heads)
+    result = row(shape, time, beside, flops, moved, error)
     if jax.default_backend() == "gpu":
         rates = {dim: peer(batch, tokens, heads, dim, *rest) for dim, *rest in PEERS}
         result |= {f"jax's, {dim}, TFLOP/s": rate for dim, rate in rates.items()}
-        result["of jax's best"] = rate / max(rates.values())
+        result["of jax's best"] = result["TFLOP/s"] / max(rates.values())
     return result

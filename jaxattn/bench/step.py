@@ -85,6 +85,7 @@ def _measure(
     held = [_random_state(config, batch)]
     compiled = step.lower(params, held[0], batch).compile()
     report = check_aliasing(compiled)
+    copied = report.largest_copy_in_loop
 
     def call():
         for _ in range(STEPS):
@@ -113,7 +114,7 @@ def _measure(
         **{f"{kind} us": us for kind, us in spent.items()},
         "over kernels + matmuls": f"{span * scale / work - 1:.1%}" if work else "not profiled",
         "temp MiB": report.temp_bytes / 2**20 if report.temp_bytes else 0.0,
-        "copied in the loop": report.largest_copy_in_loop is not None,
+        "copied in the loop": f"{copied.leaf}: {copied.nbytes:,} bytes" if copied else "none",
     }
 
 

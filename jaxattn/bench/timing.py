@@ -93,20 +93,39 @@ def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
     return spent, (last - first) * 1e-9
 
 
-def copy_bandwidth() -> float:
-    """Bytes read plus written per second, by a device-to-device copy of 8 GiB."""
-    x = jnp.ones((2**32,), jnp.bfloat16)
+# Operations of a ceiling at a time: what starts one, up to a millisecond, hides behind the others.
+AT_A_TIME = 16
+
+
+def copy_bandwidth(size: int = 2**32) -> float:
+    """Bytes read plus written per second, by device-to-device copies of `size` bfloat16 numbers."""
+    x = jnp.ones((size,), jnp.bfloat16)
     copy = jax.jit(jnp.copy)
-    return 2 * x.nbytes / seconds(lambda: copy(x))
+
+    def call():
+        for _ in range(AT_A_TIME):
+            y = copy(x)  # takes the place of the copy before the last
+        return y
+
+    return AT_A_TIME * 2 * x.nbytes / seconds(call)
 
 
-def matmul_rate() -> float:
-    """FLOP per second of an 8192^3 bfloat16 product of random matrices, float32 accumulation."""
-    n = 8192
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / 90 for i in (0, 1))
-    matmul = jax.jit(lambda a, b: jax.lax.fori_loop(0, 8, lambda _, a: a @ b, a))
-    return 8 * 2 * n**3 / seconds(lambda: matmul(a, b))
+def matmul_rate(n: int = 8192) -> float:
+    """FLOP per second of n^3 bfloat16 products of random matrices, float32 accumulation."""
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / n**0.5 for i in (0, 1))
+    matmul = jax.jit(lambda a, b: jax.lax.fori_loop(0, AT_A_TIME, lambda _, a: a @ b, a))
+    return AT_A_TIME * 2 * n**3 / seconds(lambda: matmul(a, b))
 
 
 def ceilings() -> dict[str, float]:
+    """What this GPU reaches in this run: copying, and multiplying matrices."""
     return {"copy_GB_s": copy_bandwidth() / 1e9, "matmul_TFLOP_s": matmul_rate() / 1e12}
+
+
+def of_ceilings(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """A row's GB/s and TFLOP/s as fractions of the run's ceilings, and the share of its roof: the
+    greater of the two is the one that binds."""
+    copy = row["GB/s"] / facts["copy_GB_s"]
+    matmul = row["TFLOP/s"] / facts["matmul_TFLOP_s"]
+    binds = "copy" if copy > matmul else "matmul"
+    return {"of copy": copy, "of matmul": matmul, "% of roof": f"{max(copy, matmul):.1%} {binds}"}

@@ -46,34 +46,30 @@ def combine(
         chunk *= 2
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
-    cut_rows = schedule.rows
 
     layout = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (RANK,), []), layout)
 
-    def body(partial_lse_ref, spans_ref, cuts_ref, out_ref, partial_ref, lse_ref):
+    def body(partial_lse_ref, slots_ref, out_ref, partial_ref, lse_ref):
         row = lax.axis_index("row")
-        first, last = spans_ref[0, row], spans_ref[1, row]
+        slots = [slots_ref[i, row] for i in range(3)]
+        number = slots[1]
 
-        def partial(part: Any) -> tuple[Any, Any]:
-            """Partial result of the row in `part`, and whether there is such a part."""
-            there = part <= last
-            part = jnp.minimum(part, last)
-            return 2 * part + (cuts_ref[part] != row).astype(jnp.int32), there
-
-        @pl.when(last > first)
+        @pl.when(number > 0)
         def _():
             @pl.loop(0, chunk)
             def _(i):
                 packed = lax.axis_index("chunk") * chunk + i
-                blocks = lax.div(last - first + AHEAD, AHEAD)
+                blocks = lax.div(number + AHEAD - 1, AHEAD)
+
+                def slot(index: Any) -> Any:
+                    return schedule.slot_of(slots, jnp.minimum(index, number - 1))
 
                 def find_top(j, top):
                     for k in range(AHEAD):
-                        slot, _ = partial(first + j * AHEAD + k)
-                        top = jnp.maximum(top, partial_lse_ref[slot, packed])
+                        top = jnp.maximum(top, partial_lse_ref[slot(j * AHEAD + k), packed])
                     return top
 
                 top = lax.fori_loop(0, blocks, find_top, jnp.float32(-jnp.inf))
@@ -83,10 +79,11 @@ def combine(
                 def add(j, carry):
                     total, out = carry
                     for k in range(AHEAD):
-                        slot, there = partial(first + j * AHEAD + k)
-                        weight = jnp.exp2((partial_lse_ref[slot, packed] - base) * LOG2E)
-                        weight = jnp.where(there, weight, 0.0)
-                        piece = partial_ref.at[first_rows[1] + slot * rows + packed]
+                        index = j * AHEAD + k
+                        weight = partial_lse_ref[slot(index), packed]
+                        weight = jnp.exp2((weight - base) * LOG2E)
+                        weight = jnp.where(index < number, weight, 0.0)
+                        piece = partial_ref.at[first_rows[1] + slot(index) * rows + packed]
                         total += weight
                         out += full(weight) * plgpu.load(piece, layout=layout)
                     return total, out
@@ -109,5 +106,5 @@ def combine(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):
-        kernel(partial_lse, schedule.spans, cut_rows, out_ref, partial_ref, lse_ref)
+        kernel(partial_lse, schedule.slots, out_ref, partial_ref, lse_ref)
     return jax.freeze(lse_ref)

@@ -4,8 +4,8 @@ A block for each (part of the schedule, tile of 64 packed rows of S tokens x H h
 the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
 in mla_body.py; mla_schedule.py makes the parts, and mla_combine.py merges the rows that were cut.
 
-Limits: R 512 and P 64 (D 576), pages of 64 tokens, bfloat16 or float16, any H and S. Reference and
-tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_kernel.py.
+Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16, any H and S.
+Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_kernel.py.
 """
 
 import functools
@@ -27,17 +27,27 @@ from jaxattn.kernels.mla_schedule import (
     make_schedule,
     may_split,
     num_parts,
+    num_steps,
     num_tiles,
+    piece_pages,
 )
 
 # Blocks that the GPU runs at a time: the streaming multiprocessors of an H200 or an H100 SXM. With
 # another number a row may be cut elsewhere, and its result rounded otherwise.
 NUM_SMS = 132
+PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
 
 
 def decode_schedule(
-    seq_lens: jax.Array, *, q_len: int, num_heads: int, max_pages: int, interpret: bool = False
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    max_pages: int,
+    page_size: int = PAGE,
+    batch_invariant: bool = False,
+    interpret: bool = False,
 ) -> Schedule:
     """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
 
@@ -46,11 +56,17 @@ def decode_schedule(
         q_len: S.
         num_heads: H.
         max_pages: M, width of the block tables.
+        page_size: C, tokens of a page.
+        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
+            by B and M alone, as if all of them had M pages; a few rows much shorter than that
+            keep fewer blocks busy.
         interpret: for the interpreter, which takes fewer blocks.
     """
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
-    parts = num_parts(seq_lens.shape[0], q_len, num_heads, max_pages, num_sms)
-    return make_schedule(seq_lens, parts=parts, max_pages=max_pages)
+    batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
+    parts = num_parts(batch, q_len, num_heads, steps, num_sms)
+    piece = piece_pages(batch, parts, steps) if batch_invariant else 0
+    return make_schedule(seq_lens, parts=parts, max_pages=steps, piece=piece)
 
 
 def scratch(
@@ -59,6 +75,7 @@ def scratch(
     q_len: int,
     num_heads: int,
     max_pages: int,
+    page_size: int = PAGE,
     kv_lora_rank: int = RANK,
     dtype: Any = jnp.bfloat16,
 ) -> ArenaSpec:
@@ -69,6 +86,7 @@ def scratch(
         q_len: S, query tokens of a row.
         num_heads: H.
         max_pages: M, width of the block tables; long rows of a small batch are split.
+        page_size: C, tokens of a page.
         kv_lora_rank: R.
         dtype: the queries' dtype.
 
@@ -78,7 +96,8 @@ def scratch(
         DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
     """
     tiles = num_tiles(q_len, num_heads)
-    parts = num_parts(batch, q_len, num_heads, max_pages, NUM_SMS)
+    steps = num_steps(max_pages, page_size)
+    parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
     return _spec(batch, tiles * TILE, kv_lora_rank, dtype, parts)
 
 
@@ -89,24 +108,31 @@ def _spec(batch: int, rows: int, rank: int, dtype: Any, parts: int) -> ArenaSpec
     return ArenaSpec.of("mla_decode", **regions)
 
 
-def _refuse(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
+def reads_apart(num_heads: int) -> bool:
+    """Whether the kernel takes the queries' two parts as they are: its tiles have whole heads."""
+    return num_heads % TILE == 0
+
+
+def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
     dim, page = kv_cache.shape[-1], kv_cache.shape[-2]
     if kv_lora_rank != RANK or dim != RANK + ROPE:
         raise NotImplementedError(
             f"mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), and got "
             f"{kv_lora_rank=} with D={dim}"
         )
-    if page != PAGE:
-        raise NotImplementedError(f"mla_decode: the kernel reads pages of 64 tokens, got {page}")
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != kv_cache.dtype:
+    if page not in PAGE_SIZES:
+        raise NotImplementedError(
+            f"mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, got {page}"
+        )
+    if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
         raise NotImplementedError(
             f"mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
-            f"q {q.dtype.name}, kv_cache {kv_cache.dtype.name}"
+            f"q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
 
 
 def mla_decode_mosaic(
-    q: jax.Array,
+    q: jax.Array | tuple[jax.Array, jax.Array],
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
@@ -114,18 +140,26 @@ def mla_decode_mosaic(
     scale: float,
     layer: jax.Array | int | None = None,
     kv_lora_rank: int = RANK,
+    query_lens: jax.Array | None = None,
     arena: Arena | None = None,
     schedule: Schedule | None = None,
+    output_by_tma: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there."""
+    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
+
+    `output_by_tma` (see mla_body.py) should be the faster, and has not run on a GPU yet.
+    """
     require_hopper("mla_decode", interpret=interpret)
-    _refuse(q, kv_cache, kv_lora_rank)
-    batch, q_len, num_heads, dim = q.shape
-    dtype = q.dtype
+    apart = isinstance(q, tuple)
+    latent = q[0] if isinstance(q, tuple) else q
+    _refuse(latent.dtype, kv_cache, kv_lora_rank)
+    batch, q_len, num_heads, _ = latent.shape
+    dtype = latent.dtype
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
+    page_size = kv_cache.shape[2]
     tiles = num_tiles(q_len, num_heads)
     rows = tiles * TILE
     if schedule is None:
@@ -134,15 +168,20 @@ def mla_decode_mosaic(
             q_len=q_len,
             num_heads=num_heads,
             max_pages=block_tables.shape[1],
+            page_size=page_size,
             interpret=interpret,
         )
     parts = schedule.parts
 
-    packed = q.reshape(batch, q_len * num_heads, dim)
-    packed = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
+    if isinstance(q, tuple):
+        queries = [q[0].transpose(2, 0, 1, 3), q[1]]  # heads first, as the absorbed product comes
+    else:
+        packed = q.reshape(batch, q_len * num_heads, -1)
+        queries = [jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))]
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    cuts = jnp.stack([schedule.rows, schedule.pages])
-    operands = (packed, kv_cache, layer, block_tables, seq_lens, cuts)
+    operands = (*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
+    if query_lens is not None:
+        operands = (*operands, query_lens)
 
     # The kernel writes rows of 2-D arrays: of its own, or the arena's whole lanes.
     spec = _spec(batch, rows, RANK, dtype, parts)
@@ -160,12 +199,13 @@ def mla_decode_mosaic(
         lse_types.append(jax.ShapeDtypeStruct((2 * parts, rows), jnp.float32))
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        split=split, interpret=interpret,
+        page_size=page_size, piece_pages=schedule.piece, split=split, apart=apart,
+        ragged=query_lens is not None, output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, first_rows),
         out_type=tuple(lse_types),
-        scratch_types=scratch_types(dtype, interpret),
+        scratch_types=scratch_types(dtype, page_size, interpret),
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
         grid=(parts, tiles),
         grid_names=("part", "tile"),

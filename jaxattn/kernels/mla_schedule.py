@@ -5,15 +5,19 @@ each block that the GPU runs at a time. A part is whole rows but for its first a
 which it may have a piece: at most two partial results a part, whatever the batch, so the room for
 them is known from static shapes. Lengths change without a host round trip and without a
 recompilation.
+
+Where a row is cut then depends on the others, and so does the rounding of what is merged. With
+`piece` rows are cut at its multiples alone: a row's bits are its own.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 TILE = 64  # packed rows (query token, head) of a block
-PAGE = 64
+PAGE = 64  # tokens that a block takes at a time; what is called a page here, whatever the cache has
 
 # What a row costs its part beside its pages (its queries' load, its output), in pages.
 ROW_COST = 2
@@ -31,28 +35,62 @@ class Schedule:
     """Where each part begins: cut p is (row, page) for p from 0 to `parts`, the last is the end.
 
     Attributes:
-        rows: int32 [parts + 1], the row that a part begins in.
-        pages: int32 [parts + 1], the page of that row; 0 is the row's own start.
-        spans: int32 [2, B], first and last part that has a piece of the row.
+        cuts: int32 [2, parts + 1], `rows` and `pages` in one array, as the kernels take them.
+        slots: int32 [3, B], of each row: its first partial result, how many it has (0: its output
+            is written whole), and where the others are counted from, see `slot_of`.
+        piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone.
     """
 
-    rows: jax.Array
-    pages: jax.Array
-    spans: jax.Array
+    cuts: jax.Array
+    slots: jax.Array
+    piece: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def rows(self) -> jax.Array:
+        """int32 [parts + 1], the row that a part begins in."""
+        return self.cuts[0]
+
+    @property
+    def pages(self) -> jax.Array:
+        """int32 [parts + 1], the page of that row; 0 is the row's own start."""
+        return self.cuts[1]
 
     @property
     def parts(self) -> int:
-        return self.rows.shape[0] - 1
+        return self.cuts.shape[1] - 1
 
     @classmethod
     def of(cls, rows: jax.Array, pages: jax.Array, batch: int) -> "Schedule":
-        """The schedule with these cuts; `spans` follow from them."""
+        """The schedule with these cuts; where partial results go follows from them."""
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
         starts, begun = rows[:-1], pages[:-1]
         by_its_start = (starts < row) | ((starts == row) & (begun == 0))
         first = jnp.sum(by_its_start, axis=1, dtype=jnp.int32) - 1
         last = jnp.sum(starts <= row, axis=1, dtype=jnp.int32) - 1
-        return cls(rows, pages, jnp.stack([first, last]))
+        number = jnp.where(last > first, last - first + 1, 0)
+        # A part's first piece is its partial result 0, another one its partial result 1.
+        begins = starts[jnp.maximum(first, 0)] == row[:, 0]
+        slots = jnp.stack([2 * first + ~begins, number, 2 * first])
+        return cls(jnp.stack([rows, pages]), slots)
+
+    @classmethod
+    def of_pieces(
+        cls, rows: jax.Array, pages: jax.Array, number: jax.Array, piece: int, most: int
+    ) -> "Schedule":
+        """The schedule with these cuts, of rows cut in `number` [B] pieces, at most `most` each."""
+        first = most * jnp.arange(number.shape[0], dtype=jnp.int32)
+        slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
+        return cls(jnp.stack([rows, pages]), slots, piece)
+
+    def slot_of(self, slots: Any, index: Any) -> Any:
+        """The partial result of a row's piece `index`, `slots` being the row's three."""
+        stride = 1 if self.piece else 2
+        return jnp.where(index == 0, slots[0], slots[2] + stride * index)
+
+
+def num_steps(max_pages: int, page_size: int) -> int:
+    """64 tokens at a time, `max_pages` pages of the cache."""
+    return -(-max_pages * page_size // PAGE)
 
 
 def num_tiles(q_len: int, num_heads: int) -> int:
@@ -71,16 +109,24 @@ def may_split(batch: int, parts: int) -> bool:
     return parts > 1 and batch < WHOLE_ROWS * parts
 
 
+def piece_pages(batch: int, parts: int, max_pages: int) -> int:
+    """Pages of a piece where rows are cut alike in every batch, from static shapes: as many pieces
+    to a row of `max_pages` as there are parts for it, so that no more than `parts` are merged."""
+    each = max(1, parts // batch) if may_split(batch, parts) else 1
+    return max(MIN_PART, -(-max_pages // each))
+
+
 @jax.named_scope("mla_schedule")
-def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int) -> Schedule:
-    """Cuts the pages of all rows into `parts`.
+def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int = 0) -> Schedule:
+    """Cuts the pages of all rows into `parts`, or whole pieces of `piece` pages.
 
     A row without tokens has no place in the line: the others are cut alike with and without it.
     """
     batch = seq_lens.shape[0]
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
     real = pages > 0
-    cost = jnp.where(real, pages + ROW_COST, 0)
+    number = (pages + piece - 1) // piece if piece else real.astype(jnp.int32)
+    cost = pages + ROW_COST * number
     end = jnp.cumsum(cost)
     total = end[-1]
     used = jnp.clip(total // MIN_PART, 1, parts)
@@ -90,7 +136,15 @@ def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int) -> Schedul
     # The row that lies across a cut, by counting the rows before it; B where no row is left.
     rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
     inside = jnp.minimum(rows, batch - 1)
-    begun = jnp.maximum(at - (end - cost)[inside] - ROW_COST, 0)
+    into = at - (end - cost)[inside]
+    if piece:
+        most = -(-max_pages // piece)
+        begun = (into + (piece + ROW_COST) // 2) // (piece + ROW_COST) * piece
+        rows = jnp.where(begun >= pages[inside], rows + 1, rows)
+        begun = jnp.where(begun >= pages[inside], 0, begun)
+        begun = jnp.where(rows < batch, begun, 0)
+        return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, most)
+    begun = jnp.maximum(into - ROW_COST, 0)
     begun = jnp.where(rows < batch, begun, 0)
     if not may_split(batch, parts):
         return Schedule.of(rows, jnp.zeros_like(begun), batch)

@@ -6,6 +6,7 @@ query and the output (weight absorption), so that the heads attend over the late
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jaxtyping import Array, Float, Int
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
+from jaxattn.mla_append import mla_append, pack_mla_weights
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.paged import FLOATS
-from jaxattn.rope import RopeConfig, rope, softmax_scale
+from jaxattn.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -170,6 +172,8 @@ class MultiHeadLatentAttention(nnx.Module):
         layer: int | Int[Array, ""] | None = None,
         kv_scale: Array | float | None = None,
         schedule: mla.Schedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -182,6 +186,9 @@ class MultiHeadLatentAttention(nnx.Module):
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
             kv_scale: of a float8_e4m3fn cache.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
+            rotation: likewise `decode_rotation` of these `seq_lens`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
@@ -189,23 +196,33 @@ class MultiHeadLatentAttention(nnx.Module):
             The output at padding is exactly 0, and padding writes nothing.
         """
         new = x.shape[1] if query_lens is None else query_lens
-        positions = (seq_lens - new)[:, None] + jnp.arange(x.shape[1])
-        positions = jnp.maximum(positions, 0)
-        kv_cache = mla.mla_cache_write(
+        if rotation is None:
+            rotation = self.decode_rotation(seq_lens, x.shape[1], new)
+        with jax.named_scope("mla_down_proj"):
+            compressed = None if self.q_lora_rank is None else self.q_a_proj(x)
+            latents = self.kv_a_proj(x)
+        compressed, kv_cache = mla_append(
+            latents,
+            compressed,
+            self.packed_weights() if weights is None else weights,
             kv_cache,
-            self._latents(x, positions),
             block_tables,
             seq_lens,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.kv_a_norm.eps,
+            dtype=self.dtype,
             query_lens=query_lens,
-            layer=layer,
             kv_scale=kv_scale,
+            layer=layer,
+            implementation=implementation,
         )
-        q_nope, q_pe = self._queries(x, positions)
-        q = jnp.concatenate(
-            [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe], axis=-1
-        )
+        q_nope, q_pe = self._queries(x, rotation, compressed)
+        dtype = self._dtype_beside(kv_cache)
+        q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
+        queries: Any = (q_latent.astype(dtype), q_pe.astype(dtype))
         out, _, *rest = mla.mla_decode(
-            q.astype(self._dtype_beside(kv_cache)),
+            queries,
             kv_cache,
             block_tables,
             seq_lens,
@@ -221,23 +238,43 @@ class MultiHeadLatentAttention(nnx.Module):
         out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         return self._output(out), kv_cache, rest[0] if rest else None
 
+    def decode_rotation(
+        self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
+    ) -> Rotation:
+        """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
+        layers of a model share them."""
+        positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
+        return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
+
+    def packed_weights(self) -> Float[Array, "*L W"]:
+        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
+        q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
+        return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
+
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
         """Of queries and latents: the cache's own, where it holds latents as they are."""
         return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
 
-    def _queries(self, x: Array, positions: Array) -> tuple[Array, Array]:
-        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
+    def _queries(
+        self, x: Array, positions: Array | Rotation, compressed: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
+
+        `compressed`: the normed output of q_a_proj, where there is one already.
+        """
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
                 q = self.q_proj(x)
-            else:
+            elif compressed is None:
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            else:
+                q = self.q_b_proj(compressed)
             q = q.reshape(*x.shape[:2], self.num_heads, -1)
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)
             return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
 
-    def _latents(self, x: Array, positions: Array) -> Array:
+    def _latents(self, x: Array, positions: Array | Rotation) -> Array:
         """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
         with jax.named_scope("mla_kv_proj"):
             compressed, k_pe = jnp.split(self.kv_a_proj(x), [self.kv_lora_rank], axis=-1)

@@ -1,0 +1,261 @@
+"""What others take for the same shapes on the same GPU, in the same run.
+
+Peers are PyTorch programs. Each runs in a process of its own, which starts before JAX takes memory:
+
+    python -m jaxattn.bench.peers flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
+
+prints a line of JSON for each shape. Inputs have the distribution and the rotation of ours. A call
+is timed by CUDA events around a graph of calls (or around the calls, where a peer cannot be
+captured), after warm-up, median.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxattn.bench import mla
+from jaxattn.bench.timing import ROTATE_BYTES
+
+CALLS, REPEATS, WARMUP = 32, 7, 0.3  # calls of a graph, its replays, seconds of replays before
+SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
+DIM = 128  # of the delta rule's keys and values
+
+# Of a shape: the call with its number, which picks the inputs that are not in L2.
+Build = Callable[..., Callable[[int], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A row of the table.
+
+    Attributes:
+        column: what it is called in the results.
+        bench: the module of jaxattn.bench whose shapes it runs.
+        module: what Python imports of it.
+        package: what pip installs.
+        build: of a shape of that bench.
+    """
+
+    column: str
+    bench: str
+    module: str
+    package: str
+    build: Build
+
+
+def torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
+    """FlashInfer's wrapper, planned beforehand as our schedule is."""
+    t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
+    lens = mla.lengths(batch, tokens)
+    pages = -(-lens // mla.PAGE)
+    total = int(pages.sum())
+    layers = max(1, min(32, ROTATE_BYTES // (total * mla.PAGE * mla.DIM * 2)))
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device="cuda")
+    rank, rope = mla.RANK, mla.DIM - mla.RANK
+    latents = [normal(total, mla.PAGE, rank) for _ in range(layers)]
+    rotated = [normal(total, mla.PAGE, rope) for _ in range(layers)]
+    q_nope, q_pe = normal(batch * q_len, heads, rank), normal(batch * q_len, heads, rope)
+    index = functools.partial(t.tensor, dtype=t.int32, device="cuda")
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
+        t.empty(128 * 2**20, dtype=t.int8, device="cuda")
+    )
+    wrapper.plan(
+        qo_indptr=index([q_len * row for row in range(batch + 1)]),
+        kv_indptr=index([0, *pages.cumsum().tolist()]),
+        kv_indices=index(np.random.default_rng(0).permutation(total).tolist()),
+        kv_len_arr=index(lens.tolist()),
+        num_heads=heads,
+        head_dim_ckv=rank,
+        head_dim_kpe=rope,
+        page_size=mla.PAGE,
+        causal=q_len > 1,
+        sm_scale=mla.SCALE,
+        q_data_type=t.bfloat16,
+        kv_data_type=t.bfloat16,
+    )
+    return lambda i: wrapper.run(
+        q_nope=q_nope, q_pe=q_pe, ckv_cache=latents[i % layers], kpe_cache=rotated[i % layers]
+    )
+
+
+def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict[str, Any]:
+    """q, k, v, g, beta as in gdn_prefill's inputs: gates of log sigmoid(uniform)."""
+    t = torch()
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device="cuda")
+    uniform = functools.partial(t.rand, dtype=t.float32, device="cuda")
+    return {
+        "q": normal(rows, tokens, key_heads, DIM),
+        "k": normal(rows, tokens, key_heads, DIM),
+        "v": normal(rows, tokens, value_heads, DIM),
+        "g": t.nn.functional.logsigmoid(uniform(rows, tokens, value_heads)),
+        "beta": uniform(rows, tokens, value_heads),
+    }
+
+
+def fla_decode(
+    batch: int, key_heads: int, value_heads: int, tokens: int, state: str
+) -> Callable[[int], Any]:
+    """FLA's recurrence alone, without the convolution, the gates and the norm of our op."""
+    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
+    if state != "float32":
+        raise ValueError(f"its states are float32, not {state}")
+    size = batch * value_heads * DIM * DIM * 4
+    layers = max(1, min(64, ROTATE_BYTES // size))
+    states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device="cuda")
+    operands = delta_rule(batch, tokens, key_heads, value_heads)
+    return lambda i: fla.fused_recurrent_gated_delta_rule(
+        **operands,
+        initial_state=states[i % layers],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[str, Any]:
+    """Keyword arguments of a chunked prefill of packed sequences, in the words of FLA."""
+    t = torch()
+    return {
+        **delta_rule(1, count * length, key_heads, value_heads),
+        "cu_seqlens": t.tensor(
+            [length * i for i in range(count + 1)], dtype=t.int64, device="cuda"
+        ),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+
+
+def fla_prefill(*shape: int) -> Callable[[int], Any]:
+    os.environ["FLA_FLASH_QLA"] = "0"  # its own kernels, not FlashQLA's where that is installed
+    fla, operands = importlib.import_module("fla.ops.gated_delta_rule"), prefill(*shape)
+    return lambda i: fla.chunk_gated_delta_rule(**operands)
+
+
+def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
+    flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
+    return lambda i: flash_qla.chunk_gated_delta_rule(**operands)
+
+
+def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
+    """FlashInfer takes packed tokens without a batch axis, and the decay itself, not its log."""
+    module, operands = importlib.import_module("flashinfer.gdn_prefill"), prefill(*shape)
+    packed = {name: operands[name][0] for name in ("q", "k", "v", "g", "beta")}
+    operands |= packed | {"g": torch().exp(packed["g"])}
+    return lambda i: module.chunk_gated_delta_rule(**operands)
+
+
+PEERS = {
+    "flashinfer-mla": Peer("flashinfer", "mla", "flashinfer", "flashinfer-python", flashinfer_mla),
+    "fla-decode": Peer("fla", "gdn_decode", "fla", "fla-core", fla_decode),
+    "fla-prefill": Peer("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
+    "flashqla-prefill": Peer("flashqla", "gdn_prefill", "flash_qla", "flash-qla", flashqla_prefill),
+    "flashinfer-prefill": Peer(
+        "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill
+    ),
+}
+
+
+def measure(bench: str, shapes: Sequence[Any]) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Seconds of each installed peer of a bench, by column and by the shape's JSON; and what was
+    used, or why there is no time, in a line each."""
+    times: dict[str, dict[str, float]] = {}
+    said = []
+    for name, peer in PEERS.items():
+        if peer.bench != bench:
+            continue
+        if importlib.util.find_spec(peer.module) is None:
+            said.append(f"{name}: not installed (python3 -m pip install {peer.package} torch)")
+            continue
+        for line in _run(name, shapes):
+            if "error" in line:
+                said.append(f"{name} {line['shape']}: {line['error']}")
+                continue
+            times.setdefault(peer.column, {})[json.dumps(line["shape"])] = line["seconds"]
+            used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
+            if used not in said:
+                said.append(used)
+    return times, said
+
+
+def _run(name: str, shapes: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, "-m", "jaxattn.bench.peers", name, *map(json.dumps, shapes)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        yield {"shape": "", "error": f"took more than {SECONDS} seconds"}
+        return
+    for line in done.stdout.splitlines():
+        if line.startswith('{"peer"'):  # libraries print there too
+            yield json.loads(line)
+    if done.returncode:
+        last = done.stderr.strip().splitlines() or ["no message"]
+        yield {"shape": "", "error": f"exit code {done.returncode}: {last[-1]}"}
+
+
+def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
+    """Median seconds of a call, and how it was timed."""
+    cuda = torch().cuda
+    for i in range(3):
+        call(i)  # compiles, and tunes
+    cuda.synchronize()
+
+    def calls() -> None:
+        for i in range(CALLS):
+            call(i)
+
+    run, how = calls, "CUDA events around calls"
+    try:
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            calls()
+        run, how = graph.replay, "CUDA events around a graph"
+    except RuntimeError as error:
+        print(f"not captured: {error}", file=sys.stderr)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARMUP:
+        run()
+        cuda.synchronize()
+    times = []
+    for _ in range(REPEATS):
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / CALLS)
+    return statistics.median(times), how
+
+
+def main(argv: Sequence[str]) -> int:
+    name, *shapes = argv
+    peer = PEERS[name]
+    for text in shapes:
+        shape = json.loads(text)
+        line: dict[str, Any] = {"peer": name, "shape": shape}
+        try:
+            with torch().no_grad():
+                line["seconds"], line["how"] = seconds(peer.build(*shape))
+            line["version"] = importlib.import_module(peer.module).__version__
+        except Exception as error:  # of any kind: what fails is the peer's, and is reported
+            first = (str(error).strip().splitlines() or [""])[0]
+            line["error"] = f"{type(error).__name__}: {first}"
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
