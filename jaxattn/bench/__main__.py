@@ -121,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = device_facts()
-    tables, notes = [], []
+    tables: list[list[dict]] = []
+    notes: list[str] = []
     if args.what == "step":
         if not args.small:
             facts |= ceilings()

@@ -111,9 +111,9 @@ def fla_decode(
     batch: int, key_heads: int, value_heads: int, tokens: int, state: str
 ) -> Callable[[int], Any]:
     """FLA's recurrence alone, without the convolution, the gates and the norm of our op."""
-    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     if state != "float32":
         raise ValueError(f"its states are float32, not {state}")
+    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     size = batch * value_heads * DIM * DIM * 4
     layers = max(1, min(64, ROTATE_BYTES // size))
     states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device="cuda")
@@ -182,7 +182,7 @@ def measure(bench: str, shapes: Sequence[Any]) -> tuple[dict[str, dict[str, floa
             continue
         for line in _run(name, shapes):
             if "error" in line:
-                said.append(f"{name} {line['shape']}: {line['error']}")
+                said.append(f"{name} {line['shape']}".rstrip() + f": {line['error']}")
                 continue
             times.setdefault(peer.column, {})[json.dumps(line["shape"])] = line["seconds"]
             used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
