@@ -31,6 +31,8 @@ CALLS, REPEATS, WARMUP = 32, 7, 0.3  # calls of a graph, its replays, seconds of
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
 DIM = 128  # of the delta rule's keys and values
 
+# Seconds of each peer, by its column and by the shape's JSON.
+Times = dict[str, dict[str, float]]
 # Of a shape: the call with its number, which picks the inputs that are not in L2.
 Build = Callable[..., Callable[[int], Any]]
 
@@ -169,10 +171,10 @@ PEERS = {
 }
 
 
-def measure(bench: str, shapes: Sequence[Any]) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Seconds of each installed peer of a bench, by column and by the shape's JSON; and what was
-    used, or why there is no time, in a line each."""
-    times: dict[str, dict[str, float]] = {}
+def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
+    """The times of a bench's installed peers; and what was used, or why there is no time, in a line
+    each."""
+    times: Times = {}
     said = []
     for name, peer in PEERS.items():
         if peer.bench != bench:

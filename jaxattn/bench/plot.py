@@ -1,5 +1,6 @@
 """Pictures of a run: where its rows stand under its roof, and times beside those of peers."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,18 @@ def require_matplotlib() -> Any:
             "--plot needs matplotlib: install jaxattn[plot], or leave --plot out"
         ) from error
     return Figure
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A run that `--json` stored.
+
+    Raises:
+        PlotError: the file cannot be read.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlotError(f"cannot read {path}: {error}") from error
 
 
 def unit(row: dict[str, Any]) -> str:
