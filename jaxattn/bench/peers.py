@@ -9,6 +9,7 @@ is timed by CUDA events around a graph of calls (or around the calls, where a pe
 captured), after warm-up, median.
 """
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -242,12 +243,16 @@ def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
     return statistics.median(times), how
 
 
-def main(argv: Sequence[str]) -> int:
-    name, *shapes = argv
-    peer = PEERS[name]
-    for text in shapes:
-        shape = json.loads(text)
-        line: dict[str, Any] = {"peer": name, "shape": shape}
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxattn.bench.peers", description="Times another package, in JSON lines."
+    )
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("shape", nargs="*", type=json.loads, help="as '[128, 128, 4096, 1]'")
+    args = parser.parse_args(argv)
+    peer = PEERS[args.peer]
+    for shape in args.shape:
+        line: dict[str, Any] = {"peer": args.peer, "shape": shape}
         try:
             with torch().no_grad():
                 line["seconds"], line["how"] = seconds(peer.build(*shape))
@@ -260,4 +265,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
