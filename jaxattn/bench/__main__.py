@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def show(title: str, rows: list[dict]) -> None:
     table = Table(title=title)
     for name in rows[0]:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         cells = (f"{v:.3g}" if isinstance(v, float) and v < 100 else v for v in row.values())
         table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in cells))
