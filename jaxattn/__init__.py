@@ -3,7 +3,8 @@
 The dimension key of every signature:
 
     B batch rows   S query tokens of a row (>= 1)   T tokens   H query heads
-    R kv_lora_rank (512)   P qk_rope_head_dim (64)   D = R + P
+    R kv_lora_rank (512)   P qk_rope_head_dim (64)   D = R + P   Ds what is stored of it: D, or
+        the bytes of a block-scaled latent (656)
     N pages   C page size   M block-table width   L layers   Z state slots
     Hk, Hv key and value heads of the delta rule   Dk, Dv their head dims (128)
     W convolution width   Dc = 2 * Hk * Dk + Hv * Dv convolution channels
@@ -23,7 +24,9 @@ from jaxattn.gdn import gdn_gates as gdn_gates
 from jaxattn.gdn import recurrent_gated_delta_rule as recurrent_gated_delta_rule
 from jaxattn.gdn_layer import gated_delta_net_decode as gated_delta_net_decode
 from jaxattn.gdn_layer import pack_gdn_weights as pack_gdn_weights
+from jaxattn.gdn_prefill import gated_delta_rule_prefill as gated_delta_rule_prefill
 from jaxattn.limits import Limits as Limits
+from jaxattn.mla import LatentFormat as LatentFormat
 from jaxattn.mla import absorb_output as absorb_output
 from jaxattn.mla import absorb_query as absorb_query
 from jaxattn.mla import merge_attention_states as merge_attention_states

@@ -87,8 +87,13 @@ def check_pool(
     layer: int | Array | None,
     slot_shape: tuple[int, ...],
     batch: int,
+    *,
+    shared: bool = False,
 ) -> None:
-    """Raises ValueError unless `pool` and `state_indices` fit; values only where concrete."""
+    """Raises ValueError unless `pool` and `state_indices` fit; values only where concrete.
+
+    `shared`: several rows may read one slot.
+    """
     ranks = (len(slot_shape) + 1, len(slot_shape) + 2)
     if pool.ndim not in ranks or pool.shape[-len(slot_shape) :] != slot_shape:
         want = ", ".join(str(size) for size in slot_shape)
@@ -115,7 +120,7 @@ def check_pool(
             f"got {slots.tolist()}"
         )
     values, counts = np.unique(slots[slots >= 0], return_counts=True)
-    if np.any(counts > 1):
+    if np.any(counts > 1) and not shared:
         raise ValueError(
             f"{op}: state_indices must not name a slot twice, got slot(s) "
             f"{values[counts > 1].tolist()} more than once in {slots.tolist()}"
@@ -129,8 +134,12 @@ def write_slots(
     write_indices: Array | None,
     layer: int | Array | None,
     tokens: int,
+    *,
+    name: str = "write_indices",
 ) -> Array:
     """Where the states go, `[B]` after the last token or `[B, S]` after each; checks the argument.
+
+    `name` is the argument's, for messages.
 
     Raises ValueError: a shape does not fit, or concrete slots leave the pool or collide.
     """
@@ -140,7 +149,7 @@ def write_slots(
     integers = jnp.issubdtype(write_indices.dtype, jnp.integer)
     if write_indices.shape not in ((batch,), (batch, tokens)) or not integers:
         raise ValueError(
-            f"{op}: write_indices must be integers of shape [{batch}] or [{batch}, {tokens}], "
+            f"{op}: {name} must be integers of shape [{batch}] or [{batch}, {tokens}], "
             f"got {write_indices.dtype}{list(write_indices.shape)}"
         )
     if isinstance(write_indices, jax.core.Tracer) or isinstance(state_indices, jax.core.Tracer):
@@ -151,20 +160,19 @@ def write_slots(
     writes = np.where(reads[:, None] >= 0, np.asarray(write_indices).reshape(batch, -1), -1)
     if np.any(writes < -1) or np.any(writes >= size):
         raise ValueError(
-            f"{op}: write_indices must lie in [-1, {size}), where -1 keeps nothing, "
-            f"got {writes.tolist()}"
+            f"{op}: {name} must lie in [-1, {size}), where -1 keeps nothing, got {writes.tolist()}"
         )
     values, counts = np.unique(writes[writes >= 0], return_counts=True)
     if np.any(counts > 1):
         raise ValueError(
-            f"{op}: write_indices must not name a slot twice, got slot(s) "
+            f"{op}: {name} must not name a slot twice, got slot(s) "
             f"{values[counts > 1].tolist()} more than once in {writes.tolist()}"
         )
     rows, columns = np.nonzero((writes[:, :, None] == reads) & (writes >= 0)[:, :, None])[::2]
     if np.any(rows != columns):
         row, other = next((r, c) for r, c in zip(rows, columns, strict=True) if r != c)
         raise ValueError(
-            f"{op}: write_indices must not name a slot that another row reads: row {row} writes "
+            f"{op}: {name} must not name a slot that another row reads: row {row} writes "
             f"slot {reads[other]}, which row {other} reads"
         )
     return write_indices

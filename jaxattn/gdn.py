@@ -75,6 +75,7 @@ def chunk_gated_delta_rule(
         initial_state: float32, value-first; zeros if None. n is B, or with cu_seqlens the number
             of sequences.
         output_final_state: also return the state after each sequence's last token.
+            `jaxattn.gdn_prefill.gated_delta_rule_prefill` takes states from a pool instead.
         cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. A
             zero-length sequence keeps its initial state bit for bit. Tokens past the last offset
             are padding: they may hold NaN and their output is 0.
@@ -101,26 +102,21 @@ def chunk_gated_delta_rule(
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "chunk_gated_delta_rule"
-    q, k, v, g, beta, initial_state, cu_seqlens = _arrays(
+    q, k, v, g, beta, initial_state, cu_seqlens = as_arrays(
         q, k, v, g, beta, initial_state, cu_seqlens
     )
-    _check_sequence(op, q, k, v, g, beta, initial_state, cu_seqlens)
-    if chunk_size not in (16, 32, 64, 128):
-        raise ValueError(f"{op}: chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
-    if split_tokens is not None and (split_tokens < 0 or split_tokens % chunk_size):
-        raise ValueError(
-            f"{op}: split_tokens must be None, 0 or a multiple of {chunk_size=}, got {split_tokens}"
-        )
+    check_sequence(op, q, k, v, g, beta, initial_state, cu_seqlens)
+    check_chunks(op, chunk_size, split_tokens)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
 
     def reference(q, k, v, g, beta, initial_state, cu_seqlens):
         arguments = (q, k, v, g, beta, factor, initial_state, cu_seqlens, use_qk_l2norm)
         if k.shape[1] == 0:
             return _recurrent(*arguments)
-        return gated_delta_rule_chunks(*arguments, chunk_size)
+        return gated_delta_rule_chunks(*arguments, chunk_size)[:2]
 
     def mosaic(interpret: bool):
-        refuse_prefill(q, v, chunk_size, interpret=interpret)
+        refuse_prefill(op, q, v, chunk_size, interpret=interpret)
 
         def kernel(q, k, v, g, beta, initial_state, cu_seqlens):
             return gdn_prefill_mosaic(
@@ -187,10 +183,10 @@ def recurrent_gated_delta_rule(
     cost of one saved state a token.
     """
     op = "recurrent_gated_delta_rule"
-    q, k, v, g, beta, initial_state, cu_seqlens = _arrays(
+    q, k, v, g, beta, initial_state, cu_seqlens = as_arrays(
         q, k, v, g, beta, initial_state, cu_seqlens
     )
-    _check_sequence(op, q, k, v, g, beta, initial_state, cu_seqlens)
+    check_sequence(op, q, k, v, g, beta, initial_state, cu_seqlens)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
 
     def xla():
@@ -254,7 +250,7 @@ def gated_delta_rule_decode(
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "gated_delta_rule_decode"
-    q, k, v, a, b, state, state_indices, write_indices = _arrays(
+    q, k, v, a, b, state, state_indices, write_indices = as_arrays(
         q, k, v, a, b, state, state_indices, write_indices
     )
     _check_heads(op, q, k, v, "S")
@@ -389,7 +385,7 @@ def _recurrent(
     return jnp.moveaxis(out, 0, 1).astype(v.dtype), final
 
 
-def _arrays(*arguments: Any) -> tuple[Any, ...]:
+def as_arrays(*arguments: Any) -> tuple[Any, ...]:
     """NumPy arguments as JAX arrays."""
     return tuple(x if x is None else jnp.asarray(x) for x in arguments)
 
@@ -419,7 +415,16 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, tokens: str) -> None:
         )
 
 
-def _check_sequence(
+def check_chunks(op: str, chunk_size: int, split_tokens: int | None) -> None:
+    if chunk_size not in (16, 32, 64, 128):
+        raise ValueError(f"{op}: chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
+    if split_tokens is not None and (split_tokens < 0 or split_tokens % chunk_size):
+        raise ValueError(
+            f"{op}: split_tokens must be None, 0 or a multiple of {chunk_size=}, got {split_tokens}"
+        )
+
+
+def check_sequence(
     op: str,
     q: Array,
     k: Array,

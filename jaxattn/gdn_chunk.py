@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxattn.conv import state_write
+
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
 LOWEST_LOG_DECAY = -1e4
 
@@ -129,6 +131,7 @@ class Packing(NamedTuple):
     token: Int[Array, " N*C"]  # the token of each chunk row; past the end where there is none
     row: Int[Array, " T"]  # the chunk row of each token; past the end for padding
     sequence: Int[Array, " N"]
+    done: Int[Array, " N"]  # tokens of the sequence up to the chunk's end
     first: Array  # [N] bool: the sequence starts here
     last: Array  # [N] bool: the sequence ends here
 
@@ -149,7 +152,9 @@ def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> Packin
     first = used & (chunk == chunk_starts[sequence])
     last = used & (chunk == chunk_ends[sequence] - 1)
     place = jnp.arange(chunk_size, dtype=jnp.int32)
-    start = starts[sequence] + (chunk - chunk_starts[sequence]) * chunk_size
+    before = (chunk - chunk_starts[sequence]) * chunk_size
+    done = jnp.minimum(before + chunk_size, (ends - starts)[sequence])
+    start = starts[sequence] + before
     token = start[:, None] + place
     valid = used[:, None] & (token < ends[sequence][:, None])
     rows = chunks * chunk_size
@@ -162,7 +167,26 @@ def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> Packin
     owner = jnp.minimum(owner, count - 1)
     row = chunk_starts[owner] * chunk_size + index - starts[owner]
     row = jnp.where(index < ends[-1], row, rows + index)
-    return Packing(token, row, sequence, first, last)
+    return Packing(token, row, sequence, jnp.where(used, done, 0), first, last)
+
+
+class Checkpoints(NamedTuple):
+    """Slots of a pool that take the states after every `tokens` tokens of n sequences."""
+
+    pool: Float[Array, "*L Z Hv Dv Dk"]
+    layer: int | Array | None
+    slots: Int[Array, "n M"]  # -1 keeps nothing
+    tokens: int  # a multiple of the chunk
+
+
+def checkpoint_slots(
+    slots: Int[Array, "n M"], tokens: int, sequence: Int[Array, "*N"], done: Int[Array, "*N"]
+) -> Int[Array, "*N"]:
+    """The slot that takes the state once `done` tokens of a sequence are, or -1."""
+    slot = slots.at[sequence, done // tokens - 1].get(
+        mode="fill", fill_value=-1, wrap_negative_indices=False
+    )
+    return jnp.where(done % tokens == 0, slot, -1)
 
 
 def gated_delta_rule_chunks(
@@ -176,8 +200,12 @@ def gated_delta_rule_chunks(
     cu_seqlens: Int[Array, " n+1"] | None,
     use_qk_l2norm: bool,
     chunk_size: int,
-) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"]]:
-    """What `gdn.chunk_gated_delta_rule` runs on checked arguments, T >= 1: output, final state."""
+    checkpoints: Checkpoints | None = None,
+) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"], Array | None]:
+    """What `gdn.chunk_gated_delta_rule` runs on checked arguments, T >= 1.
+
+    Returns: the output, the final state, and the pool with the checkpoints, if there are any.
+    """
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     dtype = q.dtype
@@ -231,16 +259,37 @@ def gated_delta_rule_chunks(
         start = initial_state
     else:
         start = jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32)
-    chunks = (q, k, v_chunks, x, from_start, to_end)
+
+    # A pool is carried through the scan, which stores to it in place: states of all chunks at once
+    # would be T / 64 x Dv x Dk a head.
+    pool = targets = None
+    if checkpoints is not None:
+        pool = checkpoints.pool
+        if packing is None:
+            sequence = jnp.arange(batch, dtype=jnp.int32)
+            done = size * jnp.arange(1, len(q) + 1, dtype=jnp.int32)[:, None]
+            sequence, done = jnp.broadcast_arrays(sequence, jnp.minimum(done, length))
+        else:
+            sequence, done = packing.sequence[:, None], packing.done[:, None]
+        targets = checkpoint_slots(checkpoints.slots, checkpoints.tokens, sequence, done)
+
+    def step(carry, xs):
+        (state, pool), (chunk, slots) = carry, xs
+        state, out = chunk_step(state, chunk)
+        if checkpoints is not None:
+            pool = state_write(pool, state, slots, layer=checkpoints.layer)
+        return (state, pool), out
+
+    chunks = ((q, k, v_chunks, x, from_start, to_end), targets)
     with jax.named_scope("scan_chunks"):
         if packing is None or cu_seqlens is None:
             unroll = len(q) if len(q) <= UNROLLED_CHUNKS else UNROLL
-            final, (u, read) = lax.scan(chunk_step, start, chunks, unroll=unroll)
+            (final, pool), (u, read) = lax.scan(step, (start, pool), chunks, unroll=unroll)
         else:
             count = cu_seqlens.shape[0] - 1
             # A zero-length sequence has no chunk: its final state is the one it started with.
             start = jnp.broadcast_to(start, (count, *start.shape[1:]))
-            final, (u, read) = _scan_packed(chunk_step, start, chunks, packing)
+            (final, pool), (u, read) = _scan_packed(step, start, pool, chunks, packing)
 
     with jax.named_scope("output"):
         p = matmul("nbhid,nbhjd->nbhij", q, k, dtype) * decay
@@ -248,28 +297,34 @@ def gated_delta_rule_chunks(
         out = jnp.moveaxis(out.astype(v.dtype), 3, 2)  # [N, B, C, Hv, Dv]
         if packing is None:
             out = jnp.moveaxis(out, 0, 1).reshape(batch, padded, value_heads, value_dim)
-            return out[:, :length], final
+            return out[:, :length], final, pool
         out = out.reshape(-1, value_heads, value_dim)
         out = out.at[packing.row].get(mode="fill", fill_value=0, unique_indices=True)
-        return out[None], final
+        return out[None], final, pool
 
 
 def _scan_packed(
-    step: Callable[[Array, Any], tuple[Array, Any]], start: Array, chunks: Any, packing: Packing
-) -> tuple[Array, Any]:
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    start: Array,
+    pool: Array | None,
+    chunks: Any,
+    packing: Packing,
+) -> tuple[tuple[Array, Array | None], Any]:
     """The scan over chunks of packed sequences: the state restarts where a sequence does."""
 
-    def body(carry: tuple[Array, Array], xs: Any) -> tuple[tuple[Array, Array], Any]:
-        state, final = carry
+    def body(carry: tuple[Array, Array | None, Array], xs: Any) -> tuple[Any, Any]:
+        state, pool, final = carry
         sequence, first, last, chunk = xs
-        state, out = step(jnp.where(first, start[sequence][None], state), chunk)
+        state = jnp.where(first, start[sequence][None], state)
+        (state, pool), out = step((state, pool), chunk)
         target = jnp.where(last, sequence, start.shape[0])
-        return (state, final.at[target].set(state[0], mode="drop")), out
+        return (state, pool, final.at[target].set(state[0], mode="drop")), out
 
     xs = (packing.sequence, packing.first, packing.last, chunks)
     unroll = UNROLL if len(packing.sequence) > UNROLLED_CHUNKS else 1
-    (_, final), out = lax.scan(body, (jnp.zeros_like(start[:1]), start), xs, unroll=unroll)
-    return final, out
+    begin = (jnp.zeros_like(start[:1]), pool, start)
+    (_, pool, final), out = lax.scan(body, begin, xs, unroll=unroll)
+    return (final, pool), out
 
 
 def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -6,6 +6,7 @@ value head, and a RMS norm gated by SiLU(z) ends it. Between the projections eve
 one row's token and states, so that one kernel can do it in one pass over the states.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +19,22 @@ from jaxattn.conv import causal_conv1d_update, check_pool, rows_in_use, write_sl
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import gated_delta_rule_decode, scratch
 from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOf:
+    """A layer of a repeated pattern, `repeat * per_repeat + place`, for the kernel to work out.
+
+    In a loop over repeats XLA would run a kernel of its own for each such number.
+    """
+
+    repeat: jax.Array
+    per_repeat: int
+    place: int
+
+    @property
+    def index(self) -> jax.Array:
+        return self.repeat * self.per_repeat + self.place
 
 
 def pack_gdn_weights(
@@ -46,7 +63,7 @@ def gated_delta_net_decode(
     state_indices: Int[Array, " B"],
     *,
     write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
-    layer: int | Int[Array, ""] | None = None,
+    layer: int | Int[Array, ""] | LayerOf | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
     arena: Arena | None = None,
@@ -73,7 +90,7 @@ def gated_delta_net_decode(
             nothing. A speculative decoder that accepts n of S tokens goes on from
             `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
             it writes.
-        layer: index into the stacks, a Python int or traced.
+        layer: index into the stacks, a Python int or traced, or where it is in a repeated pattern.
         scale: factor on the delta rule's output, Dk**-0.5 if None.
         eps: of the norm over Dv.
         arena: scratch that holds at least `scratch(...)`; y is then a view of it, valid until the
@@ -97,6 +114,10 @@ def gated_delta_net_decode(
     key_heads = _check(op, qkvz, ba, weights, conv_state, state)
     batch, tokens, _ = qkvz.shape
     value_heads, value_dim, key_dim = state.shape[-3:]
+    first: Any = layer
+    affine = (1, 0)
+    if isinstance(layer, LayerOf):
+        first, affine, layer = layer.repeat, (layer.per_repeat, layer.place), layer.index
     check_pool(op, "state", state, state_indices, layer, state.shape[-3:], batch)
     check_pool(op, "conv_state", conv_state, state_indices, layer, conv_state.shape[-2:], batch)
     writes = None if write_indices is None else jnp.asarray(write_indices)
@@ -114,7 +135,8 @@ def gated_delta_net_decode(
             state_indices,
             writes,
             num_key_heads=key_heads,
-            layer=layer,
+            layer=first,
+            affine=affine,
             scale=factor,
             eps=eps,
             arena=arena,

@@ -19,13 +19,16 @@ class Limits:
         num_pages: pages of the cache; None is enough for every row at `max_model_len`, or with
             `utilization` what the device holds of that.
         prefill_chunk: prompt tokens that are read at a time, of one request.
-        utilization: fraction of the device's total memory for arrays and XLA's temp; the cache
-            gets what the rest of the plan leaves of it. None sizes the cache by `num_pages` alone.
+        utilization: fraction of the device's total memory, not of what is free, for arrays and
+            XLA's temp; the cache gets what the rest of the plan leaves of it. Where other
+            processes hold more than the rest, it gets what they leave. None sizes the cache by
+            `num_pages` alone.
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
-        q_lens: tokens a row of the decode executables. Serving takes one; others (a draft's) are
-            planned, compiled and warmed for callers of `Engine.executables`.
+        q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
+            others: they are planned, compiled and warmed for callers of `Engine.executables` who
+            append several tokens in a step, which samples after the last of them.
 
     Raises:
         ValueError: one of them is not a positive integer, or no fraction, or a bucket is larger

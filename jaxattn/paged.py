@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32 = ("int32",)
+CACHES = (*FLOATS, "float8_e4m3fn", "uint8")  # `jaxattn.mla_cache` says what each of them holds
 
 
 @dataclasses.dataclass
@@ -87,7 +88,10 @@ class Arguments:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Checks a cache and its addressing, and lengths against the tables if they are known."""
         self.check_layer(kv_cache, layer)
-        cache = self.check("kv_cache", kv_cache, "N C D" if layer is None else "L N C D")
+        # Bytes are not numbers: how many of them a latent takes is the format's to say.
+        width = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
+        axes = f"N C {width}" if layer is None else f"L N C {width}"
+        cache = self.check("kv_cache", kv_cache, axes, CACHES)
         tables = self.check("block_tables", block_tables, "B M", INT32)
         lengths = self.check("seq_lens", seq_lens, "B", INT32)
         capacity = tables.shape[1] * cache.shape[-2]
@@ -97,6 +101,16 @@ class Arguments:
                 f"of {cache.shape[-2]} tokens reach {capacity}; give wider block_tables"
             )
         return cache, tables, lengths
+
+    def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
+        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding."""
+        lengths = self.check("query_lens", query_lens, "B", INT32)
+        if (most := known_max(query_lens)) > tokens.shape[1]:
+            raise ValueError(
+                f"{self.op}: query_lens holds {most}, but {name} {tokens.shape} has "
+                f"{tokens.shape[1]} tokens a row"
+            )
+        return lengths
 
 
 def known_max(x: Any) -> int:
@@ -162,12 +176,13 @@ class Softmax(NamedTuple):
 
 
 def page_blocks(
-    kv_cache: Float[Array, "*L N C D"],
+    kv_cache: Num[Array, "*L N C Ds"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
     layer: jax.Array | int | None,
     block: int,
+    unpack: Callable[[jax.Array], jax.Array],
 ) -> tuple[
     Int[Array, "blocks B pages"],
     Int[Array, "blocks"],
@@ -175,12 +190,16 @@ def page_blocks(
 ]:
     """Tokens [0, lengths) of every row in blocks of K, whole pages and about `block` tokens.
 
+    `unpack` makes latents [..., D] of what the cache stores [..., Ds]; of zeros, zeros.
+
     Returns:
         The blocks' pages, their first positions, and a function that reads one block of these:
         (pages [B, n], first) -> (kv [B, K, D], 0 past a row's length, positions [K]).
     """
     batch, width = block_tables.shape
-    page, dim = kv_cache.shape[-2:]
+    page, stored = kv_cache.shape[-2:]
+    # Bytes of ones are NaN in every format that is stored in bytes.
+    missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
     # Whatever a table holds past the row's length is replaced before anything is addressed by it.
     owned = jnp.arange(width) < -(-lengths // page)[:, None]
     per_block = min(width, max(1, block // page))
@@ -194,10 +213,13 @@ def page_blocks(
         # One gather from the whole stack: a layer taken out first would be a copy. A page
         # that does not exist reads as NaN, not as another row's page.
         index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
-        kv = kv_cache.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
         positions = first + jnp.arange(per_block * page)
-        kv = kv.reshape(batch, per_block * page, dim)
-        return jnp.where((positions < lengths[:, None])[..., None], kv, 0), positions
+        kv = kv.reshape(batch, per_block * page, stored)
+        zero = jnp.zeros((), kv.dtype)
+        # Before it is unpacked: a NaN would reach the gradient of the scale.
+        kv = jnp.where((positions < lengths[:, None])[..., None], kv, zero)
+        return unpack(kv), positions
 
     return tables, jnp.arange(steps, dtype=jnp.int32) * (per_block * page), read
 
@@ -205,20 +227,22 @@ def page_blocks(
 def attend_pages(
     state: Softmax,
     add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
-    kv_cache: Float[Array, "*L N C D"],
+    kv_cache: Num[Array, "*L N C Ds"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
     layer: jax.Array | int | None,
     block: int,
+    unpack: Callable[[jax.Array], jax.Array],
 ) -> Softmax:
     """Feeds tokens [0, lengths) of every row to `add_block(state, kv [B, K, D], positions [K])`.
 
-    K is about `block` tokens, whole pages. Blocks past every row's length are not read, and one
-    past a row's own leaves that row's state as it was, bit by bit. `kv` is 0 past a row's length.
+    K is about `block` tokens, whole pages, and kv what `unpack` makes of them. Blocks past every
+    row's length are not read, and one past a row's own leaves that row's state as it was, bit by
+    bit. `kv` is 0 past a row's length.
     """
     pages, firsts, read_block = page_blocks(
-        kv_cache, block_tables, lengths, layer=layer, block=block
+        kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack
     )
 
     @jax.checkpoint

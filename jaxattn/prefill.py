@@ -9,56 +9,19 @@ pass holds the scores of an eighth of the queries at a time.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_prefill import Config, attend_mosaic, refuse
-from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot, known_max
+from jaxattn.merge import merge_attention_states
+from jaxattn.mla_cache import LatentFormat, check_format
+from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
-
-
-@jax.named_scope("merge_attention_states")
-def merge_attention_states(
-    outs: Sequence[Float[Array, "*rows V"]] | Float[Array, "K *rows V"],
-    lses: Sequence[Float[Array, "*rows"]] | Float[Array, "K *rows"],
-) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """One attention from several over disjoint keys, by their log-sum-exps (natural logarithm).
-
-    A part with lse -inf saw no key: its `out` is not read, whatever it holds. If no part saw any
-    key, the result is 0 and -inf. An lse of +inf or NaN gives NaN; FlashMLA marks empty rows by
-    +inf, so turn that into -inf first. Returns `out` in the parts' dtype and `lse` float32.
-
-    Raises:
-        ValueError: there are no parts, or their shapes do not fit.
-    """
-    if len(outs) == 0 or len(outs) != len(lses):
-        raise ValueError(
-            f"merge_attention_states: needs as many outs as lses and at least one, got {len(outs)} "
-            f"and {len(lses)}"
-        )
-    shapes = [(tuple(out.shape), tuple(lse.shape)) for out, lse in zip(outs, lses, strict=True)]
-    if any(out[:-1] != lse or out != shapes[0][0] for out, lse in shapes):
-        raise ValueError(
-            "merge_attention_states: every lse must be shaped as its out without the last axis, "
-            f"and all outs alike, got (out, lse) {shapes}"
-        )
-    dtype = jnp.result_type(*outs)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    parts, lse = jnp.stack([*outs]).astype(wide), jnp.stack([*lses]).astype(wide)
-    parts = jnp.where((lse == -jnp.inf)[..., None], 0, parts)
-    top = lax.stop_gradient(lse.max(0))
-    shift = jnp.where(top == -jnp.inf, 0, top)
-    weight = jnp.exp(lse - shift)
-    empty = top == -jnp.inf
-    total = jnp.where(empty, 1, weight.sum(0))
-    out = (parts * weight[..., None]).sum(0) / total[..., None]
-    return out.astype(dtype), jnp.where(empty, -jnp.inf, shift + jnp.log(total))
 
 
 def _with_gradient_of(reference: Callable[..., Any], forward: Callable[..., Any]) -> Any:
@@ -203,13 +166,14 @@ def mla_prefill(
     latent: Float[Array, "B T D"],
     w_uk: Float[Array, "H nope R"],
     w_uv: Float[Array, "H R Dv"],
-    kv_cache: Float[Array, "L N C D"] | Float[Array, "N C D"],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
     query_lens: Int[Array, "B"],
     *,
     scale: float,
     layer: jax.Array | int | None = None,
+    kv_scale: Array | float | None = None,
     block: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
@@ -217,19 +181,22 @@ def mla_prefill(
 
     The new tokens' own causal attention is merged by log-sum-exp with that to the prefix (positions
     below seq_lens - query_lens), which is read from the cache `block` tokens at a time. The
-    new tokens come from `latent`, so the cache may hold them already or not; give the cache that
-    `mla_cache_write` returned, so that XLA need not keep the one from before the write.
+    new tokens come from `latent`, so the cache may hold them already or not, and an FP8 cache has
+    not rounded them; give the cache that `mla_cache_write` returned, so that XLA need not keep the
+    one from before the write.
 
     Args:
         q: queries, nope dims first, then the rotated P.
         latent: of the new tokens: normed c_kv (R) and rotated k_pe (P), as in the cache.
         w_uk, w_uv: per-head up-projections of keys and values.
-        kv_cache: a stack with `layer`, or one layer's pages.
+        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`. FP8
+            formats are unpacked `block` tokens at a time.
         block_tables: int32 page ids; entries past a row's length are not read.
         seq_lens: int32 tokens of each row, the new ones included. 0 is a padding row.
         query_lens: int32 new tokens of each row, at most T.
         scale: factor of the scores; see `jaxattn.rope.softmax_scale`.
         layer: index into the stack, a Python int or a traced scalar.
+        kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
             bytes of scores; the kernel none, but B * H * block * (nope + Dv) * 2 bytes of expanded
             keys and values (None: 512 MiB or 1024 tokens, whichever is more).
@@ -253,11 +220,7 @@ def mla_prefill(
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
-    new_lens = arguments.check("query_lens", query_lens, "B", INT32)
-    if (longest := known_max(query_lens)) > q.shape[1]:
-        raise ValueError(
-            f"mla_prefill: query_lens holds {longest}, but q {q.shape} has T = {q.shape[1]} tokens"
-        )
+    query_lens = arguments.check_query_lens(query_lens, "q", q)
     scale = arguments.check_scale(scale)
     nope, rank = w_uk.shape[1:]
     if not 0 <= latent.shape[-1] - rank == q.shape[-1] - nope:
@@ -267,13 +230,18 @@ def mla_prefill(
         )
     if block is not None and block < 1:
         raise ValueError(f"mla_prefill: block must be at least 1, got {block}")
-    args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, new_lens, layer)
-    xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK)
+    format, kv_scale = check_format(
+        arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=q.shape[-1] - nope
+    )
+    args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+    xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK, format=format)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         dims = dict(nope=nope, rope=q.shape[-1] - nope, values=w_uv.shape[-1])
         refuse("mla_prefill", q, **dims, interpret=interpret)
-        forward = functools.partial(prefill_mosaic, scale=scale, block=block, interpret=interpret)
+        forward = functools.partial(
+            prefill_mosaic, scale=scale, block=block, format=format, interpret=interpret
+        )
         return _with_gradient_of(xla, forward)(*args)
 
     return dispatch(
@@ -288,7 +256,7 @@ def mla_prefill(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "block"))
+@functools.partial(jax.jit, static_argnames=("scale", "block", "format"))
 def _prefill(
     q: jax.Array,
     latent: jax.Array,
@@ -299,9 +267,11 @@ def _prefill(
     seq_lens: jax.Array,
     query_lens: jax.Array,
     layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
     *,
     scale: float,
     block: int,
+    format: LatentFormat,
 ) -> tuple[jax.Array, jax.Array]:
     (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
     query_lens = jnp.where(seq_lens > 0, query_lens, 0)
@@ -333,7 +303,14 @@ def _prefill(
     with jax.named_scope("cached_prefix"):
         state = Softmax.empty((batch, heads, tokens), w_uv.shape[-1], new[1].dtype)
         state = attend_pages(
-            state, add_block, kv_cache, block_tables, prefix, layer=layer, block=block
+            state,
+            add_block,
+            kv_cache,
+            block_tables,
+            prefix,
+            layer=layer,
+            block=block,
+            unpack=functools.partial(format.unpack, kv_scale=kv_scale),
         )
         out, lse = state.finish((valid & (prefix > 0)[:, None])[:, None])
     out, lse = merge_attention_states([new[0], out.swapaxes(1, 2)], [new[1], lse.swapaxes(1, 2)])

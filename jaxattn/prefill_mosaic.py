@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn.kernels.mla_prefill import attend_padded, unpad
+from jaxattn.mla_cache import LatentFormat
 from jaxattn.paged import dot, page_blocks
 
 # Cached tokens of a row that are expanded at a time: as many as make EXPANDED_BYTES of keys and
@@ -42,7 +43,7 @@ def _expand(
     return lax.platform_dependent(compressed, w_uk, w_uv, cpu=cpu, default=gpu)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "block", "format", "interpret"))
 def prefill_mosaic(
     q: jax.Array,
     latent: jax.Array,
@@ -53,9 +54,11 @@ def prefill_mosaic(
     seq_lens: jax.Array,
     query_lens: jax.Array,
     layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
     *,
     scale: float,
     block: int | None,
+    format: LatentFormat,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.prefill.mla_prefill` by the kernel; arguments and results are documented there."""
@@ -90,7 +93,12 @@ def prefill_mosaic(
         size = block or max(PREFIX_BLOCK, EXPANDED_BYTES // token_bytes)
         with jax.named_scope("cached_prefix"):
             pages, firsts, read = page_blocks(
-                kv_cache, block_tables, prefix, layer=layer, block=size
+                kv_cache,
+                block_tables,
+                prefix,
+                layer=layer,
+                block=size,
+                unpack=functools.partial(format.unpack, kv_scale=kv_scale),
             )
 
             def add_block(i: jax.Array, state: Any) -> Any:

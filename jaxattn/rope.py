@@ -117,17 +117,21 @@ def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
 
 
 class Rotation(NamedTuple):
-    """The angles of some tokens, for the layers that share them: float32 [..., P / 2] each."""
+    """The angles of some tokens, for the layers that share them.
 
-    cos: jax.Array
-    sin: jax.Array
+    Attributes:
+        angles: [..., 2 P], float32 unless asked otherwise: of every dim the cosine, which it is
+            times, and then the signed sine, which the other dim of its pair is times.
+    """
+
+    angles: jax.Array
 
 
 @jax.named_scope("rotation")
 def rotation(
     positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
 ) -> Rotation:
-    """cos and sin [..., P / 2] of every position's angles, YaRN's scale of lengths included.
+    """The rotation by every position's angles, YaRN's scale of lengths included.
 
     Raises:
         TypeError: `positions` are not integers.
@@ -141,7 +145,10 @@ def rotation(
         yarn = config.yarn
         length = _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
         cos, sin = cos * length, sin * length
-    return Rotation(cos, sin)
+    axis = -1 if config.interleaved else -2
+    cosines, sines = jnp.stack([cos, cos], axis=axis), jnp.stack([-sin, sin], axis=axis)
+    shape = (*positions.shape, config.dim)
+    return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
 
 
 @jax.named_scope("rope")
@@ -168,8 +175,8 @@ def rope(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     if not isinstance(positions, Rotation):
         positions = rotation(positions, config, dtype)
-    cos, sin = positions
-    tokens = cos.shape[:-1]
+    angles = positions.angles
+    tokens = angles.shape[:-1]
     if x.ndim - len(tokens) not in (1, 2) or any(
         n not in (1, m) for n, m in zip(tokens, x.shape[: len(tokens)], strict=True)
     ):
@@ -178,11 +185,13 @@ def rope(
             f"{x.shape}, positions {tokens}"
         )
     if x.ndim - len(tokens) == 2:
-        cos, sin = cos[..., None, :], sin[..., None, :]
-    wide = x.astype(dtype)
+        angles = angles[..., None, :]
+    wide, half = x.astype(dtype), config.dim // 2
     if config.interleaved:
         a, b, axis = wide[..., 0::2], wide[..., 1::2], -1
+        cos, sin = angles[..., : config.dim : 2], angles[..., config.dim + 1 :: 2]
     else:
-        a, b, axis = wide[..., : config.dim // 2], wide[..., config.dim // 2 :], -2
+        a, b, axis = wide[..., :half], wide[..., half:], -2
+        cos, sin = angles[..., :half], angles[..., config.dim + half :]
     rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=axis)
     return rotated.reshape(x.shape).astype(x.dtype)

@@ -15,6 +15,7 @@ its end.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -163,15 +164,18 @@ class Evaluation:
         self.window, self.stride = window, window // 2
         self.files = files
         self.bytes = sum(len(text) for text in files.values())
+        self._config = config
         self._batches = list(windows(files, window, self.stride, batch))
-        self._bits = jax.jit(
-            lambda params, tokens, scored: jnp.sum(
-                jnp.where(scored, byte_bits(config, params, tokens), 0)
-            )
-        )
 
     def __call__(self, params: nnx.State) -> float:
-        return sum(float(self._bits(params, *batch)) for batch in self._batches) / self.bytes
+        bits = (_scored_bits(self._config, params, *batch) for batch in self._batches)
+        return sum(map(float, bits)) / self.bytes
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scored_bits(config: HybridConfig, params: nnx.State, tokens: Array, scored: Array) -> Array:
+    """Of all scored bytes; compiled once for a configuration and its shapes."""
+    return jnp.sum(jnp.where(scored, byte_bits(config, params, tokens), 0))
 
 
 class Training:

@@ -9,6 +9,11 @@ os.environ.setdefault("PJRT_NPROC", "16")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+if jax.default_backend() == "cpu":
+    # Without it most of the suite's time is LLVM optimizing what runs once. Commands that tests
+    # start as processes of their own are compiled as users compile them.
+    jax.config.update("jax_disable_most_optimizations", True)
+
 
 def _missing_hopper() -> str | None:
     try:
@@ -26,3 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a GPU has room for one process, and four take some 1.5 GB each of a CPU's."""
+    return 0 if jax.default_backend() == "gpu" else min(os.cpu_count() or 1, 4)

@@ -7,6 +7,7 @@ device's rounding has to bridge a gap to change the text.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -50,6 +51,9 @@ class Followed:
     state: DecodeState
 
 
+jitted = functools.cache(jit_step)
+
+
 def follow(
     config: HybridConfig,
     params: nnx.State,
@@ -73,8 +77,8 @@ def follow(
     tokens = np.array([list(text) for text in texts], np.int32)
 
     # Prefill has no kernel to name.
-    prefill = jit_step(prefill_step, config, implementation="xla")
-    decode = jit_step(decode_step, config, implementation=implementation)
+    prefill = jitted(prefill_step, config, implementation="xla")
+    decode = jitted(decode_step, config, implementation=implementation)
     read = PrefillBatch(tokens=padded, query_lens=lens, seq_lens=lens, **rows)
     logits, state = prefill(params, state, read)
     found = [np.asarray(logits)]

@@ -47,7 +47,7 @@ class Case:
 def make(
     slots: list[int],
     *,
-    num_slots: int,
+    num_slots: int = 9,
     q_len: int = 1,
     key_heads: int = 1,
     value_heads: int = 2,
@@ -57,7 +57,10 @@ def make(
     layer: int = 1,
     seed: int = 0,
 ) -> Case:
-    """Random inputs; NaN in every slot that no row reads, and in the inputs of padding rows."""
+    """Random inputs; NaN in every slot that no row reads, and in the inputs of padding rows.
+
+    Three rows of one or three tokens with the other sizes as they are share two executables.
+    """
     rng = np.random.default_rng(seed)
     batch, channels = len(slots), (2 * key_heads + value_heads) * 128
     normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
@@ -123,9 +126,16 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return y.reshape(batch, q_len, -1), convs, states
 
 
-def decode(case: Case, implementation, *, writes=None, arena=None):
+@functools.cache
+def step_of(implementation):
+    """Compiled once for a shape, whatever test comes first."""
     step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
-    return jax.jit(step)(*case.args, write_indices=writes, layer=case.layer, arena=arena)
+    return jax.jit(step)
+
+
+def decode(case: Case, implementation, *, writes=None, arena=None):
+    layer = jnp.int32(case.layer)
+    return step_of(implementation)(*case.args, write_indices=writes, layer=layer, arena=arena)
 
 
 def bits(x) -> np.ndarray:
@@ -162,7 +172,7 @@ def assert_matches(case: Case, results, *, writes=None, bound=1e-5):
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_shuffled_slots_beside_padding(q_len, implementation):
     # Slot 0 and the last slot are live, and so are padding rows.
-    case = make([4, -1, 0], num_slots=5, q_len=q_len)
+    case = make([8, -1, 0], q_len=q_len)
     assert_matches(case, decode(case, implementation))
 
 
@@ -198,49 +208,49 @@ def test_bfloat16_state_is_rounded_when_it_is_stored_only(implementation):
 
 
 @implementations
-@pytest.mark.parametrize("g", [0.0, -1e-3, -30.0, -1000.0])
+@pytest.mark.parametrize("g", [0.0, -1e-3, -20.0, -1000.0])
 @pytest.mark.parametrize("beta", [0, 1])
 def test_strength_of_the_gates(g, beta, implementation):
-    case = make([0], num_slots=1, layers=1, layer=0, q_len=2)
-    heads = case.state.shape[2]
+    case = make([0, 3, -1], q_len=3)
+    batch, q_len, heads = 3, 3, case.state.shape[2]
     # softplus(50) = 50; exp(-inf) = 0 decays nothing at all.
     case.A_log = jnp.full_like(case.A_log, np.log(-g / 50) if g else -np.inf)
     case.dt_bias = jnp.zeros_like(case.dt_bias)
-    case.ba = jnp.concatenate(
-        [jnp.full((1, 2, heads), 200.0 if beta else -200.0), jnp.full((1, 2, heads), 50.0)], axis=-1
-    )
+    strength = jnp.full((batch, q_len, heads), 200.0 if beta else -200.0)
+    case.ba = jnp.concatenate([strength, jnp.full_like(strength, 50.0)], axis=-1)
     _, _, state, *_ = results = decode(case, implementation)
     if g == 0 and beta == 0:
         assert_matches(case, results)
-        np.testing.assert_array_equal(bits(state), bits(case.state))
+        np.testing.assert_array_equal(bits(state[1, :4]), bits(case.state[1, :4]))
     elif g > -1000 or beta:
         assert_matches(case, results)
     else:
         # Decayed to nothing, and nothing written: 0 / rms(0) is 0.
-        assert (np.asarray(results[0]) == 0).all() and (np.asarray(state) == 0).all()
+        assert (np.asarray(results[0]) == 0).all()
+        assert (np.asarray(state)[case.layer, [0, 3]] == 0).all()
 
 
 @implementations
 def test_a_decay_of_almost_nothing_is_not_rounded_away(implementation):
-    case = make([0], num_slots=1, layers=1, layer=0)
+    case = make([0, -1, -1])
     case.A_log = jnp.full_like(case.A_log, np.log(1e4))
     case.dt_bias = jnp.zeros_like(case.dt_bias)
-    case.ba = jnp.asarray([[[-200.0, -200, -16, -12]]])  # beta is 0
+    case.ba = jnp.broadcast_to(jnp.asarray([-200.0, -200, -16, -12]), (3, 1, 4))  # beta is 0
     _, _, state = decode(case, implementation)
     rates = 1e4 * np.log1p(np.exp([-16.0, -12]))
-    expected = np.asarray(case.state[0, 0], np.float64) * np.exp(-rates)[:, None, None]
+    expected = np.asarray(case.state[1, 0], np.float64) * np.exp(-rates)[:, None, None]
     for head in range(2):
-        assert relative(state[0, 0, head], expected[head]) < 1e-6
+        assert relative(state[1, 0, head], expected[head]) < 1e-6
 
 
 @implementations
 def test_states_after_every_token_roll_back(implementation):
-    case = make([5, -1, 2], num_slots=9, q_len=3)
+    case = make([5, -1, 2], q_len=3)
     writes = jnp.asarray([[5, 0, 8], [1, 3, 4], [6, -1, 7]], jnp.int32)
     results = decode(case, implementation, writes=writes)
     assert_matches(case, results, writes=writes)
     # Two of three tokens were accepted: another third token goes on from the second's slot.
-    other = make([0, -1, -1], num_slots=9, seed=1)
+    other = make([0, -1, -1], seed=1)
     last = dataclasses.replace(
         case,
         qkvz=other.qkvz,
@@ -259,15 +269,15 @@ def test_states_after_every_token_roll_back(implementation):
 
 @implementations
 def test_one_slot_is_read_and_another_written(implementation):
-    case = make([3, 1, -1], num_slots=6, q_len=2)
+    case = make([3, 1, -1], q_len=3)
     writes = jnp.asarray([0, -1, 2], jnp.int32)
     assert_matches(case, decode(case, implementation, writes=writes), writes=writes)
 
 
 @implementations
-@pytest.mark.parametrize("slot", [3, 2**31 - 1, -7])
+@pytest.mark.parametrize("slot", [9, 2**31 - 1, -7])
 def test_a_slot_outside_the_pools_is_padding(slot, implementation):
-    case = make([1, -1], num_slots=3, layer=0)
+    case = make([1, -1, -1], layer=0)
     case.reads = case.reads.at[1].set(slot)
     results = decode(case, implementation)
     case.reads = case.reads.at[1].set(-1)
@@ -277,26 +287,31 @@ def test_a_slot_outside_the_pools_is_padding(slot, implementation):
 @implementations
 def test_pools_and_weights_without_a_stack(implementation):
     stacked = make([1, 0], num_slots=2, layers=1, layer=0)
-    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
+    step = step_of(implementation)
     conv_state, state = stacked.conv_state[0], stacked.state[0]
     plain = stacked.qkvz, stacked.ba, stacked.weights[0], conv_state, state, stacked.reads
-    y, conv_state, state = jax.jit(step)(*plain)
+    y, conv_state, state = step(*plain)
     assert_matches(stacked, (y, conv_state[None], state[None]))
-    # One layer's own weights beside stacks of pools.
+    # One layer's own weights beside stacks of pools, and a Python integer for the layer.
     case = make([1, 0], num_slots=2)
     own = case.weights[case.layer]
-    results = jax.jit(step)(case.qkvz, case.ba, own, *case.args[3:], layer=case.layer)
+    one = jax.jit(
+        functools.partial(
+            gated_delta_net_decode, eps=EPS, layer=case.layer, implementation=implementation
+        )
+    )
+    results = one(case.qkvz, case.ba, own, *case.args[3:])
     assert_matches(case, results)
 
 
 @implementations
 def test_writes_into_a_poisoned_arena(implementation):
-    case = make([2, -1], num_slots=3, q_len=2)
-    spec = gdn.scratch(batch=2, q_len=2, num_v_heads=2, dtype=jnp.float32)
+    case = make([2, -1, 0], q_len=3)
+    spec = gdn.scratch(batch=3, q_len=3, num_v_heads=2, dtype=jnp.float32)
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
     *results, arena = decode(case, implementation, arena=arena)
     assert_matches(case, results)
-    np.testing.assert_array_equal(arena.read(spec, "out").reshape(2, 2, -1), results[0])
+    np.testing.assert_array_equal(arena.read(spec, "out").reshape(3, 3, -1), results[0])
 
 
 @implementations
@@ -308,7 +323,7 @@ def test_with_x64_enabled(implementation):
 
 @implementations
 def test_a_nan_in_a_row_stays_in_that_row(implementation):
-    case = make([0, 1], num_slots=2)
+    case = make([0, 1, -1])
     clean = decode(case, implementation)
     case.qkvz = case.qkvz.at[0, 0, 128 + 3].set(jnp.nan)
     y, conv_state, state = decode(case, implementation)

@@ -11,7 +11,9 @@ from jax import Array
 from kernel_cases import both_devices, relative
 
 from jaxattn import gdn
-from jaxattn.kernels.gdn_prefill import gdn_prefill_mosaic, segment_tokens
+from jaxattn.gdn_prefill import gated_delta_rule_prefill
+from jaxattn.kernels import gdn_prefill
+from jaxattn.kernels.gdn_prefill import Pool, gdn_prefill_mosaic, segment_tokens
 
 BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
 
@@ -146,16 +148,124 @@ def test_equal_keys_without_decay(beta, implementation):
     assert_matches(case, *run(case, implementation))
 
 
+@dataclasses.dataclass
+class PoolCase:
+    """Sequences of a `Case` whose states lie in slots of layer 1; everything else is NaN."""
+
+    case: Case
+    pool: Array  # [2, Z, Hv, 128, 128]
+    reads: list[int]  # -1: a padding sequence
+    writes: list[int]
+    kept: list[list[int]]
+    fresh: list[bool]
+
+    @property
+    def arguments(self):
+        """Of `gated_delta_rule_prefill`, by name, all arrays."""
+        names = ("q", "k", "v", "g", "beta")
+        slots = dict(state_indices=self.reads, write_indices=self.writes)
+        return dict(
+            zip(names, self.case.args, strict=True),
+            state=self.pool,
+            cu_seqlens=self.case.cu_seqlens,
+            has_initial_state=~jnp.asarray(self.fresh),
+            checkpoint_indices=jnp.asarray(self.kept, jnp.int32),
+            layer=jnp.int32(1),
+            **{name: jnp.asarray(slots, jnp.int32) for name, slots in slots.items()},
+        )
+
+
+def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float32):
+    count, offsets = len(reads), np.asarray(case.cu_seqlens)
+    state = case.initial_state.astype(dtype)
+    started = np.array([i for i in range(count) if reads[i] >= 0 and i not in fresh])
+    pool = jnp.full((2, num_slots, *state.shape[1:]), jnp.nan, dtype)
+    pool = pool.at[1, np.asarray(reads)[started]].set(state[started])
+    first = [i in fresh for i in range(count)]
+    zero = jnp.asarray(first)[:, None, None, None]
+    token = np.zeros(case.v.shape[1], bool)
+    for i in range(count):
+        token[offsets[i] : offsets[i + 1]] = reads[i] >= 0
+    mask = lambda x: jnp.where(token.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)  # noqa: E731
+    case = dataclasses.replace(
+        case,
+        **{name: mask(getattr(case, name)) for name in ("q", "k", "v", "g", "beta")},
+        initial_state=jnp.where(zero, 0.0, state.astype(jnp.float32)),
+    )
+    return PoolCase(case, pool, reads, writes, kept, first)
+
+
+def assert_pool_matches(pooled, out, new, *, every=64):
+    """Against float64; every slot that nobody writes keeps its bits, NaN or not."""
+    case, untouched = pooled.case, np.ones(new.shape[:2], bool)
+    offsets, real = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
+    for i, read in enumerate(pooled.reads):
+        length = int(offsets[i + 1] - offsets[i])
+        kept = pooled.kept[i][: length // every]
+        ends = [(length, pooled.writes[i]), *((every * (j + 1), z) for j, z in enumerate(kept))]
+        for tokens, slot in ends if read >= 0 and length else ():
+            here = slice(offsets[i], offsets[i] + tokens)
+            part = Case(
+                *(x[:, here] for x in case.args),
+                case.initial_state[i : i + 1],
+                jnp.array([0, tokens]),
+                tokens,
+            )
+            expected, state = oracle(part)
+            assert relative(out[:, here], expected) < BOUND
+            real[here] = True
+            if slot >= 0:
+                assert relative(new[1, slot], state[0]) < BOUND
+                untouched[1, slot] = False
+    assert (np.asarray(out, np.float32)[:, ~real] == 0).all()
+    unsigned = np.uint32 if new.dtype == jnp.float32 else np.uint16
+    bits = lambda x: np.asarray(x)[untouched].view(unsigned)  # noqa: E731
+    np.testing.assert_array_equal(bits(new), bits(pooled.pool))
+
+
+@both_devices
+def test_states_by_slot_beside_padding(implementation):
+    """Slot 0 and the last one are live; a fresh sequence, an empty one, and one that is padding.
+    The first is cut in two segments."""
+    pooled = on_a_pool(
+        make_case([66, 3, 0, 1], padding=3), [5, -1, 2, 0], [3, 4, 2, 0],
+        [[1], [4], [4], [4]], num_slots=6, fresh=[3], dtype=jnp.bfloat16,
+    )  # fmt: skip
+    options = dict(checkpoint_tokens=64, split_tokens=64)
+    step = functools.partial(gated_delta_rule_prefill, implementation=implementation, **options)
+    assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
+
+
 def test_no_race_in_the_interpreter():
+    """With a checkpoint over the slot that the sequence started from."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    case = make_case([0, 194])
-    out, states = gdn_prefill_mosaic(
-        *case.args, **case.packed, scale=128**-0.5, use_qk_l2norm=True,
-        interpret=True, detect_races=True,
+    pooled = on_a_pool(make_case([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
+    live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
+    pool = Pool(
+        pooled.pool, jnp.ones(1, jnp.int32), live, reads, writes, jnp.array(pooled.kept), 64
+    )
+    out, new = gdn_prefill_mosaic(
+        *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens, pool=pool, segment=0,
+        scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True,
     )  # fmt: skip
     assert not get_races().races_found
-    assert_matches(case, out, states)
+    assert_pool_matches(pooled, out, new)
+
+
+def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
+    """Without a GPU: every operation has a lowering, and one kernel writes the donated pool."""
+    monkeypatch.setattr(gdn_prefill, "require_hopper", lambda *args, **kwargs: None)
+    pooled = on_a_pool(make_case([130]), [1], [2], [[0]], num_slots=3)
+    step = functools.partial(
+        gated_delta_rule_prefill, checkpoint_tokens=64, split_tokens=64, implementation="mosaic_gpu"
+    )
+    traced = jax.jit(step, donate_argnames="state").trace(**pooled.arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    aliased = [line for line in kernels if "output_operand_alias<" in line]
+    assert len(kernels) == 4 and len(aliased) == 1
+    assert aliased[0].count("output_operand_alias<") == 1
 
 
 @both_devices
@@ -191,7 +301,7 @@ def test_the_gradient_is_the_reference_implementations():
         )  # fmt: skip
         return (out * weights).sum() + final.sum()
 
-    gradient = jax.grad(loss, argnums=(1, 2, 3, 4, 5, 6))
+    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4, 5, 6)), static_argnums=0)
     actual, expected = (
         gradient(name, *case.args, case.initial_state) for name in ("mosaic_gpu_interpret", "xla")
     )
@@ -233,12 +343,20 @@ def assert_matches_float32(case, out, states):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gates", [1.0, 0.002])
 @pytest.mark.parametrize("key_heads, value_heads", [(2, 8), (16, 16), (16, 32), (16, 48)])
-def test_published_heads(key_heads, value_heads, gates):
-    lens = [15, 85, 0, 200, 900, 848, 2049]
-    case = make_case(lens, key_heads=key_heads, value_heads=value_heads, gates=gates)
-    assert_matches_float32(case, *run(case, "mosaic_gpu"))
+def test_published_heads(key_heads, value_heads):
+    step = jax.jit(
+        functools.partial(
+            gdn.chunk_gated_delta_rule,
+            use_qk_l2norm=True,
+            output_final_state=True,
+            implementation="mosaic_gpu",
+        )
+    )
+    for gates in (1.0, 0.002, 0.0, 100.0):
+        lens = [15, 85, 0, 200, 900, 848, 2049]
+        case = make_case(lens, key_heads=key_heads, value_heads=value_heads, gates=gates)
+        assert_matches_float32(case, *step(*case.args, **case.packed))
 
 
 @pytest.mark.gpu
@@ -248,29 +366,138 @@ def test_one_long_sequence(gates):
     assert_matches_float32(case, *run(case, "mosaic_gpu"))
 
 
+def difference(actual, expected):
+    """Relative L2 on the device: the pools here are gigabytes."""
+    actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
+    return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
+
+
+def assert_pool_matches_xla(pooled, out, new, **options):
+    """Against the XLA implementation on float32 operands; other slots keep their bits."""
+    arguments = pooled.arguments
+    arguments |= {name: arguments[name].astype(jnp.float32) for name in ("q", "k", "v")}
+    arguments["state"] = arguments["state"].astype(jnp.float32)
+    step = functools.partial(gated_delta_rule_prefill, implementation="xla", **options)
+    expected, states = jax.jit(step)(**arguments)
+    assert difference(out, expected) < BOUND
+    written = ~np.isnan(np.asarray(states[:, :, 0, 0, 0]))
+    for layer, slot in zip(*np.nonzero(written), strict=True):
+        assert difference(new[layer, slot], states[layer, slot]) < BOUND
+    # A slot of NaN was nobody's, or only read.
+    np.testing.assert_array_equal(np.isnan(np.asarray(new[:, :, 0, 0, 0])), ~written)
+    assert bool(jnp.isnan(new[0]).all())
+
+
+SERVED = [1300, 547, 0, 2048, 963, 64, 1, 271, 3063]
+
+
+def served_case(*, num_slots=40, **options):
+    """A prefill batch of a server: prompts, an empty one, padding, and prefixes kept."""
+    case, count = make_case([*SERVED, 40], **options), len(SERVED) + 1
+    slots = np.random.default_rng(0).permutation(np.arange(1, num_slots - 1)).tolist()
+    reads = [0, num_slots - 1, *(slots.pop() for _ in range(count - 3)), -1]
+    writes = [0, slots.pop(), *reads[2:]]
+    kept = [[slots.pop() if length >= 512 * (j + 1) and j < 3 else -1 for j in range(4)]
+            for length in (*SERVED, 0)]  # fmt: skip
+    return case, dict(reads=reads, writes=writes, kept=kept, num_slots=num_slots, fresh=[0, 4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split_tokens, dtype", [(0, jnp.bfloat16), (512, jnp.float32)])
+def test_a_servers_batch_on_a_pool(split_tokens, dtype):
+    case, slots = served_case(key_heads=16, value_heads=32, gates=0.05)
+    pooled = on_a_pool(case, **slots, dtype=dtype)
+    options = dict(checkpoint_tokens=512, split_tokens=split_tokens)
+    step = functools.partial(gated_delta_rule_prefill, implementation="mosaic_gpu", **options)
+    assert_pool_matches_xla(pooled, *jax.jit(step)(**pooled.arguments), **options)
+
+
 @pytest.mark.gpu
 def test_many_short_documents_in_more_than_65535_blocks():
+    """On a pool of 4 GiB, in shuffled slots."""
     lens = np.random.default_rng(1).integers(0, 5, 2050).tolist()
     case = make_case(lens, key_heads=16, value_heads=32)
-    assert_matches_float32(case, *run(case, "mosaic_gpu"))
+    slots = np.random.default_rng(2).permutation(2060)[:2050]
+    pool = jnp.zeros((2060, 32, 128, 128), jnp.float32).at[slots].set(case.initial_state)
+    results = []
+    for implementation in ("mosaic_gpu", "xla"):
+        step = functools.partial(gated_delta_rule_prefill, implementation=implementation)
+        wide = [x.astype(jnp.float32) if implementation == "xla" else x for x in case.args[:3]]
+        arguments = (*wide, *case.args[3:], pool, slots)
+        results.append(jax.jit(step)(*arguments, cu_seqlens=case.cu_seqlens))
+    (out, new), (expected, states) = results
+    assert difference(out, expected) < BOUND and difference(new, states) < BOUND
+    kept = np.setdiff1d(np.arange(2060), slots[np.asarray(lens) > 0])
+    assert bool((new[kept] == pool[kept]).all())
 
 
 @pytest.mark.gpu
-def test_two_parts_equal_one():
+def test_slot_offsets_beyond_2_31_elements():
+    """The last slots of a pool of 2^31 elements and those of a small one: one result, no copy."""
+    num_slots = 2**31 // (32 * 128 * 128) + 4
+    case = make_case([130, 70], key_heads=16, value_heads=32)
+    step = functools.partial(
+        gated_delta_rule_prefill,
+        cu_seqlens=case.cu_seqlens,
+        checkpoint_tokens=64,
+        split_tokens=64,
+        implementation="mosaic_gpu",
+    )
+    results = []
+    for last in (3, num_slots - 1):
+        pool = jnp.zeros((last + 1, 32, 128, 128), jnp.float32)
+        pool = pool.at[jnp.array([last, 0])].set(case.initial_state)
+        arguments = (*case.args, pool, jnp.array([last, 0]))
+        others = dict(
+            write_indices=jnp.array([last - 1, 0]),
+            checkpoint_indices=jnp.array([[last - 2, -1], [-1, -1]]),
+        )
+        compiled = jax.jit(step, donate_argnums=5).lower(*arguments, **others).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == pool.nbytes
+        assert memory.temp_size_in_bytes < 2**28
+        out, new = compiled(*arguments, **others)
+        results.append((out, new[last - 2], new[last - 1], new[last], new[0]))
+    for small, large in zip(*results, strict=True):
+        assert bool((small == large).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [127, 128])
+def test_parts_and_decode_on_a_pool_equal_one_prefill(cut):
+    """300 tokens at once; and `cut`, the rest but one, and that one by the decode kernel."""
     case = make_case([300], value_heads=4, key_heads=2, padding=0)
-    whole, state = run(case, "mosaic_gpu")
-    first = Case(*(x[:, :127] for x in case.args), case.initial_state, jnp.array([0, 127]), 127)
-    out_a, middle = run(first, "mosaic_gpu")
-    second = Case(*(x[:, 127:] for x in case.args), middle, jnp.array([0, 173]), 173)
-    out_b, end = run(second, "mosaic_gpu")
-    assert relative(jnp.concatenate([out_a, out_b], axis=1), np.asarray(whole, np.float64)) < BOUND
-    assert relative(end, np.asarray(state, np.float64)) < BOUND
+    rng = np.random.default_rng(3)
+    a, b = (jnp.asarray(rng.normal(size=(1, 300, 4)), jnp.float32) for _ in range(2))
+    gates = {"A_log": jnp.log(jnp.array([0.1, 1.0, 4.0, 16.0])), "dt_bias": jnp.zeros(4)}
+    tokens = (*case.args[:3], *gdn.gdn_gates(a, b, **gates))
+    pool, slot = jnp.full((3, 4, 128, 128), jnp.nan), jnp.array([2])
+    step = jax.jit(functools.partial(gated_delta_rule_prefill, implementation="mosaic_gpu"))
+    expected, whole = step(*tokens, pool, slot, has_initial_state=jnp.array([False]))
+    outs = []
+    for first, last in ((0, cut), (cut, 299)):
+        part = (x[:, first:last] for x in tokens)
+        out, pool = step(*part, pool, slot, has_initial_state=jnp.array([first > 0]))
+        outs.append(out)
+    out, pool = gdn.gated_delta_rule_decode(
+        *(x[:, 299:] for x in (*case.args[:3], a, b)), pool, slot, implementation="mosaic_gpu",
+        **gates,
+    )  # fmt: skip
+    assert difference(jnp.concatenate([*outs, out], axis=1), expected) < BOUND
+    assert difference(pool[2], whole[2]) < BOUND
 
 
 @pytest.mark.gpu
 def test_the_same_bits_every_run():
-    case = make_case([700, 64, 1300], key_heads=4, value_heads=8)
-    first = run(case, "mosaic_gpu")
+    case, slots = served_case(key_heads=4, value_heads=8)
+    pooled = on_a_pool(case, **slots)
+    step = jax.jit(
+        functools.partial(
+            gated_delta_rule_prefill, checkpoint_tokens=512, implementation="mosaic_gpu"
+        )
+    )
+    bits = lambda x: x.view(jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)  # noqa: E731
+    first = [bits(x) for x in step(**pooled.arguments)]
     for _ in range(100):
-        again = run(case, "mosaic_gpu")
-        assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
+        again = step(**pooled.arguments)
+        assert all(bool((bits(a) == b).all()) for a, b in zip(again, first, strict=True))

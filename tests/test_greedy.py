@@ -62,13 +62,15 @@ def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
     limits = Limits(batch=len(BYTES), max_model_len=512)
     engine = Engine(*model, limits, implementation="xla")
     together = greedy(engine, BYTES, 24)
-    assert together == [greedy(engine, [prompt], 24)[0] for prompt in BYTES]
+    alone = [greedy(engine, [prompt], 8)[0] for prompt in BYTES[:3]]
+    assert alone == [text[:8] for text in together[:3]]
     if jax.default_backend() == "cpu":
         assert together == [text[:24] for text in TEXTS]
 
 
 def test_the_kernels_in_the_interpreter_agree_with_the_reference(model):
-    inputs = (*model, BYTES[:2], [text[:5] for text in TEXTS[:2]])
+    # Two decode steps: the second reads what the kernels wrote.
+    inputs = (*model, BYTES[:2], [text[:3] for text in TEXTS[:2]])
     reference, kernels = follow(*inputs, "xla"), follow(*inputs, "mosaic_gpu_interpret")
     assert_agree(kernels, reference, logits=0.1, states=5e-3)
 

@@ -25,6 +25,7 @@ from jaxattn.models.hybrid import (
     prefill_step,
     scratch,
 )
+from jaxattn.plan.hybrid import page_bytes
 from jaxattn.rope import RopeConfig, YarnConfig
 
 SMALL = HybridConfig(
@@ -149,6 +150,20 @@ def test_bfloat16_follows_its_training_forward_loosely():
     check(rows, rows.decode(1, 1), tolerance=0.1)
     assert rows.state.kv_cache.dtype == rows.state.conv_state.dtype == jnp.bfloat16
     assert rows.state.ssm_state.dtype == jnp.float32
+
+
+def test_a_block_scaled_cache_follows_the_training_forward_loosely():
+    config = dataclasses.replace(SMALL, gdn_per_repeat=0, kv_lora_rank=128, cache_dtype="uint8")
+    rows = Rows(config, dirt=0)
+    rows.state = dataclasses.replace(
+        rows.state,
+        kv_cache=jnp.full_like(rows.state.kv_cache, 0xFF),  # NaN
+    )
+    state = jax.eval_shape(lambda: init_state(config, ROWS, PAGES, SLOTS, max_pages=4))
+    assert state.kv_cache.shape == (2, PAGES, 64, 128 + 4 + 16)
+    assert state.kv_cache.size == page_bytes(config) * PAGES
+    for _ in range(3):
+        check(rows, rows.decode(1, 1), tolerance=0.1)
 
 
 def test_prefill_and_decode_leave_the_states_of_a_longer_prefill():
@@ -306,6 +321,8 @@ def test_initial_parameters_differ_between_repeats_and_between_keys():
         ("gdn_per_repeat", -1, "gdn_per_repeat must be an integer of at least 0; got -1"),
         ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim must be an integer of at least 2"),
         ("dtype", "float8", "dtype must be one of"),
+        ("cache_dtype", "int8", "cache_dtype must be one of .* got 'int8'"),
+        ("cache_dtype", "uint8", "multiple of 128, got 32"),
         ("rms_norm_eps", 0.0, "rms_norm_eps must be a positive float; got 0.0"),
         ("tie_embeddings", "no", "tie_embeddings must be true or false; got 'no'"),
         ("rope", RopeConfig(dim=64), "rope.dim=64 must be qk_rope_head_dim=8"),

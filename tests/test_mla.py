@@ -4,84 +4,27 @@ not look: every page that no row owns, the tails of pages, and the tails of bloc
 
 import functools
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from mla_cases import (
+    BEYOND,
+    assert_same_bits,
+    attend,
+    decode_numpy,
+    make_pool,
+    normal,
+    prefill_numpy,
+)
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError
 
-BEYOND = (2147480000, -1)
 POISONS = (np.nan, np.inf, -np.inf, 3e38)
 decode = functools.partial(mla.mla_decode, implementation="xla")
-
-
-class Pool(NamedTuple):
-    """A paged cache and what each row owns of it."""
-
-    cache: np.ndarray  # [N, C, D], poison outside of the owned tokens
-    tables: np.ndarray  # [B, M], `beyond` past a row's pages
-    lens: np.ndarray  # [B]
-    latents: list  # per row [len, D]
-
-
-def make_pool(lens, *, page, dim, seed=0, poison=np.nan, beyond=BEYOND[0], width=None):
-    rng = np.random.default_rng(seed)
-    pages = [-(-n // page) for n in lens]
-    width = width or max(*pages, 1) + 1
-    order = rng.permutation(sum(pages) + 3).tolist()
-    cache = np.full((len(order), page, dim), poison, np.float32)
-    tables = np.full((len(lens), width), beyond, np.int32)
-    latents = []
-    for row, (n, used) in enumerate(zip(lens, pages, strict=True)):
-        tables[row, :used] = [order.pop() for _ in range(used)]
-        latents.append(rng.standard_normal((n, dim)).astype(np.float32))
-        for t in range(n):
-            cache[tables[row, t // page], t % page] = latents[-1][t]
-    return Pool(cache, tables, np.array(lens, np.int32), latents)
-
-
-def normal(*shape, seed=1, scale=1.0):
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
-
-
-def attend(query, keys, values, scale):
-    """One query over the keys it sees, in float64."""
-    if len(keys) == 0:
-        return np.zeros(values.shape[-1]), -np.inf
-    scores = keys.astype(np.float64) @ query.astype(np.float64) * scale
-    p = np.exp(scores - scores.max())
-    return p @ values.astype(np.float64) / p.sum(), scores.max() + np.log(p.sum())
-
-
-def decode_numpy(q, latents, scale, rank):
-    out, lse = np.zeros((*q.shape[:3], rank)), np.full(q.shape[:3], -np.inf)
-    for b, s, h in np.ndindex(q.shape[:3]):
-        seen = latents[b][: max(len(latents[b]) - q.shape[1] + s + 1, 0)]
-        out[b, s, h], lse[b, s, h] = attend(q[b, s, h], seen, seen[:, :rank], scale)
-    return out, lse
-
-
-def prefill_numpy(q, latents, query_lens, w_uk, w_uv, scale):
-    """Every head's keys and values expanded: nothing is absorbed, nothing cached."""
-    rank = w_uk.shape[2]
-    out, lse = np.zeros((*q.shape[:3], w_uv.shape[2])), np.full(q.shape[:3], -np.inf)
-    for b, h in np.ndindex(q.shape[0], q.shape[2]):
-        latent, new = latents[b].astype(np.float64), query_lens[b]
-        keys = np.concatenate([latent[:, :rank] @ w_uk[h].T, latent[:, rank:]], axis=1)
-        values = latent[:, :rank] @ w_uv[h]
-        for t in range(min(new, len(latent))):
-            sees = len(latent) - new + t + 1
-            out[b, t, h], lse[b, t, h] = attend(q[b, t, h], keys[:sees], values[:sees], scale)
-    return out, lse
-
-
-def assert_same_bits(a, b):
-    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 # mla_decode: values
@@ -90,8 +33,8 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize(
     "heads, q_len, page",
     [
-        *((heads, q_len, 64) for heads in (1, 3, 20, 64) for q_len in (1, 2, 4)),
-        *((1, 4, 16), (3, 1, 16), (20, 2, 16), (64, 4, 16)),
+        *((1, 1, 64), (1, 2, 64), (3, 4, 64), (20, 2, 64), (64, 1, 64), (64, 4, 64)),
+        *((1, 4, 16), (3, 1, 16), (20, 2, 7)),
     ],
 )
 def test_decode_is_attention_in_the_latent(heads, q_len, page):
@@ -273,6 +216,96 @@ def test_a_page_that_does_not_exist_is_not_another_rows_page(page_id):
     out, _ = decode(q, pool.cache, pool.tables, pool.lens, scale=0.3, kv_lora_rank=16)
     assert np.isnan(out[0]).all()
     np.testing.assert_allclose(out[1], decode_numpy(q, pool.latents, 0.3, 16)[0][1], atol=1e-5)
+
+
+# mla_decode: ragged queries, page sizes, dims
+
+
+@pytest.mark.parametrize("page", [1, 32, 128])
+def test_ragged_queries_over_any_page_size_in_float16(page):
+    rank, dim = 16, 24
+    # Row 0 is padding, row 1 has fewer tokens than queries, and row 5 has no new ones.
+    lens, new = [0, 1, page, page + 1, 2 * page + 3, page], [2, 3, 1, 2, 3, 0]
+    pool = make_pool(lens, page=page, dim=dim, beyond=-1)
+    latents = [np.float16(x) for x in pool.latents]
+    given = np.full((6, max(lens), dim), np.nan, np.float16)
+    for b, row in enumerate(latents):
+        given[b, : len(row)] = row
+    empty = np.full(pool.cache.shape, np.nan, np.float16)
+    cache = mla.mla_cache_write(empty, given, pool.tables, pool.lens, query_lens=pool.lens)
+    assert_same_bits(cache, np.float16(pool.cache))
+
+    q = np.float16(normal(6, 3, 2, dim))
+    q[np.arange(3) >= np.array(new)[:, None]] = np.nan
+    out, lse = decode(
+        q,
+        cache,
+        pool.tables,
+        pool.lens,
+        query_lens=np.array(new, np.int32),
+        scale=0.3,
+        kv_lora_rank=rank,
+    )
+    assert out.dtype == jnp.float16
+    expected_out, expected_lse = decode_numpy(q, latents, 0.3, rank, new)
+    np.testing.assert_allclose(np.float32(out), expected_out, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    nothing = np.asarray(out)[np.isneginf(expected_lse)]
+    assert_same_bits(nothing, np.zeros_like(nothing))
+
+
+def test_ragged_queries_see_what_they_see_without_the_padding():
+    pool = make_pool([20, 33, 5, 7], page=16, dim=24)
+    new = np.array([2, 2, 2, 0], np.int32)
+    q = normal(4, 3, 2, 24)
+    q[np.arange(3) >= new[:, None]] = np.nan
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def ragged(q, new):
+        out, lse = decode(
+            q, pool.cache, pool.tables, pool.lens, query_lens=new, scale=0.3, kv_lora_rank=16
+        )
+        return out.sum(), (out, lse)
+
+    grad, (out, lse) = ragged(q, new)
+    kwargs = dict(scale=0.3, kv_lora_rank=16)
+    alone, alone_lse = decode(q[:3, :2], pool.cache, pool.tables[:3], pool.lens[:3], **kwargs)
+    np.testing.assert_allclose(out[:3, :2], alone, atol=1e-6)
+    np.testing.assert_allclose(lse[:3, :2], alone_lse, atol=1e-6)
+    assert not np.asarray(out)[3].any() and np.isneginf(lse[3]).all()
+    assert np.isfinite(grad).all() and not np.asarray(grad)[np.isnan(q)].any()
+    # Rows that all have S new tokens are the case without `query_lens`.
+    full = np.nan_to_num(q)
+    same = ragged(full, np.full(4, 3, np.int32))[1]
+    jax.tree.map(assert_same_bits, same, decode(full, pool.cache, pool.tables, pool.lens, **kwargs))
+
+
+@pytest.mark.parametrize("rank, rope", [(256, 64), (512, 0)])
+def test_dims_that_the_kernel_has_no_code_for_run_in_xla(rank, rope):
+    pool = make_pool([70, 3], page=64, dim=rank + rope)
+    q = normal(2, 1, 3, rank + rope)
+    args = (jnp.bfloat16(q), jnp.bfloat16(pool.cache), pool.tables, pool.lens)
+    run = functools.partial(mla.mla_decode, *args, scale=0.1, kv_lora_rank=rank)
+    with pytest.raises(NotImplementedError, match=f"kv_lora_rank={rank} with D={rank + rope}"):
+        run(implementation="mosaic_gpu_interpret")
+    out, lse = run()
+    rounded = [np.float32(jnp.bfloat16(x)) for x in pool.latents]
+    expected = decode_numpy(np.float32(args[0]), rounded, 0.1, rank)
+    np.testing.assert_allclose(np.float32(out), expected[0], atol=0.02)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-5)
+
+
+def test_pages_and_queries_that_the_kernel_has_no_code_for_are_refused():
+    q, lens = jnp.zeros((2, 1, 3, 576), jnp.bfloat16), np.array([70, 3], np.int32)
+    run = functools.partial(mla.mla_decode, q, scale=0.1, implementation="mosaic_gpu_interpret")
+    for page, given, refusal in (
+        (32, {}, "pages of 64 tokens, got 32"),
+        (64, dict(query_lens=np.array([1, 0], np.int32)), "got query_lens"),
+    ):
+        cache, tables = jnp.zeros((3, page, 576), jnp.bfloat16), np.zeros((2, 3), np.int32)
+        with pytest.raises(NotImplementedError, match=f"mla_decode: .*{refusal}"):
+            run(cache, tables, lens, **given)
 
 
 # mla_decode: stacks, aliasing, arena, dispatch
@@ -559,6 +592,30 @@ def test_merging_parts_is_attention_to_all_keys():
         np.testing.assert_allclose(lse, [lse for _, lse in whole], atol=1e-6)
 
 
+def test_merging_is_associative_and_in_float32():
+    rng = np.random.default_rng(0)
+    outs = [jnp.bfloat16(rng.standard_normal((5, 3, 4))) for _ in range(4)]
+    lses = [np.float32(rng.uniform(-20, 20, (5, 3))) for _ in range(4)]
+    lses[1][0], lses[3][0], lses[2][1] = -np.inf, -np.inf, -np.inf
+    merge = jax.jit(mla.merge_attention_states)
+    wide = [np.float32(out) for out in outs]
+    whole, whole_lse = merge(wide, lses)
+    weight = np.exp(np.float64(lses) - whole_lse)[..., None]
+    expected = np.sum(np.float64(wide) * weight, 0)
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+    left = merge(*zip(merge(wide[:2], lses[:2]), merge(wide[2:], lses[2:]), strict=True))
+    one_by_one = wide[0], lses[0]
+    for part in zip(wide[1:], lses[1:], strict=True):
+        one_by_one = merge(*zip(one_by_one, part, strict=True))
+    for out, lse in (left, one_by_one):
+        np.testing.assert_allclose(out, whole, atol=1e-6)
+        np.testing.assert_allclose(lse, whole_lse, atol=1e-6)
+    narrow, narrow_lse = merge(outs, lses)
+    assert narrow.dtype == jnp.bfloat16 and narrow_lse.dtype == jnp.float32
+    assert_same_bits(narrow, whole.astype(jnp.bfloat16))
+    assert_same_bits(merge(outs[:1], lses[:1])[0][1], outs[0][1])
+
+
 def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
     outs = [np.full((3, 2), np.nan, np.float32), np.ones((3, 2), np.float32)]
     lses = [
@@ -570,8 +627,19 @@ def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
     np.testing.assert_array_equal(lse, [-np.inf, 2, np.nan])
     grad = jax.grad(lambda *x: mla.merge_attention_states(x[:1] * 2, x[1:] * 2)[0].sum())
     assert np.isfinite(grad(outs[1], lses[1])).all()
+    absent = np.array([np.full(3, -np.inf, np.float32), lses[1]])
+    merged = jax.jit(jax.grad(lambda *x: mla.merge_attention_states(*x)[0][1:].sum(), (0, 1)))
+    grads = merged(np.array(outs), absent)
+    np.testing.assert_array_equal(grads[0], [np.zeros((3, 2)), [[0, 0], [1, 1], [1, 1]]])
+    assert not np.asarray(grads[1]).any()
     with pytest.raises(ValueError, match="at least one, got 0 and 0"):
         mla.merge_attention_states([], [])
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        mla.merge_attention_states(np.stack(outs), lses[:1])
+    with pytest.raises(TypeError, match=r"outs\[1\] must be an array of .*float32.*got int32"):
+        mla.merge_attention_states([outs[0], np.zeros((3, 2), np.int32)], lses)
+    with pytest.raises(TypeError, match=r"lses\[0\] must be an array of .*got list"):
+        mla.merge_attention_states(outs, [[0.0], lses[1]])
     with pytest.raises(ValueError, match=r"\(3, 2\), \(2,\)"):
         mla.merge_attention_states(outs, [lses[0], lses[1][:2]])
 
@@ -742,6 +810,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(q=np.zeros((2, 1, 3, 24), np.int32)), TypeError, r"q must be .*float32.*int32"),
         (dict(q=[1.0]), TypeError, "q must be an array, got list"),
         (dict(kv_cache=np.zeros((5, 24), np.float32)), ValueError, r"kv_cache \[N, C, D\].*5, 24"),
+        (dict(kv_cache=np.zeros((5, 0, 24))), ValueError, r"kv_cache .*none.*\(5, 0, 24\)"),
         (dict(kv_cache=STACK), ValueError, r"kv_cache \(7, 5, 16, 24\) is a stack.*give layer="),
         (dict(layer=0), ValueError, r"kv_cache \(5, 16, 24\) has no axis for layer=0"),
         (dict(kv_cache=STACK, layer=7), ValueError, r"layer=7 is not in .*has 7"),
@@ -757,13 +826,32 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(scale=None), TypeError, "scale must be a Python number.*softmax_scale"),
         (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
         (dict(scale=float("nan")), ValueError, "scale must be positive and finite, got nan"),
+        (dict(query_lens=np.zeros(3, np.int32)), ValueError, r"query_lens \[B\].*\(3,\).*B = 2"),
+        (dict(query_lens=np.zeros(2, np.int64)), TypeError, "query_lens must be int32, got int64"),
+        (
+            dict(query_lens=np.array([2, 0], np.int32)),
+            ValueError,
+            r"query_lens holds 2, but q \(2, 1, 3, 24\) has 1 tokens a row",
+        ),
+        (dict(kv_cache=np.zeros((5, 16, 24), jnp.float8_e5m2)), TypeError, "got float8_e5m2"),
+        (dict(kv_cache=np.zeros((5, 16, 24), np.int8)), TypeError, "kv_cache must be .*got int8"),
         (dict(kv_lora_rank=25), ValueError, r"kv_lora_rank .*D = 24.*25"),
+        (dict(kv_lora_rank=16.0), ValueError, "kv_lora_rank must be an integer .*got 16.0"),
+        (dict(block_tables=[[0]]), TypeError, "block_tables must be an array, got list"),
+        (dict(block_tables=np.zeros(4, np.int32)), ValueError, r"block_tables \[B, M\].*\(4,\)"),
+        (
+            dict(schedule=mla.Schedule(*np.zeros((2, 5), np.int32), np.zeros((2, 3), np.int32))),
+            ValueError,
+            r"schedule is of 3 rows, q \(2, 1, 3, 24\) has 2",
+        ),
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
     ],
 )
 def test_decode_names_the_argument_that_does_not_fit(changed, error, words):
-    with pytest.raises(error, match=f"mla_decode: .*{words}"):
-        mla.mla_decode(**(GOOD | changed))
+    # Before an implementation is asked, so before anything is launched or refused.
+    for implementation in (None, "mosaic_gpu", "xla"):
+        with pytest.raises(error, match=f"mla_decode: .*{words}"):
+            mla.mla_decode(**(GOOD | changed), implementation=implementation)
 
 
 def test_scale_has_no_default():
@@ -787,6 +875,14 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
         mla.mla_cache_write(cache, latent[..., 1:], tables, lens)
     with pytest.raises(ValueError, match="mla_cache_write: kv_cache .* is a stack"):
         mla.mla_cache_write(STACK, latent, tables, lens)
+    with pytest.raises(ValueError, match=r"mla_cache_write: seq_lens holds 65.*\(2, 4\).*reach 64"):
+        mla.mla_cache_write(cache, latent, tables, np.array([65, 0], np.int32))
+    with pytest.raises(
+        ValueError, match=r"query_lens holds 4, but latent \(2, 3, 24\) has 3 tokens"
+    ):
+        mla.mla_cache_write(cache, latent, tables, lens, query_lens=np.array([4, 0], np.int32))
+    with pytest.raises(ValueError, match=r"mla_cache_write: latent \[B, S, D\].*\(3, 24\)"):
+        mla.mla_cache_write(cache, latent[0], tables, lens)
     with pytest.raises(TypeError, match="mla_cache_write: query_lens must be int32, got int64"):
         mla.mla_cache_write(cache, latent, tables, lens, query_lens=np.zeros(2, np.int64))
     with pytest.raises(ValueError, match=r"absorb_query: w_uk \[H, nope, R\].*H = 4.*H = 3"):
@@ -803,7 +899,13 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
     mla.mla_prefill(**ok)
     for changed, words in (
         (dict(q=q[..., 1:]), r"q's last axis.*\(2, 3, 2, 13\).*\(2, 6, 16\)"),
-        (dict(query_lens=np.array([4, 0], np.int32)), r"query_lens holds 4.*T = 3"),
+        (
+            dict(query_lens=np.array([4, 0], np.int32)),
+            r"query_lens holds 4, but q .*3 tokens a row",
+        ),
+        (dict(seq_lens=np.array([0, 70], np.int32)), r"seq_lens holds 70.*\(2, 4\).*reach 64"),
+        (dict(kv_cache=STACK), r"kv_cache \(7, 5, 16, 24\) is a stack"),
+        (dict(w_uk=W_UK[:1]), r"w_uk \[H, nope, R\].*H = 1.*H = 2"),
         (dict(w_uv=W_UV[:, 1:]), r"w_uv \[H, R, Dv\].*R = 15.*R = 16"),
         (dict(latent=latent[:, 1:]), r"latent \[B, T, D\].*T = 2.*T = 3"),
         (dict(block=0), "block must be at least 1, got 0"),

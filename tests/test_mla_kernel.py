@@ -197,7 +197,8 @@ def test_one_real_row_among_padding(q_len, padding, implementation):
     assert (np.asarray(out_beside[1:]) == 0).all() and np.isneginf(lse_beside[1:]).all()
 
 
-def test_no_race_in_the_interpreter():
+@pytest.mark.parametrize("output_by_tma", [False, True])
+def test_no_race_in_the_interpreter(output_by_tma):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     case = mla_case([150, 1], heads=20, q_len=2)
@@ -205,7 +206,8 @@ def test_no_race_in_the_interpreter():
         *case.args,
         scale=case.scale,
         layer=case.layer,
-        schedule=cut_at(case, [(0, 0), (0, 1), (1, 0)]),
+        schedule=cut_at(case, [(0, 0), (0, 2)] if output_by_tma else [(0, 0), (0, 1), (1, 0)]),
+        output_by_tma=output_by_tma,
         interpret=True,
         detect_races=True,
     )

@@ -171,6 +171,25 @@ def test_mla_prefill_and_decode_continue_the_training_forward(stack):
             np.testing.assert_allclose(y[b], expected[b, n - 2 : n], rtol=1e-4, atol=1e-5)
 
 
+def test_mla_decodes_ragged_rows_from_an_fp8_cache():
+    module = small_mla()
+    x = normal(3, 2, TOKENS, HIDDEN)
+    expected = jax.jit(module)(x)
+    cache = jnp.full((6, PAGE, 36), jnp.nan, jnp.float8_e4m3fn)
+    shared = dict(block_tables=jnp.array([[2, 0, 5], [1, 4, 3]], jnp.int32), kv_scale=2.0**-6)
+    lens = jnp.array([8, 5], jnp.int32)
+    prefill, decode = jax.jit(module.prefill), jax.jit(module.decode)
+    _, cache = prefill(x[:, :8], cache, seq_lens=lens, query_lens=lens, **shared)
+    new = jnp.array([1, 3], jnp.int32)
+    tokens = jnp.stack([x[0, 8:11].at[1:].set(jnp.nan), x[1, 5:8]])
+    y, after, _ = decode(tokens, cache, seq_lens=lens + new, query_lens=new, **shared)
+    assert after.dtype == cache.dtype
+    for b, n in enumerate(lens):
+        wanted = expected[b, n : n + new[b]]
+        np.testing.assert_allclose(y[b, : new[b]], wanted, atol=0.1 * np.abs(wanted).max())
+    assert not np.any(y[0, 1:])
+
+
 # --- gated delta net
 
 

@@ -57,18 +57,35 @@ def test_deepseek_r1_is_counted_tensor_by_tensor_as_its_checkpoint():
     assert model.total_bytes(extra=True) == 688_574_839_360
 
 
+def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 * 16, out=2048):
+    """Parameters beside the text model in Qwen3.5-35B-A3B's checkpoint, from its vision_config."""
+
+    def linear(inputs, outputs):
+        return inputs * outputs + outputs
+
+    block = linear(hidden, 3 * hidden) + linear(hidden, hidden) + 2 * 2 * hidden
+    block += linear(hidden, mlp) + linear(mlp, hidden)
+    merged = 4 * hidden
+    merger = 2 * hidden + linear(merged, merged) + linear(merged, out)
+    return linear(3 * patch, hidden) + positions * hidden + depth * block + merger
+
+
 @pytest.mark.parametrize(
-    "name, billions",
+    "name, text, published, beside",
     [
-        ("DeepSeek-V2-Lite", 15.706484224),
-        ("Qwen3-Next-80B-A3B", 79.674391296),
-        ("Qwen3.5-35B-A3B", 34.660610688),
-        ("Kimi-Linear-48B-A3B", 49.122681728),
+        # `published`: all of the checkpoint's numbers as the hub lists them; `text`: without the
+        # prediction layers, which the named size of the model leaves out.
+        ("DeepSeek-V2-Lite", 15_706_484_224, 15_706_484_224, 0),
+        ("Qwen3-Next-80B-A3B", 79_674_391_296, 81_324_862_720, 0),
+        ("Qwen3.5-35B-A3B", 34_660_610_688, 35_951_822_704, vision_tower()),
+        # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
+        ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
     ],
 )
-def test_the_other_models_have_their_published_parameters(name, billions):
+def test_the_other_models_have_their_published_parameters(name, text, published, beside):
     model = known.load(name.lower())
-    assert model.total_parameters() == round(billions * 1e9)
+    assert model.total_parameters() == text
+    assert model.total_parameters(extra=True) + beside == published
     assert model.total_bytes() / model.total_parameters() == pytest.approx(2, rel=1e-3)
 
 
@@ -197,7 +214,7 @@ def test_a_utilization_that_is_no_fraction_is_refused(value):
 
 def test_the_line_that_does_not_fit_is_named():
     items = (Item("weights", 60, "w"), Item("kv cache", 50, "k"), Item("temp", 5, "t"))
-    with pytest.raises(PlanError, match="115 bytes .* has 100 .* does not fit is the kv cache"):
+    with pytest.raises(PlanError, match="115 .* 100 are allowed, 1 of 100 .* is the kv cache"):
         MemoryPlan(items, Budget("x", 100)).check()
     driver = (*items[:1], Item("driver", 100, "d", outside=True))
     with pytest.raises(PlanError, match="the line that does not fit is the driver"):
@@ -215,6 +232,27 @@ def test_devices_have_names_or_sizes(name, total):
 def test_an_unknown_device_is_refused_with_those_that_are_known(name):
     with pytest.raises(DeviceError, match="use one of h200, h100, h20, or its memory, as in 96GiB"):
         known_device(name)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "Kimi-Linear-48B-A3B"])
+def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
+    model, gib, limits = (
+        (CONFIG, 3, Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9))
+        if name == "hybrid"
+        else (known.load(name), 200, dataclasses.replace(SERVING, batch=512, utilization=0.9))
+    )
+    total = gib * GIB
+    free = total * 7 // 10
+    empty = plan(model, DeviceMemory("x", total), limits)
+    made = plan(model, DeviceMemory("x", total, free=free), limits)
+    assert made["in use"] == total - free
+    assert made.inside + made["driver"] <= free < empty.inside + empty["driver"]
+    assert 0 < made["kv cache"] < empty["kv cache"]
+    assert made.budget.reason(made.outside) == f"what {made.outside:,} outside of it leave of " + (
+        f"{total:,} (x)"
+    )
+    with pytest.raises(PlanError, match=r"what [\d,]+ outside of it leave of"):
+        plan(model, DeviceMemory("x", total, free=total // 8), limits)
 
 
 def test_memory_that_contradicts_itself_is_refused():
@@ -350,6 +388,7 @@ def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
 BAD_INPUT = {
     "nothing": ([], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
     "model": (["DeepSeek-R9"], "unknown configuration 'DeepSeek-R9': use one of DeepSeek-R1,"),
+    "folder": (["/"], "/ is a folder without a config.json"),
     "device": (["DeepSeek-R1", "--device", "v100"], "unknown device 'v100': use one of h200"),
     "gpus": (["DeepSeek-R1", "--gpus", "-8"], "argument --gpus: '-8' is not a size"),
     "no gpus": (["DeepSeek-R1", "--gpus", "0"], "argument --gpus: '0' is not a size"),
@@ -390,16 +429,6 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 
 def test_a_folder_is_a_model_too(tmp_path, capsys):
-    config = {"num_hidden_layers": 2, "text_config": {}, "model_type": "deepseek_v3"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main([str(tmp_path)]) == 2
-    assert "config.json lacks or garbles 'first_k_dense_replace'" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert main([str(tmp_path)]) == 2
-    assert "model_type 'gpt2' is not one of deepseek_v2" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text("{")
-    assert main([str(tmp_path)]) == 2
-    assert "cannot read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(
         json.dumps(known.load("DeepSeek-V2-Lite").config | {"num_hidden_layers": 3})
     )
@@ -410,6 +439,63 @@ def test_a_folder_is_a_model_too(tmp_path, capsys):
     assert "xla temp" in capsys.readouterr().out
     assert main([str(tmp_path), "--gpus", "2"]) == 2
     assert "are for the named models" in capsys.readouterr().err
+
+
+BROKEN_CONFIG = {
+    "no json": ("{", "cannot read"),
+    "no object": ([], "config.json is not an object"),
+    "null": (None, "config.json is not an object"),
+    "text": ({"text_config": [1]}, "text_config in config.json is not an object"),
+    "type": ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of deepseek_v2, deepseek_v3,"),
+    "missing": ({"vocab_size": ...}, "config.json lacks vocab_size"),
+    "negative": ({"hidden_size": -1}, "hidden_size in config.json must be an integer from 1 to"),
+    "text for a size": ({"v_head_dim": "128"}, "must be an integer from 1 to 2,147,483,647"),
+    "a fraction": (
+        {"num_hidden_layers": 1.5},
+        "num_hidden_layers in config.json must be an integer",
+    ),
+    "absurd": (
+        {"n_routed_experts": 10**30},
+        "from 1 to 2,147,483,647; got 1000",
+    ),
+    "layers": ({"first_k_dense_replace": 62}, "first_k_dense_replace=62 in config.json is more"),
+    "quantization": ({"quantization_config": "int4"}, "quantization 'int4' is not known"),
+    "block": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
+        "weight_block_size in config.json must be the two equal sides of a square; got [128, 0]",
+    ),
+    "kimi": (
+        known.load("Kimi-Linear-48B-A3B").config | {"linear_attn_config": 3},
+        "linear_attn_config in config.json is not an object",
+    ),
+    "kimi's layers": (
+        known.load("Kimi-Linear-48B-A3B").config
+        | {
+            "linear_attn_config": {
+                "num_heads": 1,
+                "head_dim": 1,
+                "short_conv_kernel_size": 4,
+                "full_attn_layers": [0],
+            }
+        },
+        "full_attn_layers in config.json must be layers from 1 to 27; got [0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", BROKEN_CONFIG.values(), ids=BROKEN_CONFIG)
+def test_a_broken_config_is_one_line_and_exit_code_2(change, message, tmp_path, capsys):
+    text = change
+    if not isinstance(change, str):
+        if isinstance(change, dict):
+            change = known.load("DeepSeek-R1").config | change
+            change = {name: value for name, value in change.items() if value is not ...}
+        text = json.dumps(change)
+    (tmp_path / "config.json").write_text(text)
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m jaxattn.plan: error: ") and error.count("\n") == 1
+    assert message in error
 
 
 def test_the_bar_is_as_wide_as_it_says_and_in_proportion():

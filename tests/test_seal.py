@@ -20,6 +20,7 @@ from engine_cases import (
     pretend,
     prompts,
 )
+from rich.console import Console
 
 from jaxattn import engine as engine_module
 from jaxattn import steps as steps_module
@@ -27,6 +28,7 @@ from jaxattn.device import DeviceMemory
 from jaxattn.engine import Engine, EngineBusyError
 from jaxattn.limits import Limits
 from jaxattn.plan import PlanError
+from jaxattn.plan.show import print_plan
 from jaxattn.request import Request
 from jaxattn.seal import Seal, SealError
 from jaxattn.steps import entry_points
@@ -195,6 +197,24 @@ def test_memory_outside_of_jax_is_not_given_to_the_cache(params, whole, alone, m
     assert engine.plan["driver"] == 10**6 + 8 * page
     assert engine.limits.pages in (3, 4)
     assert engine.plan.reserve >= 0
+
+
+def test_a_partly_filled_device_is_planned_by_what_is_free(params, whole, alone, monkeypatch):
+    """Another process holds 30% of it: 0.9 of the total is not there to be taken."""
+    page = whole.plan["kv cache"] // 12
+    free = whole.plan.inside - 8 * page + page // 2
+    total = free * 10 // 7
+    assert whole.plan.inside < 0.9 * total  # all twelve pages fit an empty device
+    pretend(monkeypatch, device(total, free=free))
+    engine = Engine(SMALLEST, params, FULL)
+    assert engine.limits.pages == 4
+    assert engine.plan["driver"] == total - free
+    assert free - page < engine.plan.inside <= free
+    console = Console(width=200)
+    with console.capture() as printed:
+        print_plan(console, engine.plan)
+    assert f"what {total - free:,} outside of it leave of {total:,}" in printed.get()
+    assert "what other processes hold of the device" in printed.get()
 
 
 def test_a_device_without_room_for_a_page_is_refused_with_the_plan(params, monkeypatch):

@@ -72,7 +72,7 @@ class Op:
     """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
 
     `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
-    token, not after the last.
+    token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
     """
 
     q_len: int
@@ -83,6 +83,7 @@ class Op:
     l2norm: bool
     stacked: bool
     keep: bool
+    affine: tuple[int, int]
     scale: float
     eps: float
 
@@ -131,6 +132,7 @@ def gdn_decode_mosaic(
     *,
     num_key_heads: int,
     layer: jax.Array | int | None = None,
+    affine: tuple[int, int] = (1, 0),
     scale: float,
     l2norm: bool = True,
     eps: float | None = None,
@@ -149,6 +151,7 @@ def gdn_decode_mosaic(
             such rows. Only the gates' part is read where there is no norm and no convolution.
         conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc]; None: no convolution.
         state: [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+        affine: (a, b), for the layer `a * layer + b`.
         reads, writes: the slots of each row [B]; writes may be [B, S].
         eps: of the gated RMS norm; None: no norm.
 
@@ -170,6 +173,7 @@ def gdn_decode_mosaic(
         l2norm=l2norm,
         stacked=weights.ndim == 2,
         keep=writes.ndim == 2,
+        affine=affine,
         scale=scale,
         eps=eps or 0.0,
     )
@@ -288,7 +292,7 @@ def _body(op: Op, config: Config, first_row: int) -> Any:
     ):  # fmt: skip
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         part = lax.axis_index("part") if config.parts > 1 else 0
-        layer, slot = layer_ref[0], reads_ref[row]
+        layer, slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
         own = layer if op.stacked else 0  # row of weights
         first_head = key_head * group + part * heads
         slots = pool_ref.shape[1]

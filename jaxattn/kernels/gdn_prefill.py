@@ -15,15 +15,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxattn.gdn_chunk import checkpoint_slots
 from jaxattn.kernels.gdn_prefill_chunk import CHUNK, DIM, NUM_SMS, chunk_matrices
 from jaxattn.kernels.gdn_prefill_segments import segment_starts, transition_pass
 from jaxattn.kernels.gdn_prefill_state import output_pass
 from jaxattn.kernels.hopper import require_hopper
 
-OP = "chunk_gated_delta_rule"
 LOG2E = math.log2(math.e)
 # exp2 of this is 0 in float32, and sums of 64 of them keep a small decay beside them to 1e-3.
 LOWEST_LOG2_DECAY = -150.0
+
+
+class Pool(NamedTuple):
+    """A stack of state pools, and the slots in it of n sequences; -1 is none."""
+
+    states: jax.Array  # float32 or bfloat16 [L, Z, Hv, 128, 128]
+    layer: jax.Array  # int32 [1]
+    live: jax.Array  # bool [n]; of other sequences nothing is read, and their output is 0
+    reads: jax.Array  # int32 [n]; -1 starts from zeros
+    writes: jax.Array  # int32 [n]
+    checkpoints: jax.Array | None  # int32 [n, M]
+    checkpoint_tokens: int
 
 
 class Plan(NamedTuple):
@@ -31,8 +43,9 @@ class Plan(NamedTuple):
 
     chunk_start: jax.Array  # int32 [N], the chunk's first token
     chunk_length: jax.Array  # int32 [N], 0 for a chunk that is not used
-    runs: jax.Array  # int32 [R + 1, 4], columns in gdn_prefill_state; the last is the padding
-    sequences: jax.Array  # int32 [n, 2], first run and number of runs
+    kept: jax.Array | None  # int32 [N], the slot that takes the state after the chunk, or -1
+    runs: jax.Array  # int32 [R + 1, 7], columns in gdn_prefill_state; the last is the padding
+    sequences: jax.Array  # int32 [n, 3], first run, number of runs, slot that it starts from
 
 
 def _cut(starts: jax.Array, ends: jax.Array, size: int, pieces: int) -> tuple[jax.Array, ...]:
@@ -49,32 +62,44 @@ def _cut(starts: jax.Array, ends: jax.Array, size: int, pieces: int) -> tuple[ja
     return owner, jnp.where(used, start, 0), length, first, number
 
 
-def plan(offsets: jax.Array, length: int, segment: int) -> Plan:
+def plan(offsets: jax.Array, length: int, segment: int, pool: Pool) -> Plan:
     """The chunks and runs of sequences at int32 `offsets` [n + 1].
 
     Args:
         length: T, of which the tokens past the last offset are padding.
         segment: tokens of a run, a multiple of 64, or 0 for one run a sequence.
+        pool: the slots; its states are not used.
     """
     count = offsets.shape[0] - 1
     starts, ends = offsets[:-1], offsets[1:]
     # sum(max(1, ceil(len / size))) is at most T // size + n.
     cut = _cut(starts, ends, CHUNK, length // CHUNK + count)
-    _, chunk_start, chunk_length, first_chunk, _ = cut
+    sequence, chunk_start, chunk_length, first_chunk, _ = cut
+    kept = None
+    if pool.checkpoints is not None:
+        index = lax.iota(jnp.int32, sequence.shape[0]) - first_chunk[sequence]
+        done = jnp.where(chunk_length > 0, index * CHUNK + chunk_length, 0)
+        kept = checkpoint_slots(pool.checkpoints, pool.checkpoint_tokens, sequence, done)
     if segment:
         owner, start, tokens, first, number = _cut(starts, ends, segment, length // segment + count)
-        index = lax.iota(jnp.int32, owner.shape[0]) - first[owner]
-        ends_sequence = index == number[owner] - 1
+        read = lax.iota(jnp.int32, owner.shape[0])  # a row of `segment_starts`
+        index = read - first[owner]
+        is_last = index == number[owner] - 1
         chunk = first_chunk[owner] + index * (segment // CHUNK)
+        write = jnp.where(is_last, pool.writes[owner], -1)
     else:
         owner = first = lax.iota(jnp.int32, count)
         number = jnp.ones_like(owner)
-        start, tokens, chunk, ends_sequence = starts, ends - starts, first_chunk, number > 0
-    runs = jnp.stack([start, tokens, chunk, jnp.where(ends_sequence, owner, -1)], axis=1)
+        start, tokens, chunk, is_last = starts, ends - starts, first_chunk, number > 0
+        read, write = pool.reads, pool.writes
+    steps = jnp.where(pool.live[owner], (tokens + (CHUNK - 1)) // CHUNK, 0)
+    runs = jnp.stack([start, tokens, chunk, steps, is_last, read, write], axis=1)
     # The tokens past the last offset: their output is 0.
-    fill = jnp.stack([ends[-1], length - ends[-1], jnp.int32(0), jnp.int32(-1)])
+    fill = jnp.asarray([0, 0, 0, 0, 1, -1, -1], jnp.int32)
+    fill = fill.at[0].set(ends[-1]).at[1].set(length - ends[-1])
     runs = jnp.concatenate([runs, fill[None]]).astype(jnp.int32)
-    return Plan(chunk_start, chunk_length, runs, jnp.stack([first, number], axis=1))
+    sequences = jnp.stack([first, number, pool.reads], axis=1)
+    return Plan(chunk_start, chunk_length, kept, runs, sequences)
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
@@ -115,6 +140,7 @@ def chunk_gates(g: jax.Array, beta: jax.Array, chunks: Plan) -> jax.Array:
 
 
 def refuse_prefill(
+    op: str,
     q: jax.Array,
     v: jax.Array,
     chunk_size: int,
@@ -122,19 +148,20 @@ def refuse_prefill(
     interpret: bool,
 ) -> None:
     """Raises `NotImplementedError`, with the reason, where the kernels cannot run."""
-    require_hopper(OP, interpret=interpret)
+    require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
         raise NotImplementedError(
-            f"{OP}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
+            f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}; "
+            "use implementation='xla'"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
-            f"{OP}: the kernel wants q, k and v in bfloat16 or float16, got {q.dtype.name}"
+            f"{op}: the kernel wants q, k and v in bfloat16 or float16, got {q.dtype.name}"
         )
     if chunk_size != CHUNK:
-        raise NotImplementedError(f"{OP}: the kernel has chunk_size 64, got {chunk_size}")
+        raise NotImplementedError(f"{op}: the kernel has chunk_size 64, got {chunk_size}")
     if v.size == 0:
-        raise NotImplementedError(f"{OP}: the kernel cannot start without a token, got v {v.shape}")
+        raise NotImplementedError(f"{op}: the kernel cannot start without a token, got v {v.shape}")
 
 
 def gdn_prefill_mosaic(
@@ -146,6 +173,7 @@ def gdn_prefill_mosaic(
     *,
     scale: float,
     initial_state: jax.Array | None = None,
+    pool: Pool | None = None,
     cu_seqlens: jax.Array | None = None,
     use_qk_l2norm: bool = False,
     segment: int | None = None,
@@ -154,6 +182,7 @@ def gdn_prefill_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.gdn.chunk_gated_delta_rule` on a Hopper GPU: output and final states.
 
+    With a pool it is `jaxattn.gdn_prefill.gated_delta_rule_prefill`: output and the pool's states.
     For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
     """
@@ -171,10 +200,11 @@ def gdn_prefill_mosaic(
         jnp.pad(flat, ((0, max(0, CHUNK - tokens)),) + ((0, 0),) * (flat.ndim - 1))
         for flat in (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
     )
+    slots = _arrays_as_pool(initial_state, count, v.shape[1]) if pool is None else pool
     with jax.named_scope("plan"):
         if segment is None:
             segment = segment_tokens(tokens, count, v.shape[1])
-        table = plan(offsets, tokens, segment)
+        table = plan(offsets, tokens, segment, slots)
         gates = chunk_gates(g, beta, table)
     mode = {"interpret": interpret, "detect_races": detect_races}
     x, p, vectors = chunk_matrices(
@@ -187,9 +217,35 @@ def gdn_prefill_mosaic(
         use_qk_l2norm=use_qk_l2norm,
         **mode,
     )
-    starts = initial_state
+    starts = None if pool is not None else slots.states
     if segment:
         ends, transitions = transition_pass(k, v, x, vectors, table.runs[:-1], **mode)
-        starts = segment_starts(ends, transitions, table.sequences, initial_state, **mode)
-    o, final = output_pass(q, k, v, x, p, vectors, table.runs, starts, count, **mode)
-    return o[:tokens].reshape(batch, length, *o.shape[1:]), final
+        starts = segment_starts(
+            ends, transitions, table.sequences, slots.states, slots.layer, **mode
+        )
+    o, states = output_pass(
+        q,
+        k,
+        v,
+        x,
+        p,
+        vectors,
+        table.runs,
+        starts=starts,
+        layer=slots.layer,
+        finals=count if pool is None else pool.states,
+        kept=table.kept,
+        **mode,
+    )
+    o = o[:tokens].reshape(batch, length, *o.shape[1:])
+    return o, states if pool is not None else states[0]
+
+
+def _arrays_as_pool(initial: jax.Array | None, count: int, value_heads: int) -> Pool:
+    """Of states in arrays: a pool whose slots are the sequences; without them nothing is read."""
+    each = lax.iota(jnp.int32, count)
+    if initial is None:
+        states, reads = jnp.zeros((1, 1, 1, DIM, DIM), jnp.float32), jnp.full_like(each, -1)
+    else:
+        states, reads = initial[None], each
+    return Pool(states, jnp.zeros(1, jnp.int32), each >= 0, reads, each, None, 0)

@@ -32,18 +32,19 @@ from jaxattn.kernels.gdn_prefill_chunk import (
     token_tiles,
 )
 from jaxattn.kernels.gdn_prefill_state import (
-    FINAL,
     FIRST_CHUNK,
+    LAST,
     STAGES,
     START,
+    STEPS,
     TOKENS,
     Accumulator,
     Step,
+    first_state,
     load_state,
-    state_at,
+    store_state,
     stream,
     with_accumulators,
-    zero_tile,
 )
 from jaxattn.kernels.hopper import interpret_mode, swizzled
 
@@ -62,7 +63,7 @@ def transition_pass(
 ) -> tuple[jax.Array, jax.Array]:
     """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run.
 
-    Runs with a final state end a sequence: nobody asks for theirs, and they stay undefined.
+    Of runs that end a sequence nobody asks for theirs, and they stay undefined.
     """
     value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0]
     tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
@@ -104,8 +105,8 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
         kind, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
         run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
-        inner = (runs_ref[run, FINAL] < 0) & (tokens > 0)
-        steps = jnp.where(inner, lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK)), 0)
+        inner = (runs_ref[run, LAST] == 0) & (tokens > 0)
+        steps = jnp.where(inner, runs_ref[run, STEPS], 0)
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
 
@@ -155,8 +156,7 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
 
             @pl.when(inner & (kind == VALUES))
             def _():
-                for half in range(2):
-                    state_at(ends_ref, run, head, wg, half)[...] = state[half]
+                store_state(state, ends_ref, (run, head), wg)
 
             @pl.when(inner & (kind == IDENTITY))
             def _():
@@ -190,22 +190,24 @@ def segment_starts(
     ends: jax.Array,
     transitions: jax.Array,
     sequences: jax.Array,
-    initial: jax.Array | None,
+    pool: jax.Array,
+    layer: jax.Array,
     *,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """The states before every segment, float32 [R, Hv, 128, 128].
+    """The states before every segment, float32 [1, R, Hv, 128, 128].
 
     Args:
         ends, transitions: E and M of the segments.
-        sequences: int32 [n, 2], first segment of a sequence and how many it has, at least 1.
-        initial: float32 [n, Hv, 128, 128], the states before the sequences; zeros if None.
+        sequences: int32 [n, 3], first segment of a sequence, how many it has, at least 1, and the
+            slot of the state before it, or -1.
+        pool: float32 or bfloat16 [L, Z, Hv, 128, 128], those states; layer: int32 [1].
     """
     count, value_heads = sequences.shape[0], ends.shape[1]
     kernel = plgpu.kernel(
-        _scan_body(heads=value_heads, has_initial=initial is not None, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct(ends.shape, jnp.float32),
+        _scan_body(heads=value_heads, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((1, *ends.shape), jnp.float32),
         scratch_types=[
             plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
             plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
@@ -220,15 +222,13 @@ def segment_starts(
         compiler_params=compiler_params(),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    if initial is None:
-        initial = jnp.zeros((1, 1, DIM, DIM), jnp.float32)
     with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(ends, transitions, sequences, initial)
+        return kernel(ends, transitions, sequences, pool, layer)
 
 
-def _scan_body(*, heads: int, has_initial: bool, interpret: bool) -> Any:
+def _scan_body(*, heads: int, interpret: bool) -> Any:
     def body(
-        ends_ref, transitions_ref, sequences_ref, initial_ref, starts_ref,
+        ends_ref, transitions_ref, sequences_ref, pool_ref, layer_ref, starts_ref,
         rounded_smem, rest_smem, loaded, read,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
@@ -240,13 +240,12 @@ def _scan_body(*, heads: int, has_initial: bool, interpret: bool) -> Any:
             plgpu.set_max_registers(232, action="increase")
 
             def write_start(segment, state):
-                for half in range(2):
-                    state_at(starts_ref, segment, head, wg, half)[...] = state[half]
+                store_state(state, starts_ref, (0, segment, head), wg)
 
             def segment_step(i, state):
                 slot = lax.rem(i, jnp.int32(STAGES))
                 write_start(first + i, state)
-                end = load_state(ends_ref, first + i, head, wg)
+                end = load_state(ends_ref, (first + i, head), wg)
                 rounded = tuple(half.astype(jnp.bfloat16) for half in state)
                 rest = tuple(
                     (half - high.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -272,10 +271,8 @@ def _scan_body(*, heads: int, has_initial: bool, interpret: bool) -> Any:
                 plgpu.barrier_arrive(read.at[slot])
                 return state
 
-            if has_initial:
-                state = load_state(initial_ref, sequence, head, wg)
-            else:
-                state = (zero_tile(), zero_tile())
+            slot = sequences_ref[sequence, 2]
+            state = first_state(pool_ref, layer_ref[0], slot, head, wg)
             write_start(first + steps, lax.fori_loop(0, steps, segment_step, state))
 
         @pl.when(wg == 2)

@@ -42,8 +42,9 @@ from jaxattn.kernels.gdn_prefill_chunk import (
 from jaxattn.kernels.hopper import interpret_mode, swizzled
 
 STAGES = 2  # chunks in shared memory
-# Columns of a run: first token, tokens, first chunk, and the row of the final state, or -1.
-START, TOKENS, FIRST_CHUNK, FINAL = range(4)
+# Columns of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
+# output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
+START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
 
 
 class Accumulator:
@@ -90,9 +91,11 @@ def output_pass(
     p: jax.Array,
     vectors: jax.Array,
     runs: jax.Array,
-    initial: jax.Array | None,
-    finals: int,
     *,
+    starts: jax.Array | None,
+    layer: jax.Array,
+    finals: jax.Array | int,
+    kept: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -101,31 +104,36 @@ def output_pass(
     Args:
         q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
         x, p, vectors: from `gdn_prefill_chunk.chunk_matrices`.
-        runs: int32 [R, 4], see the columns above. The last is no run: its tokens' output is 0.
-        initial: float32 [R - 1, Hv, 128, 128], the states before the runs; zeros if None.
-        finals: how many final states there are.
+        runs: int32 [R, 7], see the columns above.
+        starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
+        layer: int32 [1], of the pool.
+        finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
+            in place; or the number of states of a new one of a single layer.
+        kept: int32 [N], the slot in the pool that takes the state after each chunk, or -1.
 
     Returns:
-        o [T, Hv, 128] in v's dtype, final states float32 [finals, Hv, 128, 128].
+        o [T, Hv, 128] in v's dtype, and the pool.
     """
     value_heads, dtype = v.shape[1], v.dtype
     body = _output_body(
         heads=value_heads,
         group=value_heads // k.shape[1],
-        fill=runs.shape[0] - 1,
-        has_initial=initial is not None,
+        from_pool=starts is None,
+        keeps=kept is not None,
         dtype=dtype,
         interpret=interpret,
     )
+    # A pool is the last operand, a new one the first result: the body finds both in one place.
+    out = jax.ShapeDtypeStruct(v.shape, dtype)
+    pool = None if isinstance(finals, int) else jax.new_ref(finals)
+    if isinstance(finals, int):
+        states = jax.ShapeDtypeStruct((1, finals, value_heads, DIM, DIM), jnp.float32)
     tiled = swizzled(dtype)
     tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
     matrices = plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=tiled)
     kernel = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(v.shape, dtype),
-            jax.ShapeDtypeStruct((finals, value_heads, DIM, DIM), jnp.float32),
-        ),
+        out_type=(states, out) if pool is None else (out,),
         scratch_types=[
             tokens,  # K
             tokens,  # Q
@@ -147,22 +155,43 @@ def output_pass(
         compiler_params=compiler_params(),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    if initial is None:
-        initial = jnp.zeros((1, 1, DIM, DIM), jnp.float32)
+    if starts is None:
+        starts = jnp.zeros((1, 1, 1, DIM, DIM), jnp.float32)
+    if kept is None:
+        kept = jnp.zeros(1, jnp.int32)
+    operands = (q, k, v, x, p, vectors, runs, layer, kept, starts)
     with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(q, k, v, x, p, vectors, runs, initial)
+        if pool is None:
+            new, o = kernel(*operands)
+            return o, new
+        (o,) = kernel(*operands, pool)
+    return o, jax.freeze(pool)
 
 
-def state_at(ref: Any, index: Any, head: Any, wg: Any, half: int) -> Any:
-    """A warpgroup's rows of a state, half of their columns."""
-    return ref.at[index, head, pl.ds(wg * 64, 64), pl.ds(64 * half, 64)]
+def state_at(ref: Any, index: tuple[Any, ...], wg: Any, half: int) -> Any:
+    """A warpgroup's rows of the state at `index`, half of their columns."""
+    return ref.at[(*index, pl.ds(wg * 64, 64), pl.ds(64 * half, 64))]
 
 
-def load_state(ref: Any, index: Any, head: Any, wg: Any) -> tuple[jax.Array, ...]:
+def load_state(ref: Any, index: tuple[Any, ...], wg: Any) -> tuple[jax.Array, ...]:
     return tuple(
-        plgpu.load(state_at(ref, index, head, wg, half), layout=TILE, optimized=False)
+        plgpu.load(state_at(ref, index, wg, half), layout=TILE, optimized=False).astype(jnp.float32)
         for half in range(2)
     )
+
+
+def first_state(ref: Any, layer: Any, slot: Any, head: Any, wg: Any) -> tuple[jax.Array, ...]:
+    """The state in a slot, or zeros for -1."""
+    return lax.cond(
+        slot >= 0,
+        lambda: load_state(ref, (layer, slot, head), wg),
+        lambda: (zero_tile(), zero_tile()),
+    )
+
+
+def store_state(state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], wg: Any) -> None:
+    for half in range(2):
+        state_at(ref, index, wg, half)[...] = state[half].astype(ref.dtype)
 
 
 def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
@@ -243,17 +272,18 @@ def stream(loaded: Any, read: Any, steps: Any, issue: Any) -> None:
 
 
 def _output_body(
-    *, heads: int, group: int, fill: int, has_initial: bool, dtype: Any, interpret: bool
+    *, heads: int, group: int, from_pool: bool, keeps: bool, dtype: Any, interpret: bool
 ) -> Any:
     def body(
-        q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, initial_ref, o_ref, final_ref,
+        q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, layer_ref, kept_ref, starts_ref,
+        pool_ref, o_ref,
         k_union, q_union, v_union, x_smem, p_smem, vectors_smem, o_union, loaded, read, cleared,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
-        chunks = lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK))
-        steps = jnp.where(run == fill, 0, chunks)
+        steps, first_chunk = runs_ref[run, STEPS], runs_ref[run, FIRST_CHUNK]
+        layer = layer_ref[0]
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         q_copied, q_smem = both_views(q_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
@@ -319,24 +349,25 @@ def _output_body(
                 plgpu.commit_smem()  # what was read here is overwritten by a copy
                 plgpu.barrier_arrive(read.at[slot])
                 write_out(out.astype(dtype), start + i * CHUNK, left)
+                if keeps:
+                    store_if(kept_ref[first_chunk + i], state)
                 return state
 
-            index = jnp.minimum(run, initial_ref.shape[0] - 1)
-            if has_initial:
-                state = load_state(initial_ref, index, head, wg)
+            def store_if(target, state):
+                @pl.when(target >= 0)
+                def _():
+                    store_state(state, pool_ref, (layer, target, head), wg)
+
+            if from_pool:
+                state = first_state(pool_ref, layer, runs_ref[run, BEFORE], head, wg)
             else:
-                state = (zero_tile(), zero_tile())
+                state = first_state(starts_ref, 0, runs_ref[run, BEFORE], head, wg)
             state = lax.fori_loop(0, steps, chunk_step, state)
-            final = runs_ref[run, FINAL]
+            store_if(runs_ref[run, AFTER], state)
 
-            @pl.when(final >= 0)
+            @pl.when(steps == 0)
             def _():
-                for half in range(2):
-                    state_at(final_ref, final, head, wg, half)[...] = state[half]
-
-            @pl.when(run == fill)
-            def _():
-                @pl.loop(0, chunks)
+                @pl.loop(0, lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK)))
                 def _(i):
                     write_out(zero_tile(dtype), start + i * CHUNK, tokens - i * CHUNK)
 
@@ -345,7 +376,6 @@ def _output_body(
         @pl.when(wg == 2)
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
-            first_chunk = runs_ref[run, FIRST_CHUNK]
             key_head = lax.div(head, jnp.int32(group))
 
             def issue(i, slot, barrier):

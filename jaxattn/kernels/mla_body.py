@@ -19,6 +19,7 @@ so that the softmax of page i + 1 runs beside the second: warpgroup 2 holds its 
 the next page's scores are done, the rest follows from who waits for what.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -85,6 +86,7 @@ def make_body(
     split: bool,
     apart: bool,
     ragged: bool,
+    output_by_tma: bool,
     interpret: bool,
 ) -> Any:
     """The kernel's function of (first rows of the lanes, *refs in `mla_decode_mosaic`'s order).
@@ -96,6 +98,8 @@ def make_body(
         apart: whether Q comes as the absorbed product and the rotation write it, two refs
             [H, B, S, R] and [B, S, H, P] with whole tiles of heads, or as one [B, rows, D].
         ragged: whether rows have lengths of their own among the S tokens.
+        output_by_tma: whether a whole row's output leaves through its last page's slot, or by
+            stores of four bytes from registers.
     """
     tile_layout = plgpu.Layout.WGMMA
     row_layout = tile_layout.reduce(1)
@@ -430,6 +434,13 @@ def make_body(
                         plgpu.barrier_wait(p_read.at[slot])
 
                     plgpu.commit_smem()  # all four warps have read what is there
+                    if output_by_tma:  # the last page's slot is loaded again after the output
+                        goes_on = i < steps - 1
+                        load(next_page, numbers, (next_page < stop) & goes_on, mine)
+                        after = next_load(next_row, next_page + 1, stop)
+                        now = (next_row, next_page, stop, numbers)
+                        pick = functools.partial(jnp.where, goes_on)
+                        return acc, jax.tree.map(pick, after, now)
                     load(next_page, numbers, next_page < stop, mine)
                     return acc, next_load(next_row, next_page + 1, stop)
 
@@ -440,9 +451,25 @@ def make_body(
                 factor = over_rows(1 / total, HALF)
                 out = jnp.where(factor < 0, 0.0, acc * factor)
 
-                @pl.when(whole)
-                def _():
-                    out_ref[out_rows(row), columns] = out.astype(dtype)
+                if output_by_tma:
+                    last = lax.rem(pages_before + steps - 1, slots)
+
+                    @pl.when(whole)
+                    def _():
+                        staged = kv_smem.at[first_slot + last]
+                        staged[...] = out.astype(dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(staged, out_ref.at[out_rows(row), columns])
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    next_row, next_page, stop, numbers = ahead
+                    load(next_page, numbers, next_page < stop, last)
+                    ahead = next_load(next_row, next_page + 1, stop)
+                else:
+
+                    @pl.when(whole)
+                    def _():
+                        out_ref[out_rows(row), columns] = out.astype(dtype)
 
                 if split:
 

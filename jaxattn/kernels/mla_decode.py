@@ -143,10 +143,14 @@ def mla_decode_mosaic(
     query_lens: jax.Array | None = None,
     arena: Arena | None = None,
     schedule: Schedule | None = None,
+    output_by_tma: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there."""
+    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
+
+    `output_by_tma` (see mla_body.py) should be the faster, and has not run on a GPU yet.
+    """
     require_hopper("mla_decode", interpret=interpret)
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
@@ -196,7 +200,7 @@ def mla_decode_mosaic(
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
         page_size=page_size, piece_pages=schedule.piece, split=split, apart=apart,
-        ragged=query_lens is not None, interpret=interpret,
+        ragged=query_lens is not None, output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, first_rows),

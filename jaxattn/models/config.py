@@ -5,9 +5,11 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
+from jaxattn.mla_cache import LatentFormat
 from jaxattn.rope import RopeConfig, YarnConfig
 
 DTYPES = ("bfloat16", "float32")
+CACHE_DTYPES = (None, "uint8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,10 @@ class HybridConfig:
         linear_*: the GDN layers. Value head h uses key head h // (value heads // key heads).
         max_position_embeddings: longest row in tokens. Nothing is allocated by it.
         tie_embeddings: the output head is the embedding, transposed.
-        dtype: operands of the matrix products, latent cache and convolution state. The residual
-            stream, the norms, the gates and the recurrent state are float32 in any case.
+        dtype: operands of the matrix products, and convolution state. The residual stream, the
+            norms, the gates and the recurrent state are float32 in any case.
+        cache_dtype: of the latent cache: None is `dtype`, "uint8" is block-scaled FP8, 656 bytes
+            a token for 512 + 64 (`jaxattn.mla.LatentFormat`).
         param_dtype: what the weights are stored in.
 
     Raises:
@@ -50,6 +54,7 @@ class HybridConfig:
     max_position_embeddings: int = 4096
     tie_embeddings: bool = False
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None
     param_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -64,6 +69,9 @@ class HybridConfig:
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(f"{name} must be one of {DTYPES}; got {getattr(self, name)!r}")
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(f"cache_dtype must be one of {CACHE_DTYPES}; got {self.cache_dtype!r}")
+        _ = self.latent_format  # it says which dims it cannot store
         if not isinstance(self.rms_norm_eps, float) or self.rms_norm_eps <= 0:
             raise ValueError(f"rms_norm_eps must be a positive float; got {self.rms_norm_eps!r}")
         if not isinstance(self.tie_embeddings, bool):
@@ -92,6 +100,12 @@ class HybridConfig:
     def latent_dim(self) -> int:
         """D = R + P: numbers cached for a token in an MLA layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def latent_format(self) -> LatentFormat:
+        """How they are stored."""
+        dtype = self.cache_dtype or self.dtype
+        return LatentFormat(dtype, self.kv_lora_rank, self.qk_rope_head_dim)
 
     @property
     def conv_dim(self) -> int:

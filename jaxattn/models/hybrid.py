@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxattn import gdn, mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import pack_gdn_weights
+from jaxattn.gdn_layer import LayerOf, pack_gdn_weights
+from jaxattn.mla_append import pack_mla_weights
 from jaxattn.models.config import HybridConfig as HybridConfig
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
@@ -38,13 +39,13 @@ class DecodeState:
 
     Attributes:
         arena: scratch, see `scratch`.
-        kv_cache: [L_mla, N, C, D], the pages of latents.
+        kv_cache: [L_mla, N, C, Ds], the pages of latents, in the config's `latent_format`.
         conv_state: [L_gdn, Z, W - 1, Dc], the last inputs of each convolution.
         ssm_state: float32 [L_gdn, Z, Hv, Dv, Dk].
     """
 
     arena: Arena
-    kv_cache: Float[Array, "L N C D"]
+    kv_cache: Num[Array, "L N C Ds"]
     conv_state: Float[Array, "L Z W-1 Dc"]
     ssm_state: Float[Array, "L Z Hv Dv Dk"]
 
@@ -232,7 +233,7 @@ class Repeat(nnx.Module):
         implementation,
     ):
         for j, layer in enumerate(self.gdn):
-            index = repeat * len(self.gdn) + j
+            index = LayerOf(repeat, len(self.gdn), j)
             x, state = layer.decode(x, state, batch, index, weights, implementation)
         return self.mla.decode(x, state, batch, repeat, shared, implementation)
 
@@ -298,6 +299,7 @@ class HybridDecoder(nnx.Module):
         *,
         vectors: Array | None = None,
         gdn_weights: Array | None = None,
+        mla_weights: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
@@ -322,7 +324,7 @@ class HybridDecoder(nnx.Module):
             interpret=implementation == "mosaic_gpu_interpret",
         )
         rotation = self.repeats.mla.mla.decode_rotation(batch.seq_lens, q_len)
-        shared = {"schedule": schedule, "rotation": rotation}
+        shared = {"schedule": schedule, "rotation": rotation, "weights": mla_weights}
         x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
         (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, vectors))
         return self._head(x), state
@@ -385,20 +387,22 @@ class PackedParams:
         vectors: float32 [num_repeats, total], all vectors of a repeat in one row.
         gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn_layer.pack_gdn_weights`; decoding reads
             them from the stack. None without delta-net layers.
+        mla_weights: float32 [L_mla, W], likewise, see `jaxattn.mla_append.pack_mla_weights`.
     """
 
     params: nnx.State
     vectors: Float[Array, "repeats total"]
     gdn_weights: Float[Array, "L P"] | None
+    mla_weights: Float[Array, "L W"]
 
 
 def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
     """Puts every vector of the repeats (norms, gates) into one array. Do it once, on loading.
 
     Inside the layer loop XLA copies each vector out of its stack by a kernel of its own; one row is
-    one copy. The delta-net layers' small weights are packed for decoding as well, W Dc floats a
-    layer more; prefill reads them where they were. The steps take the parameters packed or not, and
-    compute the same.
+    one copy. What decoding's kernels read is packed a layer at a time as well, W Dc floats more for
+    a delta-net layer; prefill reads it where it was. The steps take the parameters packed or not,
+    and compute the same.
     """
     if isinstance(params, PackedParams):
         return params
@@ -406,7 +410,10 @@ def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
     vectors = [leaf.astype(jnp.float32) for leaf in leaves if leaf.ndim == 2]
     empty = jax.tree.map(lambda leaf: leaf[:, :0] if leaf.ndim == 2 else leaf, params["repeats"])
     rest = nnx.State({**params, "repeats": empty})
-    return PackedParams(rest, jnp.concatenate(vectors, axis=1), _gdn_weights(params["repeats"]))
+    repeats = params["repeats"]
+    return PackedParams(
+        rest, jnp.concatenate(vectors, axis=1), _gdn_weights(repeats), _mla_weights(repeats)
+    )
 
 
 def _gdn_weights(repeats: nnx.State) -> Array | None:
@@ -422,6 +429,14 @@ def _gdn_weights(repeats: nnx.State) -> Array | None:
     return jnp.stack(of_layer, axis=1).reshape(-1, of_layer[0].shape[-1])
 
 
+def _mla_weights(repeats: Any) -> Array:
+    layer = repeats["mla"]["mla"]
+    kv_norm = layer["kv_a_norm"]["weight"][...]
+    q_norm = layer["q_a_norm"]["weight"][...] if "q_a_norm" in layer else None
+    rope_dim = layer["kv_a_proj"]["weight"].shape[-1] - kv_norm.shape[-1]
+    return pack_mla_weights(kv_norm, q_norm, rope_dim=rope_dim)
+
+
 @partial(jax.jit, static_argnums=0)
 def init_params(config: HybridConfig, key: Array) -> nnx.State:
     """Random parameters in `config.param_dtype`."""
@@ -429,7 +444,12 @@ def init_params(config: HybridConfig, key: Array) -> nnx.State:
 
 
 def op_scratch(
-    config: HybridConfig, batch: int, *, max_pages: int, q_len: int = 1
+    config: HybridConfig,
+    batch: int,
+    *,
+    max_pages: int,
+    q_len: int = 1,
+    page_size: int = PAGE_SIZE,
 ) -> tuple[ArenaSpec, ...]:
     """The scratch of each op of a decode step of `batch` rows of up to `max_pages` pages."""
     attention = mla.scratch(
@@ -439,6 +459,7 @@ def op_scratch(
         kv_lora_rank=config.kv_lora_rank,
         dtype=config.compute_dtype,
         max_pages=max_pages,
+        page_size=page_size,
     )
     delta_rule = gdn.scratch(
         batch=batch,
@@ -450,9 +471,16 @@ def op_scratch(
     return attention, delta_rule
 
 
-def scratch(config: HybridConfig, batch: int, *, max_pages: int, q_len: int = 1) -> ArenaSpec:
+def scratch(
+    config: HybridConfig,
+    batch: int,
+    *,
+    max_pages: int,
+    q_len: int = 1,
+    page_size: int = PAGE_SIZE,
+) -> ArenaSpec:
     """What one decode step needs, however many layers the model has: the ops' scratch, overlaid."""
-    specs = op_scratch(config, batch, max_pages=max_pages, q_len=q_len)
+    specs = op_scratch(config, batch, max_pages=max_pages, q_len=q_len, page_size=page_size)
     return reduce(operator.or_, specs, ArenaSpec())
 
 
@@ -476,10 +504,12 @@ def init_state(
     gdn_layers, heads = config.num_gdn_layers, config.linear_num_value_heads
     taps = config.linear_conv_kernel_dim - 1
     head = (config.linear_value_head_dim, config.linear_key_head_dim)
-    kv_cache = (config.num_mla_layers, num_pages, page_size, config.latent_dim)
+    latents = config.latent_format
+    kv_cache = (config.num_mla_layers, num_pages, page_size, latents.width)
+    own = scratch(config, batch, max_pages=max_pages, q_len=q_len, page_size=page_size)
     return DecodeState(
-        arena=Arena.allocate(spec or scratch(config, batch, max_pages=max_pages, q_len=q_len)),
-        kv_cache=jnp.zeros(kv_cache, dtype),
+        arena=Arena.allocate(spec or own),
+        kv_cache=jnp.zeros(kv_cache, latents.dtype),
         conv_state=jnp.zeros((gdn_layers, num_slots, taps, config.conv_dim), dtype),
         ssm_state=jnp.zeros((gdn_layers, num_slots, heads, *head), jnp.float32),
     )
@@ -494,10 +524,8 @@ def decode_step(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
     """One token a row: float32 logits of its last token (0 for a padding row), and the state."""
-    model, vectors, gdn_weights = _bind(config, params)
-    logits, state = model.decode(
-        state, batch, vectors=vectors, gdn_weights=gdn_weights, implementation=implementation
-    )
+    model, packed = _bind(config, params)
+    logits, state = model.decode(state, batch, **packed, implementation=implementation)
     return logits[:, -1], state
 
 
@@ -510,17 +538,20 @@ def prefill_step(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
     """A chunk of each row's prompt: logits of its last valid token, float32, and the state."""
-    model, vectors, _ = _bind(config, params)
+    model, packed = _bind(config, params)
+    vectors = packed.get("vectors")
     return model.prefill(state, batch, vectors=vectors, implementation=implementation)
 
 
 def _bind(
     config: HybridConfig, params: nnx.State | PackedParams
-) -> tuple[HybridDecoder, Array | None, Array | None]:
+) -> tuple[HybridDecoder, dict[str, Array | None]]:
+    """The decoder with its parameters, and what is packed beside them."""
     graphdef = abstract_model(config)[0]
-    if isinstance(params, PackedParams):
-        return nnx.merge(graphdef, params.params), params.vectors, params.gdn_weights
-    return nnx.merge(graphdef, params), None, None
+    if not isinstance(params, PackedParams):
+        return nnx.merge(graphdef, params), {}
+    packed = {name: getattr(params, name) for name in ("vectors", "gdn_weights", "mla_weights")}
+    return nnx.merge(graphdef, params.params), packed
 
 
 def compiler_options(backend: str) -> dict[str, bool | int | str] | None:

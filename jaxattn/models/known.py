@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxattn.models.known_fields import KnownModelError as KnownModelError
+from jaxattn.models.known_fields import merged, quantized_block
+
 DATA = Path(__file__).parent / "known"
 NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))
-
-
-class KnownModelError(ValueError):
-    """No such model, or a config.json that is not understood."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,8 @@ class KnownModel:
 
     @property
     def max_position_embeddings(self) -> int:
-        return _get(self.config, "max_position_embeddings", "model_max_length")
+        names = ("max_position_embeddings", "model_max_length")
+        return next(self.config[name] for name in names if name in self.config)
 
     @property
     def is_mla(self) -> bool:
@@ -115,6 +115,8 @@ def load(name: str) -> KnownModel:
         if known.lower() == name.lower():
             return from_config(known, json.loads((DATA / f"{known}.json").read_text()))
     path = Path(name) / "config.json"
+    if path.parent.is_dir() and not path.is_file():
+        raise KnownModelError(f"{path.parent} is a folder without a config.json")
     if not path.is_file():
         raise KnownModelError(
             f"unknown configuration {name!r}: use one of {', '.join(NAMES)}, or a folder with a "
@@ -131,12 +133,9 @@ def from_config(name: str, config: Any) -> KnownModel:
     """Counts a model's parts.
 
     Raises:
-        KnownModelError: an unknown model type, or a field is missing.
+        KnownModelError: an unknown model type, or a field is missing or absurd.
     """
-    if not isinstance(config, dict):
-        raise KnownModelError(f"{name}: config.json is not an object")
-    config = {**config, **config.get("text_config", {})}
-    kind = config.get("model_type")
+    config = merged(name, config)
     build = {
         "deepseek_v2": _deepseek,
         "deepseek_v3": _deepseek,
@@ -144,16 +143,8 @@ def from_config(name: str, config: Any) -> KnownModel:
         "qwen3_5_moe": _qwen,
         "qwen3_5_moe_text": _qwen,
         "kimi_linear": _kimi,
-    }.get(kind or "")
-    if build is None:
-        raise KnownModelError(
-            f"{name}: model_type {kind!r} is not one of deepseek_v2, deepseek_v3, qwen3_next, "
-            "qwen3_5_moe, kimi_linear"
-        )
-    try:
-        return build(name, config)
-    except (KeyError, TypeError) as error:
-        raise KnownModelError(f"{name}: config.json lacks or garbles {error}") from error
+    }
+    return build[config["model_type"]](name, config)
 
 
 def _deepseek(name: str, c: dict[str, Any]) -> KnownModel:
@@ -163,7 +154,7 @@ def _deepseek(name: str, c: dict[str, Any]) -> KnownModel:
         *_mlp("dense MLP", hidden, c["intermediate_size"], dense, "dense"),
         *_experts(c, moe, c["n_routed_experts"], c["n_shared_experts"]),
     ]
-    predict = c.get("num_nextn_predict_layers", 0)
+    predict = c.get("num_nextn_predict_layers") or 0
     extra = [
         *_mla(c, predict),
         *_experts(c, predict, c["n_routed_experts"], c["n_shared_experts"]),
@@ -185,7 +176,7 @@ def _deepseek(name: str, c: dict[str, Any]) -> KnownModel:
         state_shape=(0, 0),
         conv_channels=0,
         conv_taps=0,
-        block=_block(c),
+        block=quantized_block(name, c),
     )
 
 
@@ -226,7 +217,7 @@ def _kimi(name: str, c: dict[str, Any]) -> KnownModel:
         state_shape=(dim, dim),
         conv_channels=3 * width,
         conv_taps=linear["short_conv_kernel_size"] - 1,
-        block=_block(c),
+        block=quantized_block(name, c),
     )
 
 
@@ -245,7 +236,7 @@ def _qwen(name: str, c: dict[str, Any]) -> KnownModel:
         Weights("GDN", (c["linear_value_head_dim"],), delta, "all", False),
         Weights("GDN", (hidden, values), delta, "attention"),
     )
-    predict = c.get("num_nextn_predict_layers", c.get("mtp_num_hidden_layers", 0))
+    predict = c.get("mtp_num_hidden_layers") or c.get("num_nextn_predict_layers") or 0
     return KnownModel(
         name,
         c,
@@ -275,7 +266,7 @@ def _qwen(name: str, c: dict[str, Any]) -> KnownModel:
         state_shape=(c["linear_value_head_dim"], c["linear_key_head_dim"]),
         conv_channels=2 * keys + values,
         conv_taps=c["linear_conv_kernel_dim"] - 1,
-        block=_block(c),
+        block=quantized_block(name, c),
     )
 
 
@@ -336,18 +327,3 @@ def _ends(c: dict[str, Any], count: int = 1, *, norm: bool = True) -> Iterator[W
         yield Weights("head", shape, count, "dense", False)
     if norm:
         yield Weights("norms", (c["hidden_size"],), count, "all", False)
-
-
-def _block(c: dict[str, Any]) -> int:
-    quantization = c.get("quantization_config") or {}
-    if not quantization:
-        return 0
-    if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
-        raise KnownModelError(
-            f"quantization {quantization.get('quant_method')!r} is not known; fp8 in blocks is"
-        )
-    return quantization["weight_block_size"][0]
-
-
-def _get(config: dict[str, Any], *names: str) -> int:
-    return next(config[name] for name in names if name in config)

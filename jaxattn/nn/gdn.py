@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode, pack_gdn_weights
+from jaxattn.gdn_prefill import gated_delta_rule_prefill
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 
@@ -107,7 +108,7 @@ class GatedDeltaNet(nnx.Module):
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
             conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
-            ssm_state: float32 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
             seq_lens: the row's length after this chunk.
 
         Returns:
@@ -116,7 +117,9 @@ class GatedDeltaNet(nnx.Module):
         mixed, z, a, b = self._project(x)
         slots = jnp.where(query_lens > 0, state_indices, -1)
         fresh = seq_lens == query_lens
-        before = self._read(conv_state, slots, layer, fresh).astype(self.dtype)
+        # An unused slot reads as zeros, as a fresh row starts.
+        before = gdn.state_read(conv_state, jnp.where(fresh, -1, slots), layer=layer)
+        before = before.astype(self.dtype)
         with jax.named_scope("gdn_conv"):
             window = jnp.concatenate([before, mixed], axis=1)
             # The last W - 1 inputs of the row, not of the padded chunk.
@@ -128,20 +131,19 @@ class GatedDeltaNet(nnx.Module):
         # No decay and no update: padding leaves the state of its row as it is.
         valid = (jnp.arange(x.shape[1]) < query_lens[:, None]) & (slots >= 0)[:, None]
         g, beta = jnp.where(valid[..., None], g, 0.0), jnp.where(valid[..., None], beta, 0.0)
-        o, final = gdn.chunk_gated_delta_rule(
+        o, ssm_state = gated_delta_rule_prefill(
             q,
             k,
             v,
             g,
             beta,
-            initial_state=self._read(ssm_state, slots, layer, fresh),
-            output_final_state=True,
-            use_qk_l2norm=True,
+            ssm_state,
+            slots,
+            has_initial_state=~fresh,
+            layer=layer,
             implementation=implementation,
         )
-        assert final is not None
         conv_state = gdn.state_write(conv_state, after, slots, layer=layer)
-        ssm_state = gdn.state_write(ssm_state, final, slots, layer=layer)
         return self._output(o, z, valid), conv_state, ssm_state
 
     def decode(
@@ -152,7 +154,7 @@ class GatedDeltaNet(nnx.Module):
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -210,11 +212,6 @@ class GatedDeltaNet(nnx.Module):
         keys = (*mixed.shape[:2], self.num_k_heads, self.head_k_dim)
         values = (*mixed.shape[:2], self.num_v_heads, self.head_v_dim)
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
-
-    @staticmethod
-    def _read(pool: Array, slots: Array, layer: int | Array | None, fresh: Array) -> Array:
-        state = gdn.state_read(pool, slots, layer=layer)
-        return jnp.where(fresh.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
 
     def _output(self, o: Array, z: Array, valid: Array | None = None) -> Array:
         """Gated RMS norm over each head's Dv in float32, then the output projection.

@@ -6,6 +6,7 @@ query and the output (weight absorption), so that the heads attend over the late
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from jaxtyping import Array, Float, Int
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
+from jaxattn.mla_append import mla_append, pack_mla_weights
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.paged import FLOATS
 from jaxattn.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 
 
@@ -33,7 +36,7 @@ class MultiHeadLatentAttention(nnx.Module):
     Args:
         rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
             interleaved.
-        dtype: the operands of every matrix product (sums are float32), and the cache's dtype.
+        dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
 
@@ -115,23 +118,32 @@ class MultiHeadLatentAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
         """A chunk of each row's prompt: caches its latents, attends to them and to those before.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
+                included (`jaxattn.mla.LatentFormat`).
             seq_lens: the row's length after this chunk; 0 is a padding row.
+            kv_scale: of a float8_e4m3fn cache.
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0.
         """
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
-        latent = self._latents(x, positions).astype(kv_cache.dtype)
+        latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
         kv_cache = mla.mla_cache_write(
-            kv_cache, latent, block_tables, seq_lens, query_lens=query_lens, layer=layer
+            kv_cache,
+            latent,
+            block_tables,
+            seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            kv_scale=kv_scale,
         )
         out, _ = mla.mla_prefill(
             jnp.concatenate(self._queries(x, positions), axis=-1),
@@ -144,6 +156,7 @@ class MultiHeadLatentAttention(nnx.Module):
             query_lens,
             scale=self.scale,
             layer=layer,
+            kv_scale=kv_scale,
             implementation=implementation,
         )
         return self._output(out), kv_cache
@@ -155,44 +168,69 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"] | None = None,
         layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
         schedule: mla.Schedule | None = None,
         rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
         """The next S tokens of each row, in absorbed form over the paged latent cache.
 
         Args:
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D].
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
+                included (`jaxattn.mla.LatentFormat`).
             seq_lens: the row's length with the S new tokens; 0 is a padding row.
+            query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
+            kv_scale: of a float8_e4m3fn cache.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
             rotation: likewise `decode_rotation` of these `seq_lens`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
             (float32 [B, S, hidden], the cache with the new latents, the arena or None).
-            A padding row's output is exactly 0 and writes nothing.
+            The output at padding is exactly 0, and padding writes nothing.
         """
+        new = x.shape[1] if query_lens is None else query_lens
         if rotation is None:
-            rotation = self.decode_rotation(seq_lens, x.shape[1])
-        kv_cache = mla.mla_cache_write(
+            rotation = self.decode_rotation(seq_lens, x.shape[1], new)
+        with jax.named_scope("mla_down_proj"):
+            compressed = None if self.q_lora_rank is None else self.q_a_proj(x)
+            latents = self.kv_a_proj(x)
+        compressed, kv_cache = mla_append(
+            latents,
+            compressed,
+            self.packed_weights() if weights is None else weights,
             kv_cache,
-            self._latents(x, rotation).astype(kv_cache.dtype),
             block_tables,
             seq_lens,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.kv_a_norm.eps,
+            dtype=self.dtype,
+            query_lens=query_lens,
+            kv_scale=kv_scale,
             layer=layer,
+            implementation=implementation,
         )
-        q_nope, q_pe = self._queries(x, rotation)
+        q_nope, q_pe = self._queries(x, rotation, compressed)
+        dtype = self._dtype_beside(kv_cache)
         q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
+        queries: Any = (q_latent.astype(dtype), q_pe.astype(dtype))
         out, _, *rest = mla.mla_decode(
-            (q_latent.astype(kv_cache.dtype), q_pe.astype(kv_cache.dtype)),
+            queries,
             kv_cache,
             block_tables,
             seq_lens,
             scale=self.scale,
+            query_lens=query_lens,
             layer=layer,
             kv_lora_rank=self.kv_lora_rank,
+            kv_scale=kv_scale,
             schedule=schedule,
             arena=arena,
             implementation=implementation,
@@ -200,18 +238,37 @@ class MultiHeadLatentAttention(nnx.Module):
         out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         return self._output(out), kv_cache, rest[0] if rest else None
 
-    def decode_rotation(self, seq_lens: Int[Array, "B"], q_len: int) -> Rotation:
-        """The angles of each row's last `q_len` tokens; a model's layers share them."""
-        positions = seq_lens[:, None] - q_len + jnp.arange(q_len)
-        return rotation(jnp.maximum(positions, 0), self.rope)
+    def decode_rotation(
+        self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
+    ) -> Rotation:
+        """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
+        layers of a model share them."""
+        positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
+        return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
 
-    def _queries(self, x: Array, positions: Array | Rotation) -> tuple[Array, Array]:
-        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
+    def packed_weights(self) -> Float[Array, "*L W"]:
+        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
+        q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
+        return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
+
+    def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
+        """Of queries and latents: the cache's own, where it holds latents as they are."""
+        return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
+
+    def _queries(
+        self, x: Array, positions: Array | Rotation, compressed: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
+
+        `compressed`: the normed output of q_a_proj, where there is one already.
+        """
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
                 q = self.q_proj(x)
-            else:
+            elif compressed is None:
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            else:
+                q = self.q_b_proj(compressed)
             q = q.reshape(*x.shape[:2], self.num_heads, -1)
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)

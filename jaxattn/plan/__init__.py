@@ -37,7 +37,8 @@ def plan(
 
     Args:
         model: a hybrid decoder's configuration, or `jaxattn.models.known.load(name)`.
-        device: its memory, or its name for `jaxattn.device.known_device`.
+        device: its memory, or its name for `jaxattn.device.known_device`. What its `free` says is
+            in use is left alone.
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.
         placement: how several GPUs hold a known model.

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         help="smaller batches as well (default: none)",
     )
     root.add_argument(
-        "--q-len", metavar="S", type=size, default=1, help="tokens of a row in a decode step"
+        "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
     root.add_argument(
         "--cache-dtype", choices=sorted(CACHE_BYTES), default="bfloat16", help="of the KV cache"
@@ -179,7 +179,7 @@ def read_model(name: str) -> known.KnownModel | HybridConfig:
                 values = json.loads((folder / "config.json").read_text())
             except ValueError as error:
                 raise InputError(f"cannot read {folder / 'config.json'}: {error}") from error
-            if "model_type" not in values:
+            if isinstance(values, dict) and not {"model_type", "text_config"} & values.keys():
                 return read_config(folder)
         return known.load(name)
     except (known.KnownModelError, CheckpointError) as error:

@@ -62,9 +62,10 @@ class Budget:
     Attributes:
         device: its name.
         total: its bytes.
-        utilization: fraction of `total`, that of JAX's own XLA_PYTHON_CLIENT_MEM_FRACTION: arrays
-            and XLA's temp may take `utilization * total`. Loaded code and the driver's own memory
-            come on top and must fit in the rest, or the arrays get less.
+        utilization: fraction of `total`, not of what is free, as is JAX's own
+            XLA_PYTHON_CLIENT_MEM_FRACTION: arrays and XLA's temp may take `utilization * total`.
+            Loaded code, the driver's own memory and what other processes hold of the device come
+            on top and must fit in the rest, or the arrays get less: what is free beside them.
         limit: the most that JAX's allocator will take, if that is known.
     """
 
@@ -80,6 +81,15 @@ class Budget:
         """Bytes for arrays and temp beside `outside` bytes of code and driver."""
         within = min(int(self.total * self.utilization), self.total - outside)
         return max(within if self.limit is None else min(within, self.limit), 0)
+
+    def reason(self, outside: int = 0) -> str:
+        """What decides `arrays`: the fraction, what others hold of the device, or the allocator."""
+        allowed = self.arrays(outside)
+        if self.limit is not None and allowed == self.limit:
+            return f"the most that JAX's allocator takes of {self.total:,} ({self.device})"
+        if allowed < int(self.total * self.utilization):
+            return f"what {outside:,} outside of it leave of {self.total:,} ({self.device})"
+        return f"{self.utilization:g} of {self.total:,} ({self.device})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +161,12 @@ class MemoryPlan:
             if held > (allowed or self.budget.total * (1 - self.budget.utilization)):
                 over = item
                 break
+        also = f"; the largest is the {largest.name} with {largest.nbytes:,} ({largest.why})"
         self.refuse(
-            f"{self.inside:,} bytes are needed and {self.budget.device} has {allowed:,} for them; "
-            f"the line that does not fit is the {over.name} with {over.nbytes:,}; the largest part "
-            f"is the {largest.name} with {largest.nbytes:,} ({largest.why})",
+            f"{self.inside:,} bytes are needed and {allowed:,} are allowed, "
+            f"{self.budget.reason(self.outside)}; "
+            f"the line that does not fit is the {over.name} with {over.nbytes:,} ({over.why})"
+            + ("" if largest is over else also),
             advice(),
         )
 

@@ -81,8 +81,7 @@ def packed_shapes(config: HybridConfig) -> Any:
 
 def page_bytes(config: HybridConfig) -> int:
     """Of a page in all layers."""
-    width = config.latent_dim * config.compute_dtype.itemsize
-    return config.num_mla_layers * PAGE_SIZE * width
+    return config.num_mla_layers * PAGE_SIZE * config.latent_format.nbytes
 
 
 def fill(
@@ -134,7 +133,7 @@ def plan_hybrid(
     Args:
         params: the parameters, or their shapes.
         executables: name -> what is known of it; empty leaves inputs, temp and code out.
-        outside: the driver's own bytes, and how they are known.
+        outside: bytes of the driver and of other processes, and how they are known.
         others: bytes of JAX's pool that other arrays and engines hold.
     """
     state = jax.eval_shape(functools.partial(new_state, config, limits))
@@ -180,11 +179,12 @@ def plan_hybrid(
             )
         )
     if outside:
-        items.append(
-            Item(
-                "driver", outside, "context, modules, libraries", basis=outside_basis, outside=True
-            )
-        )
+        why = "context, modules, libraries"
+        if outside_basis == "measured":
+            why += ", and what other processes hold of the device"
+        items.append(Item("driver", outside, why, basis=outside_basis, outside=True))
+    if outside_basis != "measured":
+        items += held_elsewhere(memory)
     budget = None
     if memory is not None:
         utilization = 1.0 if limits.utilization is None else limits.utilization
@@ -199,6 +199,14 @@ def plan_hybrid(
             ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
         ),
     )
+
+
+def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:
+    """The line of what was taken of the device already, if it was measured."""
+    if memory is None or not memory.outside:
+        return []
+    why = "of the device, held outside of this process's arrays: other processes, the driver"
+    return [Item("in use", memory.outside, why, basis="measured", outside=True)]
 
 
 def advice(

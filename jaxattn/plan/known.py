@@ -6,6 +6,7 @@ reused. What is assumed: the driver's and the collectives' memory. Each line say
 """
 
 import dataclasses
+from typing import Any
 
 from jaxattn import gdn, mla
 from jaxattn.arena import ArenaSpec
@@ -16,6 +17,7 @@ from jaxattn.models.known import KnownModel
 from jaxattn.plan.activations import activations
 from jaxattn.plan.bound import LIBRARY_WORKSPACE
 from jaxattn.plan.budget import Budget, Item, MemoryPlan, Solution, solve
+from jaxattn.plan.hybrid import held_elsewhere
 from jaxattn.plan.placement import (
     Placement,
     cache_width,
@@ -56,6 +58,7 @@ def plan_known(
         outside.append(
             Item("collectives", COLLECTIVES, "NCCL between the GPUs", (), "assumed", True)
         )
+    outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
     fixed = sum(item.nbytes for item in (*weights, *states)) + temp + in_out
     solved = pages_and_arena(model, limits, place, room - fixed, page)
@@ -160,9 +163,10 @@ def _temp(model: KnownModel, limits: Limits, place: Placement) -> tuple[int, str
 
 def _title(model: KnownModel, limits: Limits, place: Placement, memory: DeviceMemory) -> str:
     each = "a GPU" if place.attention == "data" and place.gpus > 1 else "in all"
+    one = f"{place.gpus} x {memory.name}, one of them" if place.gpus > 1 else memory.name
     return (
-        f"{model.name} on {place.gpus} x {memory.name}, one of them: {limits.batch:,} rows {each}"
-        f" of up to {limits.max_model_len:,} tokens"
+        f"{model.name} on {one}: {limits.batch:,} rows {each} of up to "
+        f"{limits.max_model_len:,} tokens"
     )
 
 
@@ -212,7 +216,10 @@ def _notes(
             "the bound of temp."
         )
     if place.cache_dtype == "float8":
-        notes.append("A float8 cache is one byte a number; MLA decode in jaxattn is 16-bit today.")
+        notes.append(
+            "A float8 cache is one byte a number; jaxattn's MLA decode kernel reads 16-bit caches, "
+            "float8 ones are read by XLA."
+        )
     notes.append(
         "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not counted."
     )
@@ -222,7 +229,10 @@ def _notes(
 def advice(
     model: KnownModel, memory: DeviceMemory, limits: Limits, place: Placement
 ) -> tuple[str, ...]:
-    """What would make it fit with a page at least for one row at full length: one change each."""
+    """What would make it fit with a page at least for one row at full length.
+
+    Each is one change; if none does it alone, the fewest GPUs with what else has to be smaller.
+    """
 
     def fits(changed: Limits, on: Placement) -> bool:
         try:
@@ -232,21 +242,24 @@ def advice(
         least = changed.pages_per_row * page_bytes(model, on)
         return plan.reserve is not None and plan.reserve >= 0 and plan["kv cache"] >= least
 
-    found = []
-    gpus = place.gpus * 2
-    while gpus <= 512:
-        if fits(limits, dataclasses.replace(place, gpus=gpus)):
-            found.append(f"{gpus} GPUs (--gpus {gpus})")
-            break
-        gpus *= 2
-    for name in ("batch", "max_model_len"):
-        value = getattr(limits, name) // 2
-        while value >= 1:
-            smaller = dataclasses.replace(limits, **{name: value}, decode_buckets=())
-            if fits(smaller, place):
-                found.append(f"--{name.replace('_', '-')} {value}")
-                break
+    def gpus_for(changed: Limits) -> int | None:
+        sizes = (place.gpus << shift for shift in range(1, 10))
+        return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
+
+    def smaller(name: str, on: Placement, like: Limits) -> int | None:
+        value = getattr(like, name) // 2
+        while value and not fits(_with(like, **{name: value}), on):
             value //= 2
+        return value or None
+
+    found = []
+    if gpus := gpus_for(limits):
+        found.append(f"{gpus} GPUs (--gpus {gpus})")
+    for name in ("batch", "max_model_len", "num_pages"):
+        if getattr(limits, name) and (value := smaller(name, place, limits)):
+            found.append(f"--{name.replace('_', '-')} {value}")
+    if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
+        found.append("--q-len 1")
     if place.cache_dtype != "float8" and fits(
         limits, dataclasses.replace(place, cache_dtype="float8")
     ):
@@ -254,7 +267,28 @@ def advice(
     if place.attention == "data" and place.gpus > 1:
         if fits(limits, dataclasses.replace(place, attention="tensor")):
             found.append("attention divided by heads (--attention tensor)")
-    return tuple(found)
+    if found:
+        return tuple(found)
+    plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,))
+    one_row = _with(plain, batch=1)
+    gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
+    if gpus is None:
+        return ("a larger device (--device): up to 512 of these do not hold it",)
+    on = dataclasses.replace(place, gpus=gpus)
+    changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
+    if not fits(plain, on):
+        changes.append(f"--batch {smaller('batch', on, plain)}")
+    if max(limits.q_lens) > 1:
+        changes.append("--q-len 1")
+    if limits.num_pages:
+        changes.append("no --num-pages")
+    return (" with ".join(changes),)
+
+
+def _with(limits: Limits, **smaller: int) -> Limits:
+    """The limits with something smaller, and no buckets that could be larger than the batch."""
+    changes: dict[str, Any] = {**smaller, "decode_buckets": ()}
+    return dataclasses.replace(limits, **changes)
 
 
 def check_known(

@@ -69,7 +69,7 @@ def _table(plan: MemoryPlan) -> Table:
             f"{allowed:,}",
             _mib(allowed),
             "",
-            f"{plan.budget.utilization:g} of {plan.budget.total:,} ({plan.budget.device})",
+            plan.budget.reason(plan.outside),
         )
         short = plan.reserve < 0
         table.add_row(

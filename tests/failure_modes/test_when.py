@@ -14,7 +14,7 @@ from engine_cases import BUCKETS, LIMITS, SMALLEST, kept_steps, params_of, promp
 from jaxattn.engine import Engine
 from jaxattn.request import Request
 from jaxattn.seal import Seal, SealError
-from jaxattn.steps import Steps, entry_points
+from jaxattn.steps import EntryPoint, Steps, entry_points, new_state
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,38 @@ def test_nothing_is_compiled_or_allocated_on_first_use(params):
     naive = jax.jit(lambda x: x * 2)
     with engine.seal.watch(), pytest.raises(SealError, match="trace after the engine was sealed"):
         naive(np.ones(3, np.float32))
+
+
+def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
+    """`Engine.generate` never calls it: its callers get what the one-token steps compute."""
+    engine = engine_of(params, strict=True)
+    several, one = EntryPoint("decode", 4, 3), EntryPoint("decode", 4, 1)
+    tokens = np.asarray([[5, 90, 17], [0, 0, 0], [200, 3, 44], [0, 0, 0]], np.int32)
+    real = np.asarray([1, 0, 1, 0], np.int32)
+
+    def run(entry, state, tokens, length):
+        """Two real rows, the second in the last slot, to `length` tokens."""
+        batch, sampling = engine._padding(entry)
+        pages = np.arange(real.size * engine.limits.table_width, dtype=np.int32)
+        batch = dataclasses.replace(
+            batch,
+            tokens=tokens,
+            seq_lens=length * real,
+            block_tables=pages.reshape(real.size, -1),
+            state_indices=np.asarray([0, -1, 3, -1], np.int32),
+        )
+        return engine.executables[str(entry)](engine._params, state, (batch, sampling))
+
+    first, second = (new_state(SMALLEST, engine.limits) for _ in range(2))
+    with engine.seal.watch():
+        found, first = run(several, first, tokens, 3)
+        for step in range(3):
+            wanted, second = run(one, second, tokens[:, step : step + 1], step + 1)
+    assert not engine.seal.counts
+    np.testing.assert_array_equal(found, wanted)
+    for name in ("kv_cache", "conv_state", "ssm_state"):
+        several, one = (np.asarray(getattr(x, name), np.float32) for x in (first, second))
+        assert np.any(several) and np.abs(several - one).max() <= 0.01 * np.abs(one).max(), name
 
 
 def refuses_what_is_lazy(engine, name):

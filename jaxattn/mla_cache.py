@@ -1,0 +1,288 @@
+"""The latent cache of MLA: how a token's R + P numbers are stored, and how they are written.
+
+The cache's dtype says which of three formats it has (R kv_lora_rank, P qk_rope_head_dim):
+
+    bfloat16, float16,   R + P numbers as they are
+    float32, float64
+    float8_e4m3fn        R + P e4m3 numbers; each times one `kv_scale` for the whole cache is the
+                         value
+    uint8                FlashMLA's block-scaled bytes, 656 for 512 + 64: R e4m3 numbers, R / 128
+                         float32 scales (a power of two for each 128 dims), P bfloat16 numbers
+
+`LatentFormat` gives the shape and the bytes of each, packs latents and unpacks what is stored.
+Numbers beyond 448 times their scale are stored as that; NaN stays NaN.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+from jaxattn.paged import CACHES, Arguments
+
+FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
+BLOCK = 128  # dims that share a scale
+FP8_MAX = 448.0
+# Of a scale: with it, the smallest e4m3 number 2**-9 is the smallest normal bfloat16.
+MIN_EXPONENT = -117
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentFormat:
+    """How a cache of some dtype stores a token: `jnp.zeros((L, N, C, format.width), format.dtype)`.
+
+    Attributes:
+        dtype: of the cache; it chooses the format.
+        kv_lora_rank: R; a multiple of 128 where the cache is uint8.
+        qk_rope_head_dim: P; 0 for a model without RoPE.
+
+    Raises:
+        TypeError: no format has that dtype.
+        ValueError: R or P does not fit.
+    """
+
+    dtype: Any
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.dtype.name not in CACHES:
+            raise TypeError(f"a latent cache must be {' or '.join(CACHES)}, got {self.dtype.name}")
+        rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        if rank < 1 or rope < 0:
+            raise ValueError(
+                "kv_lora_rank must be at least 1 and qk_rope_head_dim at least 0, got "
+                f"{rank} and {rope}"
+            )
+        if self.block_scaled and rank % BLOCK:
+            raise ValueError(
+                f"a uint8 (block-scaled) cache needs a kv_lora_rank that is a multiple of {BLOCK}, "
+                f"got {rank}; use {FP8.name} with kv_scale"
+            )
+
+    @property
+    def block_scaled(self) -> bool:
+        return bool(self.dtype == BYTES)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the stored numbers need `kv_scale`."""
+        return bool(self.dtype == FP8)
+
+    @property
+    def quantized(self) -> bool:
+        return self.block_scaled or self.per_tensor
+
+    @property
+    def width(self) -> int:
+        """Elements of the cache's last axis."""
+        if self.block_scaled:
+            return self.kv_lora_rank + self.kv_lora_rank // BLOCK * 4 + self.qk_rope_head_dim * 2
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token in one layer."""
+        return self.width * self.dtype.itemsize
+
+    def pack(self, latent: Float[Array, "*t D"], kv_scale: Any = None) -> Num[Array, "*t Ds"]:
+        """What the cache stores for `latent`."""
+        if self.per_tensor:
+            return _to_fp8(latent.astype(jnp.float32) / kv_scale)
+        if not self.block_scaled:
+            return latent.astype(self.dtype)
+        rank, tokens = self.kv_lora_rank, latent.shape[:-1]
+        blocks = latent[..., :rank].astype(jnp.float32).reshape(*tokens, rank // BLOCK, BLOCK)
+        scales = _block_scales(blocks)
+        parts = (
+            _to_fp8(blocks / scales[..., None]),
+            scales,
+            latent[..., rank:].astype(jnp.bfloat16),
+        )
+        as_bytes = [lax.bitcast_convert_type(x, BYTES).reshape(*tokens, -1) for x in parts]
+        return jnp.concatenate(as_bytes, axis=-1)
+
+    def unpack(self, stored: Num[Array, "*t Ds"], kv_scale: Any = None) -> Float[Array, "*t D"]:
+        """The latents of what is stored: float32, or as they are where they are not quantized.
+
+        Differentiable in `kv_scale`, not in what is stored quantized.
+        """
+        if self.per_tensor:
+            return lax.stop_gradient(stored).astype(jnp.float32) * kv_scale
+        if not self.block_scaled:
+            return stored
+        rank, tokens = self.kv_lora_rank, stored.shape[:-1]
+        blocks = rank // BLOCK
+        numbers, scales, rope = jnp.split(stored, [rank, rank + 4 * blocks], axis=-1)
+        numbers = lax.bitcast_convert_type(numbers, FP8).astype(jnp.float32)
+        scales = lax.bitcast_convert_type(scales.reshape(*tokens, blocks, 4), jnp.float32)
+        rope = lax.bitcast_convert_type(rope.reshape(*tokens, -1, 2), jnp.bfloat16)
+        values = numbers.reshape(*tokens, blocks, BLOCK) * scales[..., None]
+        return jnp.concatenate([values.reshape(*tokens, rank), rope.astype(jnp.float32)], axis=-1)
+
+
+def _to_fp8(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)  # the cast alone makes NaN of what is beyond
+
+
+def _block_scales(blocks: Float[Array, "*t n 128"]) -> Float[Array, "*t n"]:
+    """2**ceil(log2(amax / 448)) of each block, exactly: by the bits of amax, not by a logarithm.
+
+    NaN has no part in it: it stays NaN by itself, and spoils nothing that shares its scale.
+    """
+    amax = jnp.max(jnp.where(jnp.isnan(blocks), 0, jnp.abs(blocks)), axis=-1)
+    # 448 is 1.75 * 2**8. The carry adds 1 to the exponent of what lies above 1.75 * 2**k.
+    carried = lax.bitcast_convert_type(amax, jnp.int32) + 0x1FFFFF
+    exponent = jnp.maximum((carried >> 23) - 8, MIN_EXPONENT + 127)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def check_format(
+    arguments: Arguments,
+    kv_cache: jax.Array,
+    kv_scale: Any,
+    *,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+) -> tuple[LatentFormat, jax.Array | None]:
+    """The cache's format and its scale as an array, if the two and the latents' dims fit."""
+    op, shape, dtype = arguments.op, tuple(kv_cache.shape), kv_cache.dtype.name
+    try:
+        format = LatentFormat(kv_cache.dtype, kv_lora_rank, qk_rope_head_dim)
+    except ValueError as error:
+        raise ValueError(f"{op}: kv_cache {shape} {dtype}: {error}") from None
+    if shape[-1] != format.width:
+        raise ValueError(
+            f"{op}: kv_cache {shape} {dtype} has {shape[-1]} as its last axis, but a token of "
+            f"{kv_lora_rank=} and {qk_rope_head_dim=} takes {format.width}"
+        )
+    return format, _check_kv_scale(op, kv_cache, format, kv_scale)
+
+
+def _check_kv_scale(
+    op: str, kv_cache: jax.Array, format: LatentFormat, kv_scale: Any
+) -> jax.Array | None:
+    described = f"kv_cache {tuple(kv_cache.shape)} {format.dtype.name}"
+    if not format.per_tensor:
+        if kv_scale is not None:
+            raise ValueError(
+                f"{op}: kv_scale is the scale of a {FP8.name} cache, and {described} has none; "
+                "drop kv_scale"
+            )
+        return None
+    if kv_scale is None:
+        raise ValueError(f"{op}: {described} needs kv_scale=, by which its numbers are multiplied")
+    if isinstance(kv_scale, int | float | np.floating) and not isinstance(kv_scale, bool):
+        if not (math.isfinite(kv_scale) and kv_scale > 0):
+            raise ValueError(f"{op}: kv_scale must be positive and finite, got {kv_scale}")
+        return jnp.float32(kv_scale)
+    found = str(getattr(kv_scale, "dtype", type(kv_scale).__name__))
+    if found != "float32" or kv_scale.shape != ():
+        raise TypeError(
+            f"{op}: kv_scale must be a Python number or a float32 scalar, got {found} "
+            f"{getattr(kv_scale, 'shape', '')}".rstrip()
+        )
+    return jnp.asarray(kv_scale)
+
+
+def _written_format(
+    arguments: Arguments, kv_cache: jax.Array, latent: jax.Array, kv_scale: Any
+) -> tuple[LatentFormat, jax.Array | None]:
+    """The format of what is written: the two widths alone say a block-scaled cache's R."""
+    dim, shape = latent.shape[-1], tuple(kv_cache.shape)
+    if kv_cache.dtype != BYTES:
+        return check_format(arguments, kv_cache, kv_scale, kv_lora_rank=dim, qk_rope_head_dim=0)
+    for rank in range(BLOCK, dim + 1, BLOCK):
+        format = LatentFormat(BYTES, rank, dim - rank)
+        if format.width == shape[-1]:
+            return format, _check_kv_scale(arguments.op, kv_cache, format, kv_scale)
+    raise ValueError(
+        f"{arguments.op}: kv_cache {shape} uint8 has {shape[-1]} bytes as its last axis, which no "
+        f"latent of D = {dim} takes (latent {tuple(latent.shape)}): R e4m3 numbers, R / {BLOCK} "
+        f"float32 scales and D - R bfloat16 numbers, R a multiple of {BLOCK}; 656 for 512 + 64"
+    )
+
+
+@jax.named_scope("mla_cache_write")
+def mla_cache_write(
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
+    latent: Float[Array, "B S D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | None = None,
+    kv_scale: Array | float | None = None,
+) -> Array:
+    """The cache with the new tokens' latents written; in place, where the cache is donated.
+
+    (Not a float8_e4m3fn cache on a CPU: jax 0.11.2 widens all of it there around the write.)
+
+    Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
+    with seq_lens 0, for t >= query_lens[b], for a negative position, or where the table does
+    not name a page from 0 to N - 1. No two rows may share a page that is written.
+
+    Rotating `latent`'s last P dims (`jaxattn.rope.rope`) is the caller's; inside one `jax.jit` XLA
+    joins it with the quantization.
+
+    Args:
+        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
+            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8).
+        latent: of the new tokens, R dims and P rotated ones.
+        block_tables: int32 page ids.
+        seq_lens: int32 tokens of each row, the new ones included.
+        query_lens: int32 new tokens of each row, at most S; S, if None.
+        layer: index into the stack, a Python int or a traced scalar.
+        kv_scale: for a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
+            latent / kv_scale is stored.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+    """
+    arguments = Arguments("mla_cache_write")
+    latent = arguments.check("latent", latent, "B S D")
+    kv_cache, block_tables, seq_lens = arguments.check_paged(
+        kv_cache, block_tables, seq_lens, layer
+    )
+    format, kv_scale = _written_format(arguments, kv_cache, latent, kv_scale)
+    if query_lens is None:
+        query_lens = jnp.full_like(seq_lens, latent.shape[1])
+    else:
+        query_lens = arguments.check_query_lens(query_lens, "latent", latent)
+    return _write(
+        kv_cache, latent, block_tables, seq_lens, query_lens, layer, kv_scale, format=format
+    )
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _write(
+    kv_cache: jax.Array,
+    latent: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    *,
+    format: LatentFormat,
+) -> jax.Array:
+    num_pages, page = kv_cache.shape[-3:-1]
+    tokens = jnp.arange(latent.shape[1])
+    position = (seq_lens - query_lens)[:, None] + tokens
+    column = position // page
+    written = (seq_lens > 0)[:, None] & (tokens < query_lens[:, None]) & (position >= 0)
+    written &= column < block_tables.shape[1]
+    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
+    # An index past the end is dropped; a negative one would count from the end.
+    pages = jnp.where(written & (pages >= 0), pages, num_pages)
+    layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
+    return kv_cache.at[(*layers, pages, position % page)].set(
+        format.pack(latent, kv_scale), mode="drop", wrap_negative_indices=False
+    )

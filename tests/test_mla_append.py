@@ -1,0 +1,153 @@
+"""`mla_append`: a step's new tokens normed, rotated and cached, against float64 and the kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import both_devices, mla_case
+
+from jaxattn.mla_append import mla_append, pack_mla_weights
+from jaxattn.rope import RopeConfig, YarnConfig, rotation
+
+YARN = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.5)
+
+
+def arguments(lens, q_len, query_rank, config, *, page=64, table_tail=-1):
+    """The op's arguments, of a stack of two layers; the cache holds `lens` tokens and poison."""
+    case = mla_case(lens, q_len=q_len, page=page, table_tail=table_tail)
+    keys = iter(jax.random.split(jax.random.key(len(lens)), 4))
+    tokens = (len(lens), q_len)
+    kv = jax.random.normal(next(keys), (*tokens, 576))
+    q = None if query_rank is None else jax.random.normal(next(keys), (*tokens, query_rank))
+    norms = [1 + jax.random.normal(next(keys), (2, n or 1)) / 4 for n in (512, query_rank)]
+    weights = pack_mla_weights(norms[0], None if q is None else norms[1], rope_dim=config.dim)
+    positions = jnp.maximum(case.seq_lens[:, None] - q_len + jnp.arange(q_len), 0)
+    return (kv, q, weights, case.kv_cache, case.block_tables, case.seq_lens), positions
+
+
+def append(args, positions, config, implementation, layer=1, query_lens=None):
+    op = functools.partial(
+        mla_append, config=config, eps=1e-5, dtype=jnp.bfloat16, implementation=implementation
+    )
+    traced = dict(rotation=rotation(positions, config), layer=layer, query_lens=query_lens)
+    return jax.jit(op)(*args, **traced)
+
+
+def normed(x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+
+
+def expected_latents(kv, weights, positions, config):
+    """[B, S, 576] in float64: complex numbers turned by their angles."""
+    kv, weights = np.asarray(kv, np.float64), np.asarray(weights, np.float64)
+    angles = np.asarray(rotation(positions, config).angles, np.float64)
+    cos, sin = angles[..., :64], angles[..., 64:]
+    if config.interleaved:
+        pairs = kv[..., 512::2] + 1j * kv[..., 513::2]
+        turned = pairs * (cos[..., ::2] + 1j * sin[..., 1::2])
+        rotated = np.stack([turned.real, turned.imag], axis=-1).reshape(*kv.shape[:2], 64)
+    else:
+        turned = (kv[..., 512:544] + 1j * kv[..., 544:]) * (cos[..., :32] + 1j * sin[..., 32:])
+        rotated = np.concatenate([turned.real, turned.imag], axis=-1)
+    return np.concatenate([normed(kv[..., :512], weights[:512]), rotated], axis=-1)
+
+
+anywhere = pytest.mark.parametrize(
+    "implementation",
+    ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+
+
+@anywhere
+@pytest.mark.parametrize(
+    "lens, q_len, query_rank, page, config",
+    [
+        ([70, 0, 1, 128], 2, 256, 64, RopeConfig(yarn=YARN)),
+        ([17, 33], 1, None, 16, RopeConfig(interleaved=False)),
+        ([65], 1, 96, 64, RopeConfig()),  # the kernel has no threads for such queries: XLA does
+    ],
+)
+def test_matches_float64_and_touches_nothing_else(
+    lens, q_len, query_rank, page, config, implementation
+):
+    args, positions = arguments(lens, q_len, query_rank, config, page=page)
+    kv, q, weights, cache, tables, seq_lens = args
+    queries, written = append(args, positions, config, implementation)
+    expected = expected_latents(kv, weights[1], positions, config)
+    untouched = np.ones(cache.shape[:3], bool)
+    for row, length in enumerate(lens):
+        for token in range(q_len):
+            position = length - q_len + token
+            if length and position >= 0:
+                place = (1, int(tables[row, position // page]), position % page)
+                untouched[place] = False
+                got = np.asarray(written[place], np.float64)
+                np.testing.assert_allclose(got, expected[row, token], rtol=2**-7, atol=1e-5)
+    bits = [np.asarray(x).view(np.uint16)[untouched] for x in (cache, written)]
+    np.testing.assert_array_equal(*bits)
+    if q is None:
+        assert queries is None
+    else:
+        wanted = normed(np.asarray(q, np.float64), np.asarray(weights[1, 576:], np.float64))
+        assert queries.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(queries, np.float64), wanted, rtol=2**-7, atol=1e-6)
+
+
+@both_devices
+def test_the_kernel_gives_the_bits_of_the_reference(implementation):
+    config = RopeConfig()
+    args, positions = arguments([70, 3], 2, 128, config)
+    # A plain cache and one layer's weights.
+    args = (*args[:2], args[2][0], args[3][1], *args[4:])
+    queries, written = append(args, positions, config, implementation, layer=None)
+    wanted = append(args, positions, config, "xla", layer=None)
+    # On a GPU the sum of squares has another order: a rounding apart at most.
+    exact = implementation == "mosaic_gpu_interpret"
+    for got, expected in zip((queries, written), wanted, strict=True):
+        got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+        np.testing.assert_allclose(got, expected, rtol=0 if exact else 2**-7)
+
+
+@anywhere
+def test_rows_with_fewer_new_tokens_than_others(implementation):
+    """A row's first n tokens are written as those of a batch of n tokens a row."""
+    config, lens, new = RopeConfig(), [70, 3], [1, 2]
+    args, _ = arguments(lens, 2, 128, config)
+    query_lens = jnp.asarray(new, jnp.int32)
+    positions = (args[5] - query_lens)[:, None] + jnp.arange(2)
+    _, written = append(args, positions, config, implementation, query_lens=query_lens)
+    page = int(args[4][0, 1])  # of the first row's tokens 64 to 69
+    bits = [np.array(x).view(np.uint16) for x in (args[3], written)]
+    same = (bits[0] == bits[1]).all(-1)
+    assert same[1, page, 4] and not same[1, page, 5]  # only the last token is new, and its first
+    one = np.asarray(written[1, page, 5], np.float64)
+    expected = expected_latents(args[0], args[2][1], positions, config)[0, 0]
+    np.testing.assert_allclose(one, expected, rtol=2**-7, atol=1e-5)
+    assert same.sum() == same.size - 3
+
+
+@both_devices
+@pytest.mark.parametrize("page_number", [-1, 10**6])
+def test_a_page_that_does_not_exist_is_not_written(page_number, implementation):
+    config = RopeConfig()
+    args, positions = arguments([70], 1, None, config)
+    tables = jnp.full_like(args[4], page_number)
+    _, written = append((*args[:4], tables, args[5]), positions, config, implementation)
+    before, after = (np.asarray(x).view(np.uint16) for x in (args[3], written))
+    np.testing.assert_array_equal(before, after)
+
+
+def test_bad_arguments_are_named():
+    config = RopeConfig()
+    args, positions = arguments([70], 1, None, config)
+    with pytest.raises(ValueError, match=r"mla_append: weights \(2, 575\) must be float32 of W"):
+        append((*args[:2], args[2][:, 1:], *args[3:]), positions, config, None)
+    with pytest.raises(ValueError, match=r"rotation must be of positions \[B, S\] = \[1, 1\]"):
+        append(args, jnp.zeros((1, 2), jnp.int32), config, None)
+    with pytest.raises(ValueError, match="kv_cache .* is a stack of layers; give layer="):
+        append(args, positions, config, None, layer=None)
+    with pytest.raises(NotImplementedError, match="P = 64, and got R=544, P=32"):
+        small = RopeConfig(dim=32)
+        append(args, positions, small, "mosaic_gpu_interpret")
