@@ -70,28 +70,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def show(title: str, rows: list[dict]) -> None:
     table = Table(title=title)
     for name in rows[0]:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         cells = (f"{v:.3g}" if isinstance(v, float) and v < 100 else v for v in row.values())
         table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in cells))
-    Console(width=140).print(table)
+    Console(width=150).print(table)
 
 
-def measure(module: Any, args: argparse.Namespace, facts: dict[str, Any]) -> list[dict]:
-    """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
+def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     shapes = module.SMALL_SHAPES if args.small else module.SHAPES
-    if args.all:
-        shapes += getattr(module, "MORE_SHAPES", ())
-    others: dict[str, dict[str, float]] = {}
-    if not args.no_peers:
-        others, said = peers.measure(module.__name__.rpartition(".")[2], shapes)
+    return shapes + (getattr(module, "MORE_SHAPES", ()) if args.all else ())
+
+
+def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, peers.Times]:
+    """The peers' times by module, before JAX takes memory; what was used is one of the facts."""
+    times = {}
+    for module in MODULES.get(args.what, []):
+        times[module], said = peers.measure(
+            module.__name__.rpartition(".")[2], shapes_of(module, args)
+        )
         facts.setdefault("peers", []).extend(said)
         for line in said:
             print(line, file=sys.stderr, flush=True)
-    if not args.small and "copy_GB_s" not in facts:
-        facts |= ceilings()
+    return times
+
+
+def measure(
+    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: peers.Times
+) -> list[dict]:
+    """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
     rows = []
-    for shape in shapes:
+    for shape in shapes_of(module, args):
         xla = not args.no_peers and args.implementation != "xla"
         row = module.measure(shape, args.implementation, xla=xla)
         if "copy_GB_s" in facts:
@@ -105,29 +114,17 @@ def measure(module: Any, args: argparse.Namespace, facts: dict[str, Any]) -> lis
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        if args.plot:
-            plot.require_matplotlib()
-        if args.what == "plot":
-            plot.save(json.loads(args.run.read_text()), args.plot)
-            return 0
-        return run(args)
-    except (plot.PlotError, OSError, json.JSONDecodeError) as error:
-        print(f"python -m jaxattn.bench: {error}", file=sys.stderr)
-        return 2
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = device_facts()
-    tables, notes = [], []
+    others = {} if args.no_peers else measure_peers(args, facts)
+    if not args.small:
+        facts |= ceilings()
+    tables: list[list[dict]] = []
+    notes: list[str] = []
     if args.what == "step":
-        if not args.small:
-            facts |= ceilings()
         tables.append(step.measure(small=args.small, implementation=args.implementation))
     for module in MODULES.get(args.what, []):
-        tables.append(measure(module, args, facts))
+        tables.append(measure(module, args, facts, others.get(module, {})))
         notes += module.notes(tables[-1]) if hasattr(module, "notes") else []
     print(json.dumps(facts))
     for rows in tables:
@@ -139,6 +136,20 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
         plot.save(result, args.plot)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        if args.plot:
+            plot.require_matplotlib()  # before all the measuring
+        if args.what == "plot":
+            plot.save(plot.load(args.run), args.plot)
+        else:
+            run(args)
+    except plot.PlotError as error:
+        print(f"python -m jaxattn.bench: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -9,6 +9,7 @@ is timed by CUDA events around a graph of calls (or around the calls, where a pe
 captured), after warm-up, median.
 """
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -31,6 +32,8 @@ CALLS, REPEATS, WARMUP = 32, 7, 0.3  # calls of a graph, its replays, seconds of
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
 DIM = 128  # of the delta rule's keys and values
 
+# Seconds of each peer, by its column and by the shape's JSON.
+Times = dict[str, dict[str, float]]
 # Of a shape: the call with its number, which picks the inputs that are not in L2.
 Build = Callable[..., Callable[[int], Any]]
 
@@ -111,9 +114,9 @@ def fla_decode(
     batch: int, key_heads: int, value_heads: int, tokens: int, state: str
 ) -> Callable[[int], Any]:
     """FLA's recurrence alone, without the convolution, the gates and the norm of our op."""
-    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     if state != "float32":
         raise ValueError(f"its states are float32, not {state}")
+    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     size = batch * value_heads * DIM * DIM * 4
     layers = max(1, min(64, ROTATE_BYTES // size))
     states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device="cuda")
@@ -169,10 +172,10 @@ PEERS = {
 }
 
 
-def measure(bench: str, shapes: Sequence[Any]) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Seconds of each installed peer of a bench, by column and by the shape's JSON; and what was
-    used, or why there is no time, in a line each."""
-    times: dict[str, dict[str, float]] = {}
+def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
+    """The times of a bench's installed peers; and what was used, or why there is no time, in a line
+    each."""
+    times: Times = {}
     said = []
     for name, peer in PEERS.items():
         if peer.bench != bench:
@@ -182,7 +185,7 @@ def measure(bench: str, shapes: Sequence[Any]) -> tuple[dict[str, dict[str, floa
             continue
         for line in _run(name, shapes):
             if "error" in line:
-                said.append(f"{name} {line['shape']}: {line['error']}")
+                said.append(f"{name} {line['shape']}".rstrip() + f": {line['error']}")
                 continue
             times.setdefault(peer.column, {})[json.dumps(line["shape"])] = line["seconds"]
             used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
@@ -240,12 +243,16 @@ def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
     return statistics.median(times), how
 
 
-def main(argv: Sequence[str]) -> int:
-    name, *shapes = argv
-    peer = PEERS[name]
-    for text in shapes:
-        shape = json.loads(text)
-        line: dict[str, Any] = {"peer": name, "shape": shape}
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxattn.bench.peers", description="Times another package, in JSON lines."
+    )
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("shape", nargs="*", type=json.loads, help="as '[128, 128, 4096, 1]'")
+    args = parser.parse_args(argv)
+    peer = PEERS[args.peer]
+    for shape in args.shape:
+        line: dict[str, Any] = {"peer": args.peer, "shape": shape}
         try:
             with torch().no_grad():
                 line["seconds"], line["how"] = seconds(peer.build(*shape))
@@ -258,4 +265,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

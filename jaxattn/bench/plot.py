@@ -1,5 +1,6 @@
 """Pictures of a run: where its rows stand under its roof, and times beside those of peers."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,18 @@ def require_matplotlib() -> Any:
             "--plot needs matplotlib: install jaxattn[plot], or leave --plot out"
         ) from error
     return Figure
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A run that `--json` stored.
+
+    Raises:
+        PlotError: the file cannot be read.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlotError(f"cannot read {path}: {error}") from error
 
 
 def unit(row: dict[str, Any]) -> str:
@@ -75,17 +88,21 @@ def save(result: dict[str, Any], path: Path) -> None:
     tables = [[row for row in rows if unit(row) == each] for each in TIMES]
     bars = [table for table in tables if table] if result.get("what") == "gdn" else []
     height = max(5.0, 0.24 * len(rows))
-    figure = figure_type(
-        figsize=(9 if not bars else 9 + 4.5 * len(bars), height), layout="constrained"
-    )
+    below = 0.4 + 0.3 * max(map(len, bars), default=0)
+    figure = figure_type(figsize=(9, height + (below if bars else 0)), layout="constrained")
     figure.set_facecolor("white")
-    axes = figure.subplots(1, 1 + len(bars), width_ratios=[2, *[1 for _ in bars]], squeeze=False)
-    _roofline(axes[0, 0], result, rows, peers)
+    if bars:
+        panels = figure.subplot_mosaic(
+            [["roof"] * len(bars), list(range(len(bars)))], height_ratios=[height, below]
+        )
+    else:
+        panels = {"roof": figure.subplots()}
+    _roofline(panels["roof"], result, rows, peers)
     for place, table in enumerate(bars):
-        _bars(axes[0, 1 + place], table, peers)
+        _bars(panels[place], table, peers)
     figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=6, frameon=False,
-        fontsize=8,
+        *panels["roof"].get_legend_handles_labels(), loc="outside lower left", ncols=6,
+        frameon=False, fontsize=8,
     )  # fmt: skip
     try:
         figure.savefig(path, format="png", dpi=110)
@@ -182,15 +199,19 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 def _bars(axes: Any, rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> None:
     """Times of each shape, ours and peers', the first shape on top."""
-    who = (OURS, *peers)
-    thick = 0.8 / len(who)
-    for place, row in enumerate(rows):
-        for each, time in times(row, peers):
-            at = who.index(each)
-            colour = COLOURS[at % len(COLOURS)]
-            axes.barh(place + (at - (len(who) - 1) / 2) * thick, time, thick, color=colour)
+    shown = dict.fromkeys(who for row in rows for who, _ in times(row, peers))
+    thick = 0.8 / len(shown)
+    for at, who in enumerate(shown):
+        places = [i for i, row in enumerate(rows) if who in dict(times(row, peers))]
+        axes.barh(
+            [i - 0.4 + (at + 0.5) * thick for i in places],
+            [dict(times(rows[i], peers))[who] for i in places],
+            thick,
+            color=COLOURS[(OURS, *peers).index(who) % len(COLOURS)],
+        )
     axes.set_yticks(range(len(rows)), [name(row) for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(unit(rows[0]))
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.aliasing import check_aliasing
+from jaxattn.aliasing import AliasingReport, check_aliasing
 from jaxattn.bench.timing import profile, seconds
 from jaxattn.dispatch import Implementation
 from jaxattn.models.config import HybridConfig
@@ -85,7 +85,6 @@ def _measure(
     held = [_random_state(config, batch)]
     compiled = step.lower(params, held[0], batch).compile()
     report = check_aliasing(compiled)
-    copied = report.largest_copy_in_loop
 
     def call():
         for _ in range(STEPS):
@@ -114,8 +113,14 @@ def _measure(
         **{f"{kind} us": us for kind, us in spent.items()},
         "over kernels + matmuls": f"{span * scale / work - 1:.1%}" if work else "not profiled",
         "temp MiB": report.temp_bytes / 2**20 if report.temp_bytes else 0.0,
-        "copied in the loop": f"{copied.leaf}: {copied.nbytes:,} bytes" if copied else "none",
+        "copied in the loop": copied_in_loop(report),
     }
+
+
+def copied_in_loop(report: AliasingReport) -> str:
+    """The leaf, a weight too, that a loop copies most of, and how much each time round."""
+    copy = report.largest_copy_in_loop
+    return f"{copy.leaf}: {copy.nbytes:,} bytes" if copy else "none"
 
 
 def _random_state(config: HybridConfig, batch: DecodeBatch) -> DecodeState:
