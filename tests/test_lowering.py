@@ -1,0 +1,111 @@
+"""Without a GPU: the decode kernels lowered for one, whose rules differ from the interpreter's.
+
+What a kernel takes in place is an operand and a result of its launch; nothing else may be.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode
+from jaxattn.kernels import gdn_decode, mla_append, mla_decode
+from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
+from jaxattn.mla_append import mla_append as append_op
+from jaxattn.rope import RopeConfig, rotation
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_needed(monkeypatch):
+    for module in (gdn_decode, mla_append, mla_decode):
+        monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
+
+
+def launches(step, *args, **kwargs):
+    """Each Mosaic launch's line in the module for CUDA."""
+    text = jax.jit(step).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+    return [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+ints = functools.partial(shape, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(pair=True),
+        dict(page=16, ragged=True),
+        dict(page=128, output_by_tma=True),
+        dict(batch_invariant=True),
+    ],
+    ids=str,
+)
+def test_mla_decode(options):
+    options = dict(options)
+    pair, ragged, page = (options.pop(name, 0) for name in ("pair", "ragged", "page"))
+    invariant, page = options.pop("batch_invariant", False), page or 64
+    batch, q_len, heads, pages = 4, 2, 64, 4096 // page
+    q = shape(batch, q_len, heads, 576)
+    if pair:
+        q = (shape(batch, q_len, heads, 512), shape(batch, q_len, heads, 64))
+    query_lens = ints(batch) if ragged else None
+
+    def step(q, cache, tables, lens, query_lens):
+        schedule = decode_schedule(
+            lens, q_len=q_len, num_heads=heads, max_pages=pages, page_size=page,
+            batch_invariant=invariant,
+        )  # fmt: skip
+        assert bool(schedule.piece) == invariant
+        return mla_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, query_lens=query_lens, schedule=schedule, **options
+        )
+
+    args = (q, shape(8, page, 576), ints(batch, pages), ints(batch), query_lens)
+    decode, combine = launches(step, *args)
+    # The output and the partial results; then the output and its LSE, the rest being read.
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_mla_append(interleaved):
+    config = RopeConfig(interleaved=interleaved)
+
+    def step(kv, q, weights, cache, tables, lens, layer):
+        return append_op(
+            kv, q, weights, cache, tables, lens,
+            rotation=rotation(lens[:, None], config), config=config, layer=layer,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    args = (shape(4, 1, 576), shape(4, 1, 1536), shape(2, 576 + 1536, dtype=jnp.float32))
+    (launch,) = launches(step, *args, shape(2, 8, 64, 576), ints(4, 8), ints(4), ints())
+    assert launch.count("output_operand_alias<") == 1
+
+
+def test_gdn_decode_of_a_layer_in_a_pattern():
+    heads, keys = 4, 2
+    channels = (2 * keys + heads) * 128
+
+    def step(qkvz, ba, weights, conv, state, slots, repeat):
+        return gated_delta_net_decode(
+            qkvz, ba, weights, conv, state, slots, layer=LayerOf(repeat, 3, 1),
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    args = (
+        shape(2, 1, channels + heads * 128),
+        f32(2, 1, 2 * heads),
+        f32(6, 2 * heads + 128 + 4 * channels),
+        shape(6, 3, 3, channels),
+        f32(6, 3, heads, 128, 128),
+    )
+    (launch,) = launches(step, *args, ints(2), ints())
+    assert launch.count("output_operand_alias<") == 2
