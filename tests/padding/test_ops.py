@@ -349,6 +349,27 @@ def test_a_chunks_tail_and_its_prefix_pages(poison, chunk):
             assert np.isneginf(lse[row, padding]).all()
 
 
+def test_new_tokens_before_a_rows_first_are_no_keys():
+    """Seven new tokens of a row of four: three are padding, the rest see the same."""
+    dims, rng = DIMS["cpu"], np.random.default_rng(0)
+    _, cache, tables, lengths = attention([4], dims=dims)
+    shapes = (dims.heads, 8 + dims.rope), (dims.rank + dims.rope,), (8, dims.rank), (dims.rank, 8)
+    q, latent = (rng.normal(size=(1, 4, *shape)) for shape in shapes[:2])
+    weights = [
+        jnp.asarray(rng.normal(size=(dims.heads, *shape)), dims.dtype) for shape in shapes[2:]
+    ]
+
+    def run(first):
+        moved = (
+            np.pad(x, [(0, 0), (first, 6 - first)] + [(0, 0)] * (x.ndim - 2)) for x in (q, latent)
+        )
+        args = (*(jnp.asarray(x, dims.dtype) for x in moved), *weights, cache, tables, lengths)
+        out, _ = mla.mla_prefill(*args, jnp.asarray([first + 4], jnp.int32), scale=SCALE, layer=1)
+        return np.asarray(out, np.float32)[0, first : first + 4]
+
+    np.testing.assert_allclose(run(3), run(0), rtol=1e-2, atol=1e-2)
+
+
 def test_parts_that_saw_nothing_merge_to_nothing():
     rng = np.random.default_rng(0)
     outs = [jnp.asarray(rng.normal(size=(4, 2, 8)), jnp.float32) for _ in range(2)]
