@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
@@ -345,11 +345,15 @@ def test_without_pages_the_cache_gets_what_the_rest_leaves():
 
 @pytest.mark.parametrize("gpus", [8, 16])
 def test_the_table_of_r1_comes_within_ten_seconds(gpus):
-    started = time.perf_counter()
+    before = os.times()
     command = [sys.executable, "-m", "jaxattn.plan", "DeepSeek-R1", "--gpus", str(gpus)]
     done = subprocess.run([*command, "--compare", "naive"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - started < 10
+    after = (
+        os.times()
+    )  # its processor time: the tests beside this one take their share of the clock
+    took = after.children_user + after.children_system
+    assert took - before.children_user - before.children_system < 10
     for part in ("weights", "arena", "kv cache", "xla temp", "bound", "assumed", "reserve"):
         assert part in done.stdout
     for gib in ("15.250", "62.358", "39.494", "16.250"):

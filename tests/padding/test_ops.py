@@ -178,6 +178,19 @@ def test_a_request_shorter_than_its_query(poison, device):
 
 
 @devices
+def test_a_token_before_its_rows_first_is_zero_beside_the_rows_own_nan(device):
+    dims = DIMS[device]
+    q, cache, tables, lengths = attention([2, 9], dims=dims, poison="nan", q_len=4)
+    clean = decode((q, cache, tables, lengths), dims)
+    cache = cache.at[1, tables[0, 0], 0].set(jnp.nan)
+    out, lse = decode((q, cache, tables, lengths), dims, poison="nan")
+    is_zero(out[0, :2])
+    assert np.isneginf(np.asarray(lse)[0, :2]).all()
+    assert np.isnan(np.asarray(out[0, 2:], np.float32)).all()
+    same_bits(out[1], clean[0][1])
+
+
+@devices
 def test_the_order_of_rows_changes_no_bit(device):
     dims, lens = DIMS[device], [70, 0, 13, 128, 0, 1]
     args = attention(lens, dims=dims, poison="nan", width=20)
@@ -267,7 +280,8 @@ def test_page_tables_of_any_kind_over_a_pool_of_poison(data):
 @pytest.mark.parametrize("tail", NO_PAGE)
 def test_a_padding_tokens_latent_is_written_nowhere(poison, tail):
     dims = DIMS["cpu"]
-    lens, new = [9, 0, 17, 3], [3, 2, 0, 2]
+    # A row and what is new of it; padding with what its row had; nothing new; fewer than are new.
+    lens, new = [9, 0, 17, 2], [3, 2, 0, 3]
     _, cache, tables, lengths = attention(
         lens, dims=dims, poison="0x7F", tail=NO_PAGE[tail], width=5
     )
@@ -275,7 +289,7 @@ def test_a_padding_tokens_latent_is_written_nowhere(poison, tail):
     latent = fill((4, 3, dims.rank + dims.rope), dims.dtype, poison)
     expected = np.asarray(cache).copy()
     for row, count in enumerate(new):
-        for t in range(count if lens[row] else 0):
+        for t in range(max(count - lens[row], 0), count if lens[row] else 0):
             latent[row, t] = rng.normal(size=latent.shape[-1])
             position = lens[row] - count + t
             expected[1, tables[row, position // dims.page], position % dims.page] = latent[row, t]
@@ -293,16 +307,19 @@ def test_a_padding_tokens_latent_is_written_nowhere(poison, tail):
 def test_a_chunks_tail_and_its_prefix_pages(poison, chunk):
     dims = DIMS["cpu"]
     nope, value, tokens = 8, 8, 10
-    lens, new = [5 + chunk, 0, chunk], [chunk, 0, chunk]
+    # A prefix, padding with what its row had, no prefix, and more new tokens than the row has.
+    lens, new = [5 + chunk, 0, chunk, max(chunk - 3, 1)], [chunk, 2, chunk, chunk]
+    first = [max(count - length, 0) for count, length in zip(new, lens, strict=True)]
 
     def run(poison):
         rng = np.random.default_rng(0)
         _, cache, tables, lengths = attention(lens, dims=dims, poison=poison, tail=-1)
-        q = fill((3, tokens, dims.heads, nope + dims.rope), dims.dtype, poison)
-        latent = fill((3, tokens, dims.rank + dims.rope), dims.dtype, poison)
+        q = fill((4, tokens, dims.heads, nope + dims.rope), dims.dtype, poison)
+        latent = fill((4, tokens, dims.rank + dims.rope), dims.dtype, poison)
         for row, count in enumerate(new):
-            q[row, :count] = rng.normal(size=(count, *q.shape[2:]))
-            latent[row, :count] = rng.normal(size=(count, latent.shape[2]))
+            for array in (q, latent):
+                real = array[row, first[row] : count]
+                real[...] = rng.normal(size=real.shape)
         weights = [
             jnp.asarray(rng.normal(size=size), dims.dtype)
             for size in ((dims.heads, nope, dims.rank), (dims.heads, dims.rank, value))
@@ -321,11 +338,36 @@ def test_a_chunks_tail_and_its_prefix_pages(poison, chunk):
         )
 
     wanted, (out, lse) = run(None), run(poison)
+    lse = np.asarray(lse)
     for row, count in enumerate(new):
-        same_bits(out[row, :count], wanted[0][row, :count])
-        same_bits(lse[row, :count], wanted[1][row, :count])
-        is_zero(out[row, count:])
-        assert np.isneginf(np.asarray(lse)[row, count:]).all()
+        real = slice(first[row], count)
+        same_bits(out[row, real], wanted[0][row, real])
+        same_bits(lse[row, real], np.asarray(wanted[1])[row, real])
+        assert np.isfinite(lse[row, real]).all() and np.asarray(out, np.float32)[row, real].all()
+        for padding in (slice(0, first[row]), slice(count, None)):
+            is_zero(out[row, padding])
+            assert np.isneginf(lse[row, padding]).all()
+
+
+def test_new_tokens_before_a_rows_first_are_no_keys():
+    """Seven new tokens of a row of four: three are padding, the rest see the same."""
+    dims, rng = DIMS["cpu"], np.random.default_rng(0)
+    _, cache, tables, lengths = attention([4], dims=dims)
+    shapes = (dims.heads, 8 + dims.rope), (dims.rank + dims.rope,), (8, dims.rank), (dims.rank, 8)
+    q, latent = (rng.normal(size=(1, 4, *shape)) for shape in shapes[:2])
+    weights = [
+        jnp.asarray(rng.normal(size=(dims.heads, *shape)), dims.dtype) for shape in shapes[2:]
+    ]
+
+    def run(first):
+        moved = (
+            np.pad(x, [(0, 0), (first, 6 - first)] + [(0, 0)] * (x.ndim - 2)) for x in (q, latent)
+        )
+        args = (*(jnp.asarray(x, dims.dtype) for x in moved), *weights, cache, tables, lengths)
+        out, _ = mla.mla_prefill(*args, jnp.asarray([first + 4], jnp.int32), scale=SCALE, layer=1)
+        return np.asarray(out, np.float32)[0, first : first + 4]
+
+    np.testing.assert_allclose(run(3), run(0), rtol=1e-2, atol=1e-2)
 
 
 def test_parts_that_saw_nothing_merge_to_nothing():
@@ -336,6 +378,11 @@ def test_parts_that_saw_nothing_merge_to_nothing():
     lses[1] = lses[1].at[1].set(-jnp.inf).at[2].set(-jnp.inf)
     lses[0] = lses[0].at[2].set(-jnp.inf)
     clean = mla.merge_attention_states(outs, lses)
+    # Nor is what they hold read.
+    outs = [outs[0].at[2].set(jnp.nan), outs[1].at[1:3].set(jnp.nan)]
+    merged = mla.merge_attention_states(outs, lses)
+    for one, other in zip(merged, clean, strict=True):
+        same_bits(one, other)
     same_bits(clean[0][1], outs[0][1])
     is_zero(clean[0][2])
     assert np.isneginf(np.asarray(clean[1][2])).all()
