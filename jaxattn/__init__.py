@@ -12,6 +12,8 @@ The dimension key of every signature:
 
 from jaxattn.aliasing import AliasingError as AliasingError
 from jaxattn.aliasing import check_aliasing as check_aliasing
+from jaxattn.append import mla_append as mla_append
+from jaxattn.append import pack_mla_weights as pack_mla_weights
 from jaxattn.arena import Arena as Arena
 from jaxattn.arena import ArenaError as ArenaError
 from jaxattn.arena import ArenaSpec as ArenaSpec
@@ -37,6 +39,7 @@ from jaxattn.request import Completion as Completion
 from jaxattn.request import Request as Request
 from jaxattn.rope import RopeConfig as RopeConfig
 from jaxattn.rope import YarnConfig as YarnConfig
+from jaxattn.rope import rotation as rotation
 from jaxattn.rope import softmax_scale as softmax_scale
 
 __version__ = "0.1.0"

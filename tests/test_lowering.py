@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxattn.append import mla_append as append_op
 from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode
 from jaxattn.kernels import gdn_decode, mla_append, mla_decode
 from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
-from jaxattn.mla_append import mla_append as append_op
 from jaxattn.rope import RopeConfig, rotation
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_cases import both_devices, mla_case
 
-from jaxattn.mla_append import mla_append, pack_mla_weights
+from jaxattn.append import mla_append, pack_mla_weights
 from jaxattn.rope import RopeConfig, YarnConfig, rotation
 
 YARN = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.5)

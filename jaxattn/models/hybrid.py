@@ -21,10 +21,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn import gdn, mla
+from jaxattn.append import pack_mla_weights
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.dispatch import Implementation
 from jaxattn.gdn_layer import LayerOf, pack_gdn_weights
-from jaxattn.mla_append import pack_mla_weights
 from jaxattn.models.config import HybridConfig as HybridConfig
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
@@ -387,7 +387,7 @@ class PackedParams:
         vectors: float32 [num_repeats, total], all vectors of a repeat in one row.
         gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn_layer.pack_gdn_weights`; decoding reads
             them from the stack. None without delta-net layers.
-        mla_weights: float32 [L_mla, W], likewise, see `jaxattn.mla_append.pack_mla_weights`.
+        mla_weights: float32 [L_mla, W], likewise, see `jaxattn.append.pack_mla_weights`.
     """
 
     params: nnx.State

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
+from jaxattn.append import mla_append, pack_mla_weights
 from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
-from jaxattn.mla_append import mla_append, pack_mla_weights
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.paged import FLOATS
