@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
-from jaxattn.mla_cache import mla_cache_write
+from jaxattn.mla_cache import check_format, mla_cache_write
 from jaxattn.paged import FLOATS, Arguments
 from jaxattn.rope import RopeConfig, Rotation, rope
 
@@ -86,6 +86,8 @@ def mla_append(
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "kv", kv)
     weights = arguments.check("weights", weights, "W" if weights.ndim == 1 else "L W", FLOATS)
+    if weights.ndim == 2 and layer is None:
+        raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
     batch, q_len, dim = kv.shape
     rank, query_rank = dim - config.dim, 0 if q is None else q.shape[-1]
     if rank < 1 or weights.shape[-1] != dim + query_rank:
@@ -93,6 +95,7 @@ def mla_append(
             f"{op}: weights {weights.shape} must be float32 of W = R + P + Q = {dim + query_rank}, "
             f"as pack_mla_weights returns them; kv is {kv.shape}, P {config.dim}, Q {query_rank}"
         )
+    check_format(arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=config.dim)
     if rotation.angles.shape != (batch, q_len, 2 * config.dim):
         raise ValueError(
             f"{op}: rotation must be of positions [B, S] = {[batch, q_len]} and {config.dim=}, got "

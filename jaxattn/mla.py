@@ -29,6 +29,7 @@ from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_decode import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode import scratch as scratch
 from jaxattn.kernels.mla_schedule import Schedule as Schedule
+from jaxattn.kernels.mla_schedule import num_steps
 from jaxattn.merge import merge_attention_states as merge_attention_states
 from jaxattn.mla_cache import LatentFormat as LatentFormat
 from jaxattn.mla_cache import check_format
@@ -140,8 +141,9 @@ def mla_decode(
         kv_lora_rank: R; the latent's first R dims are the values.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar,
             by which the stored numbers are multiplied.
-        schedule: `decode_schedule` of these `seq_lens` and shapes. The layers of a step share it;
-            without it each call works it out, in a dozen small kernels.
+        schedule: `decode_schedule` of these `seq_lens` and shapes (of other lengths it gives wrong
+            numbers). The layers of a step share it; without it each call works it out, in a dozen
+            small kernels.
         arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
             it, good until the arena is written again.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
@@ -176,11 +178,9 @@ def mla_decode(
     )
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
-    if schedule is not None and schedule.slots.shape[1] != q.shape[0]:
-        raise ValueError(
-            f"mla_decode: the schedule is of {schedule.slots.shape[1]} rows, q {q.shape} has "
-            f"{q.shape[0]}; make it with decode_schedule from these seq_lens"
-        )
+    if schedule is not None:
+        max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
+        schedule.check("mla_decode", q.shape, max_pages)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         if format.quantized:

@@ -828,7 +828,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(block_tables=[[0]]), TypeError, "block_tables must be an array, got list"),
         (dict(block_tables=np.zeros(4, np.int32)), ValueError, r"block_tables \[B, M\].*\(4,\)"),
         (
-            dict(schedule=mla.Schedule(np.zeros((2, 6), np.int32), np.zeros((3, 3), np.int32))),
+            dict(schedule=mla.Schedule(np.zeros((2, 5), np.int32), np.zeros((3, 3), np.int32))),
             ValueError,
             r"schedule is of 3 rows, q \(2, 1, 3, 24\) has 2",
         ),

@@ -148,6 +148,11 @@ def test_bad_arguments_are_named():
         append(args, jnp.zeros((1, 2), jnp.int32), config, None)
     with pytest.raises(ValueError, match="kv_cache .* is a stack of layers; give layer="):
         append(args, positions, config, None, layer=None)
+    with pytest.raises(ValueError, match=r"weights \(2, 576\) are a stack of layers; give layer="):
+        append((*args[:3], args[3][1], *args[4:]), positions, config, None, layer=None)
+    with pytest.raises(ValueError, match="kv_scale is the scale of a float8_e4m3fn cache"):
+        op = functools.partial(mla_append, config=config, rotation=rotation(positions, config))
+        op(*args, layer=0, kv_scale=2.0, implementation="mosaic_gpu_interpret")
     with pytest.raises(NotImplementedError, match="P = 64, and got R=544, P=32"):
         small = RopeConfig(dim=32)
         append(args, positions, small, "mosaic_gpu_interpret")

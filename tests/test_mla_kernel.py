@@ -222,6 +222,21 @@ def test_a_schedule_of_another_batch_is_an_error():
         mla.mla_decode(*case.args, scale=1.0, layer=0, schedule=schedule)
 
 
+def test_a_schedule_whose_partial_results_would_lie_elsewhere_is_an_error():
+    """A wider table has more pieces a row: the last row's would be written past the region."""
+    case = mla_case([800, 3], heads=2)
+    schedule = mla.decode_schedule(
+        case.seq_lens, q_len=1, num_heads=2, max_pages=13, batch_invariant=True
+    )
+    case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 200)))
+    words = "schedule is of rows of up to 13 times 64 tokens, block_tables and kv_cache have 215"
+    with pytest.raises(ValueError, match=words):
+        run(case, None, layer=0, schedule=schedule)
+    unsaid = dataclasses.replace(schedule, max_pages=0)
+    with pytest.raises(ValueError, match=f"2 rows of up to 31 pieces .* {schedule.parts} parts"):
+        run(case, None, layer=0, schedule=unsaid)
+
+
 def test_refuses_what_it_has_no_code_for():
     case = mla_case([64], heads=2)
     with pytest.raises(NotImplementedError, match="pages of 16, 32, 64 or 128 tokens, got 8"):

@@ -104,7 +104,7 @@ def mla_append_mosaic(
         token = lax.axis_index("token")
         which = layer_ref[0]
         own = which if stacked else 0
-        _, pages, page_size, _ = cache.shape
+        layers, pages, page_size, _ = cache.shape
 
         @pl.when(lax.axis_index("kind") == 0)
         def _latent():
@@ -121,7 +121,7 @@ def mla_append_mosaic(
             position = length - queries + place
             column = lax.div(jnp.maximum(position, 0), page_size)
             known = (length > 0) & (place < queries) & (position >= 0)
-            known &= column < tables_ref.shape[1]
+            known &= (column < tables_ref.shape[1]) & (which >= 0) & (which < layers)
             page = tables_ref[row, jnp.minimum(column, tables_ref.shape[1] - 1)]
 
             @pl.when(known & (page >= 0) & (page < pages))
@@ -160,8 +160,9 @@ def mla_append_mosaic(
         body,
         out_type=() if q is None else (jax.ShapeDtypeStruct((tokens, query_rank), dtype),),
         scratch_types=[plgpu.SMEM((5 * WINDOW,), jnp.float32)],
-        grid=(tokens, 1 if q is None else 2),
-        grid_names=("token", "kind"),
+        # The last axis is the one that may have more than 65,535 blocks.
+        grid=(1 if q is None else 2, tokens),
+        grid_names=("kind", "token"),
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_append",

@@ -193,6 +193,8 @@ def mla_decode_mosaic(
     refs = {name: jax.new_ref(lane) for name, (lane, _) in lanes.items()}
     first_rows = [lanes[name][1] for name in ("out", "partial_out") if name in lanes]
     lane_refs = [refs[name] for name in ("out", "partial_out") if name in lanes]
+    # TMA writes whole tiles of 8 rows; regions of an arena begin at any second one.
+    output_by_tma &= first_rows[0] % 8 == 0 and lanes["out"][0].shape[0] % 8 == 0
 
     lse_types = [jax.ShapeDtypeStruct((batch, rows), jnp.float32)]
     if split:

@@ -39,11 +39,13 @@ class Schedule:
         slots: int32 [3, B], of each row: its first partial result, how many it has (0: its output
             is written whole), and where the others are counted from, see `slot_of`.
         piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone.
+        max_pages: that a row may have; 0 if whoever made the cuts does not say.
     """
 
     cuts: jax.Array
     slots: jax.Array
     piece: int = dataclasses.field(default=0, metadata={"static": True})
+    max_pages: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def rows(self) -> jax.Array:
@@ -59,8 +61,30 @@ class Schedule:
     def parts(self) -> int:
         return self.cuts.shape[1] - 1
 
+    def check(self, op: str, queries: tuple[int, ...], max_pages: int) -> None:
+        """Raises ValueError unless it was made for such rows: from their number and `max_pages`
+        follows where partial results go, and that there is room for them."""
+        made_for, batch = self.slots.shape[-1], queries[0]
+        if made_for != batch:
+            raise ValueError(
+                f"{op}: the schedule is of {made_for} rows, q {queries} has {batch}; make it with "
+                "decode_schedule from these seq_lens"
+            )
+        if self.max_pages not in (0, max_pages):
+            raise ValueError(
+                f"{op}: the schedule is of rows of up to {self.max_pages} times {PAGE} tokens, "
+                f"block_tables and kv_cache have {max_pages}; make it with decode_schedule from "
+                "these max_pages and page_size"
+            )
+        most = -(-max_pages // self.piece) if self.piece else 1
+        if most > 1 and (not may_split(batch, self.parts) or batch * most > 2 * self.parts):
+            raise ValueError(
+                f"{op}: {batch} rows of up to {most} pieces do not fit a schedule of {self.parts} "
+                "parts, which keep two pieces each; make it with decode_schedule"
+            )
+
     @classmethod
-    def of(cls, rows: jax.Array, pages: jax.Array, batch: int) -> "Schedule":
+    def of(cls, rows: jax.Array, pages: jax.Array, batch: int, max_pages: int = 0) -> "Schedule":
         """The schedule with these cuts; where partial results go follows from them."""
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
         starts, begun = rows[:-1], pages[:-1]
@@ -71,16 +95,16 @@ class Schedule:
         # A part's first piece is its partial result 0, another one its partial result 1.
         begins = starts[jnp.maximum(first, 0)] == row[:, 0]
         slots = jnp.stack([2 * first + ~begins, number, 2 * first])
-        return cls(jnp.stack([rows, pages]), slots)
+        return cls(jnp.stack([rows, pages]), slots, max_pages=max_pages)
 
     @classmethod
     def of_pieces(
-        cls, rows: jax.Array, pages: jax.Array, number: jax.Array, piece: int, most: int
+        cls, rows: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int
     ) -> "Schedule":
-        """The schedule with these cuts, of rows cut in `number` [B] pieces, at most `most` each."""
-        first = most * jnp.arange(number.shape[0], dtype=jnp.int32)
+        """The schedule with these cuts, of rows cut in `number` [B] pieces."""
+        first = -(-max_pages // piece) * jnp.arange(number.shape[0], dtype=jnp.int32)
         slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
-        return cls(jnp.stack([rows, pages]), slots, piece)
+        return cls(jnp.stack([rows, pages]), slots, piece, max_pages)
 
     def slot_of(self, slots: Any, index: Any) -> Any:
         """The partial result of a row's piece `index`, `slots` being the row's three."""
@@ -138,16 +162,15 @@ def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int
     inside = jnp.minimum(rows, batch - 1)
     into = at - (end - cost)[inside]
     if piece:
-        most = -(-max_pages // piece)
         begun = (into + (piece + ROW_COST) // 2) // (piece + ROW_COST) * piece
         rows = jnp.where(begun >= pages[inside], rows + 1, rows)
         begun = jnp.where(begun >= pages[inside], 0, begun)
         begun = jnp.where(rows < batch, begun, 0)
-        return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, most)
+        return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, max_pages)
     begun = jnp.maximum(into - ROW_COST, 0)
     begun = jnp.where(rows < batch, begun, 0)
     if not may_split(batch, parts):
-        return Schedule.of(rows, jnp.zeros_like(begun), batch)
+        return Schedule.of(rows, jnp.zeros_like(begun), batch, max_pages)
 
     # Whole rows, as many to each part: as short where the rows are of a length.
     rank = jnp.cumsum(real) - 1
@@ -156,4 +179,5 @@ def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int
     longest = jnp.max(jnp.sum(jnp.where(mine, cost, 0), axis=1))
     whole = longest <= size + size // WHOLE_ROWS_SLACK
     firsts = jnp.sum(rank < part * each, axis=1, dtype=jnp.int32)
-    return Schedule.of(jnp.where(whole, firsts, rows), jnp.where(whole, 0, begun), batch)
+    rows, begun = jnp.where(whole, firsts, rows), jnp.where(whole, 0, begun)
+    return Schedule.of(rows, begun, batch, max_pages)
