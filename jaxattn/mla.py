@@ -257,6 +257,7 @@ def _decode_xla(
     token = jnp.arange(q_len)
     new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
     limit = (seq_lens - new)[:, None] + 1 + token
+    limit = jnp.minimum(limit, block_tables.shape[1] * kv_cache.shape[-2])
     limit = jnp.where(token < new[:, None], limit, 0)
     limit = jnp.repeat(limit, heads, axis=1)
     queries = q.reshape(batch, q_len * heads, dim).astype(wide)

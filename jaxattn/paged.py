@@ -200,6 +200,7 @@ def page_blocks(
     page, stored = kv_cache.shape[-2:]
     # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
     missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
+    lengths = jnp.minimum(lengths, width * page)  # a table of whole blocks ends in others' pages
     # Whatever a table holds past the row's length is replaced before anything is addressed by it.
     owned = jnp.arange(width) < -(-lengths // page)[:, None]
     per_block = min(width, max(1, block // page))

@@ -786,6 +786,21 @@ GOOD = dict(
     scale=1.0,
     kv_lora_rank=16,
 )
+
+
+def test_a_traced_length_beyond_the_table_reads_no_other_rows_page():
+    pool = make_pool([33 * 16], page=16, dim=24, width=33)  # a block of 32 pages and one of 1
+    cache = np.concatenate(
+        [np.full_like(pool.cache[:1], np.nan), pool.cache]
+    )  # page 0 is another's
+    q = normal(1, 1, 2, 24)
+    step = jax.jit(lambda lens: mla.mla_decode(
+        q, cache, pool.tables + 1, lens, scale=0.2, kv_lora_rank=16, implementation="xla"
+    ))  # fmt: skip
+    for beyond, exact in zip(step(pool.lens + 100), step(pool.lens), strict=True):
+        np.testing.assert_array_equal(np.asarray(beyond), np.asarray(exact))
+
+
 STACK = np.zeros((7, 5, 16, 24), np.float32)
 
 
