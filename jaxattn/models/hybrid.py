@@ -8,86 +8,31 @@ nothing is sliced out of a cache, and the layer loop reuses one arena.
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable
-from functools import cache, partial, reduce
-from typing import Any
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from jaxattn import gdn, mla
-from jaxattn.append import pack_mla_weights
-from jaxattn.arena import Arena, ArenaSpec
+from jaxattn import mla
 from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import LayerOf, pack_gdn_weights
+from jaxattn.gdn_layer import LayerOf
 from jaxattn.models.config import HybridConfig as HybridConfig
+from jaxattn.models.packed import PackedParams as PackedParams
+from jaxattn.models.packed import pack_vectors as pack_vectors
+from jaxattn.models.state import PAGE_SIZE as PAGE_SIZE
+from jaxattn.models.state import DecodeBatch as DecodeBatch
+from jaxattn.models.state import DecodeState as DecodeState
+from jaxattn.models.state import PrefillBatch as PrefillBatch
+from jaxattn.models.state import init_state as init_state
+from jaxattn.models.state import op_scratch as op_scratch
+from jaxattn.models.state import scratch as scratch
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
-
-PAGE_SIZE = 64
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """What a step carries, all of it donated and updated in place.
-
-    Attributes:
-        arena: scratch, see `scratch`.
-        kv_cache: [L_mla, N, C, Ds], the pages of latents, in the config's `latent_format`.
-        conv_state: [L_gdn, Z, W - 1, Dc], the last inputs of each convolution.
-        ssm_state: float32 [L_gdn, Z, Hv, Dv, Dk].
-    """
-
-    arena: Arena
-    kv_cache: Num[Array, "L N C Ds"]
-    conv_state: Float[Array, "L Z W-1 Dc"]
-    ssm_state: Float[Array, "L Z Hv Dv Dk"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeBatch:
-    """One new token a row.
-
-    Attributes:
-        tokens: int32 [B, S], S = 1 unless several tokens are known.
-        seq_lens: int32 [B], the new tokens included; 0 is a padding row.
-        block_tables: int32 [B, M], pages of the row in order; entries past its length are never
-            read.
-        state_indices: int32 [B], the row's state slot; -1 is a padding row.
-    """
-
-    tokens: Int[Array, "B S"]
-    seq_lens: Int[Array, "B"]
-    block_tables: Int[Array, "B M"]
-    state_indices: Int[Array, "B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PrefillBatch:
-    """A chunk of each row's prompt, left-aligned in T tokens.
-
-    Attributes:
-        tokens: int32 [B, T].
-        query_lens: int32 [B], tokens of the chunk; 0 is a padding row.
-        seq_lens: int32 [B], the row's length after the chunk. A row whose `seq_lens` equals its
-            `query_lens` is fresh: it starts from zero states, whatever its slot holds.
-        block_tables: int32 [B, M].
-        state_indices: int32 [B]; -1 is a padding row.
-    """
-
-    tokens: Int[Array, "B T"]
-    query_lens: Int[Array, "B"]
-    seq_lens: Int[Array, "B"]
-    block_tables: Int[Array, "B M"]
-    state_indices: Int[Array, "B"]
 
 
 class GDNLayer(nnx.Module):
@@ -377,142 +322,10 @@ def abstract_model(config: HybridConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: HybridDecoder(config, rngs=nnx.Rngs(0))))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PackedParams:
-    """Parameters as the steps like them, see `pack_vectors`.
-
-    Attributes:
-        params: the decoder's, with empty arrays in place of its repeats' vectors.
-        vectors: float32 [num_repeats, total], all vectors of a repeat in one row.
-        gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn_layer.pack_gdn_weights`; decoding reads
-            them from the stack. None without delta-net layers.
-        mla_weights: float32 [L_mla, W], likewise, see `jaxattn.append.pack_mla_weights`.
-    """
-
-    params: nnx.State
-    vectors: Float[Array, "repeats total"]
-    gdn_weights: Float[Array, "L P"] | None
-    mla_weights: Float[Array, "L W"]
-
-
-def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
-    """Puts every vector of the repeats (norms, gates) into one array. Do it once, on loading.
-
-    Inside the layer loop XLA copies each vector out of its stack by a kernel of its own; one row is
-    one copy. What decoding's kernels read is packed a layer at a time as well, W Dc floats more for
-    a delta-net layer; prefill reads it where it was. The steps take the parameters packed or not,
-    and compute the same.
-    """
-    if isinstance(params, PackedParams):
-        return params
-    leaves = jax.tree.leaves(params["repeats"])
-    vectors = [leaf.astype(jnp.float32) for leaf in leaves if leaf.ndim == 2]
-    empty = jax.tree.map(lambda leaf: leaf[:, :0] if leaf.ndim == 2 else leaf, params["repeats"])
-    rest = nnx.State({**params, "repeats": empty})
-    repeats = params["repeats"]
-    return PackedParams(
-        rest, jnp.concatenate(vectors, axis=1), _gdn_weights(repeats), _mla_weights(repeats)
-    )
-
-
-def _gdn_weights(repeats: nnx.State) -> Array | None:
-    layers: Any = repeats.get("gdn", {})
-    if not layers:
-        return None
-    of_layer = [
-        pack_gdn_weights(
-            gdn["A_log"][...], gdn["dt_bias"][...], gdn["norm"]["weight"][...], gdn["conv1d"][...]
-        )
-        for gdn in (layers[j]["gdn"] for j in sorted(layers))
-    ]
-    return jnp.stack(of_layer, axis=1).reshape(-1, of_layer[0].shape[-1])
-
-
-def _mla_weights(repeats: Any) -> Array:
-    layer = repeats["mla"]["mla"]
-    kv_norm = layer["kv_a_norm"]["weight"][...]
-    q_norm = layer["q_a_norm"]["weight"][...] if "q_a_norm" in layer else None
-    rope_dim = layer["kv_a_proj"]["weight"].shape[-1] - kv_norm.shape[-1]
-    return pack_mla_weights(kv_norm, q_norm, rope_dim=rope_dim)
-
-
 @partial(jax.jit, static_argnums=0)
 def init_params(config: HybridConfig, key: Array) -> nnx.State:
     """Random parameters in `config.param_dtype`."""
     return nnx.state(HybridDecoder(config, rngs=nnx.Rngs(params=key)))
-
-
-def op_scratch(
-    config: HybridConfig,
-    batch: int,
-    *,
-    max_pages: int,
-    q_len: int = 1,
-    page_size: int = PAGE_SIZE,
-) -> tuple[ArenaSpec, ...]:
-    """The scratch of each op of a decode step of `batch` rows of up to `max_pages` pages."""
-    attention = mla.scratch(
-        batch=batch,
-        q_len=q_len,
-        num_heads=config.num_attention_heads,
-        kv_lora_rank=config.kv_lora_rank,
-        dtype=config.compute_dtype,
-        max_pages=max_pages,
-        page_size=page_size,
-    )
-    delta_rule = gdn.scratch(
-        batch=batch,
-        q_len=q_len,
-        num_v_heads=config.linear_num_value_heads,
-        head_v_dim=config.linear_value_head_dim,
-        dtype=config.compute_dtype,
-    )
-    return attention, delta_rule
-
-
-def scratch(
-    config: HybridConfig,
-    batch: int,
-    *,
-    max_pages: int,
-    q_len: int = 1,
-    page_size: int = PAGE_SIZE,
-) -> ArenaSpec:
-    """What one decode step needs, however many layers the model has: the ops' scratch, overlaid."""
-    specs = op_scratch(config, batch, max_pages=max_pages, q_len=q_len, page_size=page_size)
-    return reduce(operator.or_, specs, ArenaSpec())
-
-
-def init_state(
-    config: HybridConfig,
-    batch: int,
-    num_pages: int,
-    num_slots: int,
-    *,
-    max_pages: int,
-    q_len: int = 1,
-    page_size: int = PAGE_SIZE,
-    spec: ArenaSpec | None = None,
-) -> DecodeState:
-    """Zeroed caches and states, and an arena for `batch` rows of `q_len` tokens, `max_pages` pages.
-
-    Under `jax.eval_shape` it says the bytes without a device. `spec`, if given, is the arena's:
-    for steps of several batch sizes.
-    """
-    dtype = config.compute_dtype
-    gdn_layers, heads = config.num_gdn_layers, config.linear_num_value_heads
-    taps = config.linear_conv_kernel_dim - 1
-    head = (config.linear_value_head_dim, config.linear_key_head_dim)
-    latents = config.latent_format
-    kv_cache = (config.num_mla_layers, num_pages, page_size, latents.width)
-    own = scratch(config, batch, max_pages=max_pages, q_len=q_len, page_size=page_size)
-    return DecodeState(
-        arena=Arena.allocate(spec or own),
-        kv_cache=jnp.zeros(kv_cache, latents.dtype),
-        conv_state=jnp.zeros((gdn_layers, num_slots, taps, config.conv_dim), dtype),
-        ssm_state=jnp.zeros((gdn_layers, num_slots, heads, *head), jnp.float32),
-    )
 
 
 def decode_step(
