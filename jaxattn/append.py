@@ -7,13 +7,13 @@ is a few microseconds of little work, and one kernel does them all.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
 from jaxattn.mla_cache import check_format, mla_cache_write
+from jaxattn.norm import rms_norm
 from jaxattn.paged import FLOATS, Arguments
 from jaxattn.rope import RopeConfig, Rotation, rope
 
@@ -122,19 +122,15 @@ def mla_append(
         )
         return normed if mine is q else queries(), written
 
-    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-
     def queries() -> Array | None:
-        return None if q is None else norm(q, own()[dim:]).astype(out_dtype)
+        return None if q is None else rms_norm(q, own()[dim:], eps).astype(out_dtype)
 
     def own() -> jax.Array:
         return weights if weights.ndim == 1 else weights[layer]
 
     def xla() -> tuple[Array | None, Array]:
         rotated = rope(kv[..., rank:], rotation, config)
-        latent = jnp.concatenate([norm(kv[..., :rank], own()[:rank]), rotated], axis=-1)
+        latent = jnp.concatenate([rms_norm(kv[..., :rank], own()[:rank], eps), rotated], axis=-1)
         written = mla_cache_write(
             kv_cache,
             latent,

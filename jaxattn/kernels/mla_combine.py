@@ -4,7 +4,6 @@ A block for some packed rows of a request. A request that lies in one part was w
 `mla_decode`, and its blocks leave at once.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -14,10 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import interpret_mode
+from jaxattn.kernels.mla_body import LOG2E, RANK
 from jaxattn.kernels.mla_schedule import Schedule
 
-LOG2E = math.log2(math.e)
-RANK = 512
 AHEAD = 8  # partial results that are read at a time
 BLOCKS = 1024  # about as many blocks as the GPU runs at a time
 

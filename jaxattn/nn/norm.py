@@ -1,10 +1,11 @@
-"""RMS normalisation, in float32 whatever comes in."""
+"""RMS normalisation as a module."""
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from jaxattn.norm import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -15,6 +16,4 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), jnp.dtype(param_dtype)))
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
-        x = x.astype(jnp.float32)
-        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-        return x * lax.rsqrt(mean_square + self.eps) * self.weight[...].astype(jnp.float32)
+        return rms_norm(x, self.weight[...], self.eps)
