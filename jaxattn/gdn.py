@@ -144,10 +144,9 @@ def chunk_gated_delta_rule(
         op,
         implementation,
         {
-            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
-            "xla": lambda: run(reference),
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": lambda: run(reference),
         },
     )
 

@@ -188,15 +188,8 @@ def mla_decode(
                 "mla_decode: the kernel reads caches of bfloat16 or float16, and got kv_cache "
                 f"{kv_cache.dtype.name}"
             )
-        # What has not run on a GPU yet runs only where the kernel is named.
-        apart = implementation is not None and reads_apart(q.shape[2])
-        if implementation is None and (query_lens is not None or kv_cache.shape[-2] != 64):
-            raise NotImplementedError(
-                "mla_decode: name implementation='mosaic_gpu' for query_lens and for pages of "
-                f"other than 64 tokens, got pages of {kv_cache.shape[-2]}"
-            )
         return mla_decode_mosaic(
-            parts if parts is not None and apart else q,
+            parts if parts is not None and reads_apart(q.shape[2]) else q,
             kv_cache,
             block_tables,
             seq_lens,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.append import mla_append as append_op
-from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode
+from jaxattn.gdn_layer import gated_delta_net_decode
 from jaxattn.kernels import gdn_decode, mla_append, mla_decode
 from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
 from jaxattn.rope import RopeConfig, rotation

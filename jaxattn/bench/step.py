@@ -26,7 +26,7 @@ from jaxattn.models.hybrid import (
 )
 
 STEPS = 10
-KERNELS = ("mla_decode", "gdn_decode")
+KERNELS = ("mla_decode", "mla_append", "gdn_decode")
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
 
 
