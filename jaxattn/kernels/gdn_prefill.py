@@ -105,11 +105,11 @@ def plan(offsets: jax.Array, length: int, segment: int, pool: Pool) -> Plan:
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
     """Tokens of a segment for T, n and Hv, or 0 where splitting the sequences does not pay.
 
-    The times, in us, are of a chunk in the output pass, a chunk in the transition pass, a step over
-    the segments, and what two more kernels add: the first and the third were measured on an H200,
-    the others are guesses. Of static shapes only: the choice does not depend on lengths or gates.
+    The times, in us, are of a chunk in the output pass and in the transition pass, of a step over
+    the segments, and what two more kernels add. The first two were measured on an H200, the others
+    are guesses. Of static shapes only: the choice does not depend on lengths or gates.
     """
-    output, transition, step, launches = 2.4, 2.0, 5.8, 15.0
+    output, transition, step, launches = 2.1, 1.6, 1.5, 7.0
 
     def waves(blocks: int) -> int:
         return -(-blocks // NUM_SMS)
@@ -118,14 +118,13 @@ def segment_tokens(length: int, count: int, value_heads: int) -> int:
     rows = count * value_heads
     whole = output * chunks * waves(rows)
 
-    def split(size: int) -> float:
-        segments = -(-chunks // size)
+    def split(segments: int) -> float:
+        size = -(-chunks // segments)
         each = output * waves(rows * segments) + transition * waves(2 * rows * (segments - 1))
-        return size * each + step * segments * waves(rows) + launches
+        return size * each + step * (segments - 1) * waves(2 * rows) + launches
 
-    sizes = [size for size in (4, 8, 16, 32, 64, 128, 256) if size < chunks]
-    best = min(sizes, key=split, default=0)
-    return best * CHUNK if best and split(best) < 0.75 * whole else 0
+    best = min(range(2, min(chunks, 129)), key=split, default=0)
+    return -(-chunks // best) * CHUNK if best and split(best) < 0.85 * whole else 0
 
 
 def chunk_gates(g: jax.Array, beta: jax.Array, chunks: Plan) -> jax.Array:
