@@ -315,8 +315,7 @@ def chunk_matrices(
     q: jax.Array,
     k: jax.Array,
     gates: jax.Array,
-    chunk_start: jax.Array,
-    chunk_length: jax.Array,
+    chunks: jax.Array,
     *,
     scale: float,
     use_qk_l2norm: bool,
@@ -328,31 +327,32 @@ def chunk_matrices(
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
         gates: float32 [N, Hv, 2, 64], log2 decay and beta of each chunk's tokens; 0 past its end.
-        chunk_start, chunk_length: int32 [N], first token of a chunk and its tokens, 0 to 64.
+        chunks: int32 [N + 1, 2], first token of a chunk and its tokens, 0 to 64; and in the last
+            row how many chunks from the first are to be done.
 
     Returns:
         X and P [N, Hv, 64, 64] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for chunks
         without a token.
     """
-    chunks, value_heads = gates.shape[:2]
+    count, value_heads = gates.shape[:2]
     dtype = q.dtype
     group = value_heads // k.shape[1]
-    share = value_heads_at_once(chunks, value_heads, group)
+    # Most of N: there is one more for every sequence, in case its last chunk is not full.
+    share = value_heads_at_once(-(-k.shape[0] // CHUNK), value_heads, group)
     # At most one block an SM: one more would wait for a whole block to end.
-    items = chunks * (value_heads // share)
+    items = count * (value_heads // share)
     blocks = min(-(-items // WARPGROUPS), NUM_SMS)
     body = _body(
         group=group,
         share=share,
-        items=items,
         workers=blocks * WARPGROUPS,
         scale=scale,
         l2norm=use_qk_l2norm,
         dtype=dtype,
         interpret=interpret,
     )
-    matrix = jax.ShapeDtypeStruct((chunks, value_heads, CHUNK, CHUNK), dtype)
-    vectors = jax.ShapeDtypeStruct((chunks, value_heads, VECTORS, CHUNK), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, CHUNK, CHUNK), dtype)
+    vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
     half = (
         plgpu.TilingTransform((8, 16)),  # type: ignore[abstract]
         plgpu.SwizzleTransform(32),  # type: ignore[abstract]
@@ -380,14 +380,13 @@ def chunk_matrices(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(q, k, gates, chunk_start, chunk_length)
+        return kernel(q, k, gates, chunks)
 
 
 def _body(
     *,
     group: int,
     share: int,
-    items: int,
     workers: int,
     scale: float,
     l2norm: bool,
@@ -409,7 +408,7 @@ def _body(
         return lax.rsqrt(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 
     def body(
-        q_ref, k_ref, gates_ref, start_ref, length_ref, x_ref, p_ref, vectors_ref,
+        q_ref, k_ref, gates_ref, chunks_ref, x_ref, p_ref, vectors_ref,
         k_union, q_union, all_gates, all_sums, all_out, all_vectors, *rest,
     ):  # fmt: skip
         *all_half, loaded = rest
@@ -420,13 +419,14 @@ def _body(
         keys, queries, gates_smem = k_smem.at[wg], q_smem.at[wg], all_gates.at[wg]
         sums_smem, out_smem, vectors_smem = all_sums.at[wg], all_out.at[wg], all_vectors.at[wg]
         half_smem = [ref.at[wg] for ref in all_half]
+        each = gates_ref.shape[1] // share
+        items = chunks_ref[gates_ref.shape[0], 0] * each
         steps = lax.div(items - worker + (workers - 1), jnp.int32(workers))
 
         def place(i):
             """Chunk and first value head of the warpgroup's item i, which may be one too many."""
             item = jnp.minimum(worker + i * workers, items - 1)
-            each = jnp.int32(gates_ref.shape[1] // share)
-            return lax.div(item, each), lax.rem(item, each) * share
+            return lax.div(item, jnp.int32(each)), lax.rem(item, jnp.int32(each)) * share
 
         def issue(chunk, first_head, start):
             barrier, rows = loaded.at[wg], pl.ds(start, CHUNK)
@@ -440,7 +440,7 @@ def _body(
             chunk, first_head = place(i)
             # Long before they are used: they come from global memory.
             next_chunk, next_head = place(i + 1)
-            next_start, next_length = start_ref[next_chunk], length_ref[next_chunk]
+            next_start, next_length = chunks_ref[next_chunk, 0], chunks_ref[next_chunk, 1]
             plgpu.barrier_wait(loaded.at[wg])
 
             # What lies past the end may be NaN, and 0 * NaN is NaN. Queries there are left: they
@@ -468,8 +468,8 @@ def _body(
                 sums_smem[0, :] = running
                 if l2norm:
                     sums_smem[1, :] = running - log_scale
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before
-                plgpu.commit_smem()  # the sums, read again by column
+                # What was copied out before; and a barrier, for the sums are read again by column.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 def matrices(qk, kk):
                     start_scores(qk, queries, keys)
@@ -515,9 +515,9 @@ def _body(
 
         @pl.when(steps > 0)
         def _():
-            issue(first_chunk, first_head, start_ref[first_chunk])
+            issue(first_chunk, first_head, chunks_ref[first_chunk, 0])
 
-        lax.fori_loop(0, steps, item_step, length_ref[first_chunk])
+        lax.fori_loop(0, steps, item_step, chunks_ref[first_chunk, 1])
         plgpu.wait_smem_to_gmem(0)
 
     return body

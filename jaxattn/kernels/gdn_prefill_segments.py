@@ -61,11 +61,12 @@ def transition_pass(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run.
+    """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run but the last,
+    which is the padding.
 
     Of runs that end a sequence nobody asks for theirs, and they stay undefined.
     """
-    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0]
+    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0] - 1
     tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
     kernel = plgpu.kernel(
         _transition_body(
