@@ -1,0 +1,126 @@
+"""How `mla_decode_columns` takes 64 tokens of a cache to shared memory, as keys of 16 bits.
+
+A 16-bit cache comes by TMA as it is. An FP8 cache comes to registers, a page ahead of its use, and is
+widened on its way to shared memory: a thread takes 8 numbers of a token at a time, so that it reads
+8 bytes of a row that its neighbours read, too, and writes 16 without a conflict.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from jaxattn.kernels.mla_body import RANK, ROPE
+from jaxattn.mla_cache import BLOCK, BYTES, FP8
+
+BLOCKS = RANK // BLOCK  # of a token's numbers that share a scale
+FIRST_SCALE = RANK  # byte of a block-scaled token
+FIRST_ROPE = FIRST_SCALE + 4 * BLOCKS
+
+
+def _rows_of(width: int, vector: int) -> Any:
+    """Registers of [n, width]: `vector` numbers a thread, threads side by side along a row."""
+    across = width // vector
+    down = 32 // across
+    tiling = plgpu.Tiling(((4 * down, width), (down, width), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+NUMBERS = _rows_of(BLOCK, 8)
+ROPE_NUMBERS = _rows_of(ROPE, 8)
+ROPE_BYTES = _rows_of(2 * ROPE, 16)
+SCALE_OF_ROW = NUMBERS.reduce(1)
+
+
+def _scale_layouts(tokens: int) -> tuple[Any, Any]:
+    """Of [tokens, 4] bytes and of the [tokens] float32 that they are: a token a thread."""
+    down = tokens // 4
+    lanes = (-2, plgpu.Replicated(32 // down))
+    as_bytes = plgpu.Tiling(((tokens, 4), (down, 4)))
+    as_floats = plgpu.Tiling(((tokens,), (down,), (1,)))
+    return (
+        plgpu.Layout.TILED(as_bytes, warp_dims=(-4,), lane_dims=lanes, vector_dim=-1),
+        plgpu.Layout.TILED(as_floats, warp_dims=(-3,), lane_dims=lanes, vector_dim=-1),
+    )
+
+
+def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, interpret: bool) -> Any:
+    """A thread's bytes as wider numbers: Mosaic has no bitcast of its own to another width."""
+    if interpret:
+        return lax.bitcast_convert_type(x.reshape(*shape, -1), dtype)
+
+    @plgpu.inline_mgpu(arg_types=(old,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, new))
+    def cast(ctx: Any, x: Any) -> Any:
+        del ctx
+        to = {"float32": ir.F32Type, "bfloat16": ir.BF16Type}[jnp.dtype(dtype).name].get()
+        layout = new.to_mgpu()
+        width = jnp.dtype(dtype).itemsize
+        registers = x.registers.copy()
+        for index, register in enumerate(x.registers.flat):
+            (numbers,) = ir.VectorType(register.type).shape
+            registers.flat[index] = vector.bitcast(
+                ir.VectorType.get((numbers // width,), to), register
+            )
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape(shape)),
+            _layout=layout,
+            _is_signed=None,
+        )
+
+    return cast(x)
+
+
+def fetch(source: Any, tokens: int) -> list[jax.Array]:
+    """What the FP8 cache holds of `tokens` tokens, as it is stored; `source` is [tokens, Ds]."""
+
+    def load(first: int, width: int, layout: Any) -> jax.Array:
+        some = source.at[:, pl.ds(first, width)]
+        return plgpu.load(some, layout=layout, optimized=False)
+
+    numbers = [load(block * BLOCK, BLOCK, NUMBERS) for block in range(BLOCKS)]
+    if source.dtype == FP8:
+        return [*numbers, load(RANK, ROPE, ROPE_NUMBERS)]
+    layout = _scale_layouts(tokens)[0]
+    scales = [load(FIRST_SCALE + 4 * block, 4, layout) for block in range(BLOCKS)]
+    return [*numbers, load(FIRST_ROPE, 2 * ROPE, ROPE_BYTES), *scales]
+
+
+def unpack(
+    fetched: list[jax.Array], kv: Any, rope: Any, scale: Any, tokens: int, interpret: bool
+) -> None:
+    """Writes fetched tokens as bfloat16 to kv [tokens, R] and rope [tokens, P] in shared memory.
+
+    Per-tensor numbers are written without their scale, which is the caller's; of block-scaled ones
+    `scale` [4, tokens] keeps the scales for a moment.
+    """
+    numbers, rotated, scales = fetched[:BLOCKS], fetched[BLOCKS], fetched[BLOCKS + 1 :]
+    scaled = rotated.dtype == BYTES
+
+    def narrow(x: jax.Array) -> jax.Array:
+        x = lax.bitcast_convert_type(x, FP8) if scaled else x
+        return x.astype(jnp.float32)
+
+    old, new = _scale_layouts(tokens)
+    for block, some in enumerate(scales):
+        scale[block] = _reinterpret(some, jnp.float32, (tokens,), old, new, interpret)
+    # The warpgroup's warps have their last products, and see each other's scales.
+    plgpu.commit_smem()
+    if scaled:
+        rope[...] = _reinterpret(
+            rotated, jnp.bfloat16, (tokens, ROPE), ROPE_BYTES, ROPE_NUMBERS, interpret
+        )
+    else:
+        rope[...] = narrow(rotated).astype(jnp.bfloat16)
+    for block, some in enumerate(numbers):
+        value = narrow(some)
+        if scaled:
+            of_row = plgpu.load(scale.at[block], layout=SCALE_OF_ROW)
+            of_row = lax.broadcast_in_dim(of_row, (tokens, BLOCK), [0])
+            value *= plgpu.layout_cast(of_row, NUMBERS)
+        kv[:, pl.ds(block * BLOCK, BLOCK)] = value.astype(jnp.bfloat16)
