@@ -5,8 +5,8 @@ Heads are the columns of both products, so that a few of them cost a few columns
     scores^T [64 tokens, N] = K Q^T          K [64, 576] in shared memory
     out^T    [512, N]      += V^T P^T        V the same 64 tokens, seen transposed
 
-The softmax runs over the scores turned round through shared memory, where a row of it lies in a half
-warp; P goes back the same way. Each warpgroup has a maximum, a sum and an output of its own, and the
+The softmax runs over the scores turned round through shared memory, so that a head's lie in half a
+warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and the
 two meet at the end of a row's piece, in shared memory again.
 """
 
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper import swizzled, wgmma
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
 from jaxattn.kernels.mla_latents import BLOCKS, fetch, unpack
-from jaxattn.kernels.mla_schedule import PAGE, TILE
+from jaxattn.kernels.mla_schedule import PAGE
 
 WARPGROUPS = 2
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
@@ -34,8 +34,8 @@ def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
 
 
-# Registers of scores [N, 64] and of outputs [n, 512], four numbers a thread: half a warp has a row of
-# scores, a warp 128 columns of an output's row.
+# Registers of scores [N, 64] and of outputs [n, 512], four numbers a thread: half a warp has a row
+# of scores, a warp 128 columns of an output's row.
 SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
 OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
 
@@ -177,7 +177,7 @@ def make_body(
         def fetch_all(numbers: list[jax.Array], page: jax.Array, stop: jax.Array) -> Any:
             return [fetch(source, tokens) for source in sources(numbers, page, stop)]
 
-        def unpack_all(fetched: Any) -> None:
+        def unpack_all(fetched: Any, kv: Any, rope: Any) -> None:
             for j, some in enumerate(fetched):
                 at = pl.ds(j * tokens, tokens)
                 unpack(some, kv.at[at], rope.at[at], last.at[wg, :, at], tokens, interpret)
@@ -194,11 +194,12 @@ def make_body(
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
             numbers = places(row, first, stop)
+            ahead: Any
             if quantized:
                 ahead = (fetch_all(numbers, first, stop), places(row, first + WARPGROUPS, stop))
             else:
                 pl.when(taken > 0)(lambda: load(numbers, first, stop))
-                ahead = places(row, first + WARPGROUPS, stop)
+                ahead = (places(row, first + WARPGROUPS, stop),)
 
             # Keys that each packed row sees: causal from the bottom right.
             length = lens_ref[row]
@@ -216,9 +217,15 @@ def make_body(
             def page_step(i, carry):
                 top, total, acc, ahead = carry
                 page = first + WARPGROUPS * i
+                # Were the slot known to stay the same, the compiler would keep 68 descriptors of
+                # its tiles in registers. A page's number has no sign.
+                numbers = ahead[-1]
+                slot = wg + lax.shift_right_logical(numbers[0], 31)
+                slot = jnp.minimum(slot, WARPGROUPS - 1)
+                kv, rope = kv_smem.at[slot], rope_smem.at[slot]
                 if quantized:
-                    fetched, numbers = ahead
-                    unpack_all(fetched)
+                    fetched = ahead[0]
+                    unpack_all(fetched, kv, rope)
                     fetched = fetch_all(numbers, page + WARPGROUPS, stop)
                     ahead = (fetched, places(row, page + 2 * WARPGROUPS, stop))
                     plgpu.commit_smem()
@@ -270,8 +277,8 @@ def make_body(
                 )
                 if not quantized:
                     plgpu.commit_smem()  # all four warps have read the page
-                    pl.when(i < taken - 1)(lambda: load(ahead, page + WARPGROUPS, stop))
-                    ahead = places(row, page + 2 * WARPGROUPS, stop)
+                    pl.when(i < taken - 1)(lambda: load(numbers, page + WARPGROUPS, stop))
+                    ahead = (places(row, page + 2 * WARPGROUPS, stop),)
                 return new_top, total, acc, ahead
 
             init = (
@@ -289,8 +296,8 @@ def make_body(
             """Both warpgroups' results in one, written to the output or as a partial result."""
             whole = steps == pages_of(row)
 
-            def merged(layout: Any) -> tuple[Any, Any, Any]:
-                """(maximum, sum, and the warpgroups' own maxima) of the columns."""
+            def merged(layout: Any) -> tuple[Any, Any]:
+                """Maximum and sum of each column."""
                 tops = [plgpu.load(top_smem.at[i], layout=layout) for i in range(WARPGROUPS)]
                 totals = [plgpu.load(total_smem.at[i], layout=layout) for i in range(WARPGROUPS)]
                 top = functools.reduce(jnp.maximum, tops)
@@ -303,18 +310,16 @@ def make_body(
             own = plgpu.load(top_smem.at[wg], layout=by_column)
             share = jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total)
             share = over_out(share)
-            store_turned(
-                sum_smem.at[wg, :, pl.ds(0, RANK)], jnp.where(share < 0, 0.0, acc * share)
-            )
+            share = jnp.where(share < 0, 0.0, acc * share * kv_scale)
+            store_turned(sum_smem.at[wg, :, pl.ds(0, RANK)], share)
             meet()
             half = columns // WARPGROUPS
             some = pl.ds(wg * half, half)
-            out = sum(
-                plgpu.load(
-                    sum_smem.at[i, some, pl.ds(0, RANK)], layout=OUTPUTS, optimized=False
-                )
+            shares = [
+                plgpu.load(sum_smem.at[i, some, pl.ds(0, RANK)], layout=OUTPUTS, optimized=False)
                 for i in range(WARPGROUPS)
-            )
+            ]
+            out = functools.reduce(jnp.add, shares)
             at = tile * columns + wg * half
 
             @pl.when(whole)
@@ -371,9 +376,7 @@ def make_body(
             @pl.when((pages_of(row) <= 0) & (wg == 0))
             def _():
                 first = first_rows[0] + row * out_rows + tile * columns
-                nothing = plgpu.layout_cast(
-                    jnp.zeros((columns, RANK), dtype), OUTPUTS
-                )
+                nothing = plgpu.layout_cast(jnp.zeros((columns, RANK), dtype), OUTPUTS)
                 out_ref[pl.ds(first, columns), :] = nothing
                 lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
 

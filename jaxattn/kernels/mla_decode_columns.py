@@ -1,9 +1,9 @@
 """MLA decode for few query rows, and for FP8 caches: heads are the columns of the products.
 
 `mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
-32, and where there are more another block reads the pages again. Two warpgroups take a row's pages in
-turns, in mla_columns_body.py; mla_latents.py brings FP8 tokens to shared memory. Schedule, output and
-the merging of cut rows are those of `mla_decode`.
+32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
+in turns, in mla_columns_body.py; mla_latents.py brings FP8 tokens to shared memory. Schedule,
+output and the merging of cut rows are those of `mla_decode`.
 
 Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, any H and S. Queries and cache of
 bfloat16 or float16; or bfloat16 queries and a float8_e4m3fn or uint8 (block-scaled) cache.
@@ -22,11 +22,13 @@ from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_columns_body import WARPGROUPS, make_body, scratch_types
 from jaxattn.kernels.mla_combine import combine
-from jaxattn.kernels.mla_decode import PAGE_SIZES, _own_lane, _spec, decode_schedule
 from jaxattn.kernels.mla_schedule import TILE, Schedule, may_split, num_tiles
+from jaxattn.kernels.mla_scratch import PAGE_SIZES, decode_schedule, own_lane, spec_of
 from jaxattn.mla_cache import LatentFormat
 
-MOST_COLUMNS = 32  # the output's 512 * 32 float32 numbers are 128 registers of a warpgroup's threads
+MOST_COLUMNS = (
+    32  # the output's 512 * 32 float32 numbers are 128 registers of a warpgroup's threads
+)
 
 
 def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
@@ -66,7 +68,7 @@ def mla_decode_columns(
     *,
     scale: float,
     layer: jax.Array | int | None = None,
-    format: LatentFormat,
+    kv_lora_rank: int = RANK,
     kv_scale: jax.Array | None = None,
     query_lens: jax.Array | None = None,
     arena: Arena | None = None,
@@ -76,6 +78,7 @@ def mla_decode_columns(
 ) -> tuple[Any, ...]:
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there."""
     require_hopper("mla_decode", interpret=interpret)
+    format = LatentFormat(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
     _refuse(q, kv_cache, format)
     batch, q_len, num_heads, _ = q.shape
     dtype = q.dtype
@@ -104,10 +107,10 @@ def mla_decode_columns(
     if query_lens is not None:
         operands.append(query_lens)
 
-    spec = _spec(batch, out_rows, RANK, dtype, parts)
+    spec = spec_of(batch, out_rows, RANK, dtype, parts)
     split = may_split(batch, parts)
     if arena is None:
-        lanes = {name: _own_lane(region) for name, region in spec.regions}
+        lanes = {name: own_lane(region) for name, region in spec.regions}
     else:
         lanes = {name: arena.lane(spec, name, width=RANK) for name, _ in spec.regions}
     refs = {name: jax.new_ref(lane) for name, (lane, _) in lanes.items()}

@@ -1,8 +1,8 @@
 """How `mla_decode_columns` takes 64 tokens of a cache to shared memory, as keys of 16 bits.
 
-A 16-bit cache comes by TMA as it is. An FP8 cache comes to registers, a page ahead of its use, and is
-widened on its way to shared memory: a thread takes 8 numbers of a token at a time, so that it reads
-8 bytes of a row that its neighbours read, too, and writes 16 without a conflict.
+A 16-bit cache comes by TMA as it is. An FP8 cache comes to registers, a page ahead of its use, and
+is widened on its way to shared memory: a thread takes 8 numbers of a token at a time, so that it
+reads 8 bytes beside its neighbours' and writes 16 without a conflict.
 """
 
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
@@ -58,7 +59,7 @@ def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, inter
     @plgpu.inline_mgpu(arg_types=(old,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, new))
     def cast(ctx: Any, x: Any) -> Any:
         del ctx
-        to = {"float32": ir.F32Type, "bfloat16": ir.BF16Type}[jnp.dtype(dtype).name].get()
+        to = utils.dtype_to_ir_type(jnp.dtype(dtype))
         layout = new.to_mgpu()
         width = jnp.dtype(dtype).itemsize
         registers = x.registers.copy()
