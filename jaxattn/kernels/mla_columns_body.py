@@ -21,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled, wgmma
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
-from jaxattn.kernels.mla_latents import BLOCKS, fetch, unpack
+from jaxattn.kernels.mla_latents import BLOCKS, Latents
 from jaxattn.kernels.mla_schedule import PAGE
+from jaxattn.mla_cache import BLOCK
 
 WARPGROUPS = 2
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
@@ -74,6 +75,7 @@ def make_body(
     dtype: Any,
     page_size: int,
     piece_pages: int,
+    cache_dtype: Any,
     quantized: bool,
     per_tensor: bool,
     split: bool,
@@ -94,6 +96,7 @@ def make_body(
     product_layout = plgpu.Layout.WGMMA
     by_row, by_column = SCORES.reduce(1), product_layout.reduce(0)
     copies, tokens = copies_of(page_size), min(page_size, PAGE)
+    latents = Latents(cache_dtype, tokens, interpret)
 
     def over_keys(vector: jax.Array) -> jax.Array:
         """Of each packed row, for its scores."""
@@ -174,13 +177,13 @@ def make_body(
                     to = target.at[pl.ds(j * tokens, tokens)]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, last.at[wg])
 
-        def fetch_all(numbers: list[jax.Array], page: jax.Array, stop: jax.Array) -> Any:
-            return [fetch(source, tokens) for source in sources(numbers, page, stop)]
+        def fetch(step: int, numbers: list[jax.Array], page: jax.Array, stop: jax.Array) -> Any:
+            return [latents.fetch(source, step) for source in sources(numbers, page, stop)]
 
-        def unpack_all(fetched: Any, kv: Any, rope: Any) -> None:
+        def unpack(step: int, fetched: Any, kv: Any, rope: Any) -> None:
             for j, some in enumerate(fetched):
                 at = pl.ds(j * tokens, tokens)
-                unpack(some, kv.at[at], rope.at[at], last.at[wg, :, at], tokens, interpret)
+                latents.unpack(some, step, kv.at[at], rope.at[at], last.at[wg, :, at])
 
         def piece(row: jax.Array, start: jax.Array, steps: jax.Array) -> None:
             stop = start + steps
@@ -196,7 +199,8 @@ def make_body(
             numbers = places(row, first, stop)
             ahead: Any
             if quantized:
-                ahead = (fetch_all(numbers, first, stop), places(row, first + WARPGROUPS, stop))
+                fetched = [fetch(step, numbers, first, stop) for step in range(latents.STEPS)]
+                ahead = (fetched, places(row, first + WARPGROUPS, stop))
             else:
                 pl.when(taken > 0)(lambda: load(numbers, first, stop))
                 ahead = (places(row, first + WARPGROUPS, stop),)
@@ -223,21 +227,38 @@ def make_body(
                 slot = wg + lax.shift_right_logical(numbers[0], 31)
                 slot = jnp.minimum(slot, WARPGROUPS - 1)
                 kv, rope = kv_smem.at[slot], rope_smem.at[slot]
-                if quantized:
-                    fetched = ahead[0]
-                    unpack_all(fetched, kv, rope)
-                    fetched = fetch_all(numbers, page + WARPGROUPS, stop)
-                    ahead = (fetched, places(row, page + 2 * WARPGROUPS, stop))
-                    plgpu.commit_smem()
-                else:
-                    plgpu.barrier_wait(last.at[wg])
 
-                def product(ref):
-                    plgpu.wgmma(ref, kv, plgpu.transpose_ref(q_smem, (1, 0)))
-                    plgpu.wgmma(ref, rope, plgpu.transpose_ref(q_rope_smem, (1, 0)))
+                def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
+                    plgpu.wgmma(ref, of_keys, plgpu.transpose_ref(of_queries, (1, 0)))
+
+                def from_memory(ref: Any) -> Any:
+                    plgpu.barrier_wait(last.at[wg])
+                    product(ref, kv, q_smem)
+                    product(ref, rope, q_rope_smem)
                     return ref[...]
 
-                scores = pl.run_scoped(product, plgpu.ACC((PAGE, columns), jnp.float32))
+                def from_registers(ref: Any) -> Any:
+                    # The products of what is there run beside the widening of what follows; the
+                    # next page's take its place in the registers.
+                    following = []
+                    for step, fetched in enumerate(ahead[0]):
+                        unpack(step, fetched, kv, rope)
+                        following.append(fetch(step, numbers, page + WARPGROUPS, stop))
+                        # With the first, all four warps have their last products.
+                        plgpu.commit_smem()
+                        if step == 0:
+                            product(ref, rope, q_rope_smem)
+                        else:
+                            block = pl.ds((step - 1) * BLOCK, BLOCK)
+                            product(ref, kv.at[:, block], q_smem.at[:, block])
+                    return ref[...], following
+
+                scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
+                if quantized:
+                    scores, following = pl.run_scoped(from_registers, scores_type)
+                    ahead = (following, places(row, page + 2 * WARPGROUPS, stop))
+                else:
+                    scores = pl.run_scoped(from_memory, scores_type)
                 here = score_smem.at[wg, :, pl.ds(0, PAGE)]
                 store_turned(here, scores)
                 plgpu.commit_smem()

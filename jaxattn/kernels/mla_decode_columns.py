@@ -123,8 +123,8 @@ def mla_decode_columns(
     body = make_body(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=out_rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size, piece_pages=schedule.piece,
-        quantized=format.quantized, per_tensor=format.per_tensor, split=split,
-        ragged=query_lens is not None, interpret=interpret,
+        cache_dtype=format.dtype, quantized=format.quantized, per_tensor=format.per_tensor,
+        split=split, ragged=query_lens is not None, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, first_rows),

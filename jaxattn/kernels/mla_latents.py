@@ -77,51 +77,62 @@ def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, inter
     return cast(x)
 
 
-def fetch(source: Any, tokens: int) -> list[jax.Array]:
-    """What the FP8 cache holds of `tokens` tokens, as it is stored; `source` is [tokens, Ds]."""
+class Latents:
+    """An FP8 cache's tokens on their way: what a thread holds of them, in `STEPS` steps.
 
-    def load(first: int, width: int, layout: Any) -> jax.Array:
-        some = source.at[:, pl.ds(first, width)]
-        return plgpu.load(some, layout=layout, optimized=False)
+    Step 0 is the rope numbers and the scales, step i + 1 the numbers of block i.
 
-    numbers = [load(block * BLOCK, BLOCK, NUMBERS) for block in range(BLOCKS)]
-    if source.dtype == FP8:
-        return [*numbers, load(RANK, ROPE, ROPE_NUMBERS)]
-    layout = _scale_layouts(tokens)[0]
-    scales = [load(FIRST_SCALE + 4 * block, 4, layout) for block in range(BLOCKS)]
-    return [*numbers, load(FIRST_ROPE, 2 * ROPE, ROPE_BYTES), *scales]
-
-
-def unpack(
-    fetched: list[jax.Array], kv: Any, rope: Any, scale: Any, tokens: int, interpret: bool
-) -> None:
-    """Writes fetched tokens as bfloat16 to kv [tokens, R] and rope [tokens, P] in shared memory.
-
-    Per-tensor numbers are written without their scale, which is the caller's; of block-scaled ones
-    `scale` [4, tokens] keeps the scales for a moment.
+    Args:
+        dtype: of the cache, float8_e4m3fn or uint8 (block-scaled).
+        tokens: that lie together in the cache, of the 64 that are taken at a time.
     """
-    numbers, rotated, scales = fetched[:BLOCKS], fetched[BLOCKS], fetched[BLOCKS + 1 :]
-    scaled = rotated.dtype == BYTES
 
-    def narrow(x: jax.Array) -> jax.Array:
-        x = lax.bitcast_convert_type(x, FP8) if scaled else x
+    STEPS = 1 + BLOCKS
+
+    def __init__(self, dtype: Any, tokens: int, interpret: bool):
+        self.scaled = dtype == BYTES
+        self.tokens = tokens
+        self.interpret = interpret
+        self.scale_bytes, self.scale_floats = _scale_layouts(tokens)
+
+    def fetch(self, source: Any, step: int) -> list[jax.Array]:
+        """What the cache holds of `source` [tokens, Ds], as it is stored."""
+
+        def load(first: int, width: int, layout: Any) -> jax.Array:
+            some = source.at[:, pl.ds(first, width)]
+            return plgpu.load(some, layout=layout, optimized=False)
+
+        if step > 0:
+            return [load((step - 1) * BLOCK, BLOCK, NUMBERS)]
+        if not self.scaled:
+            return [load(RANK, ROPE, ROPE_NUMBERS)]
+        scales = [load(FIRST_SCALE + 4 * i, 4, self.scale_bytes) for i in range(BLOCKS)]
+        return [load(FIRST_ROPE, 2 * ROPE, ROPE_BYTES), *scales]
+
+    def unpack(self, fetched: list[jax.Array], step: int, kv: Any, rope: Any, scale: Any) -> None:
+        """Writes what was fetched to shared memory, as bfloat16: kv [tokens, R], rope [tokens, P].
+
+        Per-tensor numbers are written without their scale, which is the caller's; of block-scaled
+        ones `scale` [4, tokens] has the scales from step 0 on.
+        """
+        tokens = self.tokens
+        if step > 0:
+            value = self._wide(fetched[0])
+            if self.scaled:
+                of_row = plgpu.load(scale.at[step - 1], layout=SCALE_OF_ROW)
+                of_row = lax.broadcast_in_dim(of_row, (tokens, BLOCK), [0])
+                value *= plgpu.layout_cast(of_row, NUMBERS)
+            kv[:, pl.ds((step - 1) * BLOCK, BLOCK)] = value.astype(jnp.bfloat16)
+        elif self.scaled:
+            layouts = ROPE_BYTES, ROPE_NUMBERS
+            shape = tokens, ROPE
+            rope[...] = _reinterpret(fetched[0], jnp.bfloat16, shape, *layouts, self.interpret)
+            layouts = self.scale_bytes, self.scale_floats
+            for i, some in enumerate(fetched[1:]):
+                scale[i] = _reinterpret(some, jnp.float32, (tokens,), *layouts, self.interpret)
+        else:
+            rope[...] = self._wide(fetched[0]).astype(jnp.bfloat16)
+
+    def _wide(self, x: jax.Array) -> jax.Array:
+        x = lax.bitcast_convert_type(x, FP8) if self.scaled else x
         return x.astype(jnp.float32)
-
-    old, new = _scale_layouts(tokens)
-    for block, some in enumerate(scales):
-        scale[block] = _reinterpret(some, jnp.float32, (tokens,), old, new, interpret)
-    # The warpgroup's warps have their last products, and see each other's scales.
-    plgpu.commit_smem()
-    if scaled:
-        rope[...] = _reinterpret(
-            rotated, jnp.bfloat16, (tokens, ROPE), ROPE_BYTES, ROPE_NUMBERS, interpret
-        )
-    else:
-        rope[...] = narrow(rotated).astype(jnp.bfloat16)
-    for block, some in enumerate(numbers):
-        value = narrow(some)
-        if scaled:
-            of_row = plgpu.load(scale.at[block], layout=SCALE_OF_ROW)
-            of_row = lax.broadcast_in_dim(of_row, (tokens, BLOCK), [0])
-            value *= plgpu.layout_cast(of_row, NUMBERS)
-        kv[:, pl.ds(block * BLOCK, BLOCK)] = value.astype(jnp.bfloat16)
