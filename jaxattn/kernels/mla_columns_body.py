@@ -115,7 +115,7 @@ def make_body(
             target[...] = value.T
         else:
             value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.transpose_ref(target, (1, 0))[...] = value
+            target.transpose((1, 0))[...] = value
 
     def body(first_rows, *every):
         refs = iter(every)
@@ -229,7 +229,7 @@ def make_body(
                 kv, rope = kv_smem.at[slot], rope_smem.at[slot]
 
                 def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
-                    plgpu.wgmma(ref, of_keys, plgpu.transpose_ref(of_queries, (1, 0)))
+                    plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
                 def from_memory(ref: Any) -> Any:
                     plgpu.barrier_wait(last.at[wg])
@@ -291,8 +291,8 @@ def make_body(
                 acc *= over_out(rescale)
                 acc = wgmma(
                     acc,
-                    plgpu.transpose_ref(kv, (1, 0)),
-                    plgpu.transpose_ref(p_smem.at[wg], (1, 0)),
+                    kv.transpose((1, 0)),
+                    p_smem.at[wg].transpose((1, 0)),
                     shape=(RANK, columns),
                     interpret=interpret,
                 )
