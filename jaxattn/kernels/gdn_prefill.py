@@ -32,7 +32,9 @@ class Pool(NamedTuple):
 
     states: jax.Array  # float32 or bfloat16 [L, Z, Hv, 128, 128]
     layer: jax.Array  # int32 [1]
-    live: jax.Array | np.ndarray  # bool [n]; of other sequences nothing is read, and their output is 0
+    live: (
+        jax.Array | np.ndarray
+    )  # bool [n]; of other sequences nothing is read, and their output is 0
     reads: jax.Array | np.ndarray  # int32 [n]; -1 starts from zeros
     writes: jax.Array | np.ndarray  # int32 [n]
     checkpoints: jax.Array | None  # int32 [n, M]
@@ -113,7 +115,9 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     sequences = [first, number, reads]
     tables = xp.stack(chunks, axis=1), kept, xp.stack(runs, axis=1), xp.stack(sequences, axis=1)
     # The barrier: or XLA works the chunks out once more in what reads them.
-    return Plan(*lax.optimization_barrier(jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), tables)))
+    return Plan(
+        *lax.optimization_barrier(jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), tables))
+    )
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
