@@ -1,5 +1,7 @@
 """RMS normalisation, in float32 whatever comes in."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -47,7 +49,8 @@ def rms_norm_layer(
     if x.ndim < 1 or x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"{op}: x {x.shape} must have the F of weights {weights.shape} last")
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    number, affine = layer, (1, 0)
+    number: Any = layer
+    affine = (1, 0)
     if isinstance(layer, LayerOf):
         number, affine, layer = layer.repeat, (layer.per_repeat, layer.place), layer.index
 

@@ -13,6 +13,7 @@ from jaxattn.append import mla_append as append_op
 from jaxattn.gdn_layer import gated_delta_net_decode
 from jaxattn.kernels import gdn_decode, mla_append, mla_decode
 from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
+from jaxattn.layer_of import LayerOf
 from jaxattn.rope import RopeConfig, rotation
 
 

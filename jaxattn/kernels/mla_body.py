@@ -108,7 +108,7 @@ def _rescaled(ctx: Any, acc: Any, factors: Any) -> Any:
     )
     zero = mgpu.c(0, mine.type)
     some = arith.cmpi(arith.CmpIPredicate.ne, anyone, zero)
-    branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)
+    branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         product = acc * factors.broadcast_in_dim(acc.shape, (0,), acc.layout)
         scf.yield_(list(product.registers.flat))
