@@ -1,7 +1,8 @@
 """`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON.
 
-Every row says what fraction it is of the copy and matmul ceilings of the same run. Beside it stand
-XLA's time and those of FlashInfer, FLA and FlashQLA where they are installed.
+`us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
+call's share of a loop of calls, and so are the times of FlashInfer, FLA and FlashQLA, where they
+are installed. Every row says what fraction it is of the copy and matmul ceilings of the same run.
 `python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
 """
 
@@ -108,7 +109,7 @@ def measure(
         unit = plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
-            row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
+            row[f"{who} call {unit}"] = time / plot.TIMES[unit] if time else ""
         rows.append(row)
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
     return rows
