@@ -336,6 +336,32 @@ def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     assert times == {} and said == ["fla-decode: took more than 1200 seconds"]
 
 
+def test_only_the_named_shapes_are_measured_and_an_unknown_one_is_an_error(measured, capsys):
+    argv = ["mla", "--small", "--no-peers", "--only"]
+    assert bench.main([*argv, "2,16,256,1", "3,16,even 1-200,1"]) == 0
+    assert measured == [(2, 16, 256, 1), (3, 16, "even 1-200", 1)]
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([*argv, "2,16,256,1", "1,2"])
+    assert stopped.value.code == 2
+    assert "no shape 1,2 in mla; there are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
+
+
+def test_a_run_that_is_cut_short_keeps_its_rows(measured, monkeypatch, tmp_path):
+    file, whole = tmp_path / "run.json", mla.measure
+
+    def measure(shape, *args, **kwargs):
+        if shape == mla.SMALL_SHAPES[2]:
+            assert len(json.loads(file.read_text())["rows"]) == 2
+            raise KeyboardInterrupt
+        return whole(shape, *args, **kwargs)
+
+    monkeypatch.setattr(mla, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["mla", "--small", "--no-peers", "--json", str(file)])
+    assert len(json.loads(file.read_text())["rows"]) == 2
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
     benches = {module.__name__.rpartition(".")[2] for each in bench.MODULES.values()
                for module in each}  # fmt: skip
