@@ -102,20 +102,21 @@ def decode(
 
 
 def check(op: Op, shape: Shape) -> float:
-    """Relative L2 error of the first, last, shortest and longest row, the greatest, against
-    float64."""
+    """Relative L2 error of up to 16 heads of the first, last, shortest and longest row, the
+    greatest, against float64."""
     (q, cache, tables, lens), _ = op.operands[0]
     out, _ = op(0)
     drawn = lengths(shape[0], shape[2])
+    heads = np.unique(np.linspace(0, shape[1] - 1, 16).astype(int))
     errors = []
     for row in {0, len(drawn) - 1, int(drawn.argmin()), int(drawn.argmax())}:
-        length, (q_len, heads, _) = int(lens[row]), q.shape[1:]
+        length, q_len = int(lens[row]), q.shape[1]
         kv = reference.exact(cache[0, tables[row]]).reshape(-1, DIM)[:length]
-        last = np.repeat(length - q_len + np.arange(q_len), heads)
-        queries = reference.exact(q[row]).reshape(-1, DIM)
+        last = np.repeat(length - q_len + np.arange(q_len), len(heads))
+        queries = reference.exact(q[row])[:, heads].reshape(-1, DIM)
         seen = last >= 0  # a row may be shorter than its queries
         expected, _ = reference.attention(queries[seen], kv, kv[:, :RANK], last[seen], SCALE)
-        actual = np.asarray(out[row]).reshape(-1, RANK)[seen]
+        actual = np.asarray(out[row])[:, heads].reshape(-1, RANK)[seen]
         errors.append(reference.relative_l2(actual, expected))
     return max(errors)
 
