@@ -17,10 +17,12 @@ from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.bench.timing import ROTATE_BYTES, per_call, profile
 from jaxattn.dispatch import Implementation
+from jaxattn.mla_cache import LatentFormat
 
 PAGE, DIM, RANK = 64, 576, 512
 PROFILED = 10  # calls
 SCALE = 192**-0.5
+KV_SCALE = 2.0**-6  # of e4m3 caches: normal data stays below 448 of it
 # B, H, T, S. T is every row's, or "1-8192", drawn from there, or "even 1-8192", as many tokens
 # spread evenly.
 Shape = tuple[int, int, int | str, int]
@@ -68,17 +70,24 @@ def lengths(batch: int, tokens: int | str) -> np.ndarray:
 
 
 def inputs(
-    batch: int, heads: int, tokens: int | str, q_len: int, seed: int = 0
+    batch: int, heads: int, tokens: int | str, q_len: int, cache: str = "bfloat16"
 ) -> tuple[jax.Array, ...]:
     """Normal data on shuffled pages, in as many layers as keep the caches out of L2."""
+    latents = LatentFormat(cache)
     longest = tokens if isinstance(tokens, int) else int(tokens.split("-")[1])
     pages = -(-longest // PAGE)
-    layers = max(1, min(32, ROTATE_BYTES // (batch * pages * PAGE * DIM * 2)))
-    keys = jax.random.split(jax.random.key(seed), 3)
+    layers = max(1, min(32, ROTATE_BYTES // (batch * pages * PAGE * latents.nbytes)))
+    keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
-    cache = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    stored = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    if latents.quantized:
+        stored = jax.jit(latents.pack)(stored, scale_of(cache))
     tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
-    return q, cache, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
+    return q, stored, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
+
+
+def scale_of(cache: str) -> float | None:
+    return KV_SCALE if LatentFormat(cache).per_tensor else None
 
 
 def worst_error(out: jax.Array, expected: jax.Array) -> float:
@@ -87,13 +96,18 @@ def worst_error(out: jax.Array, expected: jax.Array) -> float:
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: Shape,
+    implementation: Implementation | None,
+    *,
+    xla: bool = False,
+    cache: str = "bfloat16",
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """A row of the table; with `xla` also XLA's time. `cache` is a dtype of `LatentFormat`."""
     batch, heads, tokens, q_len = shape
-    q, cache, tables, lens = arrays = inputs(*shape)
-    layers, pages = cache.shape[0], tables.shape[1]
-    decode: Any = functools.partial(mla.mla_decode, scale=SCALE, implementation=implementation)
+    q, stored, tables, lens = arrays = inputs(*shape, cache)
+    layers, pages = stored.shape[0], tables.shape[1]
+    with_scale: Any = functools.partial(mla.mla_decode, scale=SCALE, kv_scale=scale_of(cache))
+    decode = functools.partial(with_scale, implementation=implementation)
     schedule, invariant = (
         _schedule(lens, q_len=q_len, num_heads=heads, max_pages=pages, batch_invariant=apart)
         for apart in (False, True)
@@ -101,9 +115,9 @@ def measure(
 
     # The check takes the rows that a float32 reference of this length can hold.
     rows = max(1, min(batch, 2**20 // (pages * PAGE)))
-    few = (q[:rows], cache, tables[:rows], lens[:rows])
-    reference: Any = functools.partial(mla.mla_decode, scale=SCALE, implementation="xla")
-    expected, _ = jax.jit(reference)(*few, layer=layers - 1)
+    few = (q[:rows], stored, tables[:rows], lens[:rows])
+    by_xla = functools.partial(with_scale, implementation="xla")
+    expected, _ = jax.jit(by_xla)(*few, layer=layers - 1)
     run = jax.jit(decode)
     outs = [run(*arrays, layer=layers - 1, schedule=each)[0] for each in (schedule, invariant)]
     error = max(worst_error(out[:rows], expected) for out in outs)
@@ -113,13 +127,13 @@ def measure(
 
     kernels = _kernel_time(decode, arrays, layers, schedule)
     alone = kernels and _kernel_time(decode, arrays, layers, invariant)
-    time = _call_time(implementation, arrays, schedule)
+    time = _call_time(decode, arrays, schedule)
     # The arrays were donated. XLA's own are made where they are timed.
-    beside = {"xla us": _call_time("xla", inputs(*shape), schedule, 4) * 1e6} if xla else {}
+    beside = {"xla us": _call_time(by_xla, inputs(*shape, cache), schedule, 4) * 1e6} if xla else {}
     counted = kernels or time
     total = int(lengths(batch, tokens).sum())
     flops = 2 * heads * q_len * total * (DIM + RANK)
-    moved = total * DIM * 2 + batch * heads * q_len * (DIM + RANK) * 2
+    moved = total * LatentFormat(cache).nbytes + batch * heads * q_len * (DIM + RANK) * 2
     return {
         "B,H,T,S": ",".join(map(str, shape)),
         "us": counted * 1e6,
@@ -148,7 +162,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _call_time(
-    implementation: Implementation | None,
+    decode: functools.partial[Any],
     arrays: tuple[jax.Array, ...],
     schedule: mla.Schedule,
     calls: int = 16,
@@ -162,11 +176,10 @@ def _call_time(
     # compiled into it.
     def call(carry: Any, i: jax.Array) -> Any:
         arena, (q, cache, tables, lens), schedule = carry
-        out, _, arena = mla.mla_decode(
-            q, cache, tables, lens, scale=SCALE, layer=i % layers, schedule=schedule, arena=arena,
-            implementation=implementation,
-        )  # fmt: skip
-        if implementation == "xla" or jax.default_backend() != "gpu":
+        out, _, arena = decode(
+            q, cache, tables, lens, layer=i % layers, schedule=schedule, arena=arena
+        )
+        if decode.keywords["implementation"] == "xla" or jax.default_backend() != "gpu":
             # XLA would drop an output that the next call overwrites; a kernel is opaque to it.
             lens = jnp.where(jnp.isnan(out[0, 0, 0, 0]), 0, lens)
         return arena, (q, cache, tables, lens), schedule
