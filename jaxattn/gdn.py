@@ -117,6 +117,7 @@ def chunk_gated_delta_rule(
 
     def mosaic(interpret: bool):
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
+        known = None if isinstance(cu_seqlens, jax.core.Tracer) else cu_seqlens
 
         def kernel(q, k, v, g, beta, initial_state, cu_seqlens):
             return gdn_prefill_mosaic(
@@ -127,7 +128,7 @@ def chunk_gated_delta_rule(
                 beta,
                 scale=factor,
                 initial_state=initial_state,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=cu_seqlens if known is None else known,  # here a tracer
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
                 interpret=interpret,
@@ -144,10 +145,9 @@ def chunk_gated_delta_rule(
         op,
         implementation,
         {
-            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
-            "xla": lambda: run(reference),
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": lambda: run(reference),
         },
     )
 

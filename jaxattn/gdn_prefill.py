@@ -161,10 +161,9 @@ def gated_delta_rule_prefill(
         OP,
         implementation,
         {
-            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
-            "xla": xla,
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": xla,
         },
     )
 

@@ -184,18 +184,12 @@ def mla_decode(
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         # What has not run on a GPU yet runs only where the kernel is named.
-        named = implementation is not None
-        if not named and format.quantized:
+        if implementation is None and format.quantized:
             raise NotImplementedError(
                 "mla_decode: name implementation='mosaic_gpu' for an FP8 cache, got kv_cache "
                 f"{kv_cache.dtype.name}"
             )
-        if not named and (query_lens is not None or kv_cache.shape[-2] != 64):
-            raise NotImplementedError(
-                "mla_decode: name implementation='mosaic_gpu' for query_lens and for pages of "
-                f"other than 64 tokens, got pages of {kv_cache.shape[-2]}"
-            )
-        apart = named and reads_apart(q.shape[2]) and not format.quantized
+        apart = reads_apart(q.shape[2]) and not format.quantized
         return mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,

@@ -236,7 +236,8 @@ def test_states_by_slot_beside_padding(implementation):
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
-def test_no_race_in_the_interpreter():
+@pytest.mark.parametrize("segment", [0, 64])
+def test_no_race_in_the_interpreter(segment):
     """With a checkpoint over the slot that the sequence started from."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
@@ -246,7 +247,7 @@ def test_no_race_in_the_interpreter():
         pooled.pool, jnp.ones(1, jnp.int32), live, reads, writes, jnp.array(pooled.kept), 64
     )
     out, new = gdn_prefill_mosaic(
-        *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens, pool=pool, segment=0,
+        *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens, pool=pool, segment=segment,
         scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True,
     )  # fmt: skip
     assert not get_races().races_found

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.append import mla_append as append_op
-from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode
+from jaxattn.gdn_layer import gated_delta_net_decode
 from jaxattn.kernels import gdn_decode, mla_append, mla_decode, mla_decode_columns
 from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
+from jaxattn.layer_of import LayerOf
 from jaxattn.rope import RopeConfig, rotation
 
 

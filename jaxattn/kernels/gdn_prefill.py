@@ -9,10 +9,11 @@ float32. Reference: `jaxattn.gdn_chunk`; tests: tests/test_gdn_prefill_kernel.py
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxattn.gdn_chunk import checkpoint_slots
@@ -31,9 +32,11 @@ class Pool(NamedTuple):
 
     states: jax.Array  # float32 or bfloat16 [L, Z, Hv, 128, 128]
     layer: jax.Array  # int32 [1]
-    live: jax.Array  # bool [n]; of other sequences nothing is read, and their output is 0
-    reads: jax.Array  # int32 [n]; -1 starts from zeros
-    writes: jax.Array  # int32 [n]
+    live: (
+        jax.Array | np.ndarray
+    )  # bool [n]; of other sequences nothing is read, and their output is 0
+    reads: jax.Array | np.ndarray  # int32 [n]; -1 starts from zeros
+    writes: jax.Array | np.ndarray  # int32 [n]
     checkpoints: jax.Array | None  # int32 [n, M]
     checkpoint_tokens: int
 
@@ -41,29 +44,30 @@ class Pool(NamedTuple):
 class Plan(NamedTuple):
     """Which tokens each chunk and each run of chunks has; a chunk belongs to one sequence."""
 
-    chunk_start: jax.Array  # int32 [N], the chunk's first token
-    chunk_length: jax.Array  # int32 [N], 0 for a chunk that is not used
+    chunks: jax.Array  # int32 [N + 1, 2], first token and tokens; the last row has their number
     kept: jax.Array | None  # int32 [N], the slot that takes the state after the chunk, or -1
     runs: jax.Array  # int32 [R + 1, 7], columns in gdn_prefill_state; the last is the padding
     sequences: jax.Array  # int32 [n, 3], first run, number of runs, slot that it starts from
 
 
-def _cut(starts: jax.Array, ends: jax.Array, size: int, pieces: int) -> tuple[jax.Array, ...]:
+def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, ...]:
     """Ranges [n] cut in pieces of `size`, at least one each: of every piece its range, where it
     starts and how long it is; of every range its first piece and how many it has."""
-    number = jnp.maximum((ends - starts + (size - 1)) // size, 1)
-    last = jnp.cumsum(number, dtype=jnp.int32)
+    number = xp.maximum((ends - starts + (size - 1)) // size, 1)
+    last = xp.cumsum(number, dtype=xp.int32)
     first = last - number
-    piece = lax.iota(jnp.int32, pieces)
-    owner = jnp.searchsorted(last, piece, side="right", method="compare_all").astype(jnp.int32)
-    used, owner = owner < starts.shape[0], jnp.minimum(owner, starts.shape[0] - 1)
+    piece = xp.arange(pieces, dtype=xp.int32)
+    owner = xp.sum(piece[:, None] >= last, axis=1, dtype=xp.int32)
+    used, owner = owner < starts.shape[0], xp.minimum(owner, starts.shape[0] - 1)
     start = starts[owner] + (piece - first[owner]) * size
-    length = jnp.where(used, jnp.clip(ends[owner] - start, 0, size), 0)
-    return owner, jnp.where(used, start, 0), length, first, number
+    length = xp.where(used, xp.clip(ends[owner] - start, 0, size), 0)
+    return owner, xp.where(used, start, 0), length, first, number
 
 
-def plan(offsets: jax.Array, length: int, segment: int, pool: Pool) -> Plan:
+def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool) -> Plan:
     """The chunks and runs of sequences at int32 `offsets` [n + 1].
+
+    What depends on offsets in NumPy alone is worked out here and now, and the rest by the device.
 
     Args:
         length: T, of which the tokens past the last offset are padding.
@@ -71,45 +75,59 @@ def plan(offsets: jax.Array, length: int, segment: int, pool: Pool) -> Plan:
         pool: the slots; its states are not used.
     """
     count = offsets.shape[0] - 1
+    xp: Any = np if isinstance(offsets, np.ndarray) else jnp
     starts, ends = offsets[:-1], offsets[1:]
     # sum(max(1, ceil(len / size))) is at most T // size + n.
-    cut = _cut(starts, ends, CHUNK, length // CHUNK + count)
-    sequence, chunk_start, chunk_length, first_chunk, _ = cut
+    cut = _cut(xp, starts, ends, CHUNK, length // CHUNK + count)
+    sequence, chunk_start, chunk_length, first_chunk, number = cut
+    used = first_chunk[-1] + number[-1]
+    if xp is np:
+        sequence, chunk_start, chunk_length = (x[:used] for x in cut[:3])
+    chunks = [xp.append(chunk_start, used), xp.append(chunk_length, 0)]
     kept = None
     if pool.checkpoints is not None:
-        index = lax.iota(jnp.int32, sequence.shape[0]) - first_chunk[sequence]
-        done = jnp.where(chunk_length > 0, index * CHUNK + chunk_length, 0)
+        index = xp.arange(sequence.shape[0], dtype=xp.int32) - first_chunk[sequence]
+        done = xp.where(chunk_length > 0, index * CHUNK + chunk_length, 0)
         kept = checkpoint_slots(pool.checkpoints, pool.checkpoint_tokens, sequence, done)
     if segment:
-        owner, start, tokens, first, number = _cut(starts, ends, segment, length // segment + count)
-        read = lax.iota(jnp.int32, owner.shape[0])  # a row of `segment_starts`
+        pieces = length // segment + count
+        owner, start, tokens, first, number = _cut(xp, starts, ends, segment, pieces)
+        read = xp.arange(pieces, dtype=xp.int32)  # a row of `segment_starts`
         index = read - first[owner]
         is_last = index == number[owner] - 1
         chunk = first_chunk[owner] + index * (segment // CHUNK)
-        write = jnp.where(is_last, pool.writes[owner], -1)
     else:
-        owner = first = lax.iota(jnp.int32, count)
-        number = jnp.ones_like(owner)
+        owner = first = xp.arange(count, dtype=xp.int32)
+        number = xp.ones_like(owner)
         start, tokens, chunk, is_last = starts, ends - starts, first_chunk, number > 0
-        read, write = pool.reads, pool.writes
-    steps = jnp.where(pool.live[owner], (tokens + (CHUNK - 1)) // CHUNK, 0)
-    runs = jnp.stack([start, tokens, chunk, steps, is_last, read, write], axis=1)
+    steps = (tokens + (CHUNK - 1)) // CHUNK
     # The tokens past the last offset: their output is 0.
-    fill = jnp.asarray([0, 0, 0, 0, 1, -1, -1], jnp.int32)
-    fill = fill.at[0].set(ends[-1]).at[1].set(length - ends[-1])
-    runs = jnp.concatenate([runs, fill[None]]).astype(jnp.int32)
-    sequences = jnp.stack([first, number, pool.reads], axis=1)
-    return Plan(chunk_start, chunk_length, kept, runs, sequences)
+    fill = (ends[-1], length - ends[-1], 0, 0, 1, -1, -1)
+    # From here on with the slots, which may be known to the device alone.
+    slots: Any = (pool.live, pool.reads, pool.writes)
+    if xp is jnp or not isinstance(pool.writes, np.ndarray):
+        xp, slots = jnp, [jnp.asarray(x) for x in slots]
+    live, reads, writes = slots
+    steps = xp.where(live[owner], steps, 0)
+    write = xp.where(is_last, writes[owner], -1) if segment else writes
+    columns = (start, tokens, chunk, steps, is_last, read if segment else reads, write)
+    runs = [xp.append(column, last) for column, last in zip(columns, fill, strict=True)]
+    sequences = [first, number, reads]
+    tables = xp.stack(chunks, axis=1), kept, xp.stack(runs, axis=1), xp.stack(sequences, axis=1)
+    # The barrier: or XLA works the chunks out once more in what reads them.
+    return Plan(
+        *lax.optimization_barrier(jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), tables))
+    )
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
     """Tokens of a segment for T, n and Hv, or 0 where splitting the sequences does not pay.
 
-    The times, in us, are of a chunk in the output pass, a chunk in the transition pass, a step over
-    the segments, and what two more kernels add: the first and the third were measured on an H200,
-    the others are guesses. Of static shapes only: the choice does not depend on lengths or gates.
+    The times, in us, are of a chunk in the output pass and in the transition pass, of a step over
+    the segments, and what two more kernels add. The first two were measured on an H200, the others
+    are guesses. Of static shapes only: the choice does not depend on lengths or gates.
     """
-    output, transition, step, launches = 2.4, 2.0, 5.8, 15.0
+    output, transition, step, launches = 2.1, 1.6, 1.5, 7.0
 
     def waves(blocks: int) -> int:
         return -(-blocks // NUM_SMS)
@@ -118,24 +136,36 @@ def segment_tokens(length: int, count: int, value_heads: int) -> int:
     rows = count * value_heads
     whole = output * chunks * waves(rows)
 
-    def split(size: int) -> float:
-        segments = -(-chunks // size)
+    def split(segments: int) -> float:
+        size = -(-chunks // segments)
         each = output * waves(rows * segments) + transition * waves(2 * rows * (segments - 1))
-        return size * each + step * segments * waves(rows) + launches
+        return size * each + step * (segments - 1) * waves(2 * rows) + launches
 
-    sizes = [size for size in (4, 8, 16, 32, 64, 128, 256) if size < chunks]
-    best = min(sizes, key=split, default=0)
-    return best * CHUNK if best and split(best) < 0.75 * whole else 0
+    best = min(range(2, min(chunks, 129)), key=split, default=0)
+    return -(-chunks // best) * CHUNK if best and split(best) < 0.85 * whole else 0
 
 
-def chunk_gates(g: jax.Array, beta: jax.Array, chunks: Plan) -> jax.Array:
-    """float32 [N, Hv, 2, 64]: log2 decay and beta of every chunk's tokens, 0 past its end."""
+def chunk_gates(
+    g: jax.Array, beta: jax.Array, chunks: jax.Array, sequences: int | None
+) -> jax.Array:
+    """float32 [N, Hv, 2, 64]: log2 decay and beta of every chunk's tokens, 0 past its end.
+
+    Args:
+        g, beta: [T, Hv].
+        chunks: of the plan.
+        sequences: their number if they are equally long and all there is, or None.
+    """
     g = jnp.maximum(g.astype(jnp.float32) * LOG2E, LOWEST_LOG2_DECAY)
     gates = jnp.stack([g, beta.astype(jnp.float32)], axis=-1)  # [T, Hv, 2]
-    place = lax.iota(jnp.int32, CHUNK)
-    token = chunks.chunk_start[:, None] + place
-    token = jnp.where(place < chunks.chunk_length[:, None], token, g.shape[0])
-    gates = gates.at[token].get(mode="fill", fill_value=0)  # [N, 64, Hv, 2]
+    if sequences is None:
+        place = lax.iota(jnp.int32, CHUNK)
+        start, length = chunks[:-1, :1], chunks[:-1, 1:]
+        token = jnp.where(place < length, start + place, g.shape[0])
+        gates = gates.at[token].get(mode="fill", fill_value=0)  # [N, 64, Hv, 2]
+    else:
+        gates = gates.reshape(sequences, -1, *gates.shape[1:])
+        gates = jnp.pad(gates, ((0, 0), (0, -gates.shape[1] % CHUNK), (0, 0), (0, 0)))
+        gates = gates.reshape(-1, CHUNK, *gates.shape[2:])
     return jnp.transpose(gates, (0, 2, 3, 1))
 
 
@@ -187,39 +217,41 @@ def gdn_prefill_mosaic(
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
     """
     batch, length = v.shape[:2]
-    if cu_seqlens is None:
-        count = batch
-        offsets = length * lax.iota(jnp.int32, batch + 1)
-    else:
-        count = cu_seqlens.shape[0] - 1
-        offsets = cu_seqlens.astype(jnp.int32)
-
     tokens = batch * length
-    # A copy takes 64 rows, and no array may be shorter than that.
-    q, k, v, g, beta = (
-        jnp.pad(flat, ((0, max(0, CHUNK - tokens)),) + ((0, 0),) * (flat.ndim - 1))
-        for flat in (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
-    )
+    equal = None
+    if cu_seqlens is None:
+        offsets: Any = length * np.arange(batch + 1, dtype=np.int32)
+    elif isinstance(cu_seqlens, jax.core.Tracer):
+        offsets = cu_seqlens.astype(jnp.int32)
+    else:
+        offsets = np.asarray(cu_seqlens, np.int32)
+    count = offsets.shape[0] - 1
+    if isinstance(offsets, np.ndarray):
+        every = tokens // count * np.arange(count + 1)
+        equal = count if offsets[-1] == tokens and (offsets == every).all() else None
+    q, k, v, g, beta = (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
     slots = _arrays_as_pool(initial_state, count, v.shape[1]) if pool is None else pool
     with jax.named_scope("plan"):
         if segment is None:
             segment = segment_tokens(tokens, count, v.shape[1])
         table = plan(offsets, tokens, segment, slots)
-        gates = chunk_gates(g, beta, table)
+        gates = chunk_gates(g, beta, table.chunks, equal)
+    # A copy takes 64 rows, and no array may be shorter than that.
+    short = ((0, max(0, CHUNK - tokens)), (0, 0), (0, 0))
+    q, k, v = (jnp.pad(x, short) for x in (q, k, v))
     mode = {"interpret": interpret, "detect_races": detect_races}
     x, p, vectors = chunk_matrices(
         q,
         k,
         gates,
-        table.chunk_start,
-        table.chunk_length,
+        table.chunks,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
         **mode,
     )
     starts = None if pool is not None else slots.states
     if segment:
-        ends, transitions = transition_pass(k, v, x, vectors, table.runs[:-1], **mode)
+        ends, transitions = transition_pass(k, v, x, vectors, table.runs, **mode)
         starts = segment_starts(
             ends, transitions, table.sequences, slots.states, slots.layer, **mode
         )
@@ -243,9 +275,9 @@ def gdn_prefill_mosaic(
 
 def _arrays_as_pool(initial: jax.Array | None, count: int, value_heads: int) -> Pool:
     """Of states in arrays: a pool whose slots are the sequences; without them nothing is read."""
-    each = lax.iota(jnp.int32, count)
+    each = np.arange(count, dtype=np.int32)
     if initial is None:
-        states, reads = jnp.zeros((1, 1, 1, DIM, DIM), jnp.float32), jnp.full_like(each, -1)
+        states, reads = jnp.zeros((1, 0, value_heads, DIM, DIM)), np.full_like(each, -1)
     else:
         states, reads = initial[None], each
     return Pool(states, jnp.zeros(1, jnp.int32), each >= 0, reads, each, None, 0)

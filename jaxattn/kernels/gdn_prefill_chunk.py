@@ -7,14 +7,17 @@ With `G` the running sum of the log decay inside a chunk and rows i, j of it,
     P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
 
 and vectors that scale rows and columns of the products in `gdn_prefill_state`. Everything is masked
-before exp. Every warpgroup of a block has a value head of its own and goes from chunk to chunk; its
-next keys and queries are on their way while it inverts.
+before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and queries
+alone, their copies and lengths, is done once for several value heads of a key head, as many as
+leave no warpgroup idle; the next keys and queries are on their way while the last of them inverts.
 
 The inverse: diagonal blocks of 2 are known, and a level joins pairs of blocks of b to blocks of 2b,
 
     [[x, 0], [-y l x, y]]  inverts  [[x^-1, 0], [l, y^-1]],
 
-so no power of A is formed (with equal keys those reach 1e18). The blocks of all rows are kept side
+so no power of A is formed (with equal keys those reach 1e18). It is written for -A, whose products
+all have the same sign: LLVM moves a negated product before the wait for it, and ptxas then runs one
+wgmma of the kernel at a time (its note C7514). The blocks of all rows are kept side
 by side in one [64, b] array. Up to 16 a block belongs to one warp, whose `mma` multiplies it; the
 last two levels are wgmmas of a few columns. Operands of the products are rounded to float16, whose
 11 bits are kept better than the 8 of the result; sums and what is added are float32.
@@ -30,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxattn.kernels.hopper import interpret_mode, swizzled
 
@@ -42,6 +45,7 @@ BETA, READ, OUT, WRITE, DECAY = range(5)
 VECTORS = 5
 
 NUM_SMS = 132
+WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and its shared memory
 
 TILE = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
@@ -103,6 +107,98 @@ def over_columns(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
 
 
+def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
+    """`x` [64, 64] with `fill` above the diagonal."""
+    if interpret:
+        return jnp.where(iota((CHUNK, CHUNK), 1) <= iota((CHUNK, CHUNK), 0), x, fill)
+
+    # One register tells every comparison, where the compiler keeps one for each column otherwise.
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=TILE),
+    )
+    def filled(ctx: Any, x: Any) -> Any:
+        del ctx
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = mgpu.utils.thread_idx()
+        warp = arith.remui(arith.shrui(thread, mgpu.c(5, i32)), mgpu.c(4, i32))
+        row = arith.shrui(arith.andi(thread, mgpu.c(31, i32)), mgpu.c(2, i32))
+        column = arith.muli(arith.andi(thread, mgpu.c(3, i32)), mgpu.c(2, i32))
+        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row)
+        lead = arith.subi(row, column)
+        registers = []
+        for i, pair in enumerate(x.registers.flat):  # columns 8 (i // 2) on, rows 8 (i % 2) on
+            values = []
+            for j in range(2):
+                reach = mgpu.c(8 * (i // 2) - 8 * (i % 2) + j, i32)
+                inside = arith.cmpi(arith.CmpIPredicate.sge, lead, reach)
+                value = vector.extract(pair, [], [j])
+                values.append(arith.select(inside, value, mgpu.c(fill, f32)))
+            registers.append(vector.from_elements(pair.type, values))
+        return _fragments(registers, x.registers.shape, x.layout)
+
+    return filled(x)
+
+
+def _fragments(registers: list[Any], shape: tuple[int, ...], layout: Any) -> Any:
+    array = np.array(registers, dtype=object).reshape(shape)
+    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
+
+
+def _asm(result: Any, operands: list[Any], code: str, constraints: str) -> Any:
+    return llvm.inline_asm(result, operands, code, constraints, has_side_effects=True)
+
+
+def _mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[Any]:
+    """A warp's [16, 8] float32: sums + left [16, 16] right [16, 8], in registers of two numbers."""
+    f32 = ir.F32Type.get()
+    product = _asm(
+        llvm.StructType.get_literal([f32] * 4),
+        [*left, *right, *sums],
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, "
+        "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+    )
+    return [llvm.extractvalue(f32, product, [i]) for i in range(4)]
+
+
+def _pairs(values: list[Any]) -> list[Any]:
+    pair_type = ir.VectorType.get((2,), ir.F32Type.get())
+    return [vector.from_elements(pair_type, values[i : i + 2]) for i in range(0, len(values), 2)]
+
+
+def own_products(rows: list[jax.Array], *, interpret: bool) -> jax.Array:
+    """Products of rows [64, 64] side by side with the 16 rows of their warp, float32 [64, 16].
+
+    A row's square stands on the diagonal: `mma` takes a sixth of the instructions that squares and
+    sums of single numbers do.
+    """
+    if interpret:
+        wide = jnp.concatenate(rows, axis=1).astype(jnp.float32).reshape(4, 16, -1)
+        return jnp.einsum("bik,bjk->bij", wide, wide).reshape(CHUNK, 16)
+    kind = "bf16" if rows[0].dtype == jnp.bfloat16 else "f16"
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,) * len(rows),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.float32, layout=TILE),
+    )
+    def products(ctx: Any, *rows: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        halves = [[mgpu.c(0.0, ir.F32Type.get())] * 4 for _ in range(2)]
+        for part in rows:
+            registers = [llvm.bitcast(i32, pair) for pair in part.registers.flat]
+            for first in range(0, len(registers), 4):
+                left = registers[first : first + 4]
+                for half in range(2):  # what is a row on the left is a column on the right
+                    right = [left[half], left[2 + half]]
+                    halves[half] = _mma(kind, left, right, halves[half])
+        shape = (1, 2, *rows[0].registers.shape[2:])
+        return _fragments(_pairs([*halves[0], *halves[1]]), shape, rows[0].layout)
+
+    return products(*rows)
+
+
 def block_product(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
     """Products of four pairs of 16 x 16 blocks, each [64, 16] float32, operands in float16.
 
@@ -120,43 +216,30 @@ def block_product(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
 
 def _block_product(ctx: Any, x: Any, y: Any) -> Any:
     del ctx
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    zero = mgpu.c(0.0, f32)
-
-    def asm(result: Any, operands: list[Any], code: str, constraints: str) -> Any:
-        return llvm.inline_asm(result, operands, code, constraints, has_side_effects=True)
+    i32 = ir.IntegerType.get_signless(32)
+    zero = mgpu.c(0.0, ir.F32Type.get())
 
     def half(pair: Any) -> Any:
         low, high = (vector.extract(pair, [], [i]) for i in range(2))
-        return asm(i32, [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+        return _asm(i32, [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
 
     def transposed(piece: Any) -> Any:
-        return asm(i32, [piece], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
+        return _asm(i32, [piece], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
 
     # Registers in order: columns 0 to 7 of rows 0 to 7 and 8 to 15, then columns 8 to 15.
     left = [half(pair) for pair in x.registers.flat]
     right = [transposed(half(pair)) for pair in y.registers.flat]
-    pairs = []
+    values = []
     for column in range(2):
-        product = asm(
-            llvm.StructType.get_literal([f32] * 4),
-            [*left, right[2 * column], right[2 * column + 1], *[zero] * 4],
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, "
-            "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        )
-        values = [llvm.extractvalue(f32, product, [i]) for i in range(4)]
-        pair_type = ir.VectorType.get((2,), f32)
-        pairs += [vector.from_elements(pair_type, values[i : i + 2]) for i in (0, 2)]
-    registers = np.array(pairs, dtype=object).reshape(x.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        values += _mma("f16", left, right[2 * column : 2 * column + 2], [zero] * 4)
+    return _fragments(_pairs(values), x.registers.shape, x.layout)
 
 
 def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -> jax.Array:
-    """`(I + tril(a, -1))^-1` of a float32 [64, 64] in registers; the rest of `a` is not looked at.
+    """`(I - tril(a, -1))^-1` of a float32 [64, 64] in registers; the rest of `a` is not looked at.
 
     Args:
-        half_smem: float16 scratch, two of [64, 16] and two of [64, 32]: no product's operand is
+        half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is
             written before every warp has finished the product two before it.
     """
 
@@ -168,6 +251,7 @@ def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -
     def times(pieces: list[tuple[jax.Array, int]], rows: jax.Array, smem: Any) -> list[jax.Array]:
         """For each (left [64, width], first): left @ rows[first : first + width]."""
         width = rows.shape[1]
+        smem = smem.at[:, pl.ds(0, width)]
         smem[...] = rows.astype(jnp.float16)
         plgpu.commit_smem()
 
@@ -192,11 +276,11 @@ def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -
     for n in range(1, 4):
         diagonal = jnp.where(frame == n, columns(a, 16 * n, 16), diagonal)
     a = a.astype(jnp.float16)
-    x = jnp.where(within == column, 1.0, jnp.where(below(1), -diagonal, 0.0))
+    x = jnp.where(within == column, 1.0, jnp.where(below(1), diagonal, 0.0))
     for b in (2, 4, 8):
         corner = jnp.where(below(b), diagonal, 0.0)
         corner = block_product(corner, x, interpret=interpret)
-        x = x - block_product(x, corner, interpret=interpret)
+        x = x + block_product(x, corner, interpret=interpret)
 
     # Rows 16 to 31 join rows 0 to 15, rows 48 to 63 join rows 32 to 47: what the other rows get
     # is not used.
@@ -205,20 +289,33 @@ def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -
     upper, lower = times([(x, 16), (x, 48)], corner, half_smem[1])
     step = jnp.where(row < 32, upper, lower)
     odd = lax.rem(frame, jnp.int32(2)) == 1
-    x = jnp.concatenate([jnp.where(odd, -step, x), jnp.where(odd, x, 0.0)], axis=1)
+    x = jnp.concatenate([jnp.where(odd, step, x), jnp.where(odd, x, 0.0)], axis=1)
     # Rows 32 to 63 join rows 0 to 31.
-    (corner,) = times([(columns(a, 0, 32), 0)], x, half_smem[2])
-    (step,) = times([(x, 32)], corner, half_smem[3])
+    (corner,) = times([(columns(a, 0, 32), 0)], x, half_smem[0])
+    (step,) = times([(x, 32)], corner, half_smem[1])
     half = iota((CHUNK, 32), 0) >= 32
-    return jnp.concatenate([jnp.where(half, -step, x), jnp.where(half, x, 0.0)], axis=1)
+    return jnp.concatenate([jnp.where(half, step, x), jnp.where(half, x, 0.0)], axis=1)
+
+
+def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
+    """Value heads that a warpgroup takes of a chunk, of the `group` that share a key head.
+
+    What they share takes about 0.3 of what each takes by itself, counted in instructions; the
+    warpgroup with the most to do ends last.
+    """
+
+    def time(share: int) -> float:
+        turns = -(-chunks * value_heads // (share * NUM_SMS * WARPGROUPS))
+        return turns * (share + 0.3)
+
+    return min((n for n in range(1, min(group, 4) + 1) if group % n == 0), key=time)
 
 
 def chunk_matrices(
     q: jax.Array,
     k: jax.Array,
     gates: jax.Array,
-    chunk_start: jax.Array,
-    chunk_length: jax.Array,
+    chunks: jax.Array,
     *,
     scale: float,
     use_qk_l2norm: bool,
@@ -230,66 +327,67 @@ def chunk_matrices(
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
         gates: float32 [N, Hv, 2, 64], log2 decay and beta of each chunk's tokens; 0 past its end.
-        chunk_start, chunk_length: int32 [N], first token of a chunk and its tokens, 0 to 64.
+        chunks: int32 [N + 1, 2], first token of a chunk and its tokens, 0 to 64; and in the last
+            row how many chunks from the first are to be done.
 
     Returns:
         X and P [N, Hv, 64, 64] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for chunks
         without a token.
     """
-    chunks, value_heads = gates.shape[:2]
+    count, value_heads = gates.shape[:2]
     dtype = q.dtype
-    # Four warpgroups share an SM's registers, 128 a thread, and its shared memory. At most one
-    # block an SM: one more would wait for a whole block to end.
-    heads = next(n for n in (4, 2, 1) if value_heads % n == 0)
-    blocks = max(1, min(chunks, NUM_SMS * heads // value_heads))
+    group = value_heads // k.shape[1]
+    # Most of N: there is one more for every sequence, in case its last chunk is not full.
+    share = value_heads_at_once(-(-k.shape[0] // CHUNK), value_heads, group)
+    # At most one block an SM: one more would wait for a whole block to end.
+    items = count * (value_heads // share)
+    blocks = min(-(-items // WARPGROUPS), NUM_SMS)
     body = _body(
-        group=value_heads // k.shape[1],
-        heads=heads,
-        blocks=blocks,
+        group=group,
+        share=share,
+        workers=blocks * WARPGROUPS,
         scale=scale,
         l2norm=use_qk_l2norm,
         dtype=dtype,
         interpret=interpret,
     )
-    matrix = jax.ShapeDtypeStruct((chunks, value_heads, CHUNK, CHUNK), dtype)
-    vectors = jax.ShapeDtypeStruct((chunks, value_heads, VECTORS, CHUNK), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, CHUNK, CHUNK), dtype)
+    vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
     half = (
         plgpu.TilingTransform((8, 16)),  # type: ignore[abstract]
         plgpu.SwizzleTransform(32),  # type: ignore[abstract]
     )
+    each = WARPGROUPS
     kernel = plgpu.kernel(
         body,
         out_type=(matrix, matrix, vectors),
         scratch_types=[
-            token_tiles((heads, 2), dtype, interpret=interpret),  # K
-            token_tiles((heads, 2), dtype, interpret=interpret),  # Q
-            plgpu.SMEM((heads, 2, CHUNK), jnp.float32),  # log2 decay, beta
-            plgpu.SMEM((heads, 2, CHUNK), jnp.float32),  # running sums, and less log2 |k|^-1
-            plgpu.SMEM((heads, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # P, then X
-            plgpu.SMEM((heads, VECTORS, CHUNK), jnp.float32),
-            *[
-                plgpu.SMEM((heads, CHUNK, width), jnp.float16, transforms=half)
-                for width in (16, 16, 32, 32)
-            ],
-            plgpu.Barrier(num_arrivals=5, num_barriers=heads),
+            token_tiles((each, 2), dtype, interpret=interpret),  # K
+            token_tiles((each, 2), dtype, interpret=interpret),  # Q
+            plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),  # log2 decay, beta
+            plgpu.SMEM((each, 2, CHUNK), jnp.float32),  # running sums, and less log2 |k|^-1
+            plgpu.SMEM((each, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # P, then X
+            plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
+            *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=half)] * 2,
+            plgpu.Barrier(num_arrivals=5, num_barriers=each),
         ],
-        grid=(blocks, value_heads // heads),
-        grid_names=("block", "heads"),
-        num_threads=heads,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=each,
         thread_name="wg",
         kernel_name="gdn_prefill_chunk",
         compiler_params=compiler_params(),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(q, k, gates, chunk_start, chunk_length)
+        return kernel(q, k, gates, chunks)
 
 
 def _body(
     *,
     group: int,
-    heads: int,
-    blocks: int,
+    share: int,
+    workers: int,
     scale: float,
     l2norm: bool,
     dtype: Any,
@@ -298,53 +396,51 @@ def _body(
     def load(ref: Any, layout: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    def scores(left: Any, right: Any) -> jax.Array:
-        """left right^T, over the two halves of the head's dimension."""
-
-        def terms(acc: Any) -> jax.Array:
-            for half in range(2):
-                plgpu.wgmma(acc, left.at[half], right.at[half].transpose((1, 0)))
-            return acc[...]
-
-        return pl.run_scoped(terms, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
+    def start_scores(acc: Any, left: Any, right: Any) -> None:
+        """acc += left right^T, over the two halves of the head's dimension."""
+        for half in range(2):
+            plgpu.wgmma(acc, left.at[half], right.at[half].transpose((1, 0)))
 
     def inverse_length(rows: Any) -> jax.Array:
-        squares = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), BY_ROW)
-        for half in range(2):
-            wide = plgpu.load(rows.at[half], layout=TILE).astype(jnp.float32)
-            squares += (wide * wide).sum(axis=1)
-        return lax.rsqrt(squares + 1e-6)
+        halves = [plgpu.load(rows.at[half], layout=TILE) for half in range(2)]
+        products = own_products(halves, interpret=interpret)
+        own = lax.rem(iota((CHUNK, 16), 0), jnp.int32(16)) == iota((CHUNK, 16), 1)
+        return lax.rsqrt(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 
     def body(
-        q_ref, k_ref, gates_ref, start_ref, length_ref, x_ref, p_ref, vectors_ref,
+        q_ref, k_ref, gates_ref, chunks_ref, x_ref, p_ref, vectors_ref,
         k_union, q_union, all_gates, all_sums, all_out, all_vectors, *rest,
     ):  # fmt: skip
         *all_half, loaded = rest
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        head = lax.axis_index("heads") * heads + wg
-        key_head = lax.div(head, jnp.int32(group))
+        worker = block * WARPGROUPS + wg
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         q_copied, q_smem = both_views(q_union, interpret=interpret)
         keys, queries, gates_smem = k_smem.at[wg], q_smem.at[wg], all_gates.at[wg]
         sums_smem, out_smem, vectors_smem = all_sums.at[wg], all_out.at[wg], all_vectors.at[wg]
         half_smem = [ref.at[wg] for ref in all_half]
-        count = gates_ref.shape[0]
-        steps = lax.div(count - block + (blocks - 1), jnp.int32(blocks))
+        each = gates_ref.shape[1] // share
+        items = chunks_ref[gates_ref.shape[0], 0] * each
+        steps = lax.div(items - worker + (workers - 1), jnp.int32(workers))
 
-        def issue(chunk):
-            barrier, rows = loaded.at[wg], pl.ds(start_ref[chunk], CHUNK)
+        def place(i):
+            """Chunk and first value head of the warpgroup's item i, which may be one too many."""
+            item = jnp.minimum(worker + i * workers, items - 1)
+            return lax.div(item, jnp.int32(each)), lax.rem(item, jnp.int32(each)) * share
+
+        def issue(chunk, first_head, start):
+            barrier, rows = loaded.at[wg], pl.ds(start, CHUNK)
+            key_head = lax.div(first_head, jnp.int32(group))
             copy_rows(k_ref.at[rows, key_head], k_copied.at[wg], barrier)
-            plgpu.copy_gmem_to_smem(gates_ref.at[chunk, head], gates_smem, barrier)
+            gates = gates_ref.at[chunk, pl.ds(first_head, share)]
+            plgpu.copy_gmem_to_smem(gates, gates_smem, barrier)
             copy_rows(q_ref.at[rows, key_head], q_copied.at[wg], barrier)
 
-        @pl.when(steps > 0)
-        def _():
-            issue(block)
-
-        @pl.loop(0, steps)
-        def _(i):
-            chunk = block + i * blocks
-            length = length_ref[chunk]
+        def item_step(i, length):
+            chunk, first_head = place(i)
+            # Long before they are used: they come from global memory.
+            next_chunk, next_head = place(i + 1)
+            next_start, next_length = chunks_ref[next_chunk, 0], chunks_ref[next_chunk, 1]
             plgpu.barrier_wait(loaded.at[wg])
 
             # What lies past the end may be NaN, and 0 * NaN is NaN. Queries there are left: they
@@ -357,51 +453,71 @@ def _body(
                     keys.at[half][...] = jnp.where(inside, kept, jnp.zeros((), dtype))
                 plgpu.commit_smem()
 
-            lower = iota((CHUNK, CHUNK), 1) <= iota((CHUNK, CHUNK), 0)
-            g = over_columns(load(gates_smem.at[0], BY_COLUMN))
-            running = jnp.where(lower, g, 0.0).sum(axis=1)
-            beta = load(gates_smem.at[1], BY_ROW)
-            sums_smem[0, :] = running
             if l2norm:
-                k_scale = inverse_length(keys)
-                sums_smem[1, :] = running - jnp.log2(k_scale)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the last chunk wrote
-            plgpu.commit_smem()  # the sums, read again by column
-            total = sums_smem[0, CHUNK - 1]
-            gamma, to_end = jnp.exp2(running), jnp.exp2(total - running)
-            weight = beta * k_scale if l2norm else beta
-            if l2norm:
-                factor = inverse_length(queries) * scale
+                k_scale, factor = inverse_length(keys), inverse_length(queries) * scale
+                log_scale = jnp.log2(k_scale)
             else:
                 factor = plgpu.layout_cast(jnp.full((CHUNK,), scale, jnp.float32), BY_ROW)
-            every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
-            vectors_smem[BETA, :] = beta
-            vectors_smem[READ, :] = gamma * weight
-            vectors_smem[OUT, :] = gamma * factor
-            vectors_smem[WRITE, :] = to_end * k_scale if l2norm else to_end
-            vectors_smem[DECAY, :] = every
 
-            # exp(G_i - G_j), times the inverse length of key j; 0 above the diagonal, where it
-            # might be inf.
-            columns = over_columns(load(sums_smem.at[int(l2norm)], BY_COLUMN))
-            decay = jnp.exp2(jnp.where(lower, over_rows(running) - columns, -1e30))
-            p = scores(queries, keys) * decay * over_rows(factor)
-            out_smem[...] = p.astype(dtype)
-            a = scores(keys, keys) * decay * over_rows(weight)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(vectors_smem, vectors_ref.at[chunk, head])
-            plgpu.copy_smem_to_gmem(out_smem, p_ref.at[chunk, head])
+            @pl.loop(0, share)
+            def _value_head(n):
+                head = first_head + n
+                g = over_columns(load(gates_smem.at[n, 0], BY_COLUMN))
+                running = fill_above(g, 0.0, interpret=interpret).sum(axis=1)
+                beta = load(gates_smem.at[n, 1], BY_ROW)
+                sums_smem[0, :] = running
+                if l2norm:
+                    sums_smem[1, :] = running - log_scale
+                # What was copied out before; and a barrier, for the sums are read again by column.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            @pl.when(i + 1 < steps)
-            def _():
-                issue(chunk + blocks)
+                def matrices(qk, kk):
+                    start_scores(qk, queries, keys)
+                    total = sums_smem[0, CHUNK - 1]
+                    gamma, to_end = jnp.exp2(running), jnp.exp2(total - running)
+                    weight = beta * k_scale if l2norm else beta
+                    every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
+                    vectors_smem[BETA, :] = beta
+                    vectors_smem[READ, :] = gamma * weight
+                    vectors_smem[OUT, :] = gamma * factor
+                    vectors_smem[WRITE, :] = to_end * k_scale if l2norm else to_end
+                    vectors_smem[DECAY, :] = every
+                    # exp(G_i - G_j), times the inverse length of key j; 0 above the diagonal,
+                    # where it might be inf.
+                    columns = over_columns(load(sums_smem.at[int(l2norm)], BY_COLUMN))
+                    between = fill_above(over_rows(running) - columns, -1e30, interpret=interpret)
+                    decay = jnp.exp2(between)
+                    p = plgpu.wgmma_accumulator_load(qk)
+                    start_scores(kk, keys, keys)
+                    out_smem[...] = (p * decay * over_rows(factor)).astype(dtype)
+                    decay = decay * over_rows(-weight)
+                    return plgpu.wgmma_accumulator_load(kk) * decay
 
-            x = unit_lower_inverse(a, half_smem, interpret=interpret)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[...] = x.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem, x_ref.at[chunk, head])
+                acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+                a = pl.run_scoped(matrices, acc, acc)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(vectors_smem, vectors_ref.at[chunk, head])
+                plgpu.copy_smem_to_gmem(out_smem, p_ref.at[chunk, head])
 
+                @pl.when((n == share - 1) & (i + 1 < steps))
+                def _():
+                    issue(next_chunk, next_head, next_start)
+
+                x = unit_lower_inverse(a, half_smem, interpret=interpret)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem[...] = x.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_smem, x_ref.at[chunk, head])
+
+            return next_length
+
+        first_chunk, first_head = place(0)
+
+        @pl.when(steps > 0)
+        def _():
+            issue(first_chunk, first_head, chunks_ref[first_chunk, 0])
+
+        lax.fori_loop(0, steps, item_step, chunks_ref[first_chunk, 1])
         plgpu.wait_smem_to_gmem(0)
 
     return body

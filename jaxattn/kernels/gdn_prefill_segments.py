@@ -61,11 +61,12 @@ def transition_pass(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run.
+    """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run but the last,
+    which is the padding.
 
     Of runs that end a sequence nobody asks for theirs, and they stay undefined.
     """
-    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0]
+    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0] - 1
     tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
     kernel = plgpu.kernel(
         _transition_body(
@@ -205,18 +206,20 @@ def segment_starts(
         pool: float32 or bfloat16 [L, Z, Hv, 128, 128], those states; layer: int32 [1].
     """
     count, value_heads = sequences.shape[0], ends.shape[1]
+    part = plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
     kernel = plgpu.kernel(
         _scan_body(heads=value_heads, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, *ends.shape), jnp.float32),
         scratch_types=[
-            plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
-            plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+            part,  # M rounded
+            part,  # what the rounding left
             plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),  # loaded
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
+            plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),  # read
         ],
-        grid=(count * value_heads,),
+        # The state's rows never meet: a block has half of them, and all of its SM's tensor cores.
+        grid=(count * value_heads * 2,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=2,
         thread_name="wg",
         kernel_name="gdn_prefill_segments",
         compiler_params=compiler_params(),
@@ -232,20 +235,20 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
         rounded_smem, rest_smem, loaded, read,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        rows, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
         sequence, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         first, steps = sequences_ref[sequence, 0], sequences_ref[sequence, 1] - 1
 
-        @pl.when(wg < 2)
+        @pl.when(wg == 0)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
 
             def write_start(segment, state):
-                store_state(state, starts_ref, (0, segment, head), wg)
+                store_state(state, starts_ref, (0, segment, head), rows)
 
             def segment_step(i, state):
                 slot = lax.rem(i, jnp.int32(STAGES))
                 write_start(first + i, state)
-                end = load_state(ends_ref, (first + i, head), wg)
                 rounded = tuple(half.astype(jnp.bfloat16) for half in state)
                 rest = tuple(
                     (half - high.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -254,17 +257,19 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                 plgpu.barrier_wait(loaded.at[slot])
 
                 def with_refs(*refs):
-                    accs = [Accumulator(ref, half) for ref, half in zip(refs, end, strict=True)]
+                    accs = [Accumulator(ref) for ref in refs]
                     products = (
                         (rest, rounded_smem),
                         (rounded, rest_smem),
                         (rounded, rounded_smem),
                     )
-                    for rows, smem in products:
+                    for left, smem in products:
                         for half, acc in enumerate(accs):
                             for inner in range(2):
-                                acc.add(rows[inner], smem.at[slot, half, pl.ds(64 * inner, 64)])
-                    return tuple(acc.read() for acc in accs)
+                                acc.add(left[inner], smem.at[slot, half, pl.ds(64 * inner, 64)])
+                    # On their way from memory while the products run.
+                    end = load_state(ends_ref, (first + i, head), rows)
+                    return tuple(acc.read() + half for acc, half in zip(accs, end, strict=True))
 
                 state = with_accumulators(with_refs, 2, interpret=interpret)
                 plgpu.commit_smem()  # what was read here is overwritten by a copy
@@ -272,10 +277,10 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                 return state
 
             slot = sequences_ref[sequence, 2]
-            state = first_state(pool_ref, layer_ref[0], slot, head, wg)
+            state = first_state(pool_ref, layer_ref[0], slot, head, rows)
             write_start(first + steps, lax.fori_loop(0, steps, segment_step, state))
 
-        @pl.when(wg == 2)
+        @pl.when(wg == 1)
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
 

@@ -156,7 +156,7 @@ def output_pass(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     if starts is None:
-        starts = jnp.zeros((1, 1, 1, DIM, DIM), jnp.float32)
+        starts = jnp.zeros((1, 0, value_heads, DIM, DIM), jnp.float32)
     if kept is None:
         kept = jnp.zeros(1, jnp.int32)
     operands = (q, k, v, x, p, vectors, runs, layer, kept, starts)
@@ -182,6 +182,8 @@ def load_state(ref: Any, index: tuple[Any, ...], wg: Any) -> tuple[jax.Array, ..
 
 def first_state(ref: Any, layer: Any, slot: Any, head: Any, wg: Any) -> tuple[jax.Array, ...]:
     """The state in a slot, or zeros for -1."""
+    if ref.shape[1] == 0:
+        return zero_tile(), zero_tile()
     return lax.cond(
         slot >= 0,
         lambda: load_state(ref, (layer, slot, head), wg),
