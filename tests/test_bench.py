@@ -14,7 +14,17 @@ from jaxattn import gdn
 from jaxattn import mla as ops
 from jaxattn.aliasing import AliasingReport, Copy
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_prefill, peers, plot, step, timing
+from jaxattn.bench import (
+    gdn_decode,
+    gdn_prefill,
+    mla,
+    mla_fp8,
+    mla_prefill,
+    peers,
+    plot,
+    step,
+    timing,
+)
 
 STORED = "benchmarks/results/mla.json"
 
@@ -100,8 +110,9 @@ def measured(monkeypatch):
     """Rows without measuring; returns the shapes that were asked for."""
     asked = []
 
-    def measure(shape, implementation, *, xla):
-        asked.append(shape)
+    def measure(shape, implementation, *, xla, cache=None):
+        if cache is None:
+            asked.append(shape)
         beside = {"xla us": 90.0} if xla else {}
         return {"B,H,T,S": ",".join(map(str, shape)), "us": 10.0, **beside,
                 "TFLOP/s": 1.0, "GB/s": 20.0}  # fmt: skip
@@ -139,6 +150,8 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
         (gdn_prefill, (1, 1, 2, 3)),
         (mla_prefill, (1, 8, 1, 0)),
         (mla_prefill, (1, 8, 1, 8)),
+        (mla_fp8, (1, 2, 70, 1, "e4m3")),
+        (mla_fp8, (1, 2, 70, 1, "block-scaled")),
     ],
 )
 def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
@@ -287,6 +300,17 @@ def test_notes_compare_drawn_lengths_with_even_ones():
     assert note.startswith("1,2,1-9,1: 1.050 of")
 
 
+def test_notes_compare_fp8_caches_with_bfloat16():
+    rows = [
+        {"B,H,T,S": name, "cache": cache, "us": us}
+        for name, cache, us in (
+            ("1,16,9,1", "bfloat16", 3.0), ("1,16,9,1", "e4m3", 2.0), ("1,2,9,1", "e4m3", 1.0)
+        )
+    ]  # fmt: skip
+    (note,) = mla_fp8.notes(rows)
+    assert note.startswith("1,16,9,1: e4m3 1.50 times as fast as bfloat16 (wanted")
+
+
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(peers.subprocess, "run", None)
@@ -307,7 +331,8 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
     said = capsys.readouterr()
     assert "flashinfer call us" in said.out
     run = json.loads(file.read_text())
-    times = [row["flashinfer call us"] for row in run["rows"]]
+    assert [row["cache"] for row in run["rows"] if "cache" in row] == list(mla_fp8.CACHES)
+    times = [row["flashinfer call us"] for row in run["rows"] if "cache" not in row]
     assert times == [pytest.approx(1000), "", pytest.approx(1000), pytest.approx(1000)]
     assert run["peers"] == [
         "flashinfer-mla: flashinfer-python 9.9, by CUDA events around a graph",

@@ -64,15 +64,14 @@ def decode(some: Stored, implementation, *, schedule=None, arena=None):
 @both_devices
 @formats
 def test_cut_rows_tails_and_a_row_without_tokens(format, implementation):
-    some = stored(format, [200, 0, 70, 1], heads=3)
+    some = stored(format, [131, 0, 1], heads=3)
     schedule = cut_at(some.case, [(0, 0), (0, 2)])
     assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
 
 
 @both_devices
-@pytest.mark.parametrize("format, page", [("float8_e4m3fn", 128), ("uint8", 16)])
-def test_ragged_rows_of_two_blocks_and_other_pages(format, page, implementation):
-    some = stored(format, [page + 1, 2], heads=12, q_len=3, page=page, table_tail=-1)
+def test_ragged_rows_of_two_blocks_and_small_pages(implementation):
+    some = stored("uint8", [33, 2], heads=12, q_len=3, page=32, table_tail=-1)
     for case in (some.case, some.held):
         case.query_lens = jnp.asarray([1, 3], jnp.int32)
     beyond = np.arange(3) >= np.asarray(some.case.query_lens)[:, None]
@@ -86,6 +85,8 @@ def test_ragged_rows_of_two_blocks_and_other_pages(format, page, implementation)
 @both_devices
 @fp8_formats
 def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(format, implementation):
+    if format != "uint8" and implementation != "mosaic_gpu":
+        pytest.skip("the interpreter runs the other format")
     some = stored(format, [3, 66], heads=2)
     case = some.case
     nan = jnp.uint8(0x7F)
@@ -99,28 +100,24 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(format, implementat
 
 @both_devices
 def test_the_op_reads_an_fp8_cache_into_an_arena(implementation):
-    some = stored("uint8", [100], heads=2)
+    some = stored("uint8", [70], heads=2)
     case = some.case
-    case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 20)), constant_values=-1)
-    pages = case.block_tables.shape[1]
-    spec = mla.scratch(batch=1, q_len=1, num_heads=2, max_pages=pages)
+    spec = mla.scratch(batch=1, q_len=1, num_heads=2, max_pages=case.block_tables.shape[1])
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
     step = functools.partial(mla.mla_decode, scale=case.scale, implementation=implementation)
-    out, lse, arena = jax.jit(step)(
-        *case.args, layer=case.layer, arena=arena, schedule=cut_at(case, [(0, 0), (0, 1)])
-    )
+    schedule = cut_at(case, [(0, 0)])
+    out, lse, arena = step(*case.args, layer=case.layer, arena=arena, schedule=schedule)
     assert_mla_close(some.held, out, lse)
     np.testing.assert_array_equal(arena.read(spec, "out")[:, :2].reshape(out.shape), out)
 
 
-def test_what_has_not_run_on_a_gpu_is_refused_unless_named():
-    some = stored("uint8", [3], heads=2)
-    out, _ = mla.mla_decode(*some.case.args, scale=0.1, layer=some.case.layer)
-    assert out.shape == (1, 1, 2, 512)
+def test_fp8_caches_want_bfloat16_queries():
+    q, cache = jnp.zeros((1, 1, 2, 576), jnp.float16), jnp.zeros((1, 64, 656), jnp.uint8)
     with pytest.raises(NotImplementedError, match="q float16, kv_cache uint8"):
         mla_decode_mosaic(
-            some.case.q.astype(jnp.float16), *some.case.args[1:], scale=0.1, layer=0, interpret=True
-        )
+            q, cache, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=0.1,
+            interpret=True,
+        )  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -18,11 +18,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_prefill, peers, plot, step
+from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_fp8, mla_prefill, peers, plot, step
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
 
 MODULES: dict[str, list[Any]] = {
-    "mla": [mla],
+    "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gdn": [gdn_decode, gdn_prefill],
 }

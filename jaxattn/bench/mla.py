@@ -17,9 +17,11 @@ from jaxattn import mla
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, kernel_seconds, rotation
 from jaxattn.dispatch import Implementation
+from jaxattn.mla_cache import LatentFormat
 
 PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5
+KV_SCALE = 2.0**-6  # of e4m3 caches: normal data stays below 448 of it
 # B, H, T, S. T is every row's, or "1-8192", drawn from there, or "even 1-8192", as many tokens
 # spread evenly.
 Shape = tuple[int, int, int | str, int]
@@ -67,19 +69,26 @@ def lengths(batch: int, tokens: int | str) -> np.ndarray:
     return np.where(np.arange(batch) < more, each + 1, each).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def inputs(
-    batch: int, heads: int, tokens: int | str, q_len: int, seed: int = 0
+    batch: int, heads: int, tokens: int | str, q_len: int, cache: str = "bfloat16"
 ) -> tuple[jax.Array, ...]:
     """Normal data on shuffled pages, in as many layers as keep the caches out of L2."""
+    latents = LatentFormat(cache)
     longest = tokens if isinstance(tokens, int) else int(tokens.split("-")[1])
     pages = -(-longest // PAGE)
-    layers = rotation(batch * pages * PAGE * DIM * 2, most=32)
-    keys = jax.random.split(jax.random.key(seed), 3)
+    layers = rotation(batch * pages * PAGE * latents.nbytes, most=32)
+    keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
-    cache = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    stored = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    if latents.quantized:
+        stored = latents.pack(stored, scale_of(cache))
     tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
-    return q, cache, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
+    return q, stored, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
+
+
+def scale_of(cache: str) -> float | None:
+    return KV_SCALE if LatentFormat(cache).per_tensor else None
 
 
 @functools.partial(jax.jit, static_argnames=("q_len", "num_heads", "max_pages"))
@@ -94,7 +103,12 @@ def decode(
     def call(operands, state, layer):
         arrays, schedule = operands
         out = mla.mla_decode(
-            *arrays, scale=SCALE, layer=layer, schedule=schedule, implementation=implementation
+            *arrays,
+            scale=SCALE,
+            kv_scale=scale_of(arrays[1].dtype.name),
+            layer=layer,
+            schedule=schedule,
+            implementation=implementation,
         )
         return out, state
 
@@ -107,11 +121,13 @@ def check(op: Op, shape: Shape) -> float:
     (q, cache, tables, lens), _ = op.operands[0]
     out, _ = op(0)
     drawn = lengths(shape[0], shape[2])
+    kv_scale = scale_of(cache.dtype.name)
     heads = np.unique(np.linspace(0, shape[1] - 1, 16).astype(int))
     errors = []
     for row in {0, len(drawn) - 1, int(drawn.argmin()), int(drawn.argmax())}:
         length, q_len = int(lens[row]), q.shape[1]
-        kv = reference.exact(cache[0, tables[row]]).reshape(-1, DIM)[:length]
+        latents = LatentFormat(cache.dtype.name).unpack(cache[0, tables[row]], kv_scale)
+        kv = reference.exact(latents).reshape(-1, DIM)[:length]
         last = np.repeat(length - q_len + np.arange(q_len), len(heads))
         queries = reference.exact(q[row])[:, heads].reshape(-1, DIM)
         seen = last >= 0  # a row may be shorter than its queries
@@ -122,11 +138,15 @@ def check(op: Op, shape: Shape) -> float:
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: Shape,
+    implementation: Implementation | None,
+    *,
+    xla: bool = False,
+    cache: str = "bfloat16",
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """A row of the table; with `xla` also XLA's time. `cache` is a dtype of `LatentFormat`."""
     batch, heads, tokens, q_len = shape
-    _, _, tables, lens = arrays = inputs(*shape)
+    _, _, tables, lens = arrays = inputs(*shape, cache)
     schedule, invariant = _schedules(lens, q_len=q_len, num_heads=heads, max_pages=tables.shape[1])
     op = decode(arrays, schedule, implementation)
     error = check(op, shape)
@@ -139,7 +159,7 @@ def measure(
     beside = {"xla us": decode(arrays, schedule, "xla").time() * 1e6} if xla else {}
     total = int(lengths(batch, tokens).sum())
     flops = 2 * heads * q_len * total * (DIM + RANK)
-    moved = total * DIM * 2 + batch * heads * q_len * (DIM + RANK) * 2
+    moved = total * LatentFormat(cache).nbytes + batch * heads * q_len * (DIM + RANK) * 2
     return {
         **label(shape),
         **columns("us", times),
