@@ -124,6 +124,7 @@ def test_one_real_row_among_127_of_padding(q_len):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_slot_offsets_beyond_2_31_elements():
     num_slots = 2**31 // (32 * 128 * 128) + 3
     case = gdn_case([num_slots - 1, 0], num_slots=num_slots, value_heads=32, layers=1, layer=0)

@@ -430,6 +430,7 @@ def test_the_same_bits_every_run(batch, q_len, state_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_slot_offsets_beyond_2_31_elements():
     slots = 2**31 // (32 * 128 * 128) + 3
     small = make(

@@ -414,6 +414,7 @@ def test_a_servers_batch_on_a_pool(split_tokens, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_many_short_documents_in_more_than_65535_blocks():
     """On a pool of 4 GiB, in shuffled slots."""
     lens = np.random.default_rng(1).integers(0, 5, 2050).tolist()
@@ -433,6 +434,7 @@ def test_many_short_documents_in_more_than_65535_blocks():
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_slot_offsets_beyond_2_31_elements():
     """The last slots of a pool of 2^31 elements and those of a small one: one result, no copy."""
     num_slots = 2**31 // (32 * 128 * 128) + 4

@@ -149,6 +149,7 @@ def test_parts_of_long_rows(parts, format):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @formats
 def test_page_offsets_beyond_2_31_bytes(format):
     first_page = 2**31 // (64 * 576) + 1

@@ -309,6 +309,7 @@ def test_parts_of_long_rows(parts):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_page_offsets_beyond_2_31_elements():
     first_page = 2**31 // (64 * 576) + 1
     case = mla_case([200, 64], heads=16, layers=1, layer=0, first_page=first_page)

@@ -313,6 +313,7 @@ def test_real_prefill_with_a_long_prefix():
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_offsets_beyond_2_to_the_31():
     # Row 2 begins at element 2**31 of the output. Its queries repeat, 1024 at a time.
     case = make_case(1024, 200, 128, [(0, 0, 0, 0), (0, 0, 0, 0), (0, 65536, 200, 0)])

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("serve_full_device.py")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
 
 
 @pytest.fixture(scope="module")
