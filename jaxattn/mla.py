@@ -184,10 +184,10 @@ def mla_decode(
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         # What has not run on a GPU yet runs only where the kernel is named.
-        if implementation is None and format.quantized:
+        if implementation is None and (format.quantized or q.shape[-1] == kv_lora_rank):
             raise NotImplementedError(
-                "mla_decode: name implementation='mosaic_gpu' for an FP8 cache, got kv_cache "
-                f"{kv_cache.dtype.name}"
+                "mla_decode: name implementation='mosaic_gpu' for an FP8 cache and for latents "
+                f"without rotated dims, got kv_cache {kv_cache.dtype.name} {kv_cache.shape}"
             )
         apart = reads_apart(q.shape[2]) and not format.quantized
         return mla_decode_mosaic(

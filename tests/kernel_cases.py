@@ -48,6 +48,7 @@ def mla_case(
     layers: int = 2,
     layer: int = 1,
     first_page: int = 0,
+    dim: int = 576,
     table_tail: int = NO_SUCH_PAGE,
     seed: int = 0,
 ) -> MLACase:
@@ -58,16 +59,16 @@ def mla_case(
     shuffled = iter(first_page + rng.permutation(pages - first_page))
     tables = np.full((len(lens), max(needed) + 2), table_tail, np.int32)
     owned: list[int] = []
-    blocks = np.full((sum(needed), page, 576), np.nan, np.float32)
+    blocks = np.full((sum(needed), page, dim), np.nan, np.float32)
     for row, length in enumerate(lens):
         for j in range(needed[row]):
             tables[row, j] = next(shuffled)
             valid = min(page, length - j * page)
-            blocks[len(owned), :valid] = rng.normal(size=(valid, 576))
+            blocks[len(owned), :valid] = rng.normal(size=(valid, dim))
             owned.append(tables[row, j])
-    cache = jnp.full((layers, pages, page, 576), jnp.nan, dtype)
+    cache = jnp.full((layers, pages, page, dim), jnp.nan, dtype)
     cache = cache.at[layer, np.array(owned, np.int32)].set(jnp.asarray(blocks, dtype))
-    q = jnp.asarray(rng.normal(size=(len(lens), q_len, heads, 576)), dtype)
+    q = jnp.asarray(rng.normal(size=(len(lens), q_len, heads, dim)), dtype)
     return MLACase(q, cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32), layer)
 
 

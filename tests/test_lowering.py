@@ -44,6 +44,7 @@ ints = functools.partial(shape, dtype=jnp.int32)
         dict(page=16, ragged=True),
         dict(page=128, output_by_tma=True),
         dict(batch_invariant=True),
+        dict(dim=512),
     ],
     ids=str,
 )
@@ -51,8 +52,9 @@ def test_mla_decode(options):
     options = dict(options)
     pair, ragged, page = (options.pop(name, 0) for name in ("pair", "ragged", "page"))
     invariant, page = options.pop("batch_invariant", False), page or 64
+    dim = options.pop("dim", 576)
     batch, q_len, heads, pages = 4, 2, 64, 4096 // page
-    q = shape(batch, q_len, heads, 576)
+    q = shape(batch, q_len, heads, dim)
     if pair:
         q = (shape(batch, q_len, heads, 512), shape(batch, q_len, heads, 64))
     query_lens = ints(batch) if ragged else None
@@ -67,7 +69,7 @@ def test_mla_decode(options):
             q, cache, tables, lens, scale=0.1, query_lens=query_lens, schedule=schedule, **options
         )
 
-    args = (q, shape(8, page, 576), ints(batch, pages), ints(batch), query_lens)
+    args = (q, shape(8, page, dim), ints(batch, pages), ints(batch), query_lens)
     decode, combine = launches(step, *args)
     # The output and the partial results; then the output and its LSE, the rest being read.
     assert decode.count("output_operand_alias<") == 2

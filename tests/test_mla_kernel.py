@@ -67,6 +67,15 @@ def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implement
 
 
 @both_devices
+def test_latents_without_rotated_dims(implementation):
+    case = mla_case([196, 0, 1, 64], heads=20, dim=512)
+    assert_mla_close(case, *decode(case, implementation))
+    if implementation == "mosaic_gpu":
+        case = mla_case([4096, 700], q_len=2, heads=128, dim=512)
+        assert_mla_close(case, *decode(case, implementation))
+
+
+@both_devices
 @pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
 def test_splits_that_see_nothing(lens, implementation):
     case = mla_case(lens, heads=20)
@@ -197,16 +206,23 @@ def test_one_real_row_among_padding(q_len, padding, implementation):
     assert (np.asarray(out_beside[1:]) == 0).all() and np.isneginf(lse_beside[1:]).all()
 
 
-@pytest.mark.parametrize("output_by_tma", [False, True])
-def test_no_race_in_the_interpreter(output_by_tma):
+@pytest.mark.parametrize(
+    "lens, q_len, dim, cuts, output_by_tma",
+    [
+        ([150, 1], 2, 576, [(0, 0), (0, 1), (1, 0)], False),
+        ([150, 1], 2, 576, [(0, 0), (0, 2)], True),
+        ([260], 1, 512, [(0, 0)], False),  # P has its slots to itself, and they come round
+    ],
+)
+def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    case = mla_case([150, 1], heads=20, q_len=2)
+    case = mla_case(lens, heads=20, q_len=q_len, dim=dim)
     out, lse = mla_decode_mosaic(
         *case.args,
         scale=case.scale,
         layer=case.layer,
-        schedule=cut_at(case, [(0, 0), (0, 2)] if output_by_tma else [(0, 0), (0, 1), (1, 0)]),
+        schedule=cut_at(case, cuts),
         output_by_tma=output_by_tma,
         interpret=True,
         detect_races=True,

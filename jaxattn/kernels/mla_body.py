@@ -10,6 +10,8 @@ A page comes in three pieces, of which shared memory holds
     right columns   3 pages    warpgroup 2 likewise, three pages on
     rope columns    3 pages    with the right ones; P takes their place once the scores are there
 
+(a model without rotated dims has none of the last, and P has their place to itself).
+
 To have room for the third, the left half of Q lives in warpgroup 0's registers. The tensor cores
 take their work in the order
 
@@ -53,7 +55,7 @@ def copies_of(page_size: int) -> int:
     return max(1, PAGE // page_size)
 
 
-def scratch_types(dtype: Any, page_size: int, interpret: bool) -> list[Any]:
+def scratch_types(dtype: Any, page_size: int, rope: bool, interpret: bool) -> list[Any]:
     tiled = swizzled(dtype)
     copies = copies_of(page_size)
     # The interpreter has no register operands: there Q's left columns are in shared memory, too.
@@ -68,7 +70,7 @@ def scratch_types(dtype: Any, page_size: int, interpret: bool) -> list[Any]:
         plgpu.SMEM((RIGHT_SLOTS, PAGE, ROPE), dtype, transforms=tiled),  # rope columns, then P
         plgpu.SMEM((RIGHT_SLOTS, TILE), jnp.float32),  # rescaling of the rows
         plgpu.SMEM((TILE,), jnp.float32),  # their sums
-        plgpu.Barrier(num_arrivals=len(left) + 2),  # Q loaded
+        plgpu.Barrier(num_arrivals=len(left) + 1 + rope),  # Q loaded
         # Left and right columns loaded, and rope columns.
         plgpu.Barrier(num_arrivals=copies, num_barriers=LEFT_SLOTS + RIGHT_SLOTS),
         plgpu.Barrier(num_arrivals=copies, num_barriers=RIGHT_SLOTS),
@@ -131,6 +133,7 @@ def make_body(
     split: bool,
     apart: bool,
     ragged: bool,
+    rope: bool,
     output_by_tma: bool,
     interpret: bool,
 ) -> Any:
@@ -143,6 +146,7 @@ def make_body(
         apart: whether Q comes as the absorbed product and the rotation write it, two refs
             [H, B, S, R] and [B, S, H, P] with whole tiles of heads, or as one [B, rows, D].
         ragged: whether rows have lengths of their own among the S tokens.
+        rope: whether there are rope columns: D 576, or 512.
         output_by_tma: whether a whole row's output leaves through its last page's slot, or by
             stores of four bytes from registers.
     """
@@ -266,7 +270,8 @@ def make_body(
                     if not in_registers:
                         plgpu.copy_gmem_to_smem(q_columns(row, 0, HALF), q_left_smem, q_loaded)
                     plgpu.copy_gmem_to_smem(q_columns(row, HALF, HALF), q_right_smem, q_loaded)
-                    plgpu.copy_gmem_to_smem(q_columns(row, RANK, ROPE), q_rope_smem, q_loaded)
+                    if rope:
+                        plgpu.copy_gmem_to_smem(q_columns(row, RANK, ROPE), q_rope_smem, q_loaded)
 
             def piece(carry, row, start, steps, whole, pages_before, pieces_before):
                 q_left = q_left_smem
@@ -298,7 +303,8 @@ def make_body(
                         # The right columns come last: they are loaded last.
                         right = LEFT_SLOTS + slot
                         add(q_left, kv_smem.at[left], kv_loaded.at[left])
-                        add(q_rope_smem, rope_smem.at[slot], rope_loaded.at[slot])
+                        if rope:
+                            add(q_rope_smem, rope_smem.at[slot], rope_loaded.at[slot])
                         add(q_right_smem, kv_smem.at[right], kv_loaded.at[right])
                         return acc[...]
 
@@ -421,11 +427,13 @@ def make_body(
                         source = kv_ref.at[layer_ref[0], number, pl.ds(inside, tokens)]
                         to = pl.ds(j * tokens, tokens)
 
-                        @pl.when(is_right)
-                        def _(source=source, to=to):
-                            rope = source.at[:, pl.ds(RANK, ROPE)]
-                            target = rope_smem.at[slot, to]
-                            plgpu.copy_gmem_to_smem(rope, target, rope_loaded.at[slot])
+                        if rope:
+
+                            @pl.when(is_right)
+                            def _(source=source, to=to):
+                                rotated = source.at[:, pl.ds(RANK, ROPE)]
+                                target = rope_smem.at[slot, to]
+                                plgpu.copy_gmem_to_smem(rotated, target, rope_loaded.at[slot])
 
                         at = first_slot + slot
                         target = kv_smem.at[at, to]

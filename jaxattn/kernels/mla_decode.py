@@ -4,8 +4,8 @@ A block for each (part of the schedule, tile of 64 packed rows of S tokens x H h
 the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
 in mla_body.py; mla_schedule.py makes the parts, and mla_combine.py merges the rows that were cut.
 
-Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16, any H and S;
-FP8 caches are handed to mla_decode_columns.py.
+Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
+any H and S; FP8 caches are handed to mla_decode_columns.py.
 Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_kernel.py.
 """
 
@@ -34,10 +34,10 @@ def reads_apart(num_heads: int) -> bool:
 
 def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
     dim, page = kv_cache.shape[-1], kv_cache.shape[-2]
-    if kv_lora_rank != RANK or dim != RANK + ROPE:
+    if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
         raise NotImplementedError(
-            f"mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), and got "
-            f"{kv_lora_rank=} with D={dim}"
+            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
+            f"512), and got {kv_lora_rank=} with D={dim}"
         )
     if page not in PAGE_SIZES:
         raise NotImplementedError(
@@ -92,7 +92,7 @@ def mla_decode_mosaic(
     dtype = latent.dtype
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
-    page_size = kv_cache.shape[2]
+    page_size, rope = kv_cache.shape[2], kv_cache.shape[3] > RANK
     tiles = num_tiles(q_len, num_heads)
     rows = tiles * TILE
     if schedule is None:
@@ -137,12 +137,12 @@ def mla_decode_mosaic(
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
         page_size=page_size, piece_pages=schedule.piece, split=split, apart=apart,
-        ragged=query_lens is not None, output_by_tma=output_by_tma, interpret=interpret,
+        ragged=query_lens is not None, rope=rope, output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, first_rows),
         out_type=tuple(lse_types),
-        scratch_types=scratch_types(dtype, page_size, interpret),
+        scratch_types=scratch_types(dtype, page_size, rope, interpret),
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
         grid=(parts, tiles),
         grid_names=("part", "tile"),
