@@ -44,6 +44,10 @@ CHUNK = 64
 BETA, READ, OUT, WRITE, DECAY = range(5)
 VECTORS = 5
 
+# X and P are lower triangular and kept as [96, 32], a quarter less to write and read: columns 0 to
+# 31 of all rows, then columns 32 to 63 of rows 32 to 63.
+TRIANGLE = (96, 32)
+
 NUM_SMS = 132
 WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and its shared memory
 
@@ -91,6 +95,24 @@ def copy_rows(source: Any, destination: Any, barrier: Any) -> None:
     for half in range(2):
         columns = source.at[:, pl.ds(64 * half, 64)]
         plgpu.copy_gmem_to_smem(columns, destination.at[half], barrier)
+
+
+def triangles(stages: int, dtype: Any) -> Any:
+    """Scratch for lower triangular matrices: columns 0 to 31 and 32 to 63 of all rows."""
+    return plgpu.SMEM((stages, 2, CHUNK, 32), dtype, transforms=swizzled(dtype, 64))
+
+
+def clear_triangles(smem: Any) -> None:
+    """Writes what `copy_triangle` does not."""
+    for stage in range(smem.shape[0]):
+        zeros = plgpu.layout_cast(jnp.zeros((CHUNK, 32), smem.dtype), TILE)
+        smem.at[stage, 1][...] = zeros
+
+
+def copy_triangle(source: Any, destination: Any, barrier: Any) -> None:
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(0, CHUNK)], destination.at[0], barrier)
+    lower = destination.at[1, pl.ds(32, 32)]
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(CHUNK, 32)], lower, barrier)
 
 
 def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
@@ -331,7 +353,7 @@ def chunk_matrices(
             row how many chunks from the first are to be done.
 
     Returns:
-        X and P [N, Hv, 64, 64] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for chunks
+        X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for chunks
         without a token.
     """
     count, value_heads = gates.shape[:2]
@@ -351,12 +373,8 @@ def chunk_matrices(
         dtype=dtype,
         interpret=interpret,
     )
-    matrix = jax.ShapeDtypeStruct((count, value_heads, CHUNK, CHUNK), dtype)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
     vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
-    half = (
-        plgpu.TilingTransform((8, 16)),  # type: ignore[abstract]
-        plgpu.SwizzleTransform(32),  # type: ignore[abstract]
-    )
     each = WARPGROUPS
     kernel = plgpu.kernel(
         body,
@@ -366,9 +384,9 @@ def chunk_matrices(
             token_tiles((each, 2), dtype, interpret=interpret),  # Q
             plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),  # log2 decay, beta
             plgpu.SMEM((each, 2, CHUNK), jnp.float32),  # running sums, and less log2 |k|^-1
-            plgpu.SMEM((each, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # P, then X
+            triangles(each, dtype),  # P, then X
             plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
-            *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=half)] * 2,
+            *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=swizzled(jnp.float16, 32))] * 2,
             plgpu.Barrier(num_arrivals=5, num_barriers=each),
         ],
         grid=(blocks,),
@@ -436,6 +454,15 @@ def _body(
             plgpu.copy_gmem_to_smem(gates, gates_smem, barrier)
             copy_rows(q_ref.at[rows, key_head], q_copied.at[wg], barrier)
 
+        def keep(matrix):
+            for half in range(2):
+                columns = lax.slice(matrix, (0, 32 * half), (CHUNK, 32 * half + 32))
+                out_smem.at[half][...] = columns.astype(dtype)
+
+        def copy_out(matrix_ref):
+            plgpu.copy_smem_to_gmem(out_smem.at[0], matrix_ref.at[pl.ds(0, CHUNK)])
+            plgpu.copy_smem_to_gmem(out_smem.at[1, pl.ds(32, 32)], matrix_ref.at[pl.ds(CHUNK, 32)])
+
         def item_step(i, length):
             chunk, first_head = place(i)
             # Long before they are used: they come from global memory.
@@ -489,7 +516,7 @@ def _body(
                     decay = jnp.exp2(between)
                     p = plgpu.wgmma_accumulator_load(qk)
                     start_scores(kk, keys, keys)
-                    out_smem[...] = (p * decay * over_rows(factor)).astype(dtype)
+                    keep(p * decay * over_rows(factor))
                     decay = decay * over_rows(-weight)
                     return plgpu.wgmma_accumulator_load(kk) * decay
 
@@ -497,7 +524,7 @@ def _body(
                 a = pl.run_scoped(matrices, acc, acc)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(vectors_smem, vectors_ref.at[chunk, head])
-                plgpu.copy_smem_to_gmem(out_smem, p_ref.at[chunk, head])
+                copy_out(p_ref.at[chunk, head])
 
                 @pl.when((n == share - 1) & (i + 1 < steps))
                 def _():
@@ -505,9 +532,9 @@ def _body(
 
                 x = unit_lower_inverse(a, half_smem, interpret=interpret)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[...] = x.astype(dtype)
+                keep(x)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem, x_ref.at[chunk, head])
+                copy_out(x_ref.at[chunk, head])
 
             return next_length
 

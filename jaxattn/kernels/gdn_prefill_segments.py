@@ -26,10 +26,13 @@ from jaxattn.kernels.gdn_prefill_chunk import (
     DIM,
     VECTORS,
     both_views,
+    clear_triangles,
     compiler_params,
     copy_rows,
+    copy_triangle,
     iota,
     token_tiles,
+    triangles,
 )
 from jaxattn.kernels.gdn_prefill_state import (
     FIRST_CHUNK,
@@ -79,9 +82,9 @@ def transition_pass(
         scratch_types=[
             tokens,  # K
             tokens,  # V
-            plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # X
+            triangles(STAGES, dtype),  # X
             plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=7, num_barriers=STAGES),  # loaded
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
             plgpu.Barrier(num_arrivals=2),  # the keys past a run's end are 0
         ],
@@ -134,7 +137,7 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
                     operand, decayed = step.rounded(state), step.decayed(state)
                     step.times_transposed(seen, operand, step.k)
                     values = jnp.where(kind == VALUES, left, 0)
-                    u.add(step.residual(seen.read(), values), step.x_transposed)
+                    u.add_transposed(step.residual(seen.read(), values), step.x)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)
@@ -179,9 +182,11 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
                 copy_rows(k_ref.at[rows, key_head], k_copied.at[slot], barrier)
                 copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier)
                 chunk = first_chunk + i
-                plgpu.copy_gmem_to_smem(x_ref.at[chunk, head], x_smem.at[slot], barrier)
+                copy_triangle(x_ref.at[chunk, head], x_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 
+            clear_triangles(x_smem)
+            plgpu.commit_smem()
             stream(loaded, read, steps, issue)
 
     return body

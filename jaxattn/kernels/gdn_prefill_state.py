@@ -33,13 +33,16 @@ from jaxattn.kernels.gdn_prefill_chunk import (
     VECTORS,
     WRITE,
     both_views,
+    clear_triangles,
     compiler_params,
     copy_rows,
+    copy_triangle,
     iota,
     over_columns,
     token_tiles,
+    triangles,
 )
-from jaxattn.kernels.hopper import interpret_mode, swizzled
+from jaxattn.kernels.hopper import interpret_mode
 
 STAGES = 2  # chunks in shared memory
 # Columns of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
@@ -67,6 +70,12 @@ class Accumulator:
             self.value = self.read() + product
         else:
             plgpu.wgmma(self.ref, a, b)
+
+    def add_transposed(self, a: jax.Array, triangle: Any) -> None:
+        """+= a b^T, with b in `triangles`."""
+        for half in range(2):
+            columns = lax.slice(a, (0, 32 * half), (CHUNK, 32 * half + 32))
+            self.add(columns, triangle.at[half].transpose((1, 0)))
 
     def read(self, pending: int = 0) -> jax.Array:
         """The value, once at most `pending` products issued later are unfinished."""
@@ -128,9 +137,7 @@ def output_pass(
     pool = None if isinstance(finals, int) else jax.new_ref(finals)
     if isinstance(finals, int):
         states = jax.ShapeDtypeStruct((1, finals, value_heads, DIM, DIM), jnp.float32)
-    tiled = swizzled(dtype)
     tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
-    matrices = plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=tiled)
     kernel = plgpu.kernel(
         body,
         out_type=(states, out) if pool is None else (out,),
@@ -138,11 +145,11 @@ def output_pass(
             tokens,  # K
             tokens,  # Q
             tokens,  # V
-            matrices,  # X
-            matrices,  # P
+            triangles(STAGES, dtype),  # X
+            triangles(STAGES, dtype),  # P
             plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
             token_tiles((2,), dtype, interpret=interpret, plain=True),  # O of each warpgroup
-            plgpu.Barrier(num_arrivals=9, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=11, num_barriers=STAGES),  # loaded
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
             plgpu.Barrier(num_arrivals=2),  # the keys past a run's end are 0
         ],
@@ -204,8 +211,8 @@ class Step:
     """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk."""
 
     def __init__(self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, wg: Any, dtype: Any):
-        self.k, self.v, self.vectors, self.wg, self.dtype = k_smem, v_smem, vectors, wg, dtype
-        self.x_transposed = x_smem.transpose((1, 0))
+        self.k, self.v, self.x, self.vectors = k_smem, v_smem, x_smem, vectors
+        self.wg, self.dtype = wg, dtype
 
     def vector(self, row: int) -> jax.Array:
         values = plgpu.load(self.vectors.at[row], layout=BY_COLUMN, optimized=False)
@@ -337,14 +344,14 @@ def _output_body(
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
                     w = step.residual(seen.read(pending=2), left)
-                    u.add(w, step.x_transposed)
+                    u.add_transposed(w, step.x)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[3:], decayed, strict=True)
                     ]
                     step.write(accs, added)
                     out = Accumulator(refs[1], out.read(pending=2) * step.vector(OUT))
-                    out.add(added.astype(dtype), p_smem.at[slot].transpose((1, 0)))
+                    out.add_transposed(added.astype(dtype), p_smem.at[slot])
                     return tuple(acc.read() for acc in accs), out.read()
 
                 state, out = with_accumulators(with_refs, 5, interpret=interpret)
@@ -386,10 +393,13 @@ def _output_body(
                 copy_rows(q_ref.at[rows, key_head], q_copied.at[slot], barrier)
                 copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier)
                 chunk = first_chunk + i
-                plgpu.copy_gmem_to_smem(x_ref.at[chunk, head], x_smem.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(p_ref.at[chunk, head], p_smem.at[slot], barrier)
+                copy_triangle(x_ref.at[chunk, head], x_smem.at[slot], barrier)
+                copy_triangle(p_ref.at[chunk, head], p_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 
+            clear_triangles(x_smem)
+            clear_triangles(p_smem)
+            plgpu.commit_smem()
             stream(loaded, read, steps, issue)
 
     return body
