@@ -190,8 +190,12 @@ def _block_product(ctx: Any, x: Any, y: Any) -> Any:
     return _fragments(_pairs(values), x.registers.shape, x.layout)
 
 
-def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -> jax.Array:
+def unit_lower_inverse(
+    a: jax.Array, half_smem: list[Any], *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """`(I - tril(a, -1))^-1` of a float32 [64, 64] in registers; the rest of `a` is not looked at.
+
+    Returned as columns 0 to 31 and 32 to 63; of the latter rows 0 to 31, which are 0, hold others.
 
     Args:
         half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is
@@ -249,7 +253,7 @@ def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -
     (corner,) = times([(columns(a, 0, 32), 0)], x, half_smem[0])
     (step,) = times([(x, 32)], corner, half_smem[1])
     half = iota((CHUNK, 32), 0) >= 32
-    return jnp.concatenate([jnp.where(half, step, x), jnp.where(half, x, 0.0)], axis=1)
+    return jnp.where(half, step, x), x
 
 
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
@@ -387,9 +391,8 @@ def _body(
             plgpu.copy_gmem_to_smem(gates, gates_smem, barrier)
             copy_rows(q_ref.at[rows, key_head], q_copied.at[wg], barrier)
 
-        def keep(matrix):
-            for half in range(2):
-                columns = lax.slice(matrix, (0, 32 * half), (CHUNK, 32 * half + 32))
+        def keep(*halves):
+            for half, columns in enumerate(halves):
                 out_smem.at[half][...] = columns.astype(dtype)
 
         def copy_out(matrix_ref):
@@ -438,7 +441,7 @@ def _body(
                     weight = beta * k_scale if l2norm else beta
                     every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
                     vectors_smem[BETA, :] = beta
-                    vectors_smem[READ, :] = gamma * weight
+                    vectors_smem[READ, :] = gamma * -weight
                     vectors_smem[OUT, :] = gamma * factor
                     vectors_smem[WRITE, :] = to_end * k_scale if l2norm else to_end
                     vectors_smem[DECAY, :] = every
@@ -449,7 +452,8 @@ def _body(
                     decay = jnp.exp2(between)
                     p = plgpu.wgmma_accumulator_load(qk)
                     start_scores(kk, keys, keys)
-                    keep(p * decay * over_rows(factor))
+                    p = p * decay * over_rows(factor)
+                    keep(*(lax.slice(p, (0, at), (CHUNK, at + 32)) for at in (0, 32)))
                     decay = decay * over_rows(-weight)
                     return plgpu.wgmma_accumulator_load(kk) * decay
 
@@ -465,7 +469,7 @@ def _body(
 
                 x = unit_lower_inverse(a, half_smem, interpret=interpret)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                keep(x)
+                keep(*x)
                 plgpu.commit_smem()
                 copy_out(x_ref.at[chunk, head])
 

@@ -145,7 +145,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                     seen, u = (Accumulator(ref) for ref in refs[:2])
                     operand, decayed = step.rounded(state), step.decayed(state)
                     step.times_transposed(seen, operand, step.k)
-                    values = jnp.where(kind == VALUES, left, 0)
+                    values = jnp.where(kind == VALUES, 1.0, 0.0)
                     u.add_transposed(step.residual(seen.read(), values), step.x)
                     added = u.read()
                     accs = [

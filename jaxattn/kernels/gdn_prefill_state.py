@@ -5,7 +5,7 @@ channel, and rows never meet. The two of a state share a block, or have one each
 no SM without work; a further one issues the TMA copies. With everything
 transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
 
-    W^T = beta V^T - read * (S K^T)                     S [64, Dk] float32, rounded to be an operand
+    W^T = beta V^T + read * (S K^T)                     S [64, Dk] float32, rounded to be an operand
     U^T = W^T X^T
     O^T = out * (S Q^T) + U^T P^T
     S   = decay S + (write * U^T) K
@@ -238,18 +238,18 @@ class Step:
         return over_columns(values)
 
     def clear_tail(self, left: Any, wg: Any, halves: int, cleared: Any) -> None:
-        """Keys past the end of the run may be NaN, and 0 * NaN is NaN: a block's `halves`
-        warpgroups clear them together.
+        """Keys and values past the end of the run may be NaN, and 0 * NaN is NaN: a block's
+        `halves` warpgroups clear the keys together, and each its values.
 
-        Only the last chunk of a run has such keys, so `cleared` completes at most once."""
+        Only the last chunk of a run has such tokens, so `cleared` completes at most once."""
 
         @pl.when(left < CHUNK)
         def _():
             inside = iota((CHUNK, CHUNK), 0) < left
-            for half in (wg,) if halves == 2 else (0, 1):
-                keys = self.k.at[half]
-                kept = plgpu.load(keys, layout=TILE)
-                keys[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
+            keys = [self.k.at[half] for half in ((wg,) if halves == 2 else (0, 1))]
+            for rows in (*keys, self.v):
+                kept = plgpu.load(rows, layout=TILE)
+                rows[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
             plgpu.commit_smem()
             plgpu.barrier_arrive(cleared)
             plgpu.barrier_wait(cleared)
@@ -262,17 +262,13 @@ class Step:
         for half in range(2):
             acc.add(state[half], rows.at[half].transpose((1, 0)))
 
-    def residual(self, seen: jax.Array, left: Any) -> jax.Array:
-        """W^T = beta V^T - read * (S K^T), with the values of `left` tokens.
-
-        Past the end of a run beta and the keys are 0, but values may be NaN."""
-        values = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
-        written = self.vector(BETA) * values
-        written = jnp.where(iota((CHUNK, CHUNK), 1) < left, written, 0.0)
-        return (written - self.vector(READ) * seen).astype(self.dtype)
+    def residual(self, seen: jax.Array, values: Any = 1.0) -> jax.Array:
+        """W^T = values beta V^T + read * (S K^T)"""
+        v = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
+        return (self.vector(BETA) * values * v + self.vector(READ) * seen).astype(self.dtype)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        decay = self.vector(DECAY)
+        decay = self.vectors[DECAY, 0]
         return tuple(decay * half for half in state)
 
     def write(self, accs: list[Accumulator], u: jax.Array) -> None:
@@ -387,7 +383,7 @@ def _output_body(
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
                     wait_for_copies()  # here, where products run
-                    w = step.residual(seen.read(pending=2), left)
+                    w = step.residual(seen.read(pending=2))
                     u.add_transposed(w, step.x)
                     added = u.read()
                     accs = [

@@ -12,7 +12,7 @@ from jaxattn.kernels.hopper import swizzled
 
 DIM = 128  # Dk and Dv
 CHUNK = 64
-# Rows of the vectors: beta, exp(G) beta |k|^-1, scale exp(G) |q|^-1, exp(G_last - G) |k|^-1, and
+# Rows of the vectors: beta, -exp(G) beta |k|^-1, scale exp(G) |q|^-1, exp(G_last - G) |k|^-1, and
 # exp(G_last) in every place. Without l2norm the inverse lengths are 1.
 BETA, READ, OUT, WRITE, DECAY = range(5)
 VECTORS = 5
