@@ -147,9 +147,8 @@ def mla_append(
             op,
             implementation,
             {
-                # Unnamed, XLA: the kernel has not run on a GPU yet.
-                "xla": xla,
                 "mosaic_gpu": lambda: mosaic(False),
                 "mosaic_gpu_interpret": lambda: mosaic(True),
+                "xla": xla,
             },
         )

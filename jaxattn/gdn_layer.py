@@ -6,7 +6,6 @@ value head, and a RMS norm gated by SiLU(z) ends it. Between the projections eve
 one row's token and states, so that one kernel can do it in one pass over the states.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -19,22 +18,7 @@ from jaxattn.conv import causal_conv1d_update, check_pool, rows_in_use, write_sl
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import gated_delta_rule_decode, scratch
 from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerOf:
-    """A layer of a repeated pattern, `repeat * per_repeat + place`, for the kernel to work out.
-
-    In a loop over repeats XLA would run a kernel of its own for each such number.
-    """
-
-    repeat: jax.Array
-    per_repeat: int
-    place: int
-
-    @property
-    def index(self) -> jax.Array:
-        return self.repeat * self.per_repeat + self.place
+from jaxattn.layer_of import LayerOf
 
 
 def pack_gdn_weights(

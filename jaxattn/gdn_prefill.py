@@ -161,7 +161,7 @@ def gated_delta_rule_prefill(
         OP,
         implementation,
         {
-            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
+            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
             "xla": xla,
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),

@@ -183,18 +183,13 @@ def mla_decode(
         schedule.check("mla_decode", q.shape, max_pages)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        if format.quantized:
+        # What has not run on a GPU yet runs only where the kernel is named.
+        if implementation is None and format.quantized:
             raise NotImplementedError(
-                "mla_decode: the kernel reads caches of bfloat16 or float16, and got kv_cache "
+                "mla_decode: name implementation='mosaic_gpu' for an FP8 cache, got kv_cache "
                 f"{kv_cache.dtype.name}"
             )
-        # What has not run on a GPU yet runs only where the kernel is named.
-        apart = implementation is not None and reads_apart(q.shape[2])
-        if implementation is None and (query_lens is not None or kv_cache.shape[-2] != 64):
-            raise NotImplementedError(
-                "mla_decode: name implementation='mosaic_gpu' for query_lens and for pages of "
-                f"other than 64 tokens, got pages of {kv_cache.shape[-2]}"
-            )
+        apart = reads_apart(q.shape[2]) and not format.quantized
         return mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
@@ -203,6 +198,7 @@ def mla_decode(
             layer=layer,
             scale=scale,
             kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
             query_lens=query_lens,
             schedule=schedule,
             arena=arena,

@@ -1,8 +1,17 @@
 """RMS normalisation, in float32 whatever comes in."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn.dispatch import Implementation, dispatch
+from jaxattn.kernels.rms_norm import rms_norm_mosaic
+from jaxattn.layer_of import LayerOf
+from jaxattn.paged import FLOATS, Arguments
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -10,3 +19,53 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     return x * lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
+
+
+def rms_norm_layer(
+    x: Float[Array, "*T F"],
+    weights: Float[Array, "L F"],
+    *,
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T F"]:
+    """`rms_norm(x, weights[layer], eps)` in a loop over layers: nothing is copied out of the stack.
+
+    Args:
+        x: tokens of F features.
+        weights: all layers'.
+        layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
+        dtype: of the result; x's, if None.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has F a
+            multiple of 128, at most 8192. Not differentiable there.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    op = "rms_norm_layer"
+    weights = Arguments(op).check("weights", weights, "L F", FLOATS)
+    if x.ndim < 1 or x.shape[-1] != weights.shape[-1]:
+        raise ValueError(f"{op}: x {x.shape} must have the F of weights {weights.shape} last")
+    out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    number: Any = layer
+    affine = (1, 0)
+    if isinstance(layer, LayerOf):
+        number, affine, layer = layer.repeat, (layer.per_repeat, layer.place), layer.index
+
+    def mosaic(interpret: bool) -> Array:
+        return rms_norm_mosaic(
+            x, weights, layer=number, affine=affine, eps=eps, dtype=out_dtype, interpret=interpret
+        )
+
+    with jax.named_scope(op):
+        return dispatch(
+            op,
+            implementation,
+            {
+                "mosaic_gpu": lambda: mosaic(False),
+                "mosaic_gpu_interpret": lambda: mosaic(True),
+                "xla": lambda: rms_norm(x, weights[layer], eps).astype(out_dtype),
+            },
+        )

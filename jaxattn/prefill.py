@@ -152,7 +152,7 @@ def causal_attention(
         "causal_attention",
         implementation,
         {
-            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
+            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
             "xla": lambda: xla(q, k, k_pe, v, lengths),
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
@@ -248,7 +248,7 @@ def mla_prefill(
         "mla_prefill",
         implementation,
         {
-            # Unnamed, XLA: the kernel's GPU tests have not run since it was last changed.
+            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
             "xla": lambda: xla(*args),
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),

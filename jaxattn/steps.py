@@ -172,7 +172,8 @@ def _compile(
     workers: int,
 ) -> Steps:
     state = jax.eval_shape(lambda: new_state(config, limits))
-    # Prefill has no kernel that could be named: unless XLA is, it takes the best there is.
+    # What is named is for decoding. Unless XLA is, prefill takes the best there is: its kernels
+    # refuse other models than those of decoding do.
     chosen: dict[str, Implementation | None] = {
         "prefill": "xla" if implementation == "xla" else None,
         "decode": implementation,

@@ -1,5 +1,6 @@
 """The benchmark's counting, its peers in processes of their own, and its pictures; no times."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,9 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn import gdn
+from jaxattn import mla as ops
 from jaxattn.aliasing import AliasingReport, Copy
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_prefill, peers, plot, step, timing
+from jaxattn.bench import (
+    gdn_decode,
+    gdn_prefill,
+    mla,
+    mla_fp8,
+    mla_prefill,
+    peers,
+    plot,
+    step,
+    timing,
+)
 
 STORED = "benchmarks/results/mla.json"
 
@@ -68,32 +81,28 @@ def fake_flashinfer(tmp_path, monkeypatch):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Nothing is compiled: what would be is traced, gives ones, and takes a millisecond."""
+    """Nothing is compiled or checked: what would be is traced; kernels take 1 ms, a loop 2."""
 
-    def jit(op):
-        return lambda *args, **kwargs: jax.tree.map(
-            lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(op, *args, **kwargs)
+    def times(op):
+        out = jax.eval_shape(op.loop(2), op.operands[0], op.state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), out[1]) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), op.state
         )
+        return 1e-3, 2e-3
 
-    def per_call(op, carry, *, calls=16):
-        out = jax.eval_shape(op, carry, jnp.int32(0))
-        assert jax.tree.structure(out) == jax.tree.structure(carry)
-        shapes = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, out, carry)
-        assert all(jax.tree.leaves(shapes))
-        return 1e-3
+    def empty(*static, inputs, **kwargs):
+        shapes = jax.eval_shape(lambda: inputs(*static, **kwargs))
+        return jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
 
+    monkeypatch.setattr(timing.Op, "times", times)
+    monkeypatch.setattr(timing.Op, "time", lambda op: times(op)[0])
+    monkeypatch.setattr(timing.Op, "__call__", lambda op, i=0: (None, None))
+    monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
     for module in (mla, mla_prefill, gdn_decode, gdn_prefill):
-        monkeypatch.setattr(module, "per_call", per_call)
-
-    def ones(key, shape, dtype=jnp.float32, **_):
-        return np.ones(shape, dtype)
-
-    monkeypatch.setattr(jax, "jit", jit)
-    monkeypatch.setattr(jax.random, "normal", ones)
-    monkeypatch.setattr(jax.random, "uniform", ones)
-    monkeypatch.setattr(jax.random, "permutation", lambda key, count: np.arange(count))
-    monkeypatch.setattr(jax.random, "split", lambda key, count: [None] * count)
-    monkeypatch.setattr(gdn_decode, "inputs", gdn_decode.inputs.__wrapped__)
+        monkeypatch.setattr(module, "check", lambda *_: 1e-3)
+        monkeypatch.setattr(module, "inputs", functools.partial(empty, inputs=module.inputs))
+    monkeypatch.setattr(mla_prefill, "chunk", functools.partial(empty, inputs=mla_prefill.chunk))
+    monkeypatch.setattr(mla, "_schedules", lambda lens, **_: (None, None))
 
 
 @pytest.fixture
@@ -101,8 +110,9 @@ def measured(monkeypatch):
     """Rows without measuring; returns the shapes that were asked for."""
     asked = []
 
-    def measure(shape, implementation, *, xla):
-        asked.append(shape)
+    def measure(shape, implementation, *, xla, cache=None):
+        if cache is None:
+            asked.append(shape)
         beside = {"xla us": 90.0} if xla else {}
         return {"B,H,T,S": ",".join(map(str, shape)), "us": 10.0, **beside,
                 "TFLOP/s": 1.0, "GB/s": 20.0}  # fmt: skip
@@ -121,19 +131,16 @@ def test_drawn_lengths_are_the_same_in_every_run_and_spread_evenly_to_as_many_to
     assert mla.lengths(4000, "1-2").max() == 2
 
 
-def test_mla_counts_flops_and_bytes_from_the_lengths(timed, monkeypatch):
-    of_kernels = iter([{"mla_decode": 2e-3, "mla_decode_combine": 1e-3, "fusion": 1.0},
-                       {"mla_decode": 4e-3}])  # fmt: skip
-    monkeypatch.setattr(mla, "profile", lambda run: (next(of_kernels), 0.0))
+def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
     row = mla.measure((3, 2, "1-70", 1), None, xla=True)
-    assert row["us"] == pytest.approx(300)  # of ten calls
-    assert row["invariant us"] == pytest.approx(400)
-    assert row["call us"] == row["xla us"] == pytest.approx(1000)
+    assert [row[name] for name in ("us", "call us", "invariant us", "xla us")] == pytest.approx(
+        [1000, 2000, 3000, 1000]
+    )
     lens = [int(n) for n in mla.lengths(3, "1-70")]
     flops = sum(2 * n * 2 * (576 + 512) for n in lens)
     moved = sum(n * 576 * 2 + 2 * (576 + 512) * 2 for n in lens)
-    assert row["TFLOP/s"] == pytest.approx(flops / 300e-6 / 1e12)
-    assert row["GB/s"] == pytest.approx(moved / 300e-6 / 1e9)
+    assert row["TFLOP/s"] == pytest.approx(flops / 1e-3 / 1e12)
+    assert row["GB/s"] == pytest.approx(moved / 1e-3 / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +150,135 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed, monkeypatch):
         (gdn_prefill, (1, 1, 2, 3)),
         (mla_prefill, (1, 8, 1, 0)),
         (mla_prefill, (1, 8, 1, 8)),
+        (mla_fp8, (1, 2, 70, 1, "e4m3")),
+        (mla_fp8, (1, 2, 70, 1, "block-scaled")),
     ],
 )
-def test_other_rows_have_xla_and_both_rates(module, shape, timed):
+def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     row = module.measure(shape, None, xla=True)
     unit = plot.unit(row)
     assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / plot.TIMES[unit])
+    assert row[f"call {unit}"] == 2 * row[unit]
     assert timing.of_ceilings(row, {"copy_GB_s": 1.0, "matmul_TFLOP_s": 1.0})
-    assert plot.name(row)
+    assert plot.shape(row) == module.label(shape)
+
+
+def bits(tree):
+    return jax.tree.map(lambda x: np.asarray(x).tobytes(), tree)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (mla, mla.SMALL_SHAPES[0]),
+        (mla_prefill, (2, 8, 1, 0)),
+        (mla_prefill, (1, 8, 1, 8)),
+        (gdn_decode, gdn_decode.SMALL_SHAPES[0]),
+        (gdn_prefill, gdn_prefill.SMALL_SHAPES[0]),
+    ],
+)
+def test_every_timed_call_has_the_operands_that_were_checked(module, shape, monkeypatch):
+    # Ops that compile fast and shrink what they are given.
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(gdn, "chunk_gated_delta_rule", lambda v, **_: (v / 2, v))
+    monkeypatch.setattr(ops, "causal_attention", lambda q, k, v, **_: (v / 2, v))
+    monkeypatch.setattr(ops, "mla_prefill", lambda q, *_, **__: (q / 2, q))
+    monkeypatch.setattr(ops, "mla_decode", lambda q, *_, **__: (q / 2, q))
+    monkeypatch.setattr(
+        gdn_decode,
+        "gated_delta_net_decode",
+        lambda x, a, b, conv, state, *_, **__: (x, conv, state),
+    )
+    if module is mla:
+        op = mla.decode(mla.inputs(*shape), None, None)
+    else:
+        op = (module.decode if module is gdn_decode else module.prefill)(shape, None)
+    before, seen = bits(op.operands[0]), []
+
+    # The op as each call of the loop sees it.
+    def call(operands, state, layer, call=op._call):
+        jax.debug.callback(lambda x: seen.append(bits(x)), operands)
+        return call(operands, state, layer)
+
+    op._call = call
+    jax.block_until_ready(jax.jit(op.loop(3), donate_argnums=1)(op.operands[0], op.state))
+    jax.effects_barrier()
+    assert len(seen) == 3 and all(each == before for each in seen)
+    assert bits(op.operands[0]) == before
+
+
+def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    op = gdn_decode.decode((1, 1, 2, 1, "float32"), "xla")
+    _, drawn = jax.device_get(op.state)
+    _, (conv, state) = jax.jit(op.loop(2000), donate_argnums=1)(op.operands[0], op.state)
+    assert 0.9 < np.std(state) < 1.1
+    assert np.corrcoef(np.ravel(drawn), np.ravel(state))[0, 1] > 0.9
+    assert 0.5 < np.std(np.asarray(conv, np.float32)) < 2
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (mla, (2, 20, "1-90", 2)),
+        (mla_prefill, (2, 72, 1, 0)),
+        (mla_prefill, (1, 24, 2, 70)),
+        (gdn_decode, (2, 1, 2, 2, "bfloat16")),
+        (gdn_prefill, (1, 2, 2, 70)),
+    ],
+)
+def test_results_are_checked_against_float64(module, shape, monkeypatch):
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(gdn_prefill, "CHECKED", 40)  # less than a sequence
+    if module is mla:
+        op = mla.decode(mla.inputs(*shape), None, "xla")
+    else:
+        op = (module.decode if module is gdn_decode else module.prefill)(shape, "xla")
+    assert 1e-4 < module.check(op, shape) < 5e-3
+
+
+def test_a_wrong_result_is_refused(monkeypatch):
+    right = ops.causal_attention
+    monkeypatch.setattr(ops, "causal_attention", lambda *a, **k: [1.01 * x for x in right(*a, **k)])
+    with pytest.raises(AssertionError, match="relative error 0.0"):
+        mla_prefill.measure((1, 24, 1, 0), "xla")
+
+
+def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it():
+    op = timing.Op(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])
+    text = jax.jit(op.loop(5)).lower(op.operands[0], ()).compile().as_text()
+    # Of the computation with the sine, the loop's body is the only caller.
+    within = [part for part in text.split("\n\n") if " sine(" in part]
+    assert len(within) == 1 and "while/body" in within[0]
+    assert 'known_trip_count":{"n":"5"' in text
+    assert "f32[64,128]{1,0} copy(" not in text
+    ran = []
+
+    def call(x, state, layer):
+        jax.debug.callback(lambda layer: ran.append(int(layer)), layer)
+        return x, state
+
+    op = timing.Op(call, [jnp.ones(2)], layers=2)
+    jax.block_until_ready(jax.jit(op.loop(5))(op.operands[0], ()))
+    jax.effects_barrier()
+    assert sorted(ran) == [0, 0, 0, 1, 1]
+
+
+def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def events(run):
+        calls.clear()
+        run()
+        n = len(calls)
+        assert n >= 2 * timing.PROFILED and n % timing.PROFILED == 0
+        # Two of one kernel a call, slow ones first; and one that ran only once.
+        times = [(at, 5000.0 if at < 2 * (n - timing.PROFILED) else 2000.0) for at in range(2 * n)]
+        return {"kernel": times[::-1], "copy": [(0, 7.0)], "other": [(i, 1000.0) for i in range(n)]}
+
+    monkeypatch.setattr(timing, "gpu_events", events)
+    assert timing.kernel_seconds(calls.append, warmup=1e-3) == pytest.approx(5e-6)
 
 
 def test_the_ceiling_that_binds_is_named():
@@ -172,6 +300,17 @@ def test_notes_compare_drawn_lengths_with_even_ones():
     assert note.startswith("1,2,1-9,1: 1.050 of")
 
 
+def test_notes_compare_fp8_caches_with_bfloat16():
+    rows = [
+        {"B,H,T,S": name, "cache": cache, "us": us}
+        for name, cache, us in (
+            ("1,16,9,1", "bfloat16", 3.0), ("1,16,9,1", "e4m3", 2.0), ("1,2,9,1", "e4m3", 1.0)
+        )
+    ]  # fmt: skip
+    (note,) = mla_fp8.notes(rows)
+    assert note.startswith("1,16,9,1: e4m3 1.50 times as fast as bfloat16 (wanted")
+
+
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(peers.subprocess, "run", None)
@@ -180,7 +319,7 @@ def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch
     assert "flashinfer-mla: not installed (python3 -m pip install flashinfer-python torch)" in (
         said.err
     )
-    assert "xla us" in said.out and "flashinfer us" not in said.out
+    assert "xla us" in said.out and "flashinfer call us" not in said.out
     assert measured == list(mla.SMALL_SHAPES)
 
 
@@ -190,9 +329,10 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
     file = tmp_path / "run.json"
     assert bench.main(["mla", "--small", "--json", str(file)]) == 0
     said = capsys.readouterr()
-    assert "flashinfer us" in said.out
+    assert "flashinfer call us" in said.out
     run = json.loads(file.read_text())
-    times = [row["flashinfer us"] for row in run["rows"]]
+    assert [row["cache"] for row in run["rows"] if "cache" in row] == list(mla_fp8.CACHES)
+    times = [row["flashinfer call us"] for row in run["rows"] if "cache" not in row]
     assert times == [pytest.approx(1000), "", pytest.approx(1000), pytest.approx(1000)]
     assert run["peers"] == [
         "flashinfer-mla: flashinfer-python 9.9, by CUDA events around a graph",
@@ -219,6 +359,32 @@ def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     monkeypatch.setattr(peers.subprocess, "run", hang)
     times, said = peers.measure("gdn_decode", [(1,)])
     assert times == {} and said == ["fla-decode: took more than 1200 seconds"]
+
+
+def test_only_the_named_shapes_are_measured_and_an_unknown_one_is_an_error(measured, capsys):
+    argv = ["mla", "--small", "--no-peers", "--only"]
+    assert bench.main([*argv, "2,16,256,1", "3,16,even 1-200,1"]) == 0
+    assert measured == [(2, 16, 256, 1), (3, 16, "even 1-200", 1)]
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([*argv, "2,16,256,1", "1,2"])
+    assert stopped.value.code == 2
+    assert "no shape 1,2 in mla; there are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
+
+
+def test_a_run_that_is_cut_short_keeps_its_rows(measured, monkeypatch, tmp_path):
+    file, whole = tmp_path / "run.json", mla.measure
+
+    def measure(shape, *args, **kwargs):
+        if shape == mla.SMALL_SHAPES[2]:
+            assert len(json.loads(file.read_text())["rows"]) == 2
+            raise KeyboardInterrupt
+        return whole(shape, *args, **kwargs)
+
+    monkeypatch.setattr(mla, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["mla", "--small", "--no-peers", "--json", str(file)])
+    assert len(json.loads(file.read_text())["rows"]) == 2
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_every_peer_runs_a_bench_of_ours_and_names_a_package():

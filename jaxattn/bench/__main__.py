@@ -1,7 +1,8 @@
 """`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON.
 
-Every row says what fraction it is of the copy and matmul ceilings of the same run. Beside it stand
-XLA's time and those of FlashInfer, FLA and FlashQLA where they are installed.
+`us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
+call's share of a loop of calls, and so are the times of FlashInfer, FLA and FlashQLA, where they
+are installed. Every row says what fraction it is of the copy and matmul ceilings of the same run.
 `python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
 """
 
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_prefill, peers, plot, step
+from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_fp8, mla_prefill, peers, plot, step
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
 
 MODULES: dict[str, list[Any]] = {
-    "mla": [mla],
+    "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gdn": [gdn_decode, gdn_prefill],
 }
@@ -40,9 +42,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--all", action="store_true", help="every published shape")
     parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="SHAPE",
+        help="only these shapes, of all published ones, named as their rows begin, with colons "
+        "between columns: --only 16/32:4x8192 256,16,32,1:float32",
+    )
+    parser.add_argument(
         "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows here as they come"
+    )
     parser.add_argument(
         "--plot",
         type=Path,
@@ -56,6 +67,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("plot needs --plot FILE.png")
     if args.what == "step" and args.plot is not None:
         parser.error("--plot draws mla, mla-prefill and gdn")
+    if args.only:
+        labels = [name for module in MODULES.get(args.what, []) for name in known(module, args)]
+        if unknown := sorted({spelled(name) for name in args.only} - set(labels)):
+            parser.error(
+                f"--only: no shape {' '.join(unknown)} in {args.what}; there are "
+                f"{' '.join(labels) or 'none to choose from'}"
+            )
     if args.what != "plot" and not args.small:
         # Peers run in processes of their own, and need memory too. Read when the backend starts.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -77,18 +95,33 @@ def show(title: str, rows: list[dict]) -> None:
     Console(width=150).print(table)
 
 
+def spelled(label: str) -> str:
+    """A shape's name without spaces, as `--only` and its message have it."""
+    return label.strip().replace(" ", ":")
+
+
+def known(module: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """All shapes of a module by their names."""
+    shapes = module.SMALL_SHAPES if args.small else module.SHAPES + module.MORE_SHAPES
+    return {spelled(" ".join(module.label(shape).values())): shape for shape in shapes}
+
+
 def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
+    if args.only:
+        wanted = set(map(spelled, args.only))
+        return tuple(shape for name, shape in known(module, args).items() if name in wanted)
     shapes = module.SMALL_SHAPES if args.small else module.SHAPES
-    return shapes + (getattr(module, "MORE_SHAPES", ()) if args.all else ())
+    return shapes + (module.MORE_SHAPES if args.all and not args.small else ())
 
 
 def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, peers.Times]:
     """The peers' times by module, before JAX takes memory; what was used is one of the facts."""
     times = {}
     for module in MODULES.get(args.what, []):
-        times[module], said = peers.measure(
-            module.__name__.rpartition(".")[2], shapes_of(module, args)
-        )
+        shapes = shapes_of(module, args)
+        if not shapes:
+            continue
+        times[module], said = peers.measure(module.__name__.rpartition(".")[2], shapes)
         facts.setdefault("peers", []).extend(said)
         for line in said:
             print(line, file=sys.stderr, flush=True)
@@ -97,9 +130,8 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
 
 def measure(
     module: Any, args: argparse.Namespace, facts: dict[str, Any], others: peers.Times
-) -> list[dict]:
+) -> Iterator[dict]:
     """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
-    rows = []
     for shape in shapes_of(module, args):
         xla = not args.no_peers and args.implementation != "xla"
         row = module.measure(shape, args.implementation, xla=xla)
@@ -108,10 +140,17 @@ def measure(
         unit = plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
-            row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
-        rows.append(row)
+            row[f"{who} call {unit}"] = time / plot.TIMES[unit] if time else ""
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
-    return rows
+        yield row
+
+
+def store(result: dict[str, Any], path: Path | None) -> None:
+    """Writes a run's JSON, if it is wanted; a run that is cut short keeps what was stored last."""
+    if path:
+        beside = path.with_name(f"{path.name}.part")
+        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.replace(path)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -119,21 +158,24 @@ def run(args: argparse.Namespace) -> None:
     others = {} if args.no_peers else measure_peers(args, facts)
     if not args.small:
         facts |= ceilings()
+    result: dict[str, Any] = {**facts, "what": args.what, "rows": [], "notes": []}
     tables: list[list[dict]] = []
-    notes: list[str] = []
     if args.what == "step":
         tables.append(step.measure(small=args.small, implementation=args.implementation))
+        result["rows"] += tables[0]
     for module in MODULES.get(args.what, []):
-        tables.append(measure(module, args, facts, others.get(module, {})))
-        notes += module.notes(tables[-1]) if hasattr(module, "notes") else []
+        tables.append([])
+        for row in measure(module, args, facts, others.get(module, {})):
+            tables[-1].append(row)
+            result["rows"].append(row)
+            store(result, args.json)
+        result["notes"] += module.notes(tables[-1]) if hasattr(module, "notes") else []
+    store(result, args.json)
     print(json.dumps(facts))
-    for rows in tables:
+    for rows in filter(None, tables):
         show(f"jaxattn {args.what} on {facts['device']}", rows)
-    for note in notes:
+    for note in result["notes"]:
         print(note)
-    result = {**facts, "what": args.what, "rows": sum(tables, []), "notes": notes}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
         plot.save(result, args.plot)
 

@@ -1,4 +1,9 @@
-"""A gated delta net layer's decoding between its projections, checked and timed."""
+"""A gated delta net layer's decoding between its projections, checked and timed.
+
+Times are `timing`'s. Every call has the same projections and updates the next layer's states; there
+are as many as do not fit in L2. Timed are states that barely decay, so that they stay the random
+ones that were drawn; the gates of a model would leave one token's v k^T of them.
+"""
 
 import functools
 from typing import Any
@@ -6,18 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxattn.arena import Arena
-from jaxattn.bench.mla import worst_error
-from jaxattn.bench.timing import ROTATE_BYTES, per_call
+from jaxattn.bench import reference
+from jaxattn.bench.timing import Op, columns, rotation
 from jaxattn.dispatch import Implementation
-from jaxattn.gdn import scratch
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
 
 DIM = 128
 # Of the recurrence, a token and value head: the decay, k S, the update, q S.
 FLOP = DIM * DIM * (1 + 2 + 2 + 2)
 # B, Hk, Hv, S, the state's dtype
-SHAPES = (
+Shape = tuple[int, int, int, int, str]
+SHAPES: tuple[Shape, ...] = (
     (256, 16, 32, 1, "float32"),
     (64, 16, 64, 1, "float32"),
     (32, 16, 32, 1, "float32"),
@@ -26,25 +30,33 @@ SHAPES = (
     (32, 16, 32, 1, "bfloat16"),
     (32, 16, 32, 4, "float32"),
 )
-SMALL_SHAPES = ((2, 1, 2, 1, "float32"),)
+MORE_SHAPES: tuple[Shape, ...] = ()
+SMALL_SHAPES: tuple[Shape, ...] = ((2, 1, 2, 1, "float32"),)
+
+
+BARELY = 1e-6  # of a model's decay: 10,000 calls leave 0.9 of a state
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"B,Hk,Hv,S": ",".join(map(str, shape[:4])), "state": shape[4]}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def inputs(
-    batch: int, key_heads: int, value_heads: int, tokens: int, dtype: str, seed: int = 0
+    batch: int, key_heads: int, value_heads: int, tokens: int, dtype: str, decay: float
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(qkvz, ba, weights, slots), (conv_state, state): as many layers as keep states out of L2."""
-    size = batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize
-    layers = max(1, min(64, ROTATE_BYTES // size))
+    """(qkvz, ba, weights, slots), (conv_state, state): as many layers as keep states out of L2.
+    `decay` is a factor on the rates, which at 1 are those that models begin with."""
+    layers = rotation(batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize)
     channels = (2 * key_heads + value_heads) * DIM
-    keys = iter(jax.random.split(jax.random.key(seed), 9))
+    keys = iter(jax.random.split(jax.random.key(0), 9))
 
     def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
         return jax.random.normal(next(keys), shape, dtype)
 
     rates = jax.random.uniform(next(keys), (layers, value_heads), minval=0.1, maxval=16.0)
     weights = pack_gdn_weights(
-        jnp.log(rates),
+        jnp.log(rates * decay),
         normal(layers, value_heads, dtype=jnp.float32),
         normal(layers, DIM, dtype=jnp.float32),
         normal(layers, channels, 4) / 2,
@@ -57,61 +69,64 @@ def inputs(
     return (qkvz, ba, weights, slots), (conv_state, state)
 
 
+def decode(shape: Shape, implementation: Implementation | None) -> Op:
+    operands, pools = inputs(*shape, BARELY)
+
+    def call(operands, pools, layer):
+        qkvz, ba, weights, slots = operands
+        conv, state = pools
+        y, conv, state = gated_delta_net_decode(
+            qkvz, ba, weights, conv, state, slots, layer=layer, implementation=implementation
+        )
+        return y, (conv, state)
+
+    return Op(call, [operands], pools, layers=operands[2].shape[0])
+
+
+def check(op: Op, shape: Shape) -> float:
+    """Relative L2 error of the first and the last row after a call with a model's decay, the
+    greatest of y and the states, against float64. Leaves the op as it was."""
+    timed = op.operands
+    (qkvz, ba, weights, slots), op.state = inputs(*shape, 1.0)
+    op.operands = [(qkvz, ba, weights, slots)]
+    rows = sorted({0, shape[0] - 1})
+    expected = [
+        reference.delta_net(
+            *(reference.exact(x) for x in (qkvz[row], ba[row], weights[0])),
+            *(reference.exact(pool[0, slots[row]]) for pool in op.state),
+        )
+        for row in rows
+    ]
+    y = op(0)
+    error = max(
+        reference.relative_l2(actual, exact)
+        for row, each in zip(rows, expected, strict=True)
+        for actual, exact in zip(
+            (y[row], *(pool[0, slots[row]] for pool in op.state)), each, strict=True
+        )
+    )
+    op.operands = timed
+    _, op.state = inputs(*shape, BARELY)
+    return error
+
+
 def measure(
-    shape: tuple[int, int, int, int, str],
-    implementation: Implementation | None,
-    *,
-    xla: bool = False,
-) -> dict:
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
     """A row of the table; with `xla` also XLA's time."""
     batch, _, value_heads, tokens, dtype = shape
-    (qkvz, ba, weights, slots), pools = inputs(*shape)
-    layers = weights.shape[0]
-    spec = scratch(batch=batch, q_len=tokens, num_v_heads=value_heads, dtype=qkvz.dtype)
-
-    def decode(pools, arena, layer, implementation):
-        conv_state, state = pools
-        return gated_delta_net_decode(
-            qkvz,
-            ba,
-            weights,
-            conv_state,
-            state,
-            slots,
-            layer=layer,
-            arena=arena,
-            implementation=implementation,
-        )
-
-    def run(implementation):
-        step = functools.partial(decode, layer=0, implementation=implementation)
-        y, conv_state, state, _ = jax.jit(step)(pools, Arena.allocate(spec))
-        return y, conv_state[0], state[0]
-
-    error = max(map(worst_error, run(implementation), run("xla")))
-    # The reference rounds to bfloat16 after the convolution and the recurrence.
+    op = decode(shape, implementation)
+    error = check(op, shape)
+    # XLA's rounds to bfloat16 after the convolution and the recurrence.
     if not error < 1e-2:
-        raise AssertionError(f"gdn decode {shape}: relative error {error} against the reference")
-
+        raise AssertionError(f"gdn decode {shape}: relative error {error} against float64")
+    time, _ = times = op.times()
+    del op  # before XLA's pools
+    beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
     moved = 2 * batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize
-
-    def time_of(implementation, pools):
-        def step(carry, i):
-            pools, arena = carry
-            _, *pools, arena = decode(pools, arena, i % layers, implementation)
-            return tuple(pools), arena
-
-        # Enough calls that what starts an executable, up to a millisecond, does not count.
-        calls = max(16, min(1024, 2**38 // moved)) if implementation != "xla" else 16
-        return per_call(step, (pools, Arena.allocate(spec)), calls=calls)
-
-    time = time_of(implementation, pools)
-    # The pools were donated. XLA's own are made where they are timed.
-    beside = {"xla us": time_of("xla", inputs(*shape)[1]) * 1e6} if xla else {}
     return {
-        "B,Hk,Hv,S": ",".join(map(str, shape[:4])),
-        "state": dtype,
-        "us": time * 1e6,
+        **label(shape),
+        **columns("us", times),
         **beside,
         "TFLOP/s": FLOP * batch * tokens * value_heads / time / 1e12,
         "GB/s": moved / time / 1e9,

@@ -1,13 +1,21 @@
-"""`python -m jaxattn.bench gdn`: chunked gated delta rule prefill, checked and timed."""
+"""`python -m jaxattn.bench gdn`: chunked gated delta rule prefill, checked and timed.
+
+Times are `timing`'s: `ms` has the small kernels that XLA makes of the plan and the gates too. What
+is profiled takes inputs in turn that do not fit in L2; the loop of `call ms`, like the peers, has
+the same inputs in each call, so that up to some 4,000 tokens of them are read from L2.
+"""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxattn import gdn
-from jaxattn.bench.timing import per_call
+from jaxattn.bench import reference
+from jaxattn.bench.timing import Op, columns, rotation
 from jaxattn.dispatch import Implementation
 
 DIM = 128
@@ -15,14 +23,15 @@ DIM = 128
 # P U and K^T U.
 FLOP = 2 * 64 * DIM * 4 + 2 * DIM * DIM * 3
 # Hk, Hv, sequences, tokens of each
-SHAPES = (
+Shape = tuple[int, int, int, int]
+SHAPES: tuple[Shape, ...] = (
     (2, 8, 1, 8192),
     (2, 8, 8, 1024),
     (16, 32, 1, 8192),
     (16, 32, 4, 8192),
     (16, 64, 4, 8192),
 )
-MORE_SHAPES = (
+MORE_SHAPES: tuple[Shape, ...] = (
     (2, 8, 1, 32768),
     (2, 8, 1, 2048),
     (8, 32, 1, 32768),
@@ -34,13 +43,23 @@ MORE_SHAPES = (
     (16, 64, 1, 2048),
     (16, 16, 1, 32768),
 )
-SMALL_SHAPES = ((1, 2, 2, 70),)
+SMALL_SHAPES: tuple[Shape, ...] = ((1, 2, 2, 70),)
+# Tokens that are checked at a sequence's start and end. A gate is at most log sigmoid(1) = -0.31,
+# so that half as many tokens leave exp(-160) of the state before them: the end needs no more.
+CHECKED = 1024
 
 
-def inputs(key_heads: int, value_heads: int, count: int, length: int) -> dict[str, Any]:
+def label(shape: Shape) -> dict[str, str]:
+    return {"Hk/Hv": f"{shape[0]}/{shape[1]}", "sequences": f"{shape[2]}x{shape[3]}"}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def inputs(
+    key_heads: int, value_heads: int, count: int, length: int, seed: int = 0
+) -> dict[str, Any]:
     """Random operands of `count` packed sequences; gates of log sigmoid(uniform), as FLA's tests
     have them."""
-    keys = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(seed), 5)
     tokens = count * length
     q, k = (jax.random.normal(keys[i], (1, tokens, key_heads, DIM), jnp.bfloat16) for i in (0, 1))
     return {
@@ -53,59 +72,62 @@ def inputs(key_heads: int, value_heads: int, count: int, length: int) -> dict[st
     }
 
 
-def relative_l2(actual: jax.Array, expected: jax.Array) -> float:
-    return float(jnp.linalg.norm(actual.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
-
-
 def moved(key_heads: int, value_heads: int, count: int, length: int) -> int:
     """Bytes of q, k, v, the gates, beta, the output and the final states."""
     token = 2 * 2 * key_heads * DIM + 2 * 2 * value_heads * DIM + 2 * 4 * value_heads
     return count * (length * token + value_heads * DIM * DIM * 4)
 
 
-def measure(
-    shape: tuple[int, int, int, int],
-    implementation: Implementation | None,
-    *,
-    xla: bool = False,
-) -> dict:
-    """A row of the table; with `xla` also XLA's time."""
+def prefill(shape: Shape, implementation: Implementation | None) -> Op:
+    def call(operands, state, _):
+        rule = gdn.chunk_gated_delta_rule(
+            **operands, use_qk_l2norm=True, output_final_state=True, implementation=implementation
+        )
+        return rule, state
+
+    return Op(call, [inputs(*shape, seed=seed) for seed in range(rotation(moved(*shape)))])
+
+
+def check(op: Op, shape: Shape) -> float:
+    """Relative L2 error of some value heads, the greatest of the first tokens, the last tokens and
+    the last state, against float64."""
     key_heads, value_heads, count, length = shape
-    operands = inputs(*shape)
-    prefill = functools.partial(
-        gdn.chunk_gated_delta_rule,
-        cu_seqlens=operands.pop("cu_seqlens"),
-        use_qk_l2norm=True,
-        output_final_state=True,
-    )
-    exact = {name: x.astype(jnp.float32) for name, x in operands.items()}
-    expected = jax.jit(functools.partial(prefill, implementation="xla"))(**exact)
-    run = functools.partial(prefill, implementation=implementation)
-    actual = jax.jit(run)(**operands)
-    error = max(relative_l2(*pair) for pair in zip(actual, expected, strict=True))
+    out, final = op(0)
+    heads = np.unique([0, value_heads // 2, value_heads - 1])
+    key_heads_of = heads // (value_heads // key_heads)
+    few = min(length, CHECKED)
+    arrays = {name: op.operands[0][name] for name in ("q", "k", "v", "g", "beta")} | {"out": out}
+    cut = jax.jit(lambda x, at: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x[0], at, few), x))
+
+    def compare(first: int) -> tuple[float, np.ndarray]:
+        """Of `few` tokens, of which the first half settles the state unless a sequence begins."""
+        tokens = {name: reference.exact(x) for name, x in cut(arrays, first).items()}
+        q, k = (tokens[name][:, key_heads_of] for name in "qk")
+        v, g, beta, actual = (tokens[name][:, heads] for name in ("v", "g", "beta", "out"))
+        expected, state = reference.delta_rule(q, k, v, g, beta, np.zeros((len(heads), DIM, DIM)))
+        settled = few // 2 if first % length else 0
+        return reference.relative_l2(actual[settled:], expected[settled:]), state
+
+    start, _ = compare(0)
+    end, state = compare(count * length - few)
+    return max(start, end, reference.relative_l2(final[-1][heads], state))
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
+    _, value_heads, count, length = shape
+    op = prefill(shape, implementation)
+    error = check(op, shape)
     if not error < 5e-3:
-        raise AssertionError(f"gdn prefill {shape}: relative L2 {error} against float32")
-    del exact, expected, actual
-
-    def time_of(implementation, operands):
-        op = functools.partial(prefill, implementation=implementation)
-
-        # The output takes the values' place, so that every call waits for the one before it.
-        def step(operands, i):
-            return {**operands, "v": op(**operands)[0]}
-
-        return per_call(step, operands, calls=8)
-
-    time = time_of(implementation, operands)
-    beside = {}
-    if xla:  # on operands of its own: the others were donated
-        fresh = inputs(*shape)
-        del fresh["cu_seqlens"]
-        beside = {"xla ms": time_of("xla", fresh) * 1e3}
+        raise AssertionError(f"gdn prefill {shape}: relative L2 {error} against float64")
+    time, _ = times = op.times()
+    del op  # before XLA's intermediates
+    beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
-        "Hk/Hv": f"{key_heads}/{value_heads}",
-        "sequences": f"{count}x{length}",
-        "ms": time * 1e3,
+        **label(shape),
+        **columns("ms", times),
         **beside,
         "TFLOP/s": FLOP * count * length * value_heads / time / 1e12,
         "GB/s": moved(*shape) / time / 1e9,

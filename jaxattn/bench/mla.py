@@ -1,8 +1,8 @@
 """`python -m jaxattn.bench mla`: paged MLA decode, checked and timed shape by shape.
 
-`us` is GPU time of the decode and combine kernels, from a profile: what a layer of a step takes,
-whose schedule is made once. `invariant us` is the same where rows are cut so that a row's bits do
-not depend on the others. `call us` is a call's share of a loop of calls.
+Times are `timing`'s, and without the schedule, which a step makes once for all layers: neither is a
+peer's plan counted. `invariant us` is `us` where rows are cut so that a row's bits do not depend on
+the others.
 """
 
 import functools
@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import mla
-from jaxattn.arena import Arena
-from jaxattn.bench.timing import ROTATE_BYTES, per_call, profile
+from jaxattn.bench import reference
+from jaxattn.bench.timing import Op, columns, kernel_seconds, rotation
 from jaxattn.dispatch import Implementation
+from jaxattn.mla_cache import LatentFormat
 
 PAGE, DIM, RANK = 64, 576, 512
-PROFILED = 10  # calls
 SCALE = 192**-0.5
+KV_SCALE = 2.0**-6  # of e4m3 caches: normal data stays below 448 of it
 # B, H, T, S. T is every row's, or "1-8192", drawn from there, or "even 1-8192", as many tokens
 # spread evenly.
 Shape = tuple[int, int, int | str, int]
@@ -49,10 +50,11 @@ SMALL_SHAPES: tuple[Shape, ...] = (
     (3, 16, "even 1-200", 1),
     (3, 16, "1-200", 1),
 )
-_schedule = jax.jit(
-    mla.decode_schedule, static_argnames=("q_len", "num_heads", "max_pages", "batch_invariant")
-)
 EVENLY = 1.08  # what drawn lengths may take of the time of as many tokens spread evenly
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"B,H,T,S": ",".join(map(str, shape))}
 
 
 def lengths(batch: int, tokens: int | str) -> np.ndarray:
@@ -67,67 +69,104 @@ def lengths(batch: int, tokens: int | str) -> np.ndarray:
     return np.where(np.arange(batch) < more, each + 1, each).astype(np.int32)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def inputs(
-    batch: int, heads: int, tokens: int | str, q_len: int, seed: int = 0
+    batch: int, heads: int, tokens: int | str, q_len: int, cache: str = "bfloat16"
 ) -> tuple[jax.Array, ...]:
     """Normal data on shuffled pages, in as many layers as keep the caches out of L2."""
+    latents = LatentFormat(cache)
     longest = tokens if isinstance(tokens, int) else int(tokens.split("-")[1])
     pages = -(-longest // PAGE)
-    layers = max(1, min(32, ROTATE_BYTES // (batch * pages * PAGE * DIM * 2)))
-    keys = jax.random.split(jax.random.key(seed), 3)
+    layers = rotation(batch * pages * PAGE * latents.nbytes, most=32)
+    keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
-    cache = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    stored = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    if latents.quantized:
+        stored = latents.pack(stored, scale_of(cache))
     tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
-    return q, cache, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
+    return q, stored, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
 
 
-def worst_error(out: jax.Array, expected: jax.Array) -> float:
-    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
-    return float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
+def scale_of(cache: str) -> float | None:
+    return KV_SCALE if LatentFormat(cache).per_tensor else None
+
+
+@functools.partial(jax.jit, static_argnames=("q_len", "num_heads", "max_pages"))
+def _schedules(lens: jax.Array, **static: Any) -> list[mla.Schedule]:
+    """The usual one, and the one for equal bits whatever stands beside a row."""
+    return [mla.decode_schedule(lens, batch_invariant=apart, **static) for apart in (False, True)]
+
+
+def decode(
+    arrays: tuple[jax.Array, ...], schedule: mla.Schedule, implementation: Implementation | None
+) -> Op:
+    def call(operands, state, layer):
+        arrays, schedule = operands
+        out = mla.mla_decode(
+            *arrays,
+            scale=SCALE,
+            kv_scale=scale_of(arrays[1].dtype.name),
+            layer=layer,
+            schedule=schedule,
+            implementation=implementation,
+        )
+        return out, state
+
+    return Op(call, [(arrays, schedule)], layers=arrays[1].shape[0])
+
+
+def check(op: Op, shape: Shape) -> float:
+    """Relative L2 error of up to 16 heads of the first, last, shortest and longest row, the
+    greatest, against float64."""
+    (q, cache, tables, lens), _ = op.operands[0]
+    out, _ = op(0)
+    drawn = lengths(shape[0], shape[2])
+    kv_scale = scale_of(cache.dtype.name)
+    heads = np.unique(np.linspace(0, shape[1] - 1, 16).astype(int))
+    errors = []
+    for row in {0, len(drawn) - 1, int(drawn.argmin()), int(drawn.argmax())}:
+        length, q_len = int(lens[row]), q.shape[1]
+        latents = LatentFormat(cache.dtype.name).unpack(cache[0, tables[row]], kv_scale)
+        kv = reference.exact(latents).reshape(-1, DIM)[:length]
+        last = np.repeat(length - q_len + np.arange(q_len), len(heads))
+        queries = reference.exact(q[row])[:, heads].reshape(-1, DIM)
+        seen = last >= 0  # a row may be shorter than its queries
+        expected, _ = reference.attention(queries[seen], kv, kv[:, :RANK], last[seen], SCALE)
+        actual = np.asarray(out[row])[:, heads].reshape(-1, RANK)[seen]
+        errors.append(reference.relative_l2(actual, expected))
+    return max(errors)
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: Shape,
+    implementation: Implementation | None,
+    *,
+    xla: bool = False,
+    cache: str = "bfloat16",
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """A row of the table; with `xla` also XLA's time. `cache` is a dtype of `LatentFormat`."""
     batch, heads, tokens, q_len = shape
-    q, cache, tables, lens = arrays = inputs(*shape)
-    layers, pages = cache.shape[0], tables.shape[1]
-    decode: Any = functools.partial(mla.mla_decode, scale=SCALE, implementation=implementation)
-    schedule, invariant = (
-        _schedule(lens, q_len=q_len, num_heads=heads, max_pages=pages, batch_invariant=apart)
-        for apart in (False, True)
-    )
-
-    # The check takes the rows that a float32 reference of this length can hold.
-    rows = max(1, min(batch, 2**20 // (pages * PAGE)))
-    few = (q[:rows], cache, tables[:rows], lens[:rows])
-    reference: Any = functools.partial(mla.mla_decode, scale=SCALE, implementation="xla")
-    expected, _ = jax.jit(reference)(*few, layer=layers - 1)
-    run = jax.jit(decode)
-    outs = [run(*arrays, layer=layers - 1, schedule=each)[0] for each in (schedule, invariant)]
-    error = max(worst_error(out[:rows], expected) for out in outs)
+    _, _, tables, lens = arrays = inputs(*shape, cache)
+    schedule, invariant = _schedules(lens, q_len=q_len, num_heads=heads, max_pages=tables.shape[1])
+    op = decode(arrays, schedule, implementation)
+    error = check(op, shape)
+    time, _ = times = op.times()
+    op.operands = [(arrays, invariant)]  # has the same shapes, so that nothing is compiled again
+    error = max(error, check(op, shape))
     if not error < 4e-3:
-        raise AssertionError(f"mla {shape}: relative error {error} against the reference")
-    del outs
-
-    kernels = _kernel_time(decode, arrays, layers, schedule)
-    alone = kernels and _kernel_time(decode, arrays, layers, invariant)
-    time = _call_time(implementation, arrays, schedule)
-    # The arrays were donated. XLA's own are made where they are timed.
-    beside = {"xla us": _call_time("xla", inputs(*shape), schedule, 4) * 1e6} if xla else {}
-    counted = kernels or time
+        raise AssertionError(f"mla {shape}: relative error {error} against float64")
+    alone = kernel_seconds(op)
+    beside = {"xla us": decode(arrays, schedule, "xla").time() * 1e6} if xla else {}
     total = int(lengths(batch, tokens).sum())
     flops = 2 * heads * q_len * total * (DIM + RANK)
-    moved = total * DIM * 2 + batch * heads * q_len * (DIM + RANK) * 2
+    moved = total * LatentFormat(cache).nbytes + batch * heads * q_len * (DIM + RANK) * 2
     return {
-        "B,H,T,S": ",".join(map(str, shape)),
-        "us": counted * 1e6,
-        "call us": time * 1e6,
+        **label(shape),
+        **columns("us", times),
         "invariant us": alone * 1e6 if alone else "",
         **beside,
-        "TFLOP/s": flops / counted / 1e12,
-        "GB/s": moved / counted / 1e9,
+        "TFLOP/s": flops / time / 1e12,
+        "GB/s": moved / time / 1e9,
         "relative error": error,
     }
 
@@ -145,44 +184,3 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
                 f"at most {EVENLY})"
             )
     return said
-
-
-def _call_time(
-    implementation: Implementation | None,
-    arrays: tuple[jax.Array, ...],
-    schedule: mla.Schedule,
-    calls: int = 16,
-) -> float:
-    """Seconds of a call in a loop of calls; the arrays are donated."""
-    batch, q_len, heads, _ = arrays[0].shape
-    layers, pages = arrays[1].shape[0], arrays[2].shape[1]
-    spec = mla.scratch(batch=batch, q_len=q_len, num_heads=heads, max_pages=pages)
-
-    # The arena goes from call to call, as in a step. Arrays that a loop closes over would be
-    # compiled into it.
-    def call(carry: Any, i: jax.Array) -> Any:
-        arena, (q, cache, tables, lens), schedule = carry
-        out, _, arena = mla.mla_decode(
-            q, cache, tables, lens, scale=SCALE, layer=i % layers, schedule=schedule, arena=arena,
-            implementation=implementation,
-        )  # fmt: skip
-        if implementation == "xla" or jax.default_backend() != "gpu":
-            # XLA would drop an output that the next call overwrites; a kernel is opaque to it.
-            lens = jnp.where(jnp.isnan(out[0, 0, 0, 0]), 0, lens)
-        return arena, (q, cache, tables, lens), schedule
-
-    # A copy: the schedule is used again.
-    carry = (Arena.allocate(spec), arrays, jax.tree.map(jnp.copy, schedule))
-    return per_call(call, carry, calls=calls)
-
-
-def _kernel_time(decode: Any, arrays: tuple[Any, ...], layers: int, schedule: Any) -> float:
-    """Seconds of the kernels of a call; 0 where none ran."""
-    step = jax.jit(decode)
-
-    def run():
-        return [step(*arrays, layer=i % layers, schedule=schedule)[0] for i in range(PROFILED)][-1]
-
-    jax.block_until_ready(run())
-    spent, _ = profile(run)
-    return sum(time for name, time in spent.items() if "mla_decode" in name) / PROFILED

@@ -4,9 +4,10 @@ Peers are PyTorch programs. Each runs in a process of its own, which starts befo
 
     python -m jaxattn.bench.peers flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
 
-prints a line of JSON for each shape. Inputs have the distribution and the rotation of ours. A call
-is timed by CUDA events around a graph of calls (or around the calls, where a peer cannot be
-captured), after warm-up, median.
+prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
+loop of calls. A call is timed by CUDA events around a graph of calls (or around the calls, where a
+peer cannot be captured), after warm-up, median: what lies between its kernels counts, as in our
+`call us`. Plans are made before, as our schedule is.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxattn.bench import mla
-from jaxattn.bench.timing import ROTATE_BYTES
+from jaxattn.bench.timing import rotation
 
 CALLS, REPEATS, WARMUP = 32, 7, 0.3  # calls of a graph, its replays, seconds of replays before
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
@@ -67,7 +68,7 @@ def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Cal
     lens = mla.lengths(batch, tokens)
     pages = -(-lens // mla.PAGE)
     total = int(pages.sum())
-    layers = max(1, min(32, ROTATE_BYTES // (total * mla.PAGE * mla.DIM * 2)))
+    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
     normal = functools.partial(t.randn, dtype=t.bfloat16, device="cuda")
     rank, rope = mla.RANK, mla.DIM - mla.RANK
     latents = [normal(total, mla.PAGE, rank) for _ in range(layers)]
@@ -118,7 +119,7 @@ def fla_decode(
         raise ValueError(f"its states are float32, not {state}")
     t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     size = batch * value_heads * DIM * DIM * 4
-    layers = max(1, min(64, ROTATE_BYTES // size))
+    layers = rotation(size)
     states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device="cuda")
     operands = delta_rule(batch, tokens, key_heads, value_heads)
     return lambda i: fla.fused_recurrent_gated_delta_rule(

@@ -1,7 +1,8 @@
 """`python -m jaxattn.bench step`: a scanned decode step beside the sum of its kernels and matmuls.
 
 The parts come from a profile of the same executable, and so does the time they are compared with:
-Mosaic kernels, matrix products, everything else (norms, convolution, gates, cache writes), gaps.
+Mosaic kernels over caches and states, small ones beside the products (norms, cache write), matrix
+products, everything else that XLA makes of a layer, and the gaps between them.
 """
 
 import sys
@@ -26,7 +27,9 @@ from jaxattn.models.hybrid import (
 )
 
 STEPS = 10
+# Ours, by what their names hold: over caches and states, and around a layer's products.
 KERNELS = ("mla_decode", "gdn_decode")
+SMALL_KERNELS = ("mla_append", "rms_norm")
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
 
 
@@ -94,7 +97,7 @@ def _measure(
     layers = config.num_gdn_layers + config.num_mla_layers
     scale = 1e6 / STEPS / layers
     wall = seconds(call) * scale
-    spent = {"kernels": 0.0, "matmuls": 0.0, "other": 0.0}
+    spent = {"kernels": 0.0, "small kernels": 0.0, "matmuls": 0.0, "other": 0.0}
     names = {}
     kernels, span = profile(call)
     for kernel, time in kernels.items():
@@ -102,7 +105,7 @@ def _measure(
         names[kernel] = time * scale
     for kernel, us in sorted(names.items(), key=lambda item: -item[1])[:25]:
         print(f"{us:9.2f} us a layer  {kernel[:90]}", file=sys.stderr)
-    work = spent["kernels"] + spent["matmuls"]
+    work = spent["kernels"] + spent["small kernels"] + spent["matmuls"]
     return {
         "model": name,
         "layers": layers,
@@ -137,4 +140,6 @@ def _kind(kernel: str) -> str:
     words = kernel.lower()
     if any(word in words for word in KERNELS):
         return "kernels"
+    if any(word in words for word in SMALL_KERNELS):
+        return "small kernels"
     return "matmuls" if any(word in words for word in MATMULS) else "other"

@@ -1,19 +1,29 @@
-"""Times on one device: medians of repeated calls, and the two ceilings of the same run."""
+"""Times on one device, with one meaning in every bench, and the two ceilings of the same run.
+
+`us` or `ms`: GPU time of an op's kernels, all that its executable runs, from a profile.
+`call us` or `call ms`: a call's share of a scanned loop of calls, with what lies between kernels.
+Both after a warm-up; where there is no GPU both are the loop's.
+"""
 
 import glob
+import math
 import platform
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-ROTATE_BYTES = 256 * 2**20  # inputs are rotated through this much, several times the L2 of 60 MB
+ROTATE_BYTES = 256 * 2**20  # inputs are rotated through as much, several times the L2 of 60 MB
+WARMUP = 0.3  # seconds of calls that an idle GPU takes to reach its clocks
+PROFILED = 10  # calls whose kernels are counted
+LOOP_SECONDS = 0.05  # of a loop: what starts an executable, up to a millisecond, does not count
 
 
 def device_facts() -> dict[str, str]:
@@ -27,11 +37,15 @@ def device_facts() -> dict[str, str]:
     }
 
 
-def seconds(call: Callable[[], Any], *, repeats: int = 7, warmup: float = 0.3) -> float:
+def rotation(nbytes: int, most: int = 128) -> int:
+    """How many inputs of `nbytes` are taken in turn, so that none is in L2 when its turn comes."""
+    return max(1, min(most, -(-ROTATE_BYTES // nbytes)))
+
+
+def seconds(call: Callable[[], Any], *, repeats: int = 7, warmup: float = WARMUP) -> float:
     """Median wall time of `call`, which returns arrays.
 
-    Left out are the first call, which compiles, and `warmup` seconds of calls: an idle GPU takes
-    that long to reach its clocks.
+    Left out are the first call, which compiles, and `warmup` seconds of calls.
     """
     jax.block_until_ready(call())
     begin = time.perf_counter()
@@ -45,52 +59,149 @@ def seconds(call: Callable[[], Any], *, repeats: int = 7, warmup: float = 0.3) -
     return statistics.median(times)
 
 
-def per_call(op: Callable[[Any, Any], Any], carry: Any, *, calls: int = 16) -> float:
-    """Seconds a call, of `calls` calls one after another in one executable.
+class Op:
+    """An op that is timed: compiled once by itself, for its result and its profile, and once in a
+    loop of calls. Every call has the operands that were given, bit for bit.
 
     Args:
-        op: (carry, call number) -> carry. Every call has to depend on the one before it, or XLA
-            drops or merges calls.
-        carry: arrays; donated, so that in-place ops stay in place.
+        call: (operands, state, layer) -> (result, state).
+        operands: sets of operands, taken in turn by what is profiled; a loop has the first. Neither
+            written nor donated.
+        state: what the op updates in place; goes from call to call, donated.
+        layers: call i has layer `i % layers`, an int32 scalar on the device.
     """
 
-    # Four calls to an iteration hide the loop's own work; each is compiled, which takes seconds.
-    def run(carry):
-        numbers = jnp.arange(calls, dtype=jnp.int32)
-        return jax.lax.scan(lambda c, i: (op(c, i), None), carry, numbers, unroll=4)[0]
+    def __init__(
+        self,
+        call: Callable[[Any, Any, jax.Array], tuple[Any, Any]],
+        operands: Sequence[Any],
+        state: Any = (),
+        *,
+        layers: int = 1,
+    ) -> None:
+        self.state = state
+        self._call, self.operands = call, operands
+        self._layers = [jnp.int32(i) for i in range(layers)]
+        self._run = jax.jit(call, donate_argnums=1)
 
-    compiled = jax.jit(run, donate_argnums=0)
-    held = [carry]
+    def __call__(self, i: int = 0) -> Any:
+        operands, layer = self.operands[i % len(self.operands)], self._layers[i % self.layers]
+        result, self.state = self._run(operands, self.state, layer)
+        return result
 
-    def call():
-        held[0] = compiled(held[0])
-        return held[0]
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
 
-    return seconds(call) / calls
+    def times(self) -> tuple[float, float]:
+        """Seconds of a call's kernels (where there is no GPU, as the second), and in a loop."""
+        kernels = kernel_seconds(self)
+        calls = min(8192, max(4, math.ceil(LOOP_SECONDS / kernels))) if kernels else 4
+        loop = self.loop_seconds(calls)
+        return kernels or loop, loop
+
+    def time(self) -> float:
+        """The first of `times()`, without compiling a loop where that is not needed."""
+        return kernel_seconds(self) or self.loop_seconds(4)
+
+    def loop_seconds(self, calls: int) -> float:
+        """Seconds a call, of `calls` calls one after another in one executable."""
+        compiled = jax.jit(self.loop(calls), donate_argnums=1)
+
+        def run():
+            seen, self.state = compiled(self.operands[0], self.state)
+            return seen, self.state
+
+        return seconds(run) / calls
+
+    def loop(self, calls: int) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+        """(operands, state) -> (a number of the last call's result, state)."""
+
+        def step(carry, layer):
+            operands, seen, state = carry
+            # A call's operands exist once the result of the call before it does, so that XLA can
+            # neither merge calls nor move them out of the loop; the loop hands them on unchanged.
+            operands, _ = lax.optimization_barrier((operands, seen))
+            result, state = self._call(operands, state, layer)
+            # All of the result is needed for one number of it.
+            first = jax.tree.leaves(lax.optimization_barrier(result))[0]
+            seen = first[(0,) * first.ndim].astype(jnp.float32)
+            return (operands, seen, state), None
+
+        def run(operands, state):
+            layers = jnp.arange(calls, dtype=jnp.int32) % self.layers
+            carry = operands, jnp.float32(0), state
+            (_, seen, state), _ = lax.scan(step, carry, layers)
+            return seen, state
+
+        return run
+
+
+def columns(unit: str, times: tuple[float, float]) -> dict[str, float]:
+    """A row's `us` and `call us`, or in ms, of `Op.times()`."""
+    scale = {"us": 1e6, "ms": 1e3}[unit]
+    return {unit: times[0] * scale, f"call {unit}": times[1] * scale}
+
+
+def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> float:
+    """GPU seconds of all kernels and copies of a call, which takes its number; 0 without a GPU.
+
+    Of the last calls in a profile that begins with `warmup` seconds of them: a GPU also idles while
+    a profiler starts.
+    """
+    if jax.default_backend() != "gpu":
+        return 0.0
+    number = 0
+
+    def some():
+        nonlocal number
+        for _ in range(PROFILED):
+            result = call(number)
+            number += 1
+        jax.block_until_ready(result)
+
+    def run():
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < warmup:
+            some()
+        some()
+
+    some()  # compiles, records graphs
+    before = number
+    events = gpu_events(run)
+    share = PROFILED / (number - before)
+    counted = (sorted(each)[len(each) - round(len(each) * share) :] for each in events.values())
+    return sum(length for each in counted for _, length in each) * 1e-9 / PROFILED
 
 
 def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
     """(GPU seconds by kernel name, seconds from the first kernel to the end of the last)."""
+    events = gpu_events(lambda: jax.block_until_ready(call()))
+    every = [event for each in events.values() for event in each]
+    if not every:
+        return {}, 0.0
+    span = max(start + length for start, length in every) - min(every)[0]
+    spent = {name: sum(length for _, length in each) * 1e-9 for name, each in events.items()}
+    return spent, span * 1e-9
+
+
+def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
+    """(start, length) in ns of what the GPU ran in `call`, which waits for it, by name."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
+        with jax.profiler.trace(folder, profiler_options=options):
+            call()
         file = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)[0]
         data = jax.profiler.ProfileData.from_serialized_xspace(Path(file).read_bytes())
-    events = [
-        event
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    spent: dict[str, float] = defaultdict(float)
-    for event in events:
-        spent[event.name] += event.duration_ns * 1e-9
-    if not events:
-        return spent, 0.0
-    first, last = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
-    return spent, (last - first) * 1e-9
+    events: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for plane in data.planes:
+        if plane.name.startswith("/device:GPU"):
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        events[event.name].append((event.start_ns, event.duration_ns))
+    return events
 
 
 # Operations of a ceiling at a time: what starts one, up to a millisecond, hides behind the others.
@@ -99,7 +210,7 @@ AT_A_TIME = 32
 
 def copy_bandwidth(size: int = 2**29) -> float:
     """Bytes read plus written per second, by device-to-device copies of `size` bfloat16 numbers."""
-    x = jnp.ones((size,), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
     copy = jax.jit(jnp.copy)
 
     def call():

@@ -25,9 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jaxattn.kernels.hopper import swizzled, wgmma
 from jaxattn.kernels.mla_schedule import PAGE, TILE
@@ -37,6 +41,9 @@ RANK, ROPE = 512, 64
 HALF = RANK // 2  # columns of the output that a warpgroup owns
 LEFT_SLOTS, RIGHT_SLOTS = 2, 3
 REGISTERS = 168  # of a thread: three warpgroups share 65,536
+# The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
+# it by more than this, in powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
+SLACK = 8.0
 # Far enough apart that exp2(MASKED - EMPTY) is 0 and no difference is inf - inf.
 EMPTY, MASKED = -1e30, -1e33
 
@@ -71,6 +78,44 @@ def scratch_types(dtype: Any, page_size: int, interpret: bool) -> list[Any]:
         plgpu.Barrier(),  # sums written
         plgpu.Barrier(num_arrivals=2),  # sums read by both
     ]
+
+
+def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:
+    """acc [64, N] with its rows multiplied, by the warps that have a factor other than 1."""
+    tile = plgpu.Layout.WGMMA
+    if interpret:
+        return acc * lax.broadcast_in_dim(factors, acc.shape, [0])
+    return plgpu.inline_mgpu(
+        arg_types=(tile, tile.reduce(1)),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=tile),
+    )(_rescaled)(acc, factors)
+
+
+def _rescaled(ctx: Any, acc: Any, factors: Any) -> Any:
+    del ctx
+    one = mgpu.c(1.0, ir.F32Type.get())
+    each = [vector.extract(x, [], [0]) for x in factors.registers.flat]
+    changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in each]
+    mine = arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, changed))
+    # A branch and not a select: what a warp's other threads need decides for all of them.
+    anyone = llvm.inline_asm(
+        mine.type,
+        [mine],
+        "{ .reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; "
+        "selp.u32 $0, 1, 0, q; }",
+        "=r,r",
+        has_side_effects=True,
+    )
+    zero = mgpu.c(0, mine.type)
+    some = arith.cmpi(arith.CmpIPredicate.ne, anyone, zero)
+    branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)  # type: ignore[call-arg]
+    with ir.InsertionPoint(branch.then_block):
+        product = acc * factors.broadcast_in_dim(acc.shape, (0,), acc.layout)
+        scf.yield_(list(product.registers.flat))
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(list(acc.registers.flat))
+    registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
 
 
 def make_body(
@@ -267,14 +312,17 @@ def make_body(
                     def _():
                         load_q(row, start + steps)
 
+                    def reference(largest):
+                        return jnp.where(largest > top + SLACK, largest, top)
+
                     def plain(scores):
-                        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+                        new_top = reference(scores.max(axis=1) * factor)
                         return new_top, jnp.exp2(scores * factor - over_rows(new_top, PAGE))
 
                     def masked(scores):
                         mask = iota((TILE, PAGE), 1) + (start + i) * PAGE < visible
                         scores = jnp.where(mask, scores * factor, MASKED)
-                        new_top = jnp.maximum(top, scores.max(axis=1))
+                        new_top = reference(scores.max(axis=1))
                         return new_top, jnp.exp2(scores - over_rows(new_top, PAGE))
 
                     all_see_it = (start + i + 1) * PAGE <= length - (q_len - 1)
@@ -402,7 +450,7 @@ def make_body(
                     values = kv_smem.at[first_slot + mine]
                     plgpu.barrier_wait(p_written.at[slot])
                     rescale = plgpu.load(rescale_smem.at[slot], layout=row_layout)
-                    acc *= over_rows(rescale, HALF)
+                    acc = rescaled(acc, rescale, interpret=interpret)
 
                     # What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it
                     # becomes 0 before it is used as a value. As keys it has been read.

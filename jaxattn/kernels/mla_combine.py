@@ -27,6 +27,7 @@ def combine(
     partial_lse: jax.Array,
     schedule: Schedule,
     *,
+    used: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
@@ -37,10 +38,12 @@ def combine(
         first_rows: where in each the op's own rows begin.
         lse: float32 [B, rows].
         partial_lse: float32 [2 * parts, rows], natural logarithm.
+        used: packed rows that somebody reads, the first ones; all, if None.
     """
     batch, rows = lse.shape
+    used = rows if used is None else -(-used // 8) * 8
     chunk = 1
-    while chunk < 8 and batch * rows // (2 * chunk) >= BLOCKS:
+    while chunk < 8 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
@@ -97,7 +100,7 @@ def combine(
     kernel = plgpu.kernel(
         body,
         out_type=(),
-        grid=(batch, rows // chunk),
+        grid=(batch, used // chunk),
         grid_names=("row", "chunk"),
         kernel_name="mla_decode_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),

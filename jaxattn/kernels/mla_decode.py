@@ -4,108 +4,27 @@ A block for each (part of the schedule, tile of 64 packed rows of S tokens x H h
 the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
 in mla_body.py; mla_schedule.py makes the parts, and mla_combine.py merges the rows that were cut.
 
-Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16, any H and S.
+Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16, any H and S;
+FP8 caches are handed to mla_decode_columns.py.
 Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_kernel.py.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.arena import Arena, ArenaSpec, Region
+from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE, make_body, scratch_types
 from jaxattn.kernels.mla_combine import combine
-from jaxattn.kernels.mla_schedule import (
-    PAGE,
-    TILE,
-    Schedule,
-    make_schedule,
-    may_split,
-    num_parts,
-    num_steps,
-    num_tiles,
-    piece_pages,
-)
-
-# Blocks that the GPU runs at a time: the streaming multiprocessors of an H200 or an H100 SXM. With
-# another number a row may be cut elsewhere, and its result rounded otherwise.
-NUM_SMS = 132
-PAGE_SIZES = (16, 32, 64, 128)
-INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
-
-
-def decode_schedule(
-    seq_lens: jax.Array,
-    *,
-    q_len: int,
-    num_heads: int,
-    max_pages: int,
-    page_size: int = PAGE,
-    batch_invariant: bool = False,
-    interpret: bool = False,
-) -> Schedule:
-    """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
-
-    Args:
-        seq_lens: int32 [B], as for `mla_decode`.
-        q_len: S.
-        num_heads: H.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page.
-        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
-            by B and M alone, as if all of them had M pages; a few rows much shorter than that
-            keep fewer blocks busy.
-        interpret: for the interpreter, which takes fewer blocks.
-    """
-    num_sms = INTERPRETED_SMS if interpret else NUM_SMS
-    batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
-    parts = num_parts(batch, q_len, num_heads, steps, num_sms)
-    piece = piece_pages(batch, parts, steps) if batch_invariant else 0
-    return make_schedule(seq_lens, parts=parts, max_pages=steps, piece=piece)
-
-
-def scratch(
-    *,
-    batch: int,
-    q_len: int,
-    num_heads: int,
-    max_pages: int,
-    page_size: int = PAGE,
-    kv_lora_rank: int = RANK,
-    dtype: Any = jnp.bfloat16,
-) -> ArenaSpec:
-    """What `mla_decode` keeps in the arena: its output, and where it splits rows float32 partials.
-
-    Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
-        num_heads: H.
-        max_pages: M, width of the block tables; long rows of a small batch are split.
-        page_size: C, tokens of a page.
-        kv_lora_rank: R.
-        dtype: the queries' dtype.
-
-    Returns:
-        Regions `out` [B, tiles * 64, R] with row s * H + h and, for a batch that may be split,
-        `partial_out` float32 [parts, 2, tiles * 64, R]: at most 33 MiB, whatever the batch.
-        DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
-    """
-    tiles = num_tiles(q_len, num_heads)
-    steps = num_steps(max_pages, page_size)
-    parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
-    return _spec(batch, tiles * TILE, kv_lora_rank, dtype, parts)
-
-
-def _spec(batch: int, rows: int, rank: int, dtype: Any, parts: int) -> ArenaSpec:
-    regions: dict[str, Any] = {"out": ((batch, rows, rank), dtype)}
-    if may_split(batch, parts):
-        regions["partial_out"] = ((parts, 2, rows, rank), jnp.float32)
-    return ArenaSpec.of("mla_decode", **regions)
+from jaxattn.kernels.mla_decode_columns import mla_decode_columns
+from jaxattn.kernels.mla_schedule import TILE, Schedule, may_split, num_tiles
+from jaxattn.kernels.mla_scratch import PAGE_SIZES, own_lane, spec_of
+from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
+from jaxattn.kernels.mla_scratch import scratch as scratch
 
 
 def reads_apart(num_heads: int) -> bool:
@@ -143,17 +62,31 @@ def mla_decode_mosaic(
     query_lens: jax.Array | None = None,
     arena: Arena | None = None,
     schedule: Schedule | None = None,
-    output_by_tma: bool = False,
+    kv_scale: jax.Array | None = None,
+    columns: bool | None = None,
+    output_by_tma: bool | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
 
-    `output_by_tma` (see mla_body.py) should be the faster, and has not run on a GPU yet.
+    `columns` takes the kernel whose products have heads as columns, for queries in one array: None
+    takes it for FP8 caches, which this one does not read. It should be the faster wherever S * H
+    is at most 32, and has not run on a GPU yet.
+    `output_by_tma` (see mla_body.py) is the faster by up to 8 us where most rows are whole, and by
+    3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
+    if columns or (columns is None and jnp.dtype(kv_cache.dtype).itemsize == 1):
+        joined = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
+        return mla_decode_columns(
+            joined, kv_cache, block_tables, seq_lens,
+            scale=scale, layer=layer, kv_lora_rank=kv_lora_rank, kv_scale=kv_scale,
+            query_lens=query_lens, arena=arena, schedule=schedule, interpret=interpret,
+            detect_races=detect_races,
+        )  # fmt: skip
     _refuse(latent.dtype, kv_cache, kv_lora_rank)
     batch, q_len, num_heads, _ = latent.shape
     dtype = latent.dtype
@@ -184,15 +117,17 @@ def mla_decode_mosaic(
         operands = (*operands, query_lens)
 
     # The kernel writes rows of 2-D arrays: of its own, or the arena's whole lanes.
-    spec = _spec(batch, rows, RANK, dtype, parts)
+    spec = spec_of(batch, rows, RANK, dtype, parts)
     split = may_split(batch, parts)
     if arena is None:
-        lanes = {name: _own_lane(region) for name, region in spec.regions}
+        lanes = {name: own_lane(region) for name, region in spec.regions}
     else:
         lanes = {name: arena.lane(spec, name, width=RANK) for name, _ in spec.regions}
     refs = {name: jax.new_ref(lane) for name, (lane, _) in lanes.items()}
     first_rows = [lanes[name][1] for name in ("out", "partial_out") if name in lanes]
     lane_refs = [refs[name] for name in ("out", "partial_out") if name in lanes]
+    if output_by_tma is None:
+        output_by_tma = 2 * batch >= parts
     # TMA writes whole tiles of 8 rows; regions of an arena begin at any second one.
     output_by_tma &= first_rows[0] % 8 == 0 and lanes["out"][0].shape[0] % 8 == 0
 
@@ -246,7 +181,3 @@ def mla_decode_mosaic(
     out = out[:, : q_len * num_heads].reshape(batch, q_len, num_heads, RANK)
     lse = lse[:, : q_len * num_heads].reshape(batch, q_len, num_heads)
     return (out, lse) if arena is None else (out, lse, arena)
-
-
-def _own_lane(region: Region) -> tuple[jax.Array, int]:
-    return jnp.empty((math.prod(region.shape) // RANK, RANK), region.dtype), 0

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import LayerOf
+from jaxattn.layer_of import LayerOf
 from jaxattn.models.config import HybridConfig as HybridConfig
 from jaxattn.models.packed import PackedParams as PackedParams
 from jaxattn.models.packed import pack_vectors as pack_vectors
@@ -33,6 +33,7 @@ from jaxattn.models.state import op_scratch as op_scratch
 from jaxattn.models.state import scratch as scratch
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.norm import rms_norm_layer
 
 
 class GDNLayer(nnx.Module):
@@ -74,10 +75,18 @@ class GDNLayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), state
 
     def decode(
-        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, weights, implementation
+        self,
+        x: Array,
+        state: DecodeState,
+        batch: DecodeBatch,
+        layer,
+        norms,
+        weights,
+        implementation,
     ):
+        norm, mlp_norm = norms or (self.norm, self.mlp_norm)
         y, conv_state, ssm_state, arena = self.gdn.decode(
-            self.norm(x),
+            norm(x),
             state.conv_state,
             state.ssm_state,
             state_indices=batch.state_indices,
@@ -89,7 +98,7 @@ class GDNLayer(nnx.Module):
         x = x + y
         assert arena is not None
         state = dataclasses.replace(state, arena=arena, conv_state=conv_state, ssm_state=ssm_state)
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + self.mlp(mlp_norm(x)), state
 
 
 class MLALayer(nnx.Module):
@@ -131,10 +140,11 @@ class MLALayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), dataclasses.replace(state, kv_cache=kv_cache)
 
     def decode(
-        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, shared, implementation
+        self, x: Array, state: DecodeState, batch: DecodeBatch, layer, norms, shared, implementation
     ):
+        norm, mlp_norm = norms or (self.norm, self.mlp_norm)
         y, kv_cache, arena = self.mla.decode(
-            self.norm(x),
+            norm(x),
             state.kv_cache,
             block_tables=batch.block_tables,
             seq_lens=batch.seq_lens,
@@ -146,7 +156,7 @@ class MLALayer(nnx.Module):
         assert arena is not None
         x = x + y
         state = dataclasses.replace(state, arena=arena, kv_cache=kv_cache)
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + self.mlp(mlp_norm(x)), state
 
 
 class Repeat(nnx.Module):
@@ -173,14 +183,32 @@ class Repeat(nnx.Module):
         state: DecodeState,
         batch: DecodeBatch,
         repeat,
+        norm_weights,
         weights,
         shared,
         implementation,
     ):
+        def norms(place: int) -> tuple[Callable, Callable] | None:
+            """Of a layer, from the stack of all of them."""
+            if norm_weights is None:
+                return None
+            norm = partial(
+                rms_norm_layer,
+                weights=norm_weights,
+                eps=self.mla.norm.eps,
+                dtype=self.mla.mla.dtype,
+                implementation=implementation,
+            )
+            norms_of_repeat = 2 * (len(self.gdn) + 1)
+            first, second = (LayerOf(repeat, norms_of_repeat, 2 * place + i) for i in (0, 1))
+            return partial(norm, layer=first), partial(norm, layer=second)
+
         for j, layer in enumerate(self.gdn):
             index = LayerOf(repeat, len(self.gdn), j)
-            x, state = layer.decode(x, state, batch, index, weights, implementation)
-        return self.mla.decode(x, state, batch, repeat, shared, implementation)
+            x, state = layer.decode(x, state, batch, index, norms(j), weights, implementation)
+        return self.mla.decode(
+            x, state, batch, repeat, norms(len(self.gdn)), shared, implementation
+        )
 
 
 class HybridDecoder(nnx.Module):
@@ -242,9 +270,9 @@ class HybridDecoder(nnx.Module):
         state: DecodeState,
         batch: DecodeBatch,
         *,
-        vectors: Array | None = None,
         gdn_weights: Array | None = None,
         mla_weights: Array | None = None,
+        norm_weights: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
@@ -252,8 +280,8 @@ class HybridDecoder(nnx.Module):
 
         def body(carry, params):
             x, state, repeat = carry
-            x, state = nnx.merge(graphdef, self._unpack(*params)).decode(
-                x, state, batch, repeat, gdn_weights, shared, implementation
+            x, state = nnx.merge(graphdef, params).decode(
+                x, state, batch, repeat, norm_weights, gdn_weights, shared, implementation
             )
             return (x, state, repeat + 1), None
 
@@ -271,7 +299,7 @@ class HybridDecoder(nnx.Module):
         rotation = self.repeats.mla.mla.decode_rotation(batch.seq_lens, q_len)
         shared = {"schedule": schedule, "rotation": rotation, "weights": mla_weights}
         x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
-        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, vectors))
+        (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
         return self._head(x), state
 
     def _unpack(self, params: nnx.State, vectors: Array | None) -> nnx.State:
@@ -338,6 +366,7 @@ def decode_step(
 ) -> tuple[Float[Array, "B vocab"], DecodeState]:
     """One token a row: float32 logits of its last token (0 for a padding row), and the state."""
     model, packed = _bind(config, params)
+    packed.pop("vectors", None)  # all that decoding reads of them is in the other stacks
     logits, state = model.decode(state, batch, **packed, implementation=implementation)
     return logits[:, -1], state
 
@@ -363,8 +392,8 @@ def _bind(
     graphdef = abstract_model(config)[0]
     if not isinstance(params, PackedParams):
         return nnx.merge(graphdef, params), {}
-    packed = {name: getattr(params, name) for name in ("vectors", "gdn_weights", "mla_weights")}
-    return nnx.merge(graphdef, params.params), packed
+    names = ("vectors", "gdn_weights", "mla_weights", "norm_weights")
+    return nnx.merge(graphdef, params.params), {name: getattr(params, name) for name in names}
 
 
 def compiler_options(backend: str) -> dict[str, bool | int | str] | None:

@@ -23,12 +23,15 @@ class PackedParams:
         gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn_layer.pack_gdn_weights`; decoding reads
             them from the stack. None without delta-net layers.
         mla_weights: float32 [L_mla, W], likewise, see `jaxattn.append.pack_mla_weights`.
+        norm_weights: float32 [2 L, hidden], likewise: in the order of the layers, the norm before
+            the attention or delta net, then the norm before the MLP.
     """
 
     params: nnx.State
     vectors: Float[Array, "repeats total"]
     gdn_weights: Float[Array, "L P"] | None
     mla_weights: Float[Array, "L W"]
+    norm_weights: Float[Array, "N hidden"]
 
 
 def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
@@ -47,7 +50,11 @@ def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
     rest = nnx.State({**params, "repeats": empty})
     repeats = params["repeats"]
     return PackedParams(
-        rest, jnp.concatenate(vectors, axis=1), _gdn_weights(repeats), _mla_weights(repeats)
+        rest,
+        jnp.concatenate(vectors, axis=1),
+        _gdn_weights(repeats),
+        _mla_weights(repeats),
+        _norm_weights(repeats),
     )
 
 
@@ -70,3 +77,10 @@ def _mla_weights(repeats: Any) -> Array:
     q_norm = layer["q_a_norm"]["weight"][...] if "q_a_norm" in layer else None
     rope_dim = layer["kv_a_proj"]["weight"].shape[-1] - kv_norm.shape[-1]
     return pack_mla_weights(kv_norm, q_norm, rope_dim=rope_dim)
+
+
+def _norm_weights(repeats: Any) -> Array:
+    layers: Any = repeats.get("gdn", {})
+    layers = [*(layers[j] for j in sorted(layers)), repeats["mla"]]
+    norms = [layer[norm]["weight"][...] for layer in layers for norm in ("norm", "mlp_norm")]
+    return jnp.stack(norms, axis=1).reshape(-1, norms[0].shape[-1]).astype(jnp.float32)

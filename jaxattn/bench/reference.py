@@ -1,0 +1,92 @@
+"""What the ops are, for the few rows and heads that a bench checks: float64, NumPy, not compiled.
+
+XLA's references take longer to compile than everything that a bench measures of a shape.
+"""
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+EPS = 1e-6  # of the norms
+
+
+def exact(x: ArrayLike | jax.Array) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def relative_l2(actual: ArrayLike | jax.Array, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected))
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, last: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(output [S, V], natural log of the sum of exponentials [S]) of q [S, K] over k [T, K] and
+    v [T, V]; query i sees the keys up to `last[i]`."""
+    scores = q @ k.T * scale
+    scores[np.arange(len(k)) > last[:, None]] = -np.inf
+    top = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=1, keepdims=True)
+    return weights @ v / total, (top + np.log(total))[:, 0]
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def delta_rule(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [T, H, Dv] and last state [H, Dv, Dk] of the gated delta rule, token by token.
+
+    Args:
+        q, k: [T, H, Dk], normalised here; a key head's for each of its value heads.
+        v: [T, H, Dv].
+        g, beta: [T, H], log decay and writing strength.
+        state: [H, Dv, Dk].
+    """
+    q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + EPS) for x in (q, k))
+    outputs = []
+    for t in range(len(q)):
+        state = state * np.exp(g[t])[:, None, None]
+        write = beta[t][:, None] * (v[t] - (state @ k[t][..., None])[..., 0])
+        state = state + write[..., None] * k[t][:, None, :]
+        outputs.append((state @ q[t][..., None])[..., 0])
+    return np.stack(outputs) * q.shape[-1] ** -0.5, state
+
+
+def delta_net(
+    qkvz: np.ndarray, ba: np.ndarray, weights: np.ndarray, conv: np.ndarray, state: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A row's `(y, conv_state, state)` of `jaxattn.gdn_layer.gated_delta_net_decode`.
+
+    Args:
+        qkvz: [S, C].
+        ba: [S, 2 Hv].
+        weights: [P], packed.
+        conv: [W - 1, Dc].
+        state: [Hv, Dv, Dk].
+    """
+    tokens, (heads, values, keys) = len(qkvz), state.shape
+    (before, channels), taps = conv.shape, conv.shape[0] + 1
+    rates, bias, norm, kernel = np.split(
+        weights, np.cumsum([heads, heads, values]).tolist(), axis=0
+    )
+    seen = np.concatenate([conv, qkvz[:, :channels]])
+    kernel = kernel.reshape(taps, channels)
+    mixed = silu(sum(kernel[i] * seen[i : i + tokens] for i in range(taps)))
+    split = (channels - heads * values) // 2
+    q, k, v = np.split(mixed, [split, 2 * split], axis=1)
+    q, k = (np.repeat(x.reshape(tokens, -1, keys), heads * keys // split, axis=1) for x in (q, k))
+    b, a = np.split(ba, 2, axis=1)
+    g = -np.exp(rates) * np.logaddexp(0, a + bias)
+    o, state = delta_rule(q, k, v.reshape(tokens, heads, values), g, 1 / (1 + np.exp(-b)), state)
+    o = o / np.sqrt((o * o).mean(axis=-1, keepdims=True) + EPS) * norm
+    y = o.reshape(tokens, -1) * silu(qkvz[:, channels:])
+    return y, seen[-before:], state

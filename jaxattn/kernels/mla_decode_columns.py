@@ -1,0 +1,171 @@
+"""MLA decode for few query rows, and for FP8 caches: heads are the columns of the products.
+
+`mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
+32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
+in turns, in mla_columns_body.py; mla_latents.py brings FP8 tokens to shared memory. Schedule,
+output and the merging of cut rows are those of `mla_decode`.
+
+Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, any H and S. Queries and cache of
+bfloat16 or float16; or bfloat16 queries and a float8_e4m3fn or uint8 (block-scaled) cache.
+Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_columns.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import Arena
+from jaxattn.kernels.hopper import interpret_mode, require_hopper
+from jaxattn.kernels.mla_body import RANK, ROPE
+from jaxattn.kernels.mla_columns_body import WARPGROUPS, make_body, scratch_types
+from jaxattn.kernels.mla_combine import combine
+from jaxattn.kernels.mla_schedule import TILE, Schedule, may_split, num_tiles
+from jaxattn.kernels.mla_scratch import PAGE_SIZES, decode_schedule, own_lane, spec_of
+from jaxattn.mla_cache import LatentFormat
+
+MOST_COLUMNS = (
+    32  # the output's 512 * 32 float32 numbers are 128 registers of a warpgroup's threads
+)
+
+
+def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
+    """(packed rows of a block, a multiple of 8; blocks that share a request's rows)."""
+    rows = q_len * num_heads
+    blocks = -(-rows // MOST_COLUMNS)
+    return -(-rows // (8 * blocks)) * 8, blocks
+
+
+def _refuse(q: jax.Array, kv_cache: jax.Array, format: LatentFormat) -> None:
+    rank, rope, page = format.kv_lora_rank, format.qk_rope_head_dim, kv_cache.shape[-2]
+    if (rank, rope) != (RANK, ROPE):
+        raise NotImplementedError(
+            f"mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), and got "
+            f"kv_lora_rank={rank} with D={rank + rope}"
+        )
+    if page not in PAGE_SIZES:
+        raise NotImplementedError(
+            f"mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, got {page}"
+        )
+    if format.quantized:
+        fits = q.dtype == jnp.bfloat16
+    else:
+        fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
+    if not fits:
+        raise NotImplementedError(
+            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache {kv_cache.dtype.name}"
+        )
+
+
+def mla_decode_columns(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array | int | None = None,
+    kv_lora_rank: int = RANK,
+    kv_scale: jax.Array | None = None,
+    query_lens: jax.Array | None = None,
+    arena: Arena | None = None,
+    schedule: Schedule | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Any, ...]:
+    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there."""
+    require_hopper("mla_decode", interpret=interpret)
+    format = LatentFormat(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
+    _refuse(q, kv_cache, format)
+    batch, q_len, num_heads, _ = q.shape
+    dtype = q.dtype
+    if layer is None:
+        kv_cache, layer = kv_cache[None], 0
+    page_size = kv_cache.shape[2]
+    columns, blocks = block_columns(q_len, num_heads)
+    rows, out_rows = q_len * num_heads, num_tiles(q_len, num_heads) * TILE
+    if schedule is None:
+        schedule = decode_schedule(
+            seq_lens,
+            q_len=q_len,
+            num_heads=num_heads,
+            max_pages=block_tables.shape[1],
+            page_size=page_size,
+            interpret=interpret,
+        )
+    parts = schedule.parts
+
+    packed = q.reshape(batch, rows, -1)
+    packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
+    if kv_scale is not None:
+        operands.append(kv_scale.reshape(1))
+    if query_lens is not None:
+        operands.append(query_lens)
+
+    spec = spec_of(batch, out_rows, RANK, dtype, parts)
+    split = may_split(batch, parts)
+    if arena is None:
+        lanes = {name: own_lane(region) for name, region in spec.regions}
+    else:
+        lanes = {name: arena.lane(spec, name, width=RANK) for name, _ in spec.regions}
+    refs = {name: jax.new_ref(lane) for name, (lane, _) in lanes.items()}
+    first_rows = [lanes[name][1] for name in ("out", "partial_out") if name in lanes]
+    lane_refs = [refs[name] for name in ("out", "partial_out") if name in lanes]
+
+    lse_types = [jax.ShapeDtypeStruct((batch, out_rows), jnp.float32)]
+    if split:
+        lse_types.append(jax.ShapeDtypeStruct((2 * parts, out_rows), jnp.float32))
+    body = make_body(
+        q_len=q_len, num_heads=num_heads, columns=columns, out_rows=out_rows, parts=parts,
+        scale=scale, dtype=dtype, page_size=page_size, piece_pages=schedule.piece,
+        cache_dtype=format.dtype, quantized=format.quantized, per_tensor=format.per_tensor,
+        split=split, ragged=query_lens is not None, interpret=interpret,
+    )  # fmt: skip
+    kernel = plgpu.kernel(
+        functools.partial(body, first_rows),
+        out_type=tuple(lse_types),
+        scratch_types=scratch_types(dtype, columns, page_size, format.quantized),
+        # The last axis runs fastest: the blocks of a row read the same pages while in L2.
+        grid=(parts, blocks),
+        grid_names=("part", "tile"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        kernel_name="mla_decode_columns",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # reductions stay inside a warp
+            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+            # The body names its layouts; those of padded shared memory are not found by inference.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        lse, *partials = kernel(*operands, *lane_refs)
+    if split:
+        (partial_lse,) = partials
+        lse = combine(
+            lane_refs,
+            first_rows,
+            lse,
+            partial_lse,
+            schedule,
+            used=rows,
+            interpret=interpret,
+            detect_races=detect_races,
+        )
+    written = {name: jax.freeze(ref) for name, ref in refs.items()}
+    if arena is None:
+        out = written["out"].reshape(batch, out_rows, RANK)
+    else:
+        for name, lane in written.items():
+            arena = arena.with_lane(spec, name, lane)
+        out = arena.read(spec, "out")
+    out = out[:, :rows].reshape(batch, q_len, num_heads, RANK)
+    lse = lse[:, :rows].reshape(batch, q_len, num_heads)
+    return (out, lse) if arena is None else (out, lse, arena)

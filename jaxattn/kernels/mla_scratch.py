@@ -1,0 +1,101 @@
+"""What both MLA decode kernels share: the schedule's shape, and what they keep in the arena."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import ArenaSpec, Region
+from jaxattn.kernels.mla_body import RANK
+from jaxattn.kernels.mla_schedule import (
+    PAGE,
+    TILE,
+    Schedule,
+    make_schedule,
+    may_split,
+    num_parts,
+    num_steps,
+    num_tiles,
+    piece_pages,
+)
+
+# Blocks that the GPU runs at a time: the streaming multiprocessors of an H200 or an H100 SXM. With
+# another number a row may be cut elsewhere, and its result rounded otherwise.
+NUM_SMS = 132
+PAGE_SIZES = (16, 32, 64, 128)
+INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
+
+
+def decode_schedule(
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    max_pages: int,
+    page_size: int = PAGE,
+    batch_invariant: bool = False,
+    interpret: bool = False,
+) -> Schedule:
+    """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
+
+    Args:
+        seq_lens: int32 [B], as for `mla_decode`.
+        q_len: S.
+        num_heads: H.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page.
+        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
+            by B and M alone, as if all of them had M pages; a few rows much shorter than that
+            keep fewer blocks busy.
+        interpret: for the interpreter, which takes fewer blocks.
+    """
+    num_sms = INTERPRETED_SMS if interpret else NUM_SMS
+    batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
+    parts = num_parts(batch, q_len, num_heads, steps, num_sms)
+    piece = piece_pages(batch, parts, steps) if batch_invariant else 0
+    return make_schedule(seq_lens, parts=parts, max_pages=steps, piece=piece)
+
+
+def scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    max_pages: int,
+    page_size: int = PAGE,
+    kv_lora_rank: int = RANK,
+    dtype: Any = jnp.bfloat16,
+) -> ArenaSpec:
+    """What `mla_decode` keeps in the arena: its output, and where it splits rows float32 partials.
+
+    Args:
+        batch: B, rows of the bucket.
+        q_len: S, query tokens of a row.
+        num_heads: H.
+        max_pages: M, width of the block tables; long rows of a small batch are split.
+        page_size: C, tokens of a page.
+        kv_lora_rank: R.
+        dtype: the queries' dtype.
+
+    Returns:
+        Regions `out` [B, tiles * 64, R] with row s * H + h and, for a batch that may be split,
+        `partial_out` float32 [parts, 2, tiles * 64, R]: at most 33 MiB, whatever the batch.
+        DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
+    """
+    tiles = num_tiles(q_len, num_heads)
+    steps = num_steps(max_pages, page_size)
+    parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
+    return spec_of(batch, tiles * TILE, kv_lora_rank, dtype, parts)
+
+
+def spec_of(batch: int, rows: int, rank: int, dtype: Any, parts: int) -> ArenaSpec:
+    regions: dict[str, Any] = {"out": ((batch, rows, rank), dtype)}
+    if may_split(batch, parts):
+        regions["partial_out"] = ((parts, 2, rows, rank), jnp.float32)
+    return ArenaSpec.of("mla_decode", **regions)
+
+
+def own_lane(region: Region) -> tuple[jax.Array, int]:
+    """A region that is nobody's but the op's: rows of R numbers, and the first one's place."""
+    return jnp.empty((math.prod(region.shape) // RANK, RANK), region.dtype), 0

@@ -1,0 +1,186 @@
+"""MLA decode with heads as columns, and FP8 caches, against float64 of what the cache holds."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import MLACase, assert_mla_close, both_devices, mla_case
+from test_mla_kernel import cut_at, even_cuts
+
+from jaxattn import mla
+from jaxattn.arena import Arena
+from jaxattn.kernels.mla_decode import mla_decode_mosaic
+from jaxattn.mla_cache import LatentFormat
+
+KV_SCALE = 0.013
+formats = pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn", "uint8"])
+fp8_formats = pytest.mark.parametrize("format", ["float8_e4m3fn", "uint8"])
+
+
+@dataclasses.dataclass
+class Stored:
+    """A case, its cache in some format and the latents that it holds, in float32."""
+
+    case: MLACase
+    held: MLACase
+    kv_scale: float | None
+
+
+def stored(format: str, *args, **kwargs) -> Stored:
+    """Like `mla_case`; every byte of a token that no row owns is NaN's, scales included."""
+    case = mla_case(*args, **kwargs)
+    latents = LatentFormat(format)
+    kv_scale = KV_SCALE if latents.per_tensor else None
+    nobodys = jnp.isnan(case.kv_cache).any(axis=-1, keepdims=True)
+    cache = latents.pack(case.kv_cache, kv_scale)
+    if latents.block_scaled:
+        cache = jnp.where(nobodys, jnp.uint8(0xFF), cache)
+    case.kv_cache = cache
+    held = latents.unpack(cache, kv_scale).astype(jnp.float32)
+    return Stored(case, dataclasses.replace(case, kv_cache=held), kv_scale)
+
+
+def decode(some: Stored, implementation, *, schedule=None, arena=None):
+    """On the GPU as it is called; in the interpreter with race detection."""
+    case, kv_scale = some.case, None if some.kv_scale is None else jnp.float32(some.kv_scale)
+    interpret = implementation != "mosaic_gpu"
+    step = functools.partial(
+        mla_decode_mosaic, scale=case.scale, columns=True, interpret=interpret,
+        detect_races=interpret,
+    )  # fmt: skip
+    traced = dict(layer=case.layer, kv_scale=kv_scale, query_lens=case.query_lens)
+    if not interpret:
+        return jax.jit(step)(*case.args, schedule=schedule, arena=arena, **traced)
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    outs = step(*case.args, schedule=schedule, arena=arena, **traced)
+    assert not get_races().races_found
+    return outs
+
+
+@both_devices
+@formats
+def test_cut_rows_tails_and_a_row_without_tokens(format, implementation):
+    some = stored(format, [131, 0, 1], heads=3)
+    schedule = cut_at(some.case, [(0, 0), (0, 2)])
+    assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
+
+
+@both_devices
+def test_ragged_rows_of_two_blocks_and_small_pages(implementation):
+    some = stored("uint8", [33, 2], heads=12, q_len=3, page=32, table_tail=-1)
+    for case in (some.case, some.held):
+        case.query_lens = jnp.asarray([1, 3], jnp.int32)
+    beyond = np.arange(3) >= np.asarray(some.case.query_lens)[:, None]
+    some.case.q = jnp.where(beyond[..., None, None], jnp.nan, some.case.q)
+    schedule = cut_at(some.case, [(0, 0)])
+    out, lse = decode(some, implementation, schedule=schedule)
+    assert_mla_close(some.held, out, lse)
+    assert (np.asarray(out)[beyond] == 0).all()
+
+
+@both_devices
+@fp8_formats
+def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(format, implementation):
+    if format != "uint8" and implementation != "mosaic_gpu":
+        pytest.skip("the interpreter runs the other format")
+    some = stored(format, [3, 66], heads=2)
+    case = some.case
+    nan = jnp.uint8(0x7F)
+    if format != "uint8":
+        nan = jax.lax.bitcast_convert_type(nan, jnp.float8_e4m3fn)
+    case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 300].set(nan)
+    out, lse = decode(some, implementation, schedule=cut_at(case, [(0, 0)]))
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+    assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+
+
+@both_devices
+def test_the_op_reads_an_fp8_cache_into_an_arena(implementation):
+    some = stored("uint8", [70], heads=2)
+    case = some.case
+    spec = mla.scratch(batch=1, q_len=1, num_heads=2, max_pages=case.block_tables.shape[1])
+    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
+    step = functools.partial(mla.mla_decode, scale=case.scale, implementation=implementation)
+    schedule = cut_at(case, [(0, 0)])
+    out, lse, arena = step(*case.args, layer=case.layer, arena=arena, schedule=schedule)
+    assert_mla_close(some.held, out, lse)
+    np.testing.assert_array_equal(arena.read(spec, "out")[:, :2].reshape(out.shape), out)
+
+
+def test_fp8_caches_want_bfloat16_queries():
+    q, cache = jnp.zeros((1, 1, 2, 576), jnp.float16), jnp.zeros((1, 64, 656), jnp.uint8)
+    with pytest.raises(NotImplementedError, match="q float16, kv_cache uint8"):
+        mla_decode_mosaic(
+            q, cache, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=0.1,
+            interpret=True,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("heads, q_len", [(1, 1), (3, 4), (16, 1), (16, 2), (20, 1), (128, 1)])
+def test_published_shapes(heads, q_len, format):
+    rng = np.random.default_rng(heads * 10 + q_len)
+    lens = [int(n) for n in rng.integers(0, 700, 6)] + [0, 1, 63, 64, 65, 4096]
+    some = stored(format, lens, q_len=q_len, heads=heads, seed=heads)
+    assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("page", [16, 32, 128])
+def test_pages_of_other_sizes_at_real_shapes(page, format):
+    some = stored(format, [1, 15, 16, 17, 0, 127, 128, 129, 3000], heads=16, q_len=2, page=page)
+    assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("parts", [1, 2, 7, 16, 132])
+def test_parts_of_long_rows(parts, format):
+    lens = [16384, 5000, 0, 64]
+    some = stored(format, lens, heads=16)
+    schedule = cut_at(some.case, even_cuts(lens, parts))
+    assert_mla_close(some.held, *decode(some, "mosaic_gpu", schedule=schedule))
+
+
+@pytest.mark.gpu
+@formats
+def test_page_offsets_beyond_2_31_bytes(format):
+    first_page = 2**31 // (64 * 576) + 1
+    some = stored(format, [200, 64], heads=16, layers=1, layer=0, first_page=first_page)
+    assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_row_keeps_its_bits_whoever_is_beside_it(heads, format):
+    rng = np.random.default_rng(heads)
+    some = stored(format, [5000] + [int(n) for n in rng.integers(1, 5000, 4)], heads=heads)
+    seen = []
+    for others in (some.case.seq_lens, some.case.seq_lens.at[1:].set(0)):
+        now = dataclasses.replace(some, case=dataclasses.replace(some.case, seq_lens=others))
+        schedule = mla.decode_schedule(
+            others, q_len=1, num_heads=heads, max_pages=some.case.block_tables.shape[1],
+            batch_invariant=True,
+        )  # fmt: skip
+        seen.append(decode(now, "mosaic_gpu", schedule=schedule)[0][0])
+    assert bool((seen[0] == seen[1]).all())
+
+
+@pytest.mark.gpu
+@formats
+def test_the_same_bits_every_run(format):
+    some = stored(format, [4096, 1000, 77, 0] * 16, heads=16)
+    case, kv_scale = some.case, some.kv_scale
+    step = jax.jit(functools.partial(mla_decode_mosaic, scale=case.scale, columns=True))
+    kv_scale = None if kv_scale is None else jnp.float32(kv_scale)
+    first = step(*case.args, layer=case.layer, kv_scale=kv_scale)
+    for _ in range(100):
+        again = step(*case.args, layer=case.layer, kv_scale=kv_scale)
+        assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
