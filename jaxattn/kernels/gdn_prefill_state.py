@@ -46,7 +46,7 @@ from jaxattn.kernels.gdn_prefill_tiles import (
 )
 from jaxattn.kernels.hopper import interpret_mode
 
-STAGES = 2  # chunks in shared memory
+STAGES = 3  # chunks in shared memory
 # Columns of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
 # output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
 START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
