@@ -12,7 +12,7 @@ from kernel_cases import both_devices, relative
 
 from jaxattn import gdn
 from jaxattn.gdn_prefill import gated_delta_rule_prefill
-from jaxattn.kernels import gdn_prefill
+from jaxattn.kernels import gdn_prefill, gdn_prefill_chunk, gdn_prefill_state
 from jaxattn.kernels.gdn_prefill import Pool, gdn_prefill_mosaic, segment_tokens
 
 BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
@@ -236,9 +236,16 @@ def test_states_by_slot_beside_padding(implementation):
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
-@pytest.mark.parametrize("segment", [0, 64])
-def test_no_race_in_the_interpreter(segment):
-    """With a checkpoint over the slot that the sequence started from."""
+@pytest.mark.parametrize("segment, crowded", [(0, False), (64, True)])
+def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
+    """With a checkpoint over the slot that the sequence started from. Crowded: more to do than
+    there are multiprocessors, so a warpgroup takes several chunks, and both value heads of one."""
+    if crowded:
+        monkeypatch.setattr(gdn_prefill_chunk, "WARPGROUPS", 1)
+        for module in (gdn_prefill_chunk, gdn_prefill_state):
+            monkeypatch.setattr(module, "NUM_SMS", 1)
+        assert gdn_prefill_chunk.value_heads_at_once(3, 2, 2) == 2
+        assert gdn_prefill_state.halves_in_a_block(1) == 2
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     pooled = on_a_pool(make_case([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)

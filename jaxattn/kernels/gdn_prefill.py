@@ -17,9 +17,10 @@ import numpy as np
 from jax import lax
 
 from jaxattn.gdn_chunk import checkpoint_slots
-from jaxattn.kernels.gdn_prefill_chunk import CHUNK, DIM, NUM_SMS, chunk_matrices
+from jaxattn.kernels.gdn_prefill_chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill_segments import segment_starts, transition_pass
-from jaxattn.kernels.gdn_prefill_state import output_pass
+from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, output_pass
+from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM, NUM_SMS
 from jaxattn.kernels.hopper import require_hopper
 
 LOG2E = math.log2(math.e)
@@ -32,9 +33,7 @@ class Pool(NamedTuple):
 
     states: jax.Array  # float32 or bfloat16 [L, Z, Hv, 128, 128]
     layer: jax.Array  # int32 [1]
-    live: (
-        jax.Array | np.ndarray
-    )  # bool [n]; of other sequences nothing is read, and their output is 0
+    live: jax.Array | np.ndarray  # bool [n]; others read nothing, and their output is 0
     reads: jax.Array | np.ndarray  # int32 [n]; -1 starts from zeros
     writes: jax.Array | np.ndarray  # int32 [n]
     checkpoints: jax.Array | None  # int32 [n, M]
@@ -90,9 +89,10 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
         done = xp.where(chunk_length > 0, index * CHUNK + chunk_length, 0)
         kept = checkpoint_slots(pool.checkpoints, pool.checkpoint_tokens, sequence, done)
     if segment:
-        pieces = length // segment + count
-        owner, start, tokens, first, number = _cut(xp, starts, ends, segment, pieces)
-        read = xp.arange(pieces, dtype=xp.int32)  # a row of `segment_starts`
+        cut = _cut(xp, starts, ends, segment, length // segment + count)
+        first, number = cut[3:]
+        owner, start, tokens = (x[: first[-1] + number[-1]] if xp is np else x for x in cut[:3])
+        read = xp.arange(owner.shape[0], dtype=xp.int32)  # a row of `segment_starts`
         index = read - first[owner]
         is_last = index == number[owner] - 1
         chunk = first_chunk[owner] + index * (segment // CHUNK)
@@ -114,35 +114,39 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     runs = [xp.append(column, last) for column, last in zip(columns, fill, strict=True)]
     sequences = [first, number, reads]
     tables = xp.stack(chunks, axis=1), kept, xp.stack(runs, axis=1), xp.stack(sequences, axis=1)
-    # The barrier: or XLA works the chunks out once more in what reads them.
-    return Plan(
-        *lax.optimization_barrier(jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), tables))
-    )
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), tables)
+    return Plan(*lax.optimization_barrier(arrays))  # or XLA works them out once more where read
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
     """Tokens of a segment for T, n and Hv, or 0 where splitting the sequences does not pay.
 
-    The times, in us, are of a chunk in the output pass and in the transition pass, of a step over
-    the segments, and what two more kernels add. The first two were measured on an H200, the others
-    are guesses. Of static shapes only: the choice does not depend on lengths or gates.
+    The times, in us, are of a chunk in the output pass and in the transition pass, with the two
+    halves of a state in one block or each in its own, of a step over the segments, and what two
+    more kernels add. Those of halves in one block were measured on an H200, the others are guesses.
+    Of static shapes only: the choice does not depend on lengths or gates.
     """
-    output, transition, step, launches = 2.1, 1.6, 1.5, 7.0
+    output, transition, step, launches = (2.1, 1.5), (1.6, 1.2), 1.5, 7.0
 
     def waves(blocks: int) -> int:
         return -(-blocks // NUM_SMS)
 
+    def chunk_time(times: tuple[float, float], states: int) -> float:
+        shared, alone = times
+        return alone if halves_in_a_block(states) == 1 else shared * waves(states)
+
     chunks = -(-length // (count * CHUNK))
     rows = count * value_heads
-    whole = output * chunks * waves(rows)
+    whole = chunks * chunk_time(output, rows)
 
     def split(segments: int) -> float:
         size = -(-chunks // segments)
-        each = output * waves(rows * segments) + transition * waves(2 * rows * (segments - 1))
+        each = chunk_time(output, rows * segments)
+        each += chunk_time(transition, 2 * rows * (segments - 1))
         return size * each + step * (segments - 1) * waves(2 * rows) + launches
 
     best = min(range(2, min(chunks, 129)), key=split, default=0)
-    return -(-chunks // best) * CHUNK if best and split(best) < 0.85 * whole else 0
+    return -(-chunks // best) * CHUNK if best and split(best) < 0.9 * whole else 0
 
 
 def chunk_gates(
@@ -250,8 +254,9 @@ def gdn_prefill_mosaic(
         **mode,
     )
     starts = None if pool is not None else slots.states
+    busy = count if not segment else max(count, -(-tokens // segment))
     if segment:
-        ends, transitions = transition_pass(k, v, x, vectors, table.runs, **mode)
+        ends, transitions = transition_pass(k, v, x, vectors, table.runs, busy=busy - count, **mode)
         starts = segment_starts(
             ends, transitions, table.sequences, slots.states, slots.layer, **mode
         )
@@ -267,6 +272,7 @@ def gdn_prefill_mosaic(
         layer=slots.layer,
         finals=count if pool is None else pool.states,
         kept=table.kept,
+        busy=busy,
         **mode,
     )
     o = o[:tokens].reshape(batch, length, *o.shape[1:])

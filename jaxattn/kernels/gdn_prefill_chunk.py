@@ -35,76 +35,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from jaxattn.kernels.gdn_prefill_tiles import (
+    BETA,
+    BY_COLUMN,
+    BY_ROW,
+    CHUNK,
+    DECAY,
+    NUM_SMS,
+    OUT,
+    READ,
+    TILE,
+    TRIANGLE,
+    VECTORS,
+    WRITE,
+    both_views,
+    compiler_params,
+    copy_rows,
+    iota,
+    over_columns,
+    over_rows,
+    token_tiles,
+    triangles,
+)
 from jaxattn.kernels.hopper import interpret_mode, swizzled
 
-DIM = 128  # Dk and Dv
-CHUNK = 64
-# Rows of the vectors: beta, exp(G) beta |k|^-1, scale exp(G) |q|^-1, exp(G_last - G) |k|^-1, and
-# exp(G_last) in every place. Without l2norm the inverse lengths are 1.
-BETA, READ, OUT, WRITE, DECAY = range(5)
-VECTORS = 5
-
-NUM_SMS = 132
 WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and its shared memory
-
-TILE = plgpu.Layout.WGMMA
-BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
-
-
-def compiler_params() -> Any:
-    """Stores to shared memory are ordered by `commit_smem` and by waits alone, in all kernels here:
-    what a warpgroup writes there it commits before other threads, wgmma or TMA read it, and at
-    least one such barrier lies between a read and the next write of the same place."""
-    return plgpu.CompilerParams(
-        approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-    )
-
-
-def token_tiles(
-    leading: tuple[int, ...], dtype: Any, *, interpret: bool, plain: bool = False
-) -> Any:
-    """Scratch [*leading, 64 tokens, 64] for rows that start at any token.
-
-    A copy through `swizzled` tiles of 8 rows starts at a multiple of 8 rows in global memory. The
-    same bytes seen without tiles are what TMA writes from any row: the kernel gets the two views
-    (copied, operand), and with `plain` a third without the swizzle, for a few rows of an end. The
-    interpreter keeps no bytes, and there all are one array.
-    """
-    shape = (*leading, CHUNK, 64)
-    if interpret:
-        return plgpu.SMEM(shape, dtype)
-    rows = (plgpu.SwizzleTransform(128),)  # type: ignore[abstract]
-    return plgpu.RefUnion(
-        plgpu.SMEM(shape, dtype, transforms=rows),
-        plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
-        *([plgpu.SMEM(shape, dtype)] if plain else []),
-    )
-
-
-def both_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
-    """(copied, operand) of a `token_tiles` scratch."""
-    return (ref, ref) if interpret else ref
-
-
-def copy_rows(source: Any, destination: Any, barrier: Any) -> None:
-    """[64, 128] rows from any token into the two halves [2, 64, 64]."""
-    for half in range(2):
-        columns = source.at[:, pl.ds(64 * half, 64)]
-        plgpu.copy_gmem_to_smem(columns, destination.at[half], barrier)
-
-
-def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=TILE)
-
-
-def over_rows(vector: jax.Array) -> jax.Array:
-    """[64] by row -> [64, 64]."""
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [0])
-
-
-def over_columns(vector: jax.Array) -> jax.Array:
-    """[64] by column -> [64, 64]."""
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
 
 
 def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
@@ -235,8 +190,12 @@ def _block_product(ctx: Any, x: Any, y: Any) -> Any:
     return _fragments(_pairs(values), x.registers.shape, x.layout)
 
 
-def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -> jax.Array:
+def unit_lower_inverse(
+    a: jax.Array, half_smem: list[Any], *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """`(I - tril(a, -1))^-1` of a float32 [64, 64] in registers; the rest of `a` is not looked at.
+
+    Returned as columns 0 to 31 and 32 to 63; of the latter rows 0 to 31, which are 0, hold others.
 
     Args:
         half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is
@@ -294,7 +253,7 @@ def unit_lower_inverse(a: jax.Array, half_smem: list[Any], *, interpret: bool) -
     (corner,) = times([(columns(a, 0, 32), 0)], x, half_smem[0])
     (step,) = times([(x, 32)], corner, half_smem[1])
     half = iota((CHUNK, 32), 0) >= 32
-    return jnp.concatenate([jnp.where(half, step, x), jnp.where(half, x, 0.0)], axis=1)
+    return jnp.where(half, step, x), x
 
 
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
@@ -331,8 +290,8 @@ def chunk_matrices(
             row how many chunks from the first are to be done.
 
     Returns:
-        X and P [N, Hv, 64, 64] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for chunks
-        without a token.
+        X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for
+        chunks without a token.
     """
     count, value_heads = gates.shape[:2]
     dtype = q.dtype
@@ -351,12 +310,8 @@ def chunk_matrices(
         dtype=dtype,
         interpret=interpret,
     )
-    matrix = jax.ShapeDtypeStruct((count, value_heads, CHUNK, CHUNK), dtype)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
     vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
-    half = (
-        plgpu.TilingTransform((8, 16)),  # type: ignore[abstract]
-        plgpu.SwizzleTransform(32),  # type: ignore[abstract]
-    )
     each = WARPGROUPS
     kernel = plgpu.kernel(
         body,
@@ -366,9 +321,9 @@ def chunk_matrices(
             token_tiles((each, 2), dtype, interpret=interpret),  # Q
             plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),  # log2 decay, beta
             plgpu.SMEM((each, 2, CHUNK), jnp.float32),  # running sums, and less log2 |k|^-1
-            plgpu.SMEM((each, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # P, then X
+            triangles(each, dtype),  # P, then X
             plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
-            *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=half)] * 2,
+            *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=swizzled(jnp.float16, 32))] * 2,
             plgpu.Barrier(num_arrivals=5, num_barriers=each),
         ],
         grid=(blocks,),
@@ -436,6 +391,14 @@ def _body(
             plgpu.copy_gmem_to_smem(gates, gates_smem, barrier)
             copy_rows(q_ref.at[rows, key_head], q_copied.at[wg], barrier)
 
+        def keep(*halves):
+            for half, columns in enumerate(halves):
+                out_smem.at[half][...] = columns.astype(dtype)
+
+        def copy_out(matrix_ref):
+            plgpu.copy_smem_to_gmem(out_smem.at[0], matrix_ref.at[pl.ds(0, CHUNK)])
+            plgpu.copy_smem_to_gmem(out_smem.at[1, pl.ds(32, 32)], matrix_ref.at[pl.ds(CHUNK, 32)])
+
         def item_step(i, length):
             chunk, first_head = place(i)
             # Long before they are used: they come from global memory.
@@ -478,7 +441,7 @@ def _body(
                     weight = beta * k_scale if l2norm else beta
                     every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
                     vectors_smem[BETA, :] = beta
-                    vectors_smem[READ, :] = gamma * weight
+                    vectors_smem[READ, :] = gamma * -weight
                     vectors_smem[OUT, :] = gamma * factor
                     vectors_smem[WRITE, :] = to_end * k_scale if l2norm else to_end
                     vectors_smem[DECAY, :] = every
@@ -489,7 +452,8 @@ def _body(
                     decay = jnp.exp2(between)
                     p = plgpu.wgmma_accumulator_load(qk)
                     start_scores(kk, keys, keys)
-                    out_smem[...] = (p * decay * over_rows(factor)).astype(dtype)
+                    p = p * decay * over_rows(factor)
+                    keep(*(lax.slice(p, (0, at), (CHUNK, at + 32)) for at in (0, 32)))
                     decay = decay * over_rows(-weight)
                     return plgpu.wgmma_accumulator_load(kk) * decay
 
@@ -497,7 +461,7 @@ def _body(
                 a = pl.run_scoped(matrices, acc, acc)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(vectors_smem, vectors_ref.at[chunk, head])
-                plgpu.copy_smem_to_gmem(out_smem, p_ref.at[chunk, head])
+                copy_out(p_ref.at[chunk, head])
 
                 @pl.when((n == share - 1) & (i + 1 < steps))
                 def _():
@@ -505,9 +469,9 @@ def _body(
 
                 x = unit_lower_inverse(a, half_smem, interpret=interpret)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[...] = x.astype(dtype)
+                keep(*x)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem, x_ref.at[chunk, head])
+                copy_out(x_ref.at[chunk, head])
 
             return next_length
 

@@ -21,16 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn_prefill_chunk import (
-    CHUNK,
-    DIM,
-    VECTORS,
-    both_views,
-    compiler_params,
-    copy_rows,
-    iota,
-    token_tiles,
-)
 from jaxattn.kernels.gdn_prefill_state import (
     FIRST_CHUNK,
     LAST,
@@ -40,11 +30,26 @@ from jaxattn.kernels.gdn_prefill_state import (
     TOKENS,
     Accumulator,
     Step,
+    first_half,
     first_state,
+    halves_in_a_block,
     load_state,
     store_state,
     stream,
     with_accumulators,
+)
+from jaxattn.kernels.gdn_prefill_tiles import (
+    CHUNK,
+    DIM,
+    VECTORS,
+    both_views,
+    clear_triangles,
+    compiler_params,
+    copy_rows,
+    copy_triangle,
+    iota,
+    token_tiles,
+    triangles,
 )
 from jaxattn.kernels.hopper import interpret_mode, swizzled
 
@@ -58,6 +63,7 @@ def transition_pass(
     vectors: jax.Array,
     runs: jax.Array,
     *,
+    busy: int,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -65,29 +71,34 @@ def transition_pass(
     which is the padding.
 
     Of runs that end a sequence nobody asks for theirs, and they stay undefined.
+    About `busy` of the others have chunks; that is known when traced.
     """
     value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0] - 1
-    tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
+    halves = halves_in_a_block(busy * value_heads * 2)
     kernel = plgpu.kernel(
         _transition_body(
-            heads=value_heads, group=value_heads // k.shape[1], dtype=dtype, interpret=interpret
+            halves=halves,
+            heads=value_heads,
+            group=value_heads // k.shape[1],
+            dtype=dtype,
+            interpret=interpret,
         ),
         out_type=(
             jax.ShapeDtypeStruct((count, value_heads, DIM, DIM), jnp.float32),
             jax.ShapeDtypeStruct((count, value_heads, 2, DIM, DIM), jnp.bfloat16),
         ),
         scratch_types=[
-            tokens,  # K
-            tokens,  # V
-            plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=swizzled(dtype)),  # X
+            token_tiles((STAGES, 2), dtype, interpret=interpret),  # K
+            token_tiles((STAGES, halves), dtype, interpret=interpret),  # V
+            triangles(STAGES, dtype),  # X
             plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),  # loaded
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
-            plgpu.Barrier(num_arrivals=2),  # the keys past a run's end are 0
+            plgpu.Barrier(num_arrivals=5 + halves, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # read by all
+            plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
         ],
-        grid=(count * value_heads * 2,),
+        grid=(count * value_heads * 2 * 2 // halves,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=halves + 1,
         thread_name="wg",
         kernel_name="gdn_prefill_transition",
         compiler_params=compiler_params(),
@@ -97,12 +108,14 @@ def transition_pass(
         return kernel(k, v, x, vectors, runs)
 
 
-def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> Any:
+def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpret: bool) -> Any:
     def body(
         k_ref, v_ref, x_ref, vectors_ref, runs_ref, ends_ref, transitions_ref,
         k_union, v_union, x_smem, vectors_smem, loaded, read, cleared,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        block, first_part = first_half(block, halves)
+        part = first_part + wg  # of a warpgroup that computes
         kind, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
         run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
@@ -111,7 +124,7 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
 
-        @pl.when(wg < 2)
+        @pl.when(wg < halves)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
@@ -124,17 +137,16 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
                     v_smem.at[slot, wg],
                     x_smem.at[slot],
                     vectors_smem.at[slot],
-                    wg,
                     dtype,
                 )
-                step.clear_tail(left, cleared)
+                step.clear_tail(left, wg, halves, cleared)
 
                 def with_refs(*refs):
                     seen, u = (Accumulator(ref) for ref in refs[:2])
                     operand, decayed = step.rounded(state), step.decayed(state)
                     step.times_transposed(seen, operand, step.k)
-                    values = jnp.where(kind == VALUES, left, 0)
-                    u.add(step.residual(seen.read(), values), step.x_transposed)
+                    values = jnp.where(kind == VALUES, 1.0, 0.0)
+                    u.add_transposed(step.residual(seen.read(), values), step.x)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)
@@ -150,25 +162,25 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
             diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
             diagonal = jnp.where(diagonal, 1.0, 0.0)
             begin = tuple(
-                diagonal * jnp.where((kind == IDENTITY) & (wg == half), 1.0, 0.0)
+                diagonal * jnp.where((kind == IDENTITY) & (part == half), 1.0, 0.0)
                 for half in range(2)
             )
             state = lax.fori_loop(0, steps, chunk_step, begin)
 
             @pl.when(inner & (kind == VALUES))
             def _():
-                store_state(state, ends_ref, (run, head), wg)
+                store_state(state, ends_ref, (run, head), part)
 
             @pl.when(inner & (kind == IDENTITY))
             def _():
                 for half in range(2):
                     rounded = state[half].astype(jnp.bfloat16)
                     rest = state[half] - rounded.astype(jnp.float32)
-                    for part, value in enumerate((rounded, rest.astype(jnp.bfloat16))):
-                        rows = transitions_ref.at[run, head, part]
-                        rows.at[pl.ds(wg * 64, 64), pl.ds(64 * half, 64)][...] = value
+                    for term, value in enumerate((rounded, rest.astype(jnp.bfloat16))):
+                        rows = transitions_ref.at[run, head, term]
+                        rows.at[pl.ds(part * 64, 64), pl.ds(64 * half, 64)][...] = value
 
-        @pl.when(wg == 2)
+        @pl.when(wg == halves)
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
             first_chunk = runs_ref[run, FIRST_CHUNK]
@@ -177,11 +189,13 @@ def _transition_body(*, heads: int, group: int, dtype: Any, interpret: bool) -> 
             def issue(i, slot, barrier):
                 rows = pl.ds(start + i * CHUNK, CHUNK)
                 copy_rows(k_ref.at[rows, key_head], k_copied.at[slot], barrier)
-                copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier)
+                copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier, first_part, halves)
                 chunk = first_chunk + i
-                plgpu.copy_gmem_to_smem(x_ref.at[chunk, head], x_smem.at[slot], barrier)
+                copy_triangle(x_ref.at[chunk, head], x_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 
+            clear_triangles(x_smem)
+            plgpu.commit_smem()
             stream(loaded, read, steps, issue)
 
     return body

@@ -1,10 +1,11 @@
 """The gated delta rule's pass over the chunks of a sequence, with the state in registers.
 
-One block per (run of chunks, value head). Two warpgroups own 64 of the state's 128 rows each (a row
-is one value channel, and rows never meet), the third issues the TMA copies. With everything
+A warpgroup owns 64 of the 128 rows of a (run of chunks, value head)'s state: a row is one value
+channel, and rows never meet. The two of a state share a block, or have one each where that leaves
+no SM without work; a further one issues the TMA copies. With everything
 transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
 
-    W^T = beta V^T - read * (S K^T)                     S [64, Dk] float32, rounded to be an operand
+    W^T = beta V^T + read * (S K^T)                     S [64, Dk] float32, rounded to be an operand
     U^T = W^T X^T
     O^T = out * (S Q^T) + U^T P^T
     S   = decay S + (write * U^T) K
@@ -21,30 +22,45 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn_prefill_chunk import (
+from jaxattn.kernels.gdn_prefill_tiles import (
     BETA,
     BY_COLUMN,
     CHUNK,
     DECAY,
     DIM,
+    NUM_SMS,
     OUT,
     READ,
     TILE,
     VECTORS,
     WRITE,
     both_views,
+    clear_triangles,
     compiler_params,
     copy_rows,
+    copy_triangle,
     iota,
     over_columns,
     token_tiles,
+    triangles,
 )
-from jaxattn.kernels.hopper import interpret_mode, swizzled
+from jaxattn.kernels.hopper import interpret_mode
 
-STAGES = 2  # chunks in shared memory
+STAGES = 3  # chunks in shared memory
 # Columns of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
 # output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
 START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
+
+
+def halves_in_a_block(states: int) -> int:
+    """Of a state, 1 or 2: with one to a block its SM's tensor cores are a warpgroup's own."""
+    return 1 if 2 * states <= NUM_SMS else 2
+
+
+def first_half(block: Any, halves: int) -> tuple[Any, Any]:
+    """The state that a block has, and the first of its halves there."""
+    index = block * halves
+    return lax.div(index, jnp.int32(2)), lax.rem(index, jnp.int32(2))
 
 
 class Accumulator:
@@ -67,6 +83,12 @@ class Accumulator:
             self.value = self.read() + product
         else:
             plgpu.wgmma(self.ref, a, b)
+
+    def add_transposed(self, a: jax.Array, triangle: Any) -> None:
+        """+= a b^T, with b in `triangles`."""
+        for half in range(2):
+            columns = lax.slice(a, (0, 32 * half), (CHUNK, 32 * half + 32))
+            self.add(columns, triangle.at[half].transpose((1, 0)))
 
     def read(self, pending: int = 0) -> jax.Array:
         """The value, once at most `pending` products issued later are unfinished."""
@@ -96,6 +118,7 @@ def output_pass(
     layer: jax.Array,
     finals: jax.Array | int,
     kept: jax.Array | None = None,
+    busy: int,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -110,12 +133,15 @@ def output_pass(
         finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
             in place; or the number of states of a new one of a single layer.
         kept: int32 [N], the slot in the pool that takes the state after each chunk, or -1.
+        busy: about how many of the runs have chunks, known when traced.
 
     Returns:
         o [T, Hv, 128] in v's dtype, and the pool.
     """
     value_heads, dtype = v.shape[1], v.dtype
+    halves = halves_in_a_block(busy * value_heads)
     body = _output_body(
+        halves=halves,
         heads=value_heads,
         group=value_heads // k.shape[1],
         from_pool=starts is None,
@@ -128,28 +154,26 @@ def output_pass(
     pool = None if isinstance(finals, int) else jax.new_ref(finals)
     if isinstance(finals, int):
         states = jax.ShapeDtypeStruct((1, finals, value_heads, DIM, DIM), jnp.float32)
-    tiled = swizzled(dtype)
     tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
-    matrices = plgpu.SMEM((STAGES, CHUNK, CHUNK), dtype, transforms=tiled)
     kernel = plgpu.kernel(
         body,
         out_type=(states, out) if pool is None else (out,),
         scratch_types=[
             tokens,  # K
             tokens,  # Q
-            tokens,  # V
-            matrices,  # X
-            matrices,  # P
+            token_tiles((STAGES, halves), dtype, interpret=interpret),  # V
+            triangles(STAGES, dtype),  # X
+            triangles(STAGES, dtype),  # P
             plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
-            token_tiles((2,), dtype, interpret=interpret, plain=True),  # O of each warpgroup
-            plgpu.Barrier(num_arrivals=9, num_barriers=STAGES),  # loaded
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # read by both
-            plgpu.Barrier(num_arrivals=2),  # the keys past a run's end are 0
+            token_tiles((halves,), dtype, interpret=interpret, plain=True),  # O
+            plgpu.Barrier(num_arrivals=9 + halves, num_barriers=STAGES),  # loaded
+            plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # read by all
+            plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
         ],
         # One axis, since CUDA counts others to 65,535. The heads of a run share keys in L2.
-        grid=(runs.shape[0] * value_heads,),
+        grid=(runs.shape[0] * value_heads * 2 // halves,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=halves + 1,
         thread_name="wg",
         kernel_name="gdn_prefill_output",
         compiler_params=compiler_params(),
@@ -168,32 +192,34 @@ def output_pass(
     return o, jax.freeze(pool)
 
 
-def state_at(ref: Any, index: tuple[Any, ...], wg: Any, half: int) -> Any:
+def state_at(ref: Any, index: tuple[Any, ...], part: Any, half: int) -> Any:
     """A warpgroup's rows of the state at `index`, half of their columns."""
-    return ref.at[(*index, pl.ds(wg * 64, 64), pl.ds(64 * half, 64))]
+    return ref.at[(*index, pl.ds(part * 64, 64), pl.ds(64 * half, 64))]
 
 
-def load_state(ref: Any, index: tuple[Any, ...], wg: Any) -> tuple[jax.Array, ...]:
+def load_state(ref: Any, index: tuple[Any, ...], part: Any) -> tuple[jax.Array, ...]:
     return tuple(
-        plgpu.load(state_at(ref, index, wg, half), layout=TILE, optimized=False).astype(jnp.float32)
+        plgpu.load(state_at(ref, index, part, half), layout=TILE, optimized=False).astype(
+            jnp.float32
+        )
         for half in range(2)
     )
 
 
-def first_state(ref: Any, layer: Any, slot: Any, head: Any, wg: Any) -> tuple[jax.Array, ...]:
+def first_state(ref: Any, layer: Any, slot: Any, head: Any, part: Any) -> tuple[jax.Array, ...]:
     """The state in a slot, or zeros for -1."""
     if ref.shape[1] == 0:
         return zero_tile(), zero_tile()
     return lax.cond(
         slot >= 0,
-        lambda: load_state(ref, (layer, slot, head), wg),
+        lambda: load_state(ref, (layer, slot, head), part),
         lambda: (zero_tile(), zero_tile()),
     )
 
 
-def store_state(state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], wg: Any) -> None:
+def store_state(state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], part: Any) -> None:
     for half in range(2):
-        state_at(ref, index, wg, half)[...] = state[half].astype(ref.dtype)
+        state_at(ref, index, part, half)[...] = state[half].astype(ref.dtype)
 
 
 def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
@@ -203,25 +229,27 @@ def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
 class Step:
     """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk."""
 
-    def __init__(self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, wg: Any, dtype: Any):
-        self.k, self.v, self.vectors, self.wg, self.dtype = k_smem, v_smem, vectors, wg, dtype
-        self.x_transposed = x_smem.transpose((1, 0))
+    def __init__(self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, dtype: Any):
+        self.k, self.v, self.x, self.vectors = k_smem, v_smem, x_smem, vectors
+        self.dtype = dtype
 
     def vector(self, row: int) -> jax.Array:
         values = plgpu.load(self.vectors.at[row], layout=BY_COLUMN, optimized=False)
         return over_columns(values)
 
-    def clear_tail(self, left: Any, cleared: Any) -> None:
-        """Keys past the end of the run may be NaN, and 0 * NaN is NaN: each warpgroup clears half.
+    def clear_tail(self, left: Any, wg: Any, halves: int, cleared: Any) -> None:
+        """Keys and values past the end of the run may be NaN, and 0 * NaN is NaN: a block's
+        `halves` warpgroups clear the keys together, and each its values.
 
-        Only the last chunk of a run has such keys, so `cleared` completes at most once."""
+        Only the last chunk of a run has such tokens, so `cleared` completes at most once."""
 
         @pl.when(left < CHUNK)
         def _():
-            keys = self.k.at[self.wg]
             inside = iota((CHUNK, CHUNK), 0) < left
-            kept = plgpu.load(keys, layout=TILE)
-            keys[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
+            keys = [self.k.at[half] for half in ((wg,) if halves == 2 else (0, 1))]
+            for rows in (*keys, self.v):
+                kept = plgpu.load(rows, layout=TILE)
+                rows[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
             plgpu.commit_smem()
             plgpu.barrier_arrive(cleared)
             plgpu.barrier_wait(cleared)
@@ -234,17 +262,13 @@ class Step:
         for half in range(2):
             acc.add(state[half], rows.at[half].transpose((1, 0)))
 
-    def residual(self, seen: jax.Array, left: Any) -> jax.Array:
-        """W^T = beta V^T - read * (S K^T), with the values of `left` tokens.
-
-        Past the end of a run beta and the keys are 0, but values may be NaN."""
-        values = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
-        written = self.vector(BETA) * values
-        written = jnp.where(iota((CHUNK, CHUNK), 1) < left, written, 0.0)
-        return (written - self.vector(READ) * seen).astype(self.dtype)
+    def residual(self, seen: jax.Array, values: Any = 1.0) -> jax.Array:
+        """W^T = values beta V^T + read * (S K^T)"""
+        v = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
+        return (self.vector(BETA) * values * v + self.vector(READ) * seen).astype(self.dtype)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        decay = self.vector(DECAY)
+        decay = self.vectors[DECAY, 0]
         return tuple(decay * half for half in state)
 
     def write(self, accs: list[Accumulator], u: jax.Array) -> None:
@@ -274,7 +298,14 @@ def stream(loaded: Any, read: Any, steps: Any, issue: Any) -> None:
 
 
 def _output_body(
-    *, heads: int, group: int, from_pool: bool, keeps: bool, dtype: Any, interpret: bool
+    *,
+    halves: int,
+    heads: int,
+    group: int,
+    from_pool: bool,
+    keeps: bool,
+    dtype: Any,
+    interpret: bool,
 ) -> Any:
     def body(
         q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, layer_ref, kept_ref, starts_ref,
@@ -282,7 +313,9 @@ def _output_body(
         k_union, q_union, v_union, x_smem, p_smem, vectors_smem, o_union, loaded, read, cleared,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
+        index, first_part = first_half(block, halves)
+        part = first_part + wg  # of a warpgroup that computes
+        run, head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
         start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
         steps, first_chunk = runs_ref[run, STEPS], runs_ref[run, FIRST_CHUNK]
         layer = layer_ref[0]
@@ -291,22 +324,35 @@ def _output_body(
         v_copied, v_smem = both_views(v_union, interpret=interpret)
         o_copied, o_smem, o_plain = (o_union,) * 3 if interpret else o_union
 
-        def write_out(tile: jax.Array, first: Any, left: Any) -> None:
-            """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them."""
-            channels = pl.ds(wg * 64, 64)
+        def wait_for_copies() -> None:
+            """Until the last output has left shared memory."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def write_out(tile: jax.Array, first: Any, left: Any, slot: Any = None) -> None:
+            """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them.
+
+            What was read from a slot, or written here, is then copied over or out."""
+            channels = pl.ds(part * 64, 64)
 
             @pl.when(left >= CHUNK)
             def _():
                 o_smem.at[wg].transpose((1, 0))[...] = tile
-                plgpu.commit_smem()
+
+            @pl.when(left < CHUNK)
+            def _():
+                o_plain.at[wg].transpose((1, 0))[...] = tile
+
+            plgpu.commit_smem()
+            if slot is not None:
+                plgpu.barrier_arrive(read.at[slot])
+
+            @pl.when(left >= CHUNK)
+            def _():
                 rows = o_ref.at[pl.ds(first, CHUNK), head, channels]
                 plgpu.copy_smem_to_gmem(o_copied.at[wg], rows)
 
             @pl.when(left < CHUNK)
             def _():
-                o_plain.at[wg].transpose((1, 0))[...] = tile
-                plgpu.commit_smem()
                 for size in (32, 16, 8, 4, 2, 1):
                     offset = lax.div(left, jnp.int32(2 * size)) * (2 * size)
 
@@ -315,7 +361,7 @@ def _output_body(
                         rows = o_ref.at[pl.ds(first + offset, size), head, channels]
                         plgpu.copy_smem_to_gmem(o_plain.at[wg, pl.ds(offset, size)], rows)
 
-        @pl.when(wg < 2)
+        @pl.when(wg < halves)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
@@ -325,9 +371,9 @@ def _output_body(
                 plgpu.barrier_wait(loaded.at[slot])
                 keys = k_smem.at[slot]
                 step = Step(
-                    keys, v_smem.at[slot, wg], x_smem.at[slot], vectors_smem.at[slot], wg, dtype
+                    keys, v_smem.at[slot, wg], x_smem.at[slot], vectors_smem.at[slot], dtype
                 )
-                step.clear_tail(left, cleared)
+                step.clear_tail(left, wg, halves, cleared)
 
                 def with_refs(*refs):
                     # Before the first product: ptxas waits for all that are in flight where
@@ -336,21 +382,20 @@ def _output_body(
                     seen, out, u = (Accumulator(ref) for ref in refs[:3])
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
-                    w = step.residual(seen.read(pending=2), left)
-                    u.add(w, step.x_transposed)
+                    wait_for_copies()  # here, where products run
+                    w = step.residual(seen.read(pending=2))
+                    u.add_transposed(w, step.x)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[3:], decayed, strict=True)
                     ]
                     step.write(accs, added)
                     out = Accumulator(refs[1], out.read(pending=2) * step.vector(OUT))
-                    out.add(added.astype(dtype), p_smem.at[slot].transpose((1, 0)))
+                    out.add_transposed(added.astype(dtype), p_smem.at[slot])
                     return tuple(acc.read() for acc in accs), out.read()
 
                 state, out = with_accumulators(with_refs, 5, interpret=interpret)
-                plgpu.commit_smem()  # what was read here is overwritten by a copy
-                plgpu.barrier_arrive(read.at[slot])
-                write_out(out.astype(dtype), start + i * CHUNK, left)
+                write_out(out.astype(dtype), start + i * CHUNK, left, slot)
                 if keeps:
                     store_if(kept_ref[first_chunk + i], state)
                 return state
@@ -358,12 +403,12 @@ def _output_body(
             def store_if(target, state):
                 @pl.when(target >= 0)
                 def _():
-                    store_state(state, pool_ref, (layer, target, head), wg)
+                    store_state(state, pool_ref, (layer, target, head), part)
 
             if from_pool:
-                state = first_state(pool_ref, layer, runs_ref[run, BEFORE], head, wg)
+                state = first_state(pool_ref, layer, runs_ref[run, BEFORE], head, part)
             else:
-                state = first_state(starts_ref, 0, runs_ref[run, BEFORE], head, wg)
+                state = first_state(starts_ref, 0, runs_ref[run, BEFORE], head, part)
             state = lax.fori_loop(0, steps, chunk_step, state)
             store_if(runs_ref[run, AFTER], state)
 
@@ -371,11 +416,12 @@ def _output_body(
             def _():
                 @pl.loop(0, lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK)))
                 def _(i):
+                    wait_for_copies()
                     write_out(zero_tile(dtype), start + i * CHUNK, tokens - i * CHUNK)
 
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == 2)
+        @pl.when(wg == halves)
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
             key_head = lax.div(head, jnp.int32(group))
@@ -384,12 +430,15 @@ def _output_body(
                 rows = pl.ds(start + i * CHUNK, CHUNK)
                 copy_rows(k_ref.at[rows, key_head], k_copied.at[slot], barrier)
                 copy_rows(q_ref.at[rows, key_head], q_copied.at[slot], barrier)
-                copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier)
+                copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier, first_part, halves)
                 chunk = first_chunk + i
-                plgpu.copy_gmem_to_smem(x_ref.at[chunk, head], x_smem.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(p_ref.at[chunk, head], p_smem.at[slot], barrier)
+                copy_triangle(x_ref.at[chunk, head], x_smem.at[slot], barrier)
+                copy_triangle(p_ref.at[chunk, head], p_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 
+            clear_triangles(x_smem)
+            clear_triangles(p_smem)
+            plgpu.commit_smem()
             stream(loaded, read, steps, issue)
 
     return body

@@ -44,10 +44,10 @@ def require_hopper(op: str, *, interpret: bool) -> None:
         )
 
 
-def swizzled(dtype: DTypeLike) -> Any:
-    """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of 128 bytes."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
-    return (tiling, plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
+    """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of `width` bytes."""
+    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    return (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
 
 
 def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:
