@@ -27,15 +27,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jaxattn.kernels.hopper import swizzled, wgmma
+from jaxattn.kernels.mla_rescale import rescaled
 from jaxattn.kernels.mla_schedule import PAGE, TILE
 
 LOG2E = math.log2(math.e)
@@ -80,44 +77,6 @@ def scratch_types(dtype: Any, page_size: int, rope: bool, interpret: bool) -> li
         plgpu.Barrier(),  # sums written
         plgpu.Barrier(num_arrivals=2),  # sums read by both
     ]
-
-
-def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:
-    """acc [64, N] with its rows multiplied, by the warps that have a factor other than 1."""
-    tile = plgpu.Layout.WGMMA
-    if interpret:
-        return acc * lax.broadcast_in_dim(factors, acc.shape, [0])
-    return plgpu.inline_mgpu(
-        arg_types=(tile, tile.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=tile),
-    )(_rescaled)(acc, factors)
-
-
-def _rescaled(ctx: Any, acc: Any, factors: Any) -> Any:
-    del ctx
-    one = mgpu.c(1.0, ir.F32Type.get())
-    each = [vector.extract(x, [], [0]) for x in factors.registers.flat]
-    changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in each]
-    mine = arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, changed))
-    # A branch and not a select: what a warp's other threads need decides for all of them.
-    anyone = llvm.inline_asm(
-        mine.type,
-        [mine],
-        "{ .reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; "
-        "selp.u32 $0, 1, 0, q; }",
-        "=r,r",
-        has_side_effects=True,
-    )
-    zero = mgpu.c(0, mine.type)
-    some = arith.cmpi(arith.CmpIPredicate.ne, anyone, zero)
-    branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)  # type: ignore[call-arg]
-    with ir.InsertionPoint(branch.then_block):
-        product = acc * factors.broadcast_in_dim(acc.shape, (0,), acc.layout)
-        scf.yield_(list(product.registers.flat))
-    with ir.InsertionPoint(branch.else_block):
-        scf.yield_(list(acc.registers.flat))
-    registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
 
 
 def make_body(
