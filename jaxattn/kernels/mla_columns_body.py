@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper import swizzled, wgmma
+from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
 from jaxattn.kernels.mla_latents import BLOCKS, Latents
 from jaxattn.kernels.mla_schedule import PAGE
@@ -103,8 +103,8 @@ def make_body(
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, (columns, PAGE), [0]), SCORES)
 
     def over_out(vector: jax.Array) -> jax.Array:
-        """Of each column, for its output."""
-        wide = lax.broadcast_in_dim(vector, (RANK, columns), [1])
+        """Of each column, for a block of its output."""
+        wide = lax.broadcast_in_dim(vector, (BLOCK, columns), [1])
         return plgpu.layout_cast(wide, product_layout)
 
     def iota(dimension: int) -> jax.Array:
@@ -197,13 +197,8 @@ def make_body(
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
             numbers = places(row, first, stop)
-            ahead: Any
-            if quantized:
-                fetched = [fetch(step, numbers, first, stop) for step in range(latents.STEPS)]
-                ahead = (fetched, places(row, first + WARPGROUPS, stop))
-            else:
+            if not quantized:
                 pl.when(taken > 0)(lambda: load(numbers, first, stop))
-                ahead = (places(row, first + WARPGROUPS, stop),)
 
             # Keys that each packed row sees: causal from the bottom right.
             length = lens_ref[row]
@@ -218,47 +213,56 @@ def make_body(
                 visible = jnp.where(packed_row < queries * num_heads, visible, 0)
             plgpu.barrier_wait(q_loaded)
 
-            def page_step(i, carry):
-                top, total, acc, ahead = carry
-                page = first + WARPGROUPS * i
+            def place_of(numbers: list[jax.Array]) -> tuple[Any, Any]:
                 # Were the slot known to stay the same, the compiler would keep 68 descriptors of
                 # its tiles in registers. A page's number has no sign.
-                numbers = ahead[-1]
                 slot = wg + lax.shift_right_logical(numbers[0], 31)
                 slot = jnp.minimum(slot, WARPGROUPS - 1)
-                kv, rope = kv_smem.at[slot], rope_smem.at[slot]
+                return kv_smem.at[slot], rope_smem.at[slot]
 
-                def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
-                    plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
+            def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
+                plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
-                def from_memory(ref: Any) -> Any:
-                    plgpu.barrier_wait(last.at[wg])
-                    product(ref, kv, q_smem)
-                    product(ref, rope, q_rope_smem)
-                    return ref[...]
+            def scores_of_loaded(ref: Any, kv: Any, rope: Any) -> jax.Array:
+                plgpu.barrier_wait(last.at[wg])
+                product(ref, kv, q_smem)
+                product(ref, rope, q_rope_smem)
+                return ref[...]
 
-                def from_registers(ref: Any) -> Any:
-                    # The products of what is there run beside the widening of what follows; the
-                    # next page's take its place in the registers.
-                    following = []
-                    for step, fetched in enumerate(ahead[0]):
-                        unpack(step, fetched, kv, rope)
-                        following.append(fetch(step, numbers, page + WARPGROUPS, stop))
-                        # With the first, all four warps have their last products.
-                        plgpu.commit_smem()
-                        if step == 0:
-                            product(ref, rope, q_rope_smem)
-                        else:
-                            block = pl.ds((step - 1) * BLOCK, BLOCK)
-                            product(ref, kv.at[:, block], q_smem.at[:, block])
-                    return ref[...], following
+            def scores_of_fetched(
+                ref: Any, kv: Any, rope: Any, fetched: Any, numbers: Any, following: jax.Array
+            ) -> Any:
+                """Scores of the page in registers, where page `following` takes its place.
 
-                scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
-                if quantized:
-                    scores, following = pl.run_scoped(from_registers, scores_type)
-                    ahead = (following, places(row, page + 2 * WARPGROUPS, stop))
-                else:
-                    scores = pl.run_scoped(from_memory, scores_type)
+                A block is widened while the products run: of the blocks before it, and of the page
+                before with its values, of which this block may take the place of one that is done.
+                """
+
+                def score(step: int) -> None:
+                    if step == 0:
+                        product(ref, rope, q_rope_smem)
+                    else:
+                        block = pl.ds((step - 1) * BLOCK, BLOCK)
+                        product(ref, kv.at[:, block], q_smem.at[:, block])
+
+                after = []
+                for step, some in enumerate(fetched):
+                    if step > 0 and not interpret:
+                        # Begun since this block's values were taken: the other blocks' products
+                        # with values and the scores of the steps but the last, BLOCKS - 1 of them.
+                        plgpu.wgmma_wait(BLOCKS - 1)
+                    plgpu.commit_smem()  # for all four warps, and what the last step wrote
+                    if step > 0:
+                        score(step - 1)
+                    unpack(step, some, kv, rope)
+                    after.append(fetch(step, numbers, following, stop))
+                plgpu.commit_smem()
+                score(latents.STEPS - 1)
+                return after
+
+            def soften(i, top, total, scores):
+                """P and the rescaling of page i, to shared memory."""
+                page = first + WARPGROUPS * i
                 here = score_smem.at[wg, :, pl.ds(0, PAGE)]
                 store_turned(here, scores)
                 plgpu.commit_smem()
@@ -269,8 +273,8 @@ def make_body(
 
                 @pl.when(left < PAGE)
                 def _clear_tail():
-                    for first in range(0, RANK, ROPE):
-                        some = kv.at[:, pl.ds(first, ROPE)]
+                    for start in range(0, RANK, ROPE):
+                        some = kv.at[:, pl.ds(start, ROPE)]
                         inside = plgpu.broadcasted_iota(
                             jnp.int32, (PAGE, ROPE), 0, layout=product_layout
                         )
@@ -282,38 +286,102 @@ def make_body(
                 new_top = jnp.maximum(top, scores.max(axis=1))
                 p = jnp.exp2(scores - over_keys(new_top))
                 rescale = jnp.exp2(top - new_top)
-                total = total * over_keys(rescale) + p
                 p_smem[wg] = p.astype(dtype)
                 rescale_smem[wg] = rescale
                 plgpu.commit_smem()
+                return new_top, total * over_keys(rescale) + p
 
-                rescale = plgpu.load(rescale_smem.at[wg], layout=by_column)
-                acc *= over_out(rescale)
-                acc = wgmma(
-                    acc,
-                    kv.transpose((1, 0)),
-                    p_smem.at[wg].transpose((1, 0)),
-                    shape=(RANK, columns),
-                    interpret=interpret,
+            def add_values(refs: Any, accs: tuple[jax.Array, ...], kv: Any) -> Any:
+                """The output so far rescaled, and P V begun: of each block on its own."""
+                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
+                p = p_smem.at[wg].transpose((1, 0))
+                accs = tuple(acc * rescale for acc in accs)
+                if interpret:
+                    wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
+                    values = wide(kv)
+                    return tuple(
+                        acc + jnp.dot(values[:, i * BLOCK : (i + 1) * BLOCK].T, wide(p))
+                        for i, acc in enumerate(accs)
+                    )
+                for ref, acc in zip(refs, accs, strict=True):
+                    ref[...] = acc
+                for i, ref in enumerate(refs):
+                    plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), p)
+                return refs
+
+            def finished(accs: Any) -> tuple[jax.Array, ...]:
+                return tuple(accs) if interpret else tuple(ref[...] for ref in accs)
+
+            def values_alone(accs: tuple[jax.Array, ...], kv: Any) -> tuple[jax.Array, ...]:
+                return with_refs(lambda *refs: finished(add_values(refs, accs, kv)))
+
+            def with_refs(run: Any) -> Any:
+                return run() if interpret else pl.run_scoped(run, *[out_type] * BLOCKS)
+
+            def step_of_loaded(i, carry):
+                top, total, accs, numbers = carry
+                kv, rope = place_of(numbers)
+                run = functools.partial(scores_of_loaded, kv=kv, rope=rope)
+                top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
+                accs = values_alone(accs, kv)
+                plgpu.commit_smem()  # all four warps have read the page
+                page = first + WARPGROUPS * (i + 1)
+                pl.when(i < taken - 1)(lambda: load(numbers, page, stop))
+                return top, total, accs, places(row, page + WARPGROUPS, stop)
+
+            def step_of_fetched(i, carry):
+                top, total, accs, scores, fetched, numbers = carry
+                kv, rope = place_of(numbers)
+                top, total = soften(i, top, total, scores)
+                page = first + WARPGROUPS * (i + 2)
+
+                def both(score_ref: Any, *refs: Any) -> Any:
+                    begun = add_values(refs, accs, kv)
+                    after = scores_of_fetched(score_ref, kv, rope, fetched, numbers, page)
+                    return score_ref[...], after, finished(begun)
+
+                scores, fetched, accs = with_refs(
+                    lambda *refs: pl.run_scoped(lambda ref: both(ref, *refs), scores_type)
                 )
-                if not quantized:
-                    plgpu.commit_smem()  # all four warps have read the page
-                    pl.when(i < taken - 1)(lambda: load(numbers, page + WARPGROUPS, stop))
-                    ahead = (places(row, page + 2 * WARPGROUPS, stop),)
-                return new_top, total, acc, ahead
+                return top, total, accs, scores, fetched, places(row, page + WARPGROUPS, stop)
 
-            init = (
+            def last_step(i, carry):
+                top, total, accs, scores = carry
+                top, total = soften(i, top, total, scores)
+                return top, total, values_alone(accs, kv), scores
+
+            scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
+            out_type = plgpu.ACC((BLOCK, columns), jnp.float32)
+            nothing = plgpu.layout_cast(jnp.zeros((BLOCK, columns), jnp.float32), product_layout)
+            sums = (
                 plgpu.layout_cast(jnp.full((columns,), EMPTY, jnp.float32), by_row),
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
-                plgpu.layout_cast(jnp.zeros((RANK, columns), jnp.float32), product_layout),
-                ahead,
+                (nothing,) * BLOCKS,
             )
-            top, total, acc, _ = lax.fori_loop(0, taken, page_step, init)
+            following = places(row, first + WARPGROUPS, stop)
+            if quantized:
+
+                def first_scores(ref: Any) -> Any:
+                    some = [fetch(step, numbers, first, stop) for step in range(latents.STEPS)]
+                    after = scores_of_fetched(ref, kv, rope, some, following, first + WARPGROUPS)
+                    return ref[...], after
+
+                scores, fetched = pl.run_scoped(first_scores, scores_type)
+                after = places(row, first + 2 * WARPGROUPS, stop)
+                carry: Any = (*sums, scores, fetched, after)
+                carry = lax.fori_loop(0, taken - 1, step_of_fetched, carry)
+                start_of_last = jnp.maximum(taken - 1, 0)
+                carry = lax.fori_loop(start_of_last, taken, last_step, carry[:4])
+            else:
+                carry = lax.fori_loop(0, taken, step_of_loaded, (*sums, following))
+            top, total, accs = carry[:3]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
             meet()
-            merge(row, start, steps, acc)
+            merge(row, start, steps, accs)
 
-        def merge(row: jax.Array, start: jax.Array, steps: jax.Array, acc: jax.Array) -> None:
+        def merge(
+            row: jax.Array, start: jax.Array, steps: jax.Array, accs: tuple[jax.Array, ...]
+        ) -> None:
             """Both warpgroups' results in one, written to the output or as a partial result."""
             whole = steps == pages_of(row)
 
@@ -331,8 +399,9 @@ def make_body(
             own = plgpu.load(top_smem.at[wg], layout=by_column)
             share = jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total)
             share = over_out(share)
-            share = jnp.where(share < 0, 0.0, acc * share * kv_scale)
-            store_turned(sum_smem.at[wg, :, pl.ds(0, RANK)], share)
+            for i, acc in enumerate(accs):
+                mine_of_it = jnp.where(share < 0, 0.0, acc * share * kv_scale)
+                store_turned(sum_smem.at[wg, :, pl.ds(i * BLOCK, BLOCK)], mine_of_it)
             meet()
             half = columns // WARPGROUPS
             some = pl.ds(wg * half, half)
