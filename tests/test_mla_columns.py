@@ -25,8 +25,33 @@ class Stored:
     """A case, its cache in some format and the latents that it holds, in float32."""
 
     case: MLACase
-    held: MLACase
+    held: MLACase  # its cache a `Held`
     kv_scale: float | None
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def packed(latents, kv_scale, format: LatentFormat):
+    """In one program: what lies between takes several times a cache's memory."""
+    cache = format.pack(latents, kv_scale)
+    if not format.block_scaled:
+        return cache
+    return jnp.where(jnp.isnan(latents).any(axis=-1, keepdims=True), jnp.uint8(0xFF), cache)
+
+
+@dataclasses.dataclass
+class Held:
+    """The latents in a cache, in float32, of the pages that are asked for."""
+
+    cache: jax.Array
+    kv_scale: float | None
+
+    @property
+    def shape(self):
+        return self.cache.shape
+
+    def __getitem__(self, index):
+        latents = LatentFormat(self.cache.dtype)
+        return latents.unpack(self.cache[index], self.kv_scale).astype(jnp.float32)
 
 
 def stored(format: str, *args, **kwargs) -> Stored:
@@ -34,13 +59,8 @@ def stored(format: str, *args, **kwargs) -> Stored:
     case = mla_case(*args, **kwargs)
     latents = LatentFormat(format)
     kv_scale = KV_SCALE if latents.per_tensor else None
-    nobodys = jnp.isnan(case.kv_cache).any(axis=-1, keepdims=True)
-    cache = latents.pack(case.kv_cache, kv_scale)
-    if latents.block_scaled:
-        cache = jnp.where(nobodys, jnp.uint8(0xFF), cache)
-    case.kv_cache = cache
-    held = latents.unpack(cache, kv_scale).astype(jnp.float32)
-    return Stored(case, dataclasses.replace(case, kv_cache=held), kv_scale)
+    case.kv_cache = packed(case.kv_cache, kv_scale, latents)
+    return Stored(case, dataclasses.replace(case, kv_cache=Held(case.kv_cache, kv_scale)), kv_scale)
 
 
 def decode(some: Stored, implementation, *, schedule=None, arena=None):
