@@ -19,6 +19,11 @@ THREADS = 128
 MOST_FEATURES = 8192  # 64 of them in each thread's registers
 
 
+def norms_features(features: int) -> bool:
+    """Whether the kernel has threads and registers for tokens of that width."""
+    return features % THREADS == 0 and 0 < features <= MOST_FEATURES
+
+
 def rms_norm_mosaic(
     x: jax.Array,
     weights: jax.Array,
@@ -36,7 +41,7 @@ def rms_norm_mosaic(
     """
     require_hopper("rms_norm_layer", interpret=interpret)
     features = x.shape[-1]
-    if features % THREADS or not 0 < features <= MOST_FEATURES or x.size == 0:
+    if not norms_features(features) or x.size == 0:
         raise NotImplementedError(
             f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}; use implementation='xla'"

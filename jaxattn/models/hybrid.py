@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.dispatch import Implementation
+from jaxattn.kernels.rms_norm import norms_features
 from jaxattn.layer_of import LayerOf
 from jaxattn.models.config import HybridConfig as HybridConfig
 from jaxattn.models.packed import PackedParams as PackedParams
@@ -197,7 +198,7 @@ class Repeat(nnx.Module):
                 weights=norm_weights,
                 eps=self.mla.norm.eps,
                 dtype=self.mla.mla.dtype,
-                implementation=implementation,
+                implementation=implementation if norms_features(x.shape[-1]) else "xla",
             )
             norms_of_repeat = 2 * (len(self.gdn) + 1)
             first, second = (LayerOf(repeat, norms_of_repeat, 2 * place + i) for i in (0, 1))
