@@ -27,7 +27,7 @@ def combine(
     partial_lse: jax.Array,
     schedule: Schedule,
     *,
-    used: int | None = None,
+    used: int,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
@@ -38,10 +38,10 @@ def combine(
         first_rows: where in each the op's own rows begin.
         lse: float32 [B, rows].
         partial_lse: float32 [2 * parts, rows], natural logarithm.
-        used: packed rows that somebody reads, the first ones; all, if None.
+        used: packed rows that somebody reads, the first ones.
     """
     batch, rows = lse.shape
-    used = rows if used is None else -(-used // 8) * 8
+    used = -(-used // 8) * 8
     chunk = 1
     while chunk < 8 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2

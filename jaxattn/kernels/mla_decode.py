@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE, make_body, scratch_types
-from jaxattn.kernels.mla_combine import combine
 from jaxattn.kernels.mla_decode_columns import mla_decode_columns
-from jaxattn.kernels.mla_schedule import TILE, Schedule, may_split, num_tiles
-from jaxattn.kernels.mla_scratch import PAGE_SIZES, own_lane, spec_of
+from jaxattn.kernels.mla_results import Results
+from jaxattn.kernels.mla_schedule import TILE, Schedule, num_tiles
+from jaxattn.kernels.mla_scratch import PAGE_SIZES
 from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_scratch import scratch as scratch
 
@@ -116,32 +116,18 @@ def mla_decode_mosaic(
     if query_lens is not None:
         operands = (*operands, query_lens)
 
-    # The kernel writes rows of 2-D arrays: of its own, or the arena's whole lanes.
-    spec = spec_of(batch, rows, RANK, dtype, parts)
-    split = may_split(batch, parts)
-    if arena is None:
-        lanes = {name: own_lane(region) for name, region in spec.regions}
-    else:
-        lanes = {name: arena.lane(spec, name, width=RANK) for name, _ in spec.regions}
-    refs = {name: jax.new_ref(lane) for name, (lane, _) in lanes.items()}
-    first_rows = [lanes[name][1] for name in ("out", "partial_out") if name in lanes]
-    lane_refs = [refs[name] for name in ("out", "partial_out") if name in lanes]
+    results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
-    # TMA writes whole tiles of 8 rows; regions of an arena begin at any second one.
-    output_by_tma &= first_rows[0] % 8 == 0 and lanes["out"][0].shape[0] % 8 == 0
-
-    lse_types = [jax.ShapeDtypeStruct((batch, rows), jnp.float32)]
-    if split:
-        lse_types.append(jax.ShapeDtypeStruct((2 * parts, rows), jnp.float32))
+    output_by_tma &= results.in_whole_tiles()
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        page_size=page_size, piece_pages=schedule.piece, split=split, apart=apart,
+        page_size=page_size, piece_pages=schedule.piece, split=results.split, apart=apart,
         ragged=query_lens is not None, rope=rope, output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
-        functools.partial(body, first_rows),
-        out_type=tuple(lse_types),
+        functools.partial(body, results.first_rows),
+        out_type=results.lse_types,
         scratch_types=scratch_types(dtype, page_size, rope, interpret),
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
         grid=(parts, tiles),
@@ -159,25 +145,5 @@ def mla_decode_mosaic(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):  # the kernel's integers are int32
-        lse, *partials = kernel(*operands, *lane_refs)
-    if split:
-        (partial_lse,) = partials
-        lse = combine(
-            lane_refs,
-            first_rows,
-            lse,
-            partial_lse,
-            schedule,
-            interpret=interpret,
-            detect_races=detect_races,
-        )
-    written = {name: jax.freeze(ref) for name, ref in refs.items()}
-    if arena is None:
-        out = written["out"].reshape(batch, rows, RANK)
-    else:
-        for name, lane in written.items():
-            arena = arena.with_lane(spec, name, lane)
-        out = arena.read(spec, "out")
-    out = out[:, : q_len * num_heads].reshape(batch, q_len, num_heads, RANK)
-    lse = lse[:, : q_len * num_heads].reshape(batch, q_len, num_heads)
-    return (out, lse) if arena is None else (out, lse, arena)
+        lses = kernel(*operands, *results.refs)
+    return results.finish(lses, interpret=interpret, detect_races=detect_races)

@@ -21,9 +21,9 @@ from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_columns_body import WARPGROUPS, make_body, scratch_types
-from jaxattn.kernels.mla_combine import combine
-from jaxattn.kernels.mla_schedule import TILE, Schedule, may_split, num_tiles
-from jaxattn.kernels.mla_scratch import PAGE_SIZES, decode_schedule, own_lane, spec_of
+from jaxattn.kernels.mla_results import Results
+from jaxattn.kernels.mla_schedule import Schedule
+from jaxattn.kernels.mla_scratch import PAGE_SIZES, decode_schedule
 from jaxattn.mla_cache import LatentFormat
 
 MOST_COLUMNS = (
@@ -86,7 +86,7 @@ def mla_decode_columns(
         kv_cache, layer = kv_cache[None], 0
     page_size = kv_cache.shape[2]
     columns, blocks = block_columns(q_len, num_heads)
-    rows, out_rows = q_len * num_heads, num_tiles(q_len, num_heads) * TILE
+    rows = q_len * num_heads
     if schedule is None:
         schedule = decode_schedule(
             seq_lens,
@@ -107,28 +107,16 @@ def mla_decode_columns(
     if query_lens is not None:
         operands.append(query_lens)
 
-    spec = spec_of(batch, out_rows, RANK, dtype, parts)
-    split = may_split(batch, parts)
-    if arena is None:
-        lanes = {name: own_lane(region) for name, region in spec.regions}
-    else:
-        lanes = {name: arena.lane(spec, name, width=RANK) for name, _ in spec.regions}
-    refs = {name: jax.new_ref(lane) for name, (lane, _) in lanes.items()}
-    first_rows = [lanes[name][1] for name in ("out", "partial_out") if name in lanes]
-    lane_refs = [refs[name] for name in ("out", "partial_out") if name in lanes]
-
-    lse_types = [jax.ShapeDtypeStruct((batch, out_rows), jnp.float32)]
-    if split:
-        lse_types.append(jax.ShapeDtypeStruct((2 * parts, out_rows), jnp.float32))
+    results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
     body = make_body(
-        q_len=q_len, num_heads=num_heads, columns=columns, out_rows=out_rows, parts=parts,
+        q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size, piece_pages=schedule.piece,
         cache_dtype=format.dtype, quantized=format.quantized, per_tensor=format.per_tensor,
-        split=split, ragged=query_lens is not None, interpret=interpret,
+        split=results.split, ragged=query_lens is not None, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
-        functools.partial(body, first_rows),
-        out_type=tuple(lse_types),
+        functools.partial(body, results.first_rows),
+        out_type=results.lse_types,
         scratch_types=scratch_types(dtype, columns, page_size, format.quantized),
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid=(parts, blocks),
@@ -146,26 +134,5 @@ def mla_decode_columns(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):  # the kernel's integers are int32
-        lse, *partials = kernel(*operands, *lane_refs)
-    if split:
-        (partial_lse,) = partials
-        lse = combine(
-            lane_refs,
-            first_rows,
-            lse,
-            partial_lse,
-            schedule,
-            used=rows,
-            interpret=interpret,
-            detect_races=detect_races,
-        )
-    written = {name: jax.freeze(ref) for name, ref in refs.items()}
-    if arena is None:
-        out = written["out"].reshape(batch, out_rows, RANK)
-    else:
-        for name, lane in written.items():
-            arena = arena.with_lane(spec, name, lane)
-        out = arena.read(spec, "out")
-    out = out[:, :rows].reshape(batch, q_len, num_heads, RANK)
-    lse = lse[:, :rows].reshape(batch, q_len, num_heads)
-    return (out, lse) if arena is None else (out, lse, arena)
+        lses = kernel(*operands, *results.refs)
+    return results.finish(lses, interpret=interpret, detect_races=detect_races)

@@ -1,12 +1,11 @@
 """What both MLA decode kernels share: the schedule's shape, and what they keep in the arena."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxattn.arena import ArenaSpec, Region
+from jaxattn.arena import ArenaSpec
 from jaxattn.kernels.mla_body import RANK
 from jaxattn.kernels.mla_schedule import (
     PAGE,
@@ -94,8 +93,3 @@ def spec_of(batch: int, rows: int, rank: int, dtype: Any, parts: int) -> ArenaSp
     if may_split(batch, parts):
         regions["partial_out"] = ((parts, 2, rows, rank), jnp.float32)
     return ArenaSpec.of("mla_decode", **regions)
-
-
-def own_lane(region: Region) -> tuple[jax.Array, int]:
-    """A region that is nobody's but the op's: rows of R numbers, and the first one's place."""
-    return jnp.empty((math.prod(region.shape) // RANK, RANK), region.dtype), 0
