@@ -278,8 +278,15 @@ def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
 
 @both_devices
 def test_segments_equal_one_run(implementation):
+    """A NaN among the values stays in its channel: the transitions are made without values."""
     case = make_case([0, 140], gates=0.02)
-    assert_matches(case, *run(case, implementation, split_tokens=64))
+    case.v = case.v.at[:, : case.tokens, 0, 5].set(0)
+    case.initial_state = case.initial_state.at[:, 0, 5].set(0)
+    broken = dataclasses.replace(case, v=case.v.at[0, 9, 0, 5].set(jnp.nan))
+    out, states = run(broken, implementation, split_tokens=64)
+    assert jnp.isnan(states[1, 0, 5]).all()
+    out, states = out.at[:, : case.tokens, 0, 5].set(0), states.at[:, 0, 5].set(0)
+    assert_matches(case, out, states)
 
 
 def test_splits_of_half_a_chunk_are_an_error():

@@ -37,6 +37,7 @@ from jaxattn.kernels.gdn_prefill_state import (
     store_state,
     stream,
     with_accumulators,
+    zero_tile,
 )
 from jaxattn.kernels.gdn_prefill_tiles import (
     CHUNK,
@@ -145,8 +146,9 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                     seen, u = (Accumulator(ref) for ref in refs[:2])
                     operand, decayed = step.rounded(state), step.decayed(state)
                     step.times_transposed(seen, operand, step.k)
-                    values = jnp.where(kind == VALUES, 1.0, 0.0)
-                    u.add_transposed(step.residual(seen.read(), values), step.x)
+                    # Not 0 times the values, which may be NaN.
+                    written = lax.cond(kind == VALUES, step.written, zero_tile)
+                    u.add_transposed(step.residual(seen.read(), written), step.x)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)

@@ -262,10 +262,14 @@ class Step:
         for half in range(2):
             acc.add(state[half], rows.at[half].transpose((1, 0)))
 
-    def residual(self, seen: jax.Array, values: Any = 1.0) -> jax.Array:
-        """W^T = values beta V^T + read * (S K^T)"""
-        v = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
-        return (self.vector(BETA) * values * v + self.vector(READ) * seen).astype(self.dtype)
+    def written(self) -> jax.Array:
+        """beta V^T"""
+        values = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
+        return self.vector(BETA) * values
+
+    def residual(self, seen: jax.Array, written: jax.Array) -> jax.Array:
+        """W^T = written + read * (S K^T)"""
+        return (written + self.vector(READ) * seen).astype(self.dtype)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         decay = self.vectors[DECAY, 0]
@@ -383,7 +387,7 @@ def _output_body(
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
                     wait_for_copies()  # here, where products run
-                    w = step.residual(seen.read(pending=2))
+                    w = step.residual(seen.read(pending=2), step.written())
                     u.add_transposed(w, step.x)
                     added = u.read()
                     accs = [
