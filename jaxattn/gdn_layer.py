@@ -18,7 +18,7 @@ from jaxattn.conv import causal_conv1d_update, check_pool, rows_in_use, write_sl
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import gated_delta_rule_decode, scratch
 from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
-from jaxattn.layer_of import LayerOf
+from jaxattn.layer_of import LayerOf, taken_apart
 
 
 def pack_gdn_weights(
@@ -98,14 +98,11 @@ def gated_delta_net_decode(
     key_heads = _check(op, qkvz, ba, weights, conv_state, state)
     batch, tokens, _ = qkvz.shape
     value_heads, value_dim, key_dim = state.shape[-3:]
-    first: Any = layer
-    affine = (1, 0)
-    if isinstance(layer, LayerOf):
-        first, affine, layer = layer.repeat, (layer.per_repeat, layer.place), layer.index
-    check_pool(op, "state", state, state_indices, layer, state.shape[-3:], batch)
-    check_pool(op, "conv_state", conv_state, state_indices, layer, conv_state.shape[-2:], batch)
+    first, affine, number = taken_apart(layer)
+    check_pool(op, "state", state, state_indices, number, state.shape[-3:], batch)
+    check_pool(op, "conv_state", conv_state, state_indices, number, conv_state.shape[-2:], batch)
     writes = None if write_indices is None else jnp.asarray(write_indices)
-    writes = write_slots(op, state, state_indices, writes, layer, tokens)
+    writes = write_slots(op, state, state_indices, writes, number, tokens)
     factor = key_dim**-0.5 if scale is None else scale
 
     def mosaic(interpret: bool):
@@ -129,7 +126,7 @@ def gated_delta_net_decode(
         return out.reshape(batch, tokens, -1), *rest
 
     def xla():
-        own = weights if weights.ndim == 1 else weights[layer]
+        own = weights if weights.ndim == 1 else weights[number]
         channels = conv_state.shape[-1]
         A_log, dt_bias, norm, taps = jnp.split(
             own, [value_heads, 2 * value_heads, 2 * value_heads + value_dim]
@@ -140,7 +137,7 @@ def gated_delta_net_decode(
             conv_state,
             state_indices,
             write_indices=write_indices,
-            layer=layer,
+            layer=number,
         )
         keys = key_heads * key_dim
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
@@ -156,7 +153,7 @@ def gated_delta_net_decode(
             A_log=A_log,
             dt_bias=dt_bias,
             write_indices=write_indices,
-            layer=layer,
+            layer=number,
             scale=factor,
             implementation="xla",
         )
@@ -164,7 +161,7 @@ def gated_delta_net_decode(
             o = o.astype(jnp.float32)
             o *= lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps) * norm
             z = qkvz[..., channels:].reshape(o.shape).astype(jnp.float32)
-            used = rows_in_use(state, state_indices, layer=layer)
+            used = rows_in_use(state, state_indices, layer=number)
             # A select: whatever a padding row's gate holds, its output is 0.
             y = jnp.where(used[:, None, None, None], o * jax.nn.silu(z), 0).astype(qkvz.dtype)
         if arena is None:

@@ -1,6 +1,7 @@
 """A layer of a repeated pattern, named so that a kernel works out its number itself."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -19,3 +20,10 @@ class LayerOf:
     @property
     def index(self) -> jax.Array:
         return self.repeat * self.per_repeat + self.place
+
+
+def taken_apart(layer: Any) -> tuple[Any, tuple[int, int], Any]:
+    """(n, (a, b), layer) with `layer = a * n + b` as a number: a kernel takes n, a and b."""
+    if isinstance(layer, LayerOf):
+        return layer.repeat, (layer.per_repeat, layer.place), layer.index
+    return layer, (1, 0), layer

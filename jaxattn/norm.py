@@ -1,7 +1,5 @@
 """RMS normalisation, in float32 whatever comes in."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
-from jaxattn.layer_of import LayerOf
+from jaxattn.layer_of import LayerOf, taken_apart
 from jaxattn.paged import FLOATS, Arguments
 
 
@@ -51,14 +49,11 @@ def rms_norm_layer(
     if x.ndim < 1 or x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"{op}: x {x.shape} must have the F of weights {weights.shape} last")
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    number: Any = layer
-    affine = (1, 0)
-    if isinstance(layer, LayerOf):
-        number, affine, layer = layer.repeat, (layer.per_repeat, layer.place), layer.index
+    first, affine, number = taken_apart(layer)
 
     def mosaic(interpret: bool) -> Array:
         return rms_norm_mosaic(
-            x, weights, layer=number, affine=affine, eps=eps, dtype=out_dtype, interpret=interpret
+            x, weights, layer=first, affine=affine, eps=eps, dtype=out_dtype, interpret=interpret
         )
 
     with jax.named_scope(op):
@@ -68,6 +63,6 @@ def rms_norm_layer(
             {
                 "mosaic_gpu": lambda: mosaic(False),
                 "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": lambda: rms_norm(x, weights[layer], eps).astype(out_dtype),
+                "xla": lambda: rms_norm(x, weights[number], eps).astype(out_dtype),
             },
         )
