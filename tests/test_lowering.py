@@ -11,7 +11,7 @@ import pytest
 
 from jaxattn.append import mla_append as append_op
 from jaxattn.gdn_layer import gated_delta_net_decode
-from jaxattn.kernels import gdn_decode, mla_append, mla_decode, mla_decode_columns
+from jaxattn.kernels import gdn_decode, mla_append, mla_decode
 from jaxattn.kernels.mla_decode import decode_schedule, mla_decode_mosaic
 from jaxattn.layer_of import LayerOf
 from jaxattn.rope import RopeConfig, rotation
@@ -19,7 +19,7 @@ from jaxattn.rope import RopeConfig, rotation
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, mla_append, mla_decode, mla_decode_columns):
+    for module in (gdn_decode, mla_append, mla_decode):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE, make_body, scratch_types
-from jaxattn.kernels.mla_decode_columns import mla_decode_columns
+from jaxattn.kernels.mla_decode_columns import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import TILE, Schedule, num_tiles
 from jaxattn.kernels.mla_scratch import PAGE_SIZES
@@ -33,15 +33,11 @@ def reads_apart(num_heads: int) -> bool:
 
 
 def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
-    dim, page = kv_cache.shape[-1], kv_cache.shape[-2]
+    dim = kv_cache.shape[-1]
     if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
         raise NotImplementedError(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
             f"512), and got {kv_lora_rank=} with D={dim}"
-        )
-    if page not in PAGE_SIZES:
-        raise NotImplementedError(
-            f"mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, got {page}"
         )
     if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
         raise NotImplementedError(
@@ -71,30 +67,32 @@ def mla_decode_mosaic(
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
 
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
-    takes it for FP8 caches, which this one does not read. It should be the faster wherever S * H
-    is at most 32, and has not run on a GPU yet.
+    takes it for FP8 caches, which this one does not read. With 16-bit caches and S * H = 16 it was
+    the faster by a twentieth, but its GPU tests have not been seen to pass yet.
     `output_by_tma` (see mla_body.py) is the faster by up to 8 us where most rows are whole, and by
     3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
-    if columns or (columns is None and jnp.dtype(kv_cache.dtype).itemsize == 1):
-        joined = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
-        return mla_decode_columns(
-            joined, kv_cache, block_tables, seq_lens,
-            scale=scale, layer=layer, kv_lora_rank=kv_lora_rank, kv_scale=kv_scale,
-            query_lens=query_lens, arena=arena, schedule=schedule, interpret=interpret,
-            detect_races=detect_races,
-        )  # fmt: skip
-    _refuse(latent.dtype, kv_cache, kv_lora_rank)
+    if columns is None:
+        columns = jnp.dtype(kv_cache.dtype).itemsize == 1
+    if columns:
+        q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
+        refuse_columns(q, kv_cache, kv_lora_rank)
+    else:
+        _refuse(latent.dtype, kv_cache, kv_lora_rank)
+    if kv_cache.shape[-2] not in PAGE_SIZES:
+        raise NotImplementedError(
+            "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, got "
+            f"{kv_cache.shape[-2]}"
+        )
     batch, q_len, num_heads, _ = latent.shape
     dtype = latent.dtype
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
-    page_size, rope = kv_cache.shape[2], kv_cache.shape[3] > RANK
-    tiles = num_tiles(q_len, num_heads)
-    rows = tiles * TILE
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    page_size = kv_cache.shape[2]
     if schedule is None:
         schedule = decode_schedule(
             seq_lens,
@@ -104,14 +102,21 @@ def mla_decode_mosaic(
             page_size=page_size,
             interpret=interpret,
         )
-    parts = schedule.parts
+    if columns:
+        assert not isinstance(q, tuple)
+        return mla_decode_columns(
+            q, kv_cache, block_tables, seq_lens,
+            scale=scale, layer=layer, kv_scale=kv_scale, query_lens=query_lens, arena=arena,
+            schedule=schedule, interpret=interpret, detect_races=detect_races,
+        )  # fmt: skip
+    parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
+    rows = tiles * TILE
 
     if isinstance(q, tuple):
         queries = [q[0].transpose(2, 0, 1, 3), q[1]]  # heads first, as the absorbed product comes
     else:
         packed = q.reshape(batch, q_len * num_heads, -1)
         queries = [jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))]
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
     operands = (*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
     if query_lens is not None:
         operands = (*operands, query_lens)

@@ -18,17 +18,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
-from jaxattn.kernels.hopper import interpret_mode, require_hopper
+from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_columns_body import WARPGROUPS, make_body, scratch_types
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import Schedule
-from jaxattn.kernels.mla_scratch import PAGE_SIZES, decode_schedule
 from jaxattn.mla_cache import LatentFormat
 
-MOST_COLUMNS = (
-    32  # the output's 512 * 32 float32 numbers are 128 registers of a warpgroup's threads
-)
+# The output's 512 * 32 float32 numbers are 128 registers of each of a warpgroup's threads.
+MOST_COLUMNS = 32
 
 
 def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
@@ -38,18 +36,15 @@ def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
     return -(-rows // (8 * blocks)) * 8, blocks
 
 
-def _refuse(q: jax.Array, kv_cache: jax.Array, format: LatentFormat) -> None:
-    rank, rope, page = format.kv_lora_rank, format.qk_rope_head_dim, kv_cache.shape[-2]
+def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
+    """Raises `NotImplementedError`, with the reason, where this kernel cannot run."""
+    rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
     if (rank, rope) != (RANK, ROPE):
         raise NotImplementedError(
             f"mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), and got "
             f"kv_lora_rank={rank} with D={rank + rope}"
         )
-    if page not in PAGE_SIZES:
-        raise NotImplementedError(
-            f"mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, got {page}"
-        )
-    if format.quantized:
+    if LatentFormat(kv_cache.dtype, rank, rope).quantized:
         fits = q.dtype == jnp.bfloat16
     else:
         fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
@@ -67,40 +62,25 @@ def mla_decode_columns(
     seq_lens: jax.Array,
     *,
     scale: float,
-    layer: jax.Array | int | None = None,
-    kv_lora_rank: int = RANK,
-    kv_scale: jax.Array | None = None,
-    query_lens: jax.Array | None = None,
-    arena: Arena | None = None,
-    schedule: Schedule | None = None,
-    interpret: bool = False,
-    detect_races: bool = False,
+    layer: jax.Array,
+    kv_scale: jax.Array | None,
+    query_lens: jax.Array | None,
+    arena: Arena | None,
+    schedule: Schedule,
+    interpret: bool,
+    detect_races: bool,
 ) -> tuple[Any, ...]:
-    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there."""
-    require_hopper("mla_decode", interpret=interpret)
-    format = LatentFormat(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
-    _refuse(q, kv_cache, format)
+    """`mla_decode_mosaic` of what `refuse_columns` accepts: a stack of layers, and `layer` [1]."""
+    format = LatentFormat(kv_cache.dtype)
     batch, q_len, num_heads, _ = q.shape
     dtype = q.dtype
-    if layer is None:
-        kv_cache, layer = kv_cache[None], 0
     page_size = kv_cache.shape[2]
     columns, blocks = block_columns(q_len, num_heads)
     rows = q_len * num_heads
-    if schedule is None:
-        schedule = decode_schedule(
-            seq_lens,
-            q_len=q_len,
-            num_heads=num_heads,
-            max_pages=block_tables.shape[1],
-            page_size=page_size,
-            interpret=interpret,
-        )
     parts = schedule.parts
 
     packed = q.reshape(batch, rows, -1)
     packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
     operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
     if kv_scale is not None:
         operands.append(kv_scale.reshape(1))
