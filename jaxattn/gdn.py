@@ -145,10 +145,9 @@ def chunk_gated_delta_rule(
         op,
         implementation,
         {
-            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
-            "xla": lambda: run(reference),
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": lambda: run(reference),
         },
     )
 

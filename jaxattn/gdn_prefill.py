@@ -161,10 +161,9 @@ def gated_delta_rule_prefill(
         OP,
         implementation,
         {
-            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
-            "xla": xla,
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": xla,
         },
     )
 

@@ -183,12 +183,6 @@ def mla_decode(
         schedule.check("mla_decode", q.shape, max_pages)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        # What has not run on a GPU yet runs only where the kernel is named.
-        if implementation is None and (format.quantized or q.shape[-1] == kv_lora_rank):
-            raise NotImplementedError(
-                "mla_decode: name implementation='mosaic_gpu' for an FP8 cache and for latents "
-                f"without rotated dims, got kv_cache {kv_cache.dtype.name} {kv_cache.shape}"
-            )
         apart = reads_apart(q.shape[2]) and not format.quantized
         return mla_decode_mosaic(
             parts if parts is not None and apart else q,

@@ -152,10 +152,9 @@ def causal_attention(
         "causal_attention",
         implementation,
         {
-            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
-            "xla": lambda: xla(q, k, k_pe, v, lengths),
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": lambda: xla(q, k, k_pe, v, lengths),
         },
     )
 
@@ -248,10 +247,9 @@ def mla_prefill(
         "mla_prefill",
         implementation,
         {
-            # Unnamed, XLA: whole steps with this kernel have not been through the GPU suite yet.
-            "xla": lambda: xla(*args),
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": lambda: xla(*args),
         },
     )
 

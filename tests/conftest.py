@@ -5,6 +5,8 @@ import os
 # The interpreter's GPU threads wait for one another in callbacks, each on a thread of XLA's pool:
 # with fewer threads in the pool than wait, nobody goes on. XLA reads this when JAX starts.
 os.environ.setdefault("PJRT_NPROC", "16")
+# Of a GPU take what is needed only: other processes of the suite run beside this one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -26,6 +28,8 @@ def _missing_hopper() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What fills the whole GPU from a process of its own, before this one holds any of it.
+    items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _missing_hopper() if marked else None
     if reason:

@@ -156,7 +156,9 @@ def test_temp_does_not_grow_with_depth(device, gdn_per_repeat):
     temp = {depth: temp_of(step) for depth, step in steps.items()}
     one_layer = stacked_weights(config_of(device, gdn_per_repeat, 1)).values()
     check_aliasing(steps[61], shallower=steps[2], layers=(61, 2))
-    assert temp[61] == temp[2], temp
+    # XLA's GPU backend packs the same values of a layer by other choices at every depth, 18 KiB
+    # apart. 59 layers' smallest vectors are twice SLACK.
+    assert abs(temp[61] - temp[2]) <= (0 if device == "cpu" else SLACK), temp
     # A single layer is not a loop. XLA's CPU backend takes a layer's matrices out of their stacks
     # before it multiplies, and its GPU backend finds other places for one layer's activations.
     matrices = nbytes([leaf for leaf in one_layer if leaf.ndim > 2]) if device == "cpu" else 0

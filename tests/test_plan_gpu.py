@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("serve_full_device.py")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.large]
+pytestmark = [pytest.mark.gpu, pytest.mark.large, pytest.mark.whole_gpu]
 
 
 @pytest.fixture(scope="module")
