@@ -324,6 +324,7 @@ def chunk_matrices(
             triangles(each, dtype),  # P, then X
             plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
             *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=swizzled(jnp.float16, 32))] * 2,
+            plgpu.SMEM((each,), jnp.int32),
             plgpu.Barrier(num_arrivals=5, num_barriers=each),
         ],
         grid=(blocks,),
@@ -366,14 +367,19 @@ def _body(
         q_ref, k_ref, gates_ref, chunks_ref, x_ref, p_ref, vectors_ref,
         k_union, q_union, all_gates, all_sums, all_out, all_vectors, *rest,
     ):  # fmt: skip
-        *all_half, loaded = rest
+        *all_half, own_smem, loaded = rest
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         worker = block * WARPGROUPS + wg
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         q_copied, q_smem = both_views(q_union, interpret=interpret)
-        keys, queries, gates_smem = k_smem.at[wg], q_smem.at[wg], all_gates.at[wg]
-        sums_smem, out_smem, vectors_smem = all_sums.at[wg], all_out.at[wg], all_vectors.at[wg]
-        half_smem = [ref.at[wg] for ref in all_half]
+        own_smem[wg] = wg
+        plgpu.commit_smem()
+
+        def own():
+            """The warpgroup's number, read again where it is used: addresses that are made of it
+            there need no register from chunk to chunk, of which there are none left."""
+            return own_smem[wg]
+
         each = gates_ref.shape[1] // share
         items = chunks_ref[gates_ref.shape[0], 0] * each
         steps = lax.div(items - worker + (workers - 1), jnp.int32(workers))
@@ -384,23 +390,26 @@ def _body(
             return lax.div(item, jnp.int32(each)), lax.rem(item, jnp.int32(each)) * share
 
         def issue(chunk, first_head, start):
-            barrier, rows = loaded.at[wg], pl.ds(start, CHUNK)
+            wg, rows = own(), pl.ds(start, CHUNK)
+            barrier = loaded.at[wg]
             key_head = lax.div(first_head, jnp.int32(group))
             copy_rows(k_ref.at[rows, key_head], k_copied.at[wg], barrier)
             gates = gates_ref.at[chunk, pl.ds(first_head, share)]
-            plgpu.copy_gmem_to_smem(gates, gates_smem, barrier)
+            plgpu.copy_gmem_to_smem(gates, all_gates.at[wg], barrier)
             copy_rows(q_ref.at[rows, key_head], q_copied.at[wg], barrier)
 
-        def keep(*halves):
+        def keep(wg, *halves):
             for half, columns in enumerate(halves):
-                out_smem.at[half][...] = columns.astype(dtype)
+                all_out.at[wg, half][...] = columns.astype(dtype)
 
-        def copy_out(matrix_ref):
+        def copy_out(wg, matrix_ref):
+            out_smem = all_out.at[wg]
             plgpu.copy_smem_to_gmem(out_smem.at[0], matrix_ref.at[pl.ds(0, CHUNK)])
             plgpu.copy_smem_to_gmem(out_smem.at[1, pl.ds(32, 32)], matrix_ref.at[pl.ds(CHUNK, 32)])
 
         def item_step(i, length):
             chunk, first_head = place(i)
+            keys, queries = k_smem.at[own()], q_smem.at[own()]
             # Long before they are used: they come from global memory.
             next_chunk, next_head = place(i + 1)
             next_start, next_length = chunks_ref[next_chunk, 0], chunks_ref[next_chunk, 1]
@@ -424,10 +433,11 @@ def _body(
 
             @pl.loop(0, share)
             def _value_head(n):
-                head = first_head + n
-                g = over_columns(load(gates_smem.at[n, 0], BY_COLUMN))
+                head, wg = first_head + n, own()
+                sums_smem, gates_smem = all_sums.at[wg], all_gates.at[wg, n]
+                g = over_columns(load(gates_smem.at[0], BY_COLUMN))
                 running = fill_above(g, 0.0, interpret=interpret).sum(axis=1)
-                beta = load(gates_smem.at[n, 1], BY_ROW)
+                beta = load(gates_smem.at[1], BY_ROW)
                 sums_smem[0, :] = running
                 if l2norm:
                     sums_smem[1, :] = running - log_scale
@@ -435,7 +445,9 @@ def _body(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 def matrices(qk, kk):
-                    start_scores(qk, queries, keys)
+                    wg = own()
+                    keys, vectors_smem = k_smem.at[wg], all_vectors.at[wg]
+                    start_scores(qk, q_smem.at[wg], keys)
                     total = sums_smem[0, CHUNK - 1]
                     gamma, to_end = jnp.exp2(running), jnp.exp2(total - running)
                     weight = beta * k_scale if l2norm else beta
@@ -453,25 +465,29 @@ def _body(
                     p = plgpu.wgmma_accumulator_load(qk)
                     start_scores(kk, keys, keys)
                     p = p * decay * over_rows(factor)
-                    keep(*(lax.slice(p, (0, at), (CHUNK, at + 32)) for at in (0, 32)))
+                    keep(wg, *(lax.slice(p, (0, at), (CHUNK, at + 32)) for at in (0, 32)))
                     decay = decay * over_rows(-weight)
                     return plgpu.wgmma_accumulator_load(kk) * decay
 
                 acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
                 a = pl.run_scoped(matrices, acc, acc)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(vectors_smem, vectors_ref.at[chunk, head])
-                copy_out(p_ref.at[chunk, head])
+                wg = own()
+                plgpu.copy_smem_to_gmem(all_vectors.at[wg], vectors_ref.at[chunk, head])
+                copy_out(wg, p_ref.at[chunk, head])
 
                 @pl.when((n == share - 1) & (i + 1 < steps))
                 def _():
                     issue(next_chunk, next_head, next_start)
 
+                wg = own()
+                half_smem = [ref.at[wg] for ref in all_half]
                 x = unit_lower_inverse(a, half_smem, interpret=interpret)
+                wg = own()
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                keep(*x)
+                keep(wg, *x)
                 plgpu.commit_smem()
-                copy_out(x_ref.at[chunk, head])
+                copy_out(wg, x_ref.at[chunk, head])
 
             return next_length
 
