@@ -4,6 +4,7 @@ A block for some packed rows of a request. A request that lies in one part was w
 `mla_decode`, and its blocks leave at once.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from jaxattn.kernels.mla_body import LOG2E, RANK
 from jaxattn.kernels.mla_schedule import Schedule
 
 AHEAD = 8  # partial results that are read at a time
-BLOCKS = 1024  # about as many blocks as the GPU runs at a time
+BLOCKS = 1024  # about as many warpgroups as the GPU runs at a time
+SHARERS = 4
 
 
 def combine(
@@ -28,6 +30,7 @@ def combine(
     schedule: Schedule,
     *,
     used: int,
+    sharers: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
@@ -39,6 +42,8 @@ def combine(
         lse: float32 [B, rows].
         partial_lse: float32 [2 * parts, rows], natural logarithm.
         used: packed rows that somebody reads, the first ones.
+        sharers: warpgroups that share the partial results of a row; None: four where rows are few,
+            and so cut in many, but in the interpreter one.
     """
     batch, rows = lse.shape
     used = -(-used // 8) * 8
@@ -48,60 +53,96 @@ def combine(
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
 
+    if sharers is None:
+        sharers = 1 if interpret or batch * used > BLOCKS // SHARERS else SHARERS
     layout = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (RANK,), []), layout)
 
-    def body(partial_lse_ref, slots_ref, out_ref, partial_ref, lse_ref):
-        row = lax.axis_index("row")
+    def weight_of(lse: jax.Array, top: jax.Array) -> jax.Array:
+        """exp(lse - top), 0 where nothing was seen."""
+        return jnp.exp2((lse - jnp.where(top == -jnp.inf, 0.0, top)) * LOG2E)
+
+    def merge(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> Any:
+        """A sum of weights and of weighted pieces, relative to the greatest LSE so far."""
+        top, total, out = state
+        new_top = functools.reduce(jnp.maximum, lses, top)
+        rescale = weight_of(top, new_top)
+        total, out = total * rescale, out * full(rescale)
+        for lse, piece in zip(lses, pieces, strict=True):
+            weight = weight_of(lse, new_top)
+            total += weight
+            out += full(weight) * piece
+        return new_top, total, out
+
+    def body(partial_lse_ref, slots_ref, out_ref, partial_ref, lse_ref, *shared):
+        row, wg = lax.axis_index("row"), lax.axis_index("wg")
         slots = [slots_ref[i, row] for i in range(3)]
         number = slots[1]
+
+        def merged(packed: Any) -> Any:
+            """What a warpgroup has of the row's partial results: all, or every so many."""
+
+            def add(j, state):
+                first = (j * sharers + wg) * AHEAD
+                lses, pieces = [], []
+                for k in range(AHEAD):
+                    slot = schedule.slot_of(slots, jnp.minimum(first + k, number - 1))
+                    lse = partial_lse_ref[slot, packed]
+                    lses.append(jnp.where(first + k < number, lse, -jnp.inf))
+                    piece = partial_ref.at[first_rows[1] + slot * rows + packed]
+                    pieces.append(plgpu.load(piece, layout=layout))
+                return merge(state, lses, pieces)
+
+            steps = lax.div(number + sharers * AHEAD - 1, sharers * AHEAD)
+            nothing = jnp.float32(0)
+            return lax.fori_loop(0, steps, add, (jnp.float32(-jnp.inf), nothing, full(nothing)))
+
+        def gathered(state: Any) -> Any:
+            """Of all warpgroups, for the first."""
+            sums, tops, totals, there = shared
+            tops[wg], totals[wg] = state[:2]
+            sums.at[wg][...] = state[2]
+            plgpu.barrier_arrive(there)
+            plgpu.barrier_wait(there)
+            every = [plgpu.load(sums.at[i], layout=layout) for i in range(sharers)]
+            top = functools.reduce(jnp.maximum, [tops[i] for i in range(sharers)])
+            weights = [weight_of(tops[i], top) for i in range(sharers)]
+            total = sum(totals[i] * weight for i, weight in enumerate(weights))
+            return top, total, sum(full(weights[i]) * part for i, part in enumerate(every))
 
         @pl.when(number > 0)
         def _():
             @pl.loop(0, chunk)
             def _(i):
                 packed = lax.axis_index("chunk") * chunk + i
-                blocks = lax.div(number + AHEAD - 1, AHEAD)
+                state = merged(packed)
+                top, total, out = state if sharers == 1 else gathered(state)
 
-                def slot(index: Any) -> Any:
-                    return schedule.slot_of(slots, jnp.minimum(index, number - 1))
+                @pl.when(wg == 0)
+                def _write():
+                    empty = top == -jnp.inf
+                    written = out * full(jnp.where(empty, 0.0, 1 / total))
+                    at = first_rows[0] + row * rows + packed
+                    out_ref.at[at][...] = written.astype(out_ref.dtype)
+                    lse = top + jnp.log2(total) * (1 / LOG2E)
+                    lse_ref[row, packed] = jnp.where(empty, -jnp.inf, lse)
 
-                def find_top(j, top):
-                    for k in range(AHEAD):
-                        top = jnp.maximum(top, partial_lse_ref[slot(j * AHEAD + k), packed])
-                    return top
-
-                top = lax.fori_loop(0, blocks, find_top, jnp.float32(-jnp.inf))
-                nothing = top == -jnp.inf
-                base = jnp.where(nothing, 0.0, top)
-
-                def add(j, carry):
-                    total, out = carry
-                    for k in range(AHEAD):
-                        index = j * AHEAD + k
-                        weight = partial_lse_ref[slot(index), packed]
-                        weight = jnp.exp2((weight - base) * LOG2E)
-                        weight = jnp.where(index < number, weight, 0.0)
-                        piece = partial_ref.at[first_rows[1] + slot(index) * rows + packed]
-                        total += weight
-                        out += full(weight) * plgpu.load(piece, layout=layout)
-                    return total, out
-
-                init = (jnp.float32(0), full(jnp.float32(0)))
-                total, out = lax.fori_loop(0, blocks, add, init)
-                factor = jnp.where(nothing, 0.0, 1 / total)
-                out = out * full(factor)
-                out_ref.at[first_rows[0] + row * rows + packed][...] = out.astype(out_ref.dtype)
-                lse = base + jnp.log2(total) * (1 / LOG2E)
-                lse_ref[row, packed] = jnp.where(nothing, -jnp.inf, lse)
-
+    shared: list[Any] = [
+        plgpu.SMEM((sharers, RANK), jnp.float32),
+        plgpu.SMEM((sharers,), jnp.float32),
+        plgpu.SMEM((sharers,), jnp.float32),
+        plgpu.Barrier(num_arrivals=sharers),
+    ]
     kernel = plgpu.kernel(
         body,
         out_type=(),
+        scratch_types=shared[: None if sharers > 1 else 0],
         grid=(batch, used // chunk),
         grid_names=("row", "chunk"),
+        num_threads=sharers,
+        thread_name="wg",
         kernel_name="mla_decode_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret_mode(interpret, detect_races=detect_races),

@@ -5,7 +5,7 @@ the GPU runs at a time; a block goes through the pieces of rows that its part ho
 in mla_body.py; mla_schedule.py makes the parts, and mla_combine.py merges the rows that were cut.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
-any H and S; FP8 caches are handed to mla_decode_columns.py.
+any H and S; FP8 caches and few packed rows are handed to mla_decode_columns.py.
 Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_kernel.py.
 """
 
@@ -25,6 +25,8 @@ from jaxattn.kernels.mla_schedule import TILE, Schedule, num_tiles
 from jaxattn.kernels.mla_scratch import PAGE_SIZES
 from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_scratch import scratch as scratch
+
+FEW_ROWS = 16  # S * H of a request, up to which heads are columns
 
 
 def reads_apart(num_heads: int) -> bool:
@@ -67,8 +69,8 @@ def mla_decode_mosaic(
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
 
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
-    takes it for FP8 caches, which this one does not read. With 16-bit caches and S * H = 16 it was
-    the faster by a twentieth, but its GPU tests have not been seen to pass yet.
+    takes it for FP8 caches, which this one does not read, and for few packed rows, where it is the
+    faster by a twentieth.
     `output_by_tma` (see mla_body.py) is the faster by up to 8 us where most rows are whole, and by
     3 us the slower where they are cut; None chooses by B.
     """
@@ -76,7 +78,8 @@ def mla_decode_mosaic(
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        columns = jnp.dtype(kv_cache.dtype).itemsize == 1
+        few = latent.shape[1] * latent.shape[2] <= FEW_ROWS and kv_cache.shape[-1] > RANK
+        columns = few or jnp.dtype(kv_cache.dtype).itemsize == 1
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
         refuse_columns(q, kv_cache, kv_lora_rank)
