@@ -34,6 +34,7 @@ from jaxattn.kernels.gdn_prefill_state import (
     first_state,
     halves_in_a_block,
     load_state,
+    next_slot,
     store_state,
     stream,
     with_accumulators,
@@ -129,8 +130,8 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
-            def chunk_step(i, state):
-                slot = lax.rem(i, jnp.int32(STAGES))
+            def chunk_step(i, carry):
+                state, slot = carry
                 left = tokens - i * CHUNK
                 plgpu.barrier_wait(loaded.at[slot])
                 step = Step(
@@ -159,7 +160,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                 state = with_accumulators(with_refs, 4, interpret=interpret)
                 plgpu.commit_smem()  # what was read here is overwritten by a copy
                 plgpu.barrier_arrive(read.at[slot])
-                return state
+                return state, next_slot(slot)
 
             diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
             diagonal = jnp.where(diagonal, 1.0, 0.0)
@@ -167,7 +168,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                 diagonal * jnp.where((kind == IDENTITY) & (part == half), 1.0, 0.0)
                 for half in range(2)
             )
-            state = lax.fori_loop(0, steps, chunk_step, begin)
+            state = lax.fori_loop(0, steps, chunk_step, (begin, jnp.int32(0)))[0]
 
             @pl.when(inner & (kind == VALUES))
             def _():

@@ -282,6 +282,11 @@ class Step:
             accs[half].add(weighted, self.k.at[half])
 
 
+def next_slot(slot: Any) -> Any:
+    """Slots in turn; a remainder by 3 takes twenty instructions, one after another."""
+    return jnp.where(slot == STAGES - 1, 0, slot + 1)
+
+
 def stream(loaded: Any, read: Any, steps: Any, issue: Any) -> None:
     """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free."""
 
@@ -369,8 +374,8 @@ def _output_body(
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
-            def chunk_step(i, state):
-                slot = lax.rem(i, jnp.int32(STAGES))
+            def chunk_step(i, carry):
+                state, slot = carry
                 left = tokens - i * CHUNK
                 plgpu.barrier_wait(loaded.at[slot])
                 keys = k_smem.at[slot]
@@ -386,8 +391,10 @@ def _output_body(
                     seen, out, u = (Accumulator(ref) for ref in refs[:3])
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
-                    wait_for_copies()  # here, where products run
-                    w = step.residual(seen.read(pending=2), step.written())
+                    # What needs no product, here, where products run.
+                    wait_for_copies()
+                    written = step.written()
+                    w = step.residual(seen.read(pending=2), written)
                     u.add_transposed(w, step.x)
                     added = u.read()
                     accs = [
@@ -402,7 +409,7 @@ def _output_body(
                 write_out(out.astype(dtype), start + i * CHUNK, left, slot)
                 if keeps:
                     store_if(kept_ref[first_chunk + i], state)
-                return state
+                return state, next_slot(slot)
 
             def store_if(target, state):
                 @pl.when(target >= 0)
@@ -413,7 +420,7 @@ def _output_body(
                 state = first_state(pool_ref, layer, runs_ref[run, BEFORE], head, part)
             else:
                 state = first_state(starts_ref, 0, runs_ref[run, BEFORE], head, part)
-            state = lax.fori_loop(0, steps, chunk_step, state)
+            state = lax.fori_loop(0, steps, chunk_step, (state, jnp.int32(0)))[0]
             store_if(runs_ref[run, AFTER], state)
 
             @pl.when(steps == 0)
