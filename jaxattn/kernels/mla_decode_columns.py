@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
-from jaxattn.kernels.mla_columns_body import WARPGROUPS, make_body, scratch_types
+from jaxattn.kernels.mla_columns_body import make_body, scratch_types
+from jaxattn.kernels.mla_part import WARPGROUPS
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import Schedule
 from jaxattn.mla_cache import LatentFormat
@@ -91,17 +92,17 @@ def mla_decode_columns(
     body = make_body(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size, piece_pages=schedule.piece,
-        cache_dtype=format.dtype, quantized=format.quantized, per_tensor=format.per_tensor,
+        quantized=format.quantized, per_tensor=format.per_tensor,
         split=results.split, ragged=query_lens is not None, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, results.first_rows),
         out_type=results.lse_types,
-        scratch_types=scratch_types(dtype, columns, page_size, format.quantized),
+        scratch_types=scratch_types(dtype, columns, page_size, format.dtype),
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid=(parts, blocks),
         grid_names=("part", "tile"),
-        num_threads=WARPGROUPS,
+        num_threads=(2 if format.quantized else 1) * WARPGROUPS,
         thread_name="wg",
         kernel_name="mla_decode_columns",
         compiler_params=plgpu.CompilerParams(
