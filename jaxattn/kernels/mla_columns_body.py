@@ -28,7 +28,7 @@ from jaxattn.kernels.mla_widen import allocated, produce, ring_types
 from jaxattn.mla_cache import BLOCK, LatentFormat
 
 # Of a thread, where producers widen an FP8 cache: four warpgroups share 65,536.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 176, 80
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 88
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
 
@@ -140,7 +140,7 @@ def make_body(
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
             part=part_index, cuts_ref=cuts_ref, lens_ref=lens_ref, table_ref=table_ref,
-            kv_ref=kv_ref, layer_ref=layer_ref, piece_pages=piece_pages,
+            kv_ref=kv_ref, layer=layer_ref[0], piece_pages=piece_pages,
         )  # fmt: skip
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)

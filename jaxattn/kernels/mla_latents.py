@@ -76,11 +76,11 @@ def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, inter
     return cast(x)
 
 
-def _times_scale(numbers: jax.Array, scales: jax.Array, block: int, interpret: bool) -> jax.Array:
-    """numbers [64, 128] * scales [64, 4] of that block, in pairs of bfloat16: exact, since a scale
-    is a power of two."""
+def _times_first(numbers: jax.Array, scales: jax.Array, interpret: bool) -> jax.Array:
+    """numbers [64, 128] * scales [64, 4] of their first column, in pairs of bfloat16: exact, since
+    a scale is a power of two."""
     if interpret:
-        return numbers * scales[:, block : block + 1]
+        return numbers * scales[:, :1]
 
     @plgpu.inline_mgpu(
         arg_types=(NUMBERS, SCALES),
@@ -91,11 +91,30 @@ def _times_scale(numbers: jax.Array, scales: jax.Array, block: int, interpret: b
         registers = numbers.registers.copy()
         pairs = zip(numbers.registers.flat, scales.registers.flat, strict=True)
         for index, (some, of_token) in enumerate(pairs):
-            scale = vector.extract(of_token, [], [block])
+            scale = vector.extract(of_token, [], [0])
             registers.flat[index] = arith.mulf(some, vector.broadcast(some.type, scale))
         return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=None)
 
     return times(numbers, scales)
+
+
+def _rotated(scales: jax.Array, interpret: bool) -> jax.Array:
+    """scales [64, 4] with the second column first and the first one last."""
+    if interpret:
+        return jnp.roll(scales, -1, axis=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALES,),
+        return_type=plgpu.ShapeDtypeStruct(scales.shape, scales.dtype, SCALES),
+    )
+    def rotate(ctx: Any, scales: Any) -> Any:
+        del ctx
+        registers = scales.registers.copy()
+        for index, some in enumerate(scales.registers.flat):
+            registers.flat[index] = vector.shuffle(some, some, [1, 2, 3, 0])
+        return mgpu.FragmentedArray(_registers=registers, _layout=scales.layout, _is_signed=None)
+
+    return rotate(scales)
 
 
 class Latents:
@@ -108,34 +127,43 @@ class Latents:
         self.scaled = dtype == BYTES
         self.interpret = interpret
 
-    def columns(self, step: int) -> Any:
-        """Of the cache's last axis, those that `read` wants in shared memory: 128 of them."""
-        if step > 0:
-            return pl.ds((step - 1) * BLOCK, BLOCK)
+    def columns(self, step: jax.Array | int) -> Any:
+        """Of the cache's last axis, those that a step wants in shared memory: 128 of them."""
         # The rope numbers of a per-tensor cache are 64, and come with the 64 before them.
-        return pl.ds(FIRST_ROPE if self.scaled else RANK + ROPE - BLOCK, BLOCK)
+        rope = FIRST_ROPE if self.scaled else RANK + ROPE - BLOCK
+        return pl.ds(jnp.where(step > 0, (step - 1) * BLOCK, rope), BLOCK)
 
     def read_scales(self, source: Any) -> jax.Array:
-        """[64, 4] of the tokens' scales [64, 16] as bytes."""
+        """bfloat16 [64, 4] of the tokens' scales [64, 16] as bytes."""
         some = plgpu.load(source, layout=SCALES_AS_BYTES, optimized=False)
         layouts = SCALES_AS_BYTES, SCALES
         scales = _reinterpret(some, jnp.float32, (PAGE, BLOCKS), *layouts, self.interpret)
         return scales.astype(jnp.bfloat16)
 
-    def read(self, source: Any, step: int) -> jax.Array:
-        """What a thread widens of `source` [64, 128]."""
-        if step > 0:
-            return plgpu.load(source, layout=NUMBERS, optimized=False)
+    def read_rope(self, source: Any) -> jax.Array:
+        """What a thread widens of `source` [64, 128] in step 0."""
         if self.scaled:
             return plgpu.load(source, layout=ROPE_BYTES, optimized=False)
         some = source.at[:, pl.ds(BLOCK - ROPE, ROPE)]
         return plgpu.load(some, layout=ROPE_NUMBERS, optimized=False)
 
-    def widen(self, some: jax.Array, step: int, scales: jax.Array | None) -> jax.Array:
-        """bfloat16 [64, 64 or 128]; of a per-tensor cache without its scale."""
-        if step == 0 and self.scaled:
-            layouts = ROPE_BYTES, ROPE_NUMBERS
-            return _reinterpret(some, jnp.bfloat16, (PAGE, ROPE), *layouts, self.interpret)
-        some = lax.bitcast_convert_type(some, FP8) if self.scaled else some
-        value = some.astype(jnp.float32).astype(jnp.bfloat16)
-        return value if scales is None else _times_scale(value, scales, step - 1, self.interpret)
+    def read(self, source: Any) -> jax.Array:
+        """What a thread widens of `source` [64, 128] in a later step."""
+        return plgpu.load(source, layout=NUMBERS, optimized=False)
+
+    def widen_rope(self, some: jax.Array) -> jax.Array:
+        """bfloat16 [64, 64]; of a per-tensor cache, here and below, without its scale."""
+        if not self.scaled:
+            return self._wide(some)
+        layouts = ROPE_BYTES, ROPE_NUMBERS
+        return _reinterpret(some, jnp.bfloat16, (PAGE, ROPE), *layouts, self.interpret)
+
+    def widen(self, some: jax.Array, scales: Any) -> tuple[jax.Array, Any]:
+        """bfloat16 [64, 128], and the scales with the next block's first."""
+        if not self.scaled:
+            return self._wide(some), scales
+        value = self._wide(lax.bitcast_convert_type(some, FP8))
+        return _times_first(value, scales, self.interpret), _rotated(scales, self.interpret)
+
+    def _wide(self, numbers: jax.Array) -> jax.Array:
+        return numbers.astype(jnp.float32).astype(jnp.bfloat16)

@@ -28,7 +28,7 @@ class Part:
         lens_ref: tokens of each row [B].
         table_ref: block tables [B, M].
         kv_ref: the cache [L, N, C, Ds].
-        layer_ref: the layer [1].
+        layer: of the cache.
         piece_pages: `Schedule.piece`.
     """
 
@@ -37,7 +37,7 @@ class Part:
     lens_ref: Any
     table_ref: Any
     kv_ref: Any
-    layer_ref: Any
+    layer: jax.Array
     piece_pages: int
 
     @property
@@ -147,4 +147,4 @@ class Part:
         if self.page_size > PAGE:
             inside = lax.rem(page, self.page_size // PAGE) * PAGE
         some = pl.ds(inside, tokens)
-        return [self.kv_ref.at[self.layer_ref[0], number, some] for number in numbers]
+        return [self.kv_ref.at[self.layer, number, some] for number in numbers]

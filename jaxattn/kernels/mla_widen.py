@@ -10,6 +10,7 @@ way: the next page's first block is written while the values of the last one's o
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla_body import copies_of
-from jaxattn.kernels.mla_latents import FIRST_SCALE, SCALE_BYTES, STEPS, Latents
+from jaxattn.kernels.mla_latents import BLOCKS, FIRST_SCALE, SCALE_BYTES, STEPS, Latents
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
 from jaxattn.kernels.mla_schedule import PAGE
 from jaxattn.mla_cache import BLOCK, BYTES
@@ -93,7 +94,7 @@ def produce(
     depth, tokens = ring.numbers.shape[1], min(part.page_size, PAGE)
     latents = Latents(part.kv_ref.dtype, interpret)
 
-    def load(step: int, page: jax.Array, numbers: list[jax.Array], slot: jax.Array | int) -> None:
+    def load(step: jax.Array | int, page: jax.Array, numbers: Any, slot: jax.Array | int) -> None:
         for j, source in enumerate(part.sources(numbers, page)):
             to = ring.numbers.at[turn, slot, pl.ds(j * tokens, tokens)]
             some = source.at[:, latents.columns(step)]
@@ -110,37 +111,56 @@ def produce(
         later = part.following((row, page, stop, start), turn)
         numbers_later = part.numbers(*later[:3])
         is_later = later[1] < later[2]
-        scales = None
-        for step in range(STEPS):
-            slot = lax.rem(pages_before * STEPS + step, depth)
-            plgpu.barrier_wait(ring.loaded.at[turn, slot])
-            some = latents.read(ring.numbers.at[turn, slot], step)
-            if step == 0 and latents.scaled:
-                plgpu.barrier_wait(ring.scales_loaded.at[turn])
-                scales = latents.read_scales(ring.scales.at[turn])
-            plgpu.commit_smem()  # all four warps have read what is there
-            if step == 0 and latents.scaled:
-                pl.when(is_later)(lambda: load_scales(later[1], numbers_later))
+
+        def take(step: jax.Array | int, slot: jax.Array) -> None:
+            """The slot, which has been read, is loaded again."""
+            plgpu.commit_smem()  # all four warps have read it
             ahead = step + depth
-            if ahead < STEPS:
-                load(ahead, page, numbers, slot)
-            else:
-                ahead -= STEPS
+            here = ahead < STEPS
+            pick = functools.partial(jnp.where, here)
+            chosen = [pick(*some) for some in zip(numbers, numbers_later, strict=True)]
 
-                @pl.when(is_later)
-                def _(ahead=ahead, slot=slot):
-                    load(ahead, later[1], numbers_later, slot)
+            @pl.when(here | is_later)
+            def _():
+                load(pick(ahead, ahead - STEPS), pick(page, later[1]), chosen, slot)
 
-            value = latents.widen(some, step, scales)
-
+        def wait_for_room(step: jax.Array | int) -> None:
             @pl.when(pages_before > 0)
-            def _(step=step):
+            def _():
                 plgpu.barrier_wait(hands.read.at[turn, step])
 
-            target = kv.at[:, pl.ds((step - 1) * BLOCK, BLOCK)] if step > 0 else rope
-            target[...] = value
+        def hand_over(step: jax.Array | int) -> None:
             plgpu.commit_smem()
             plgpu.barrier_arrive(hands.written.at[turn, step])
+
+        def slot_of(step: jax.Array | int) -> jax.Array:
+            slot = lax.rem(pages_before * STEPS + step, depth)
+            plgpu.barrier_wait(ring.loaded.at[turn, slot])
+            return slot
+
+        slot = slot_of(0)
+        some = latents.read_rope(ring.numbers.at[turn, slot])
+        scales = jnp.int32(0)
+        if latents.scaled:
+            plgpu.barrier_wait(ring.scales_loaded.at[turn])
+            scales = latents.read_scales(ring.scales.at[turn])
+        take(0, slot)
+        if latents.scaled:
+            pl.when(is_later)(lambda: load_scales(later[1], numbers_later))
+        wait_for_room(0)
+        rope[...] = latents.widen_rope(some)
+        hand_over(0)
+
+        def each_block(i, scales):
+            slot = slot_of(1 + i)
+            some = latents.read(ring.numbers.at[turn, slot])
+            take(1 + i, slot)
+            wait_for_room(1 + i)  # before there are twice as many registers of it
+            kv[:, pl.ds(i * BLOCK, BLOCK)], scales = latents.widen(some, scales)
+            hand_over(1 + i)
+            return scales
+
+        lax.fori_loop(0, BLOCKS, each_block, scales)
         return pages_before + 1, later, numbers_later
 
     def piece(row, start, steps, carry):
