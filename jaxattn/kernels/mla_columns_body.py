@@ -50,8 +50,8 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
     memory = [
         plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
-        plgpu.SMEM((columns, RANK), dtype, transforms=tiles),  # Q
-        plgpu.SMEM((columns, ROPE), dtype, transforms=tiles),  # its rope columns
+        plgpu.SMEM((1, columns, RANK), dtype, transforms=tiles),  # Q
+        plgpu.SMEM((1, columns, ROPE), dtype, transforms=tiles),  # its rope columns
         plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
         plgpu.SMEM((WARPGROUPS, columns, PAGE), dtype, transforms=tiles),  # P
         # Of the columns, their rescaling, maxima and sums.
@@ -171,7 +171,7 @@ def make_body(
             def _load_queries():
                 for first, width, target in ((0, RANK, q_smem), (RANK, ROPE, q_rope_smem)):
                     some = q_ref.at[row, mine, pl.ds(first, width)]
-                    plgpu.copy_gmem_to_smem(some, target, q_loaded)
+                    plgpu.copy_gmem_to_smem(some, target.at[0], q_loaded)
 
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
@@ -192,28 +192,29 @@ def make_body(
                 visible = jnp.where(packed_row < queries * num_heads, visible, 0)
             plgpu.barrier_wait(q_loaded)
 
-            def place_of(numbers: list[jax.Array]) -> tuple[Any, Any]:
+            def place_of(zero: jax.Array) -> tuple[Any, Any]:
                 # Were the slot known to stay the same, the compiler would keep 68 descriptors of
-                # its tiles in registers. A page's number has no sign.
-                slot = wg + lax.shift_right_logical(numbers[0], 31)
-                slot = jnp.minimum(slot, WARPGROUPS - 1)
+                # its tiles in registers.
+                slot = jnp.minimum(wg + zero, WARPGROUPS - 1)
                 return kv_smem.at[slot], rope_smem.at[slot]
 
             def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
                 plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
-            def scores_of(ref: Any, kv: Any, rope: Any) -> jax.Array:
+            def scores_of(ref: Any, kv: Any, rope: Any, zero: jax.Array) -> jax.Array:
                 if not quantized:
                     plgpu.barrier_wait(loaded.at[wg])
-                    product(ref, kv, q_smem)
-                    product(ref, rope, q_rope_smem)
+                    product(ref, kv, q_smem.at[0])
+                    product(ref, rope, q_rope_smem.at[0])
                     return ref[...]
+                # 36 descriptors more, of which these fewer registers have no room.
+                q, q_rope = q_smem.at[zero], q_rope_smem.at[zero]
                 plgpu.barrier_wait(hands.written.at[wg, 0])
-                product(ref, rope, q_rope_smem)
+                product(ref, rope, q_rope)
                 for i in range(BLOCKS):
                     block = pl.ds(i * BLOCK, BLOCK)
                     plgpu.barrier_wait(hands.written.at[wg, 1 + i])
-                    product(ref, kv.at[:, block], q_smem.at[:, block])
+                    product(ref, kv.at[:, block], q.at[:, block])
                 scores = ref[...]
                 plgpu.barrier_arrive(hands.read.at[wg, 0])
                 return scores
@@ -282,14 +283,17 @@ def make_body(
 
             def each_page(i, carry):
                 top, total, accs, numbers = carry
-                kv, rope = place_of(numbers)
-                scores = pl.run_scoped(functools.partial(scores_of, kv=kv, rope=rope), scores_type)
-                top, total = soften(i, top, total, scores)
+                # 0, as numbers of pages and lengths have no sign.
+                zero = lax.shift_right_logical(numbers[0], 31)
+                kv, rope = place_of(zero)
+                run = functools.partial(scores_of, kv=kv, rope=rope, zero=zero)
+                top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
                 accs = with_values(accs, kv)
+                if quantized:
+                    return top, total, accs, [numbers[0] & i]
                 page = first + WARPGROUPS * (i + 1)
-                if not quantized:
-                    plgpu.commit_smem()  # all four warps have read the page
-                    pl.when(i < taken - 1)(lambda: load(numbers, page))
+                plgpu.commit_smem()  # all four warps have read the page
+                pl.when(i < taken - 1)(lambda: load(numbers, page))
                 return top, total, accs, part.numbers(row, page + WARPGROUPS, stop)
 
             scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
@@ -300,7 +304,7 @@ def make_body(
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
                 (nothing,) * BLOCKS,
             )
-            following = part.numbers(row, first + WARPGROUPS, stop)
+            following = [length] if quantized else part.numbers(row, first + WARPGROUPS, stop)
             carry = lax.fori_loop(0, taken, each_page, (*sums, following))
             top, total, accs = carry[:3]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
