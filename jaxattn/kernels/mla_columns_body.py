@@ -11,7 +11,7 @@ two meet at the end of a row's piece, in shared memory again.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
 from jaxattn.kernels.mla_latents import BLOCKS
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
 from jaxattn.kernels.mla_schedule import PAGE
-from jaxattn.kernels.mla_widen import allocated, produce, ring_types
+from jaxattn.kernels.mla_widen import HandOver, Ring, allocated, produce, ring_types
 from jaxattn.mla_cache import BLOCK, LatentFormat
 
 # Of a thread, where producers widen an FP8 cache: four warpgroups share 65,536.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 88
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 184, 72
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
 
@@ -134,8 +134,8 @@ def make_body(
             (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, stats_smem,
             q_loaded, both_there, *rest,
         ) = refs  # fmt: skip
-        ring, hands = rest if quantized else (None, None)
-        loaded = None if quantized else rest[0]
+        loaded: Any = None if quantized else rest[0]
+        ring, hands = cast(tuple[Ring, HandOver], rest if quantized else (None, None))
         rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
@@ -164,7 +164,7 @@ def make_body(
                     to = target.at[pl.ds(j * tokens, tokens)]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, loaded.at[wg])
 
-        def piece(row: jax.Array, start: jax.Array, steps: jax.Array) -> None:
+        def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             stop = start + steps
 
             @pl.when(wg == 0)
@@ -305,11 +305,12 @@ def make_body(
                 (nothing,) * BLOCKS,
             )
             following = [length] if quantized else part.numbers(row, first + WARPGROUPS, stop)
-            carry = lax.fori_loop(0, taken, each_page, (*sums, following))
-            top, total, accs = carry[:3]
+            ends = lax.fori_loop(0, taken, each_page, (*sums, following))
+            top, total, accs = ends[:3]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
             meet()
             merge(row, start, steps, accs)
+            return carry
 
         def merge(
             row: jax.Array, start: jax.Array, steps: jax.Array, accs: tuple[jax.Array, ...]
@@ -377,7 +378,7 @@ def make_body(
                 plgpu.barrier_arrive(hands.piece_done)
 
         def consume() -> None:
-            part.each_piece(lambda row, start, steps, carry: piece(row, start, steps) or carry)
+            part.each_piece(piece)
 
             @pl.loop(part_index, lens_ref.shape[0], step=parts)
             def _each_empty_row(row):

@@ -76,11 +76,11 @@ def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, inter
     return cast(x)
 
 
-def _times_first(numbers: jax.Array, scales: jax.Array, interpret: bool) -> jax.Array:
+def _times_scale(numbers: jax.Array, scales: jax.Array, block: int, interpret: bool) -> jax.Array:
     """numbers [64, 128] * scales [64, 4] of their first column, in pairs of bfloat16: exact, since
     a scale is a power of two."""
     if interpret:
-        return numbers * scales[:, :1]
+        return numbers * scales[:, block : block + 1]
 
     @plgpu.inline_mgpu(
         arg_types=(NUMBERS, SCALES),
@@ -91,30 +91,11 @@ def _times_first(numbers: jax.Array, scales: jax.Array, interpret: bool) -> jax.
         registers = numbers.registers.copy()
         pairs = zip(numbers.registers.flat, scales.registers.flat, strict=True)
         for index, (some, of_token) in enumerate(pairs):
-            scale = vector.extract(of_token, [], [0])
+            scale = vector.extract(of_token, [], [block])
             registers.flat[index] = arith.mulf(some, vector.broadcast(some.type, scale))
         return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=None)
 
     return times(numbers, scales)
-
-
-def _rotated(scales: jax.Array, interpret: bool) -> jax.Array:
-    """scales [64, 4] with the second column first and the first one last."""
-    if interpret:
-        return jnp.roll(scales, -1, axis=1)
-
-    @plgpu.inline_mgpu(
-        arg_types=(SCALES,),
-        return_type=plgpu.ShapeDtypeStruct(scales.shape, scales.dtype, SCALES),
-    )
-    def rotate(ctx: Any, scales: Any) -> Any:
-        del ctx
-        registers = scales.registers.copy()
-        for index, some in enumerate(scales.registers.flat):
-            registers.flat[index] = vector.shuffle(some, some, [1, 2, 3, 0])
-        return mgpu.FragmentedArray(_registers=registers, _layout=scales.layout, _is_signed=None)
-
-    return rotate(scales)
 
 
 class Latents:
@@ -158,12 +139,12 @@ class Latents:
         layouts = ROPE_BYTES, ROPE_NUMBERS
         return _reinterpret(some, jnp.bfloat16, (PAGE, ROPE), *layouts, self.interpret)
 
-    def widen(self, some: jax.Array, scales: Any) -> tuple[jax.Array, Any]:
-        """bfloat16 [64, 128], and the scales with the next block's first."""
+    def widen(self, some: jax.Array, block: int, scales: Any) -> jax.Array:
+        """bfloat16 [64, 128]."""
         if not self.scaled:
-            return self._wide(some), scales
+            return self._wide(some)
         value = self._wide(lax.bitcast_convert_type(some, FP8))
-        return _times_first(value, scales, self.interpret), _rotated(scales, self.interpret)
+        return _times_scale(value, scales, block, self.interpret)
 
     def _wide(self, numbers: jax.Array) -> jax.Array:
         return numbers.astype(jnp.float32).astype(jnp.bfloat16)

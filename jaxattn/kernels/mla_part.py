@@ -143,8 +143,7 @@ class Part:
 
     def sources(self, numbers: list[jax.Array], page: jax.Array) -> list[Any]:
         """The page's tokens in the cache, as many as lie together at a time."""
-        tokens, inside = min(self.page_size, PAGE), 0
-        if self.page_size > PAGE:
-            inside = lax.rem(page, self.page_size // PAGE) * PAGE
+        tokens = min(self.page_size, PAGE)
+        inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
         some = pl.ds(inside, tokens)
         return [self.kv_ref.at[self.layer, number, some] for number in numbers]

@@ -10,7 +10,6 @@ way: the next page's first block is written while the values of the last one's o
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -116,13 +115,10 @@ def produce(
             """The slot, which has been read, is loaded again."""
             plgpu.commit_smem()  # all four warps have read it
             ahead = step + depth
-            here = ahead < STEPS
-            pick = functools.partial(jnp.where, here)
-            chosen = [pick(*some) for some in zip(numbers, numbers_later, strict=True)]
-
-            @pl.when(here | is_later)
-            def _():
-                load(pick(ahead, ahead - STEPS), pick(page, later[1]), chosen, slot)
+            if ahead < STEPS:
+                load(ahead, page, numbers, slot)
+            else:
+                pl.when(is_later)(lambda: load(ahead - STEPS, later[1], numbers_later, slot))
 
         def wait_for_room(step: jax.Array | int) -> None:
             @pl.when(pages_before > 0)
@@ -151,16 +147,13 @@ def produce(
         rope[...] = latents.widen_rope(some)
         hand_over(0)
 
-        def each_block(i, scales):
-            slot = slot_of(1 + i)
+        for block in range(BLOCKS):
+            slot = slot_of(1 + block)
             some = latents.read(ring.numbers.at[turn, slot])
-            take(1 + i, slot)
-            wait_for_room(1 + i)  # before there are twice as many registers of it
-            kv[:, pl.ds(i * BLOCK, BLOCK)], scales = latents.widen(some, scales)
-            hand_over(1 + i)
-            return scales
-
-        lax.fori_loop(0, BLOCKS, each_block, scales)
+            take(1 + block, slot)
+            wait_for_room(1 + block)  # before there are twice as many registers of it
+            kv[:, pl.ds(block * BLOCK, BLOCK)] = latents.widen(some, block, scales)
+            hand_over(1 + block)
         return pages_before + 1, later, numbers_later
 
     def piece(row, start, steps, carry):
