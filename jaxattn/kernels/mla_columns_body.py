@@ -1,4 +1,4 @@
-"""The body of `mla_decode_columns`: two warpgroups that take a row's pages in turns.
+"""The body of `mla_decode_columns`: two warpgroups, consumers, that take a row's pages in turns.
 
 Heads are the columns of both products, so that a few of them cost a few columns:
 
@@ -8,6 +8,9 @@ Heads are the columns of both products, so that a few of them cost a few columns
 The softmax runs over the scores turned round through shared memory, so that a head's lie in half a
 warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and the
 two meet at the end of a row's piece, in shared memory again.
+
+A page of a 16-bit cache comes by TMA as it is; FP8 ones are widened by two warpgroups more, in
+mla_widen.py, which hand a page over block by block.
 """
 
 import functools
@@ -27,10 +30,16 @@ from jaxattn.kernels.mla_schedule import PAGE
 from jaxattn.kernels.mla_widen import HandOver, Ring, allocated, produce, ring_types
 from jaxattn.mla_cache import BLOCK, LatentFormat
 
-# Of a thread, where producers widen an FP8 cache: four warpgroups share 65,536.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 184, 72
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
+
+
+def _registers(columns: int) -> tuple[int, int]:
+    """Of a thread of a consumer and of a producer of FP8 pages: four warpgroups share 65,536.
+
+    A consumer has 4 * columns numbers of the output; a producer widens a block in 72 registers.
+    """
+    return (184, 72) if columns <= 24 else (192, 64)
 
 
 def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
@@ -139,8 +148,10 @@ def make_body(
         rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
-            part=part_index, cuts_ref=cuts_ref, lens_ref=lens_ref, table_ref=table_ref,
-            kv_ref=kv_ref, layer=layer_ref[0], piece_pages=piece_pages,
+            begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
+            end=(cuts_ref[0, part_index + 1], cuts_ref[1, part_index + 1]),
+            lens_ref=lens_ref, table_ref=table_ref, kv_ref=kv_ref, layer=layer_ref[0],
+            piece_pages=piece_pages,
         )  # fmt: skip
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
@@ -156,7 +167,7 @@ def make_body(
         def partial_slot(row: jax.Array, start: jax.Array) -> jax.Array:
             if piece_pages:
                 return row * (-(-part.max_pages // piece_pages)) + lax.div(start, piece_pages)
-            return 2 * part_index + (row != part.first_row).astype(jnp.int32)
+            return 2 * part_index + (row != part.begin[0]).astype(jnp.int32)
 
         def load(numbers: list[jax.Array], page: jax.Array) -> None:
             for j, source in enumerate(part.sources(numbers, page)):
@@ -395,12 +406,12 @@ def make_body(
 
         @pl.when(wg < WARPGROUPS)
         def _consumer():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(_registers(columns)[0], action="increase")
             consume()
 
         @pl.when(wg >= WARPGROUPS)
         def _producer():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_registers(columns)[1], action="decrease")
             turn = wg - WARPGROUPS
             produce(
                 part, turn, ring, hands, kv_smem.at[turn], rope_smem.at[turn], interpret=interpret

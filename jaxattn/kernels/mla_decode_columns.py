@@ -2,8 +2,8 @@
 
 `mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
 32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
-in turns, in mla_columns_body.py; mla_latents.py brings FP8 tokens to shared memory. Schedule,
-output and the merging of cut rows are those of `mla_decode`.
+in turns, in mla_columns_body.py, as mla_part.py deals them out; two more widen FP8 pages for them,
+in mla_widen.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
 
 Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, any H and S. Queries and cache of
 bfloat16 or float16; or bfloat16 queries and a float8_e4m3fn or uint8 (block-scaled) cache.

@@ -23,8 +23,7 @@ WARPGROUPS = 2  # that take a piece's pages in turns
 class Part:
     """
     Attributes:
-        part: this block's number, from 0 to P - 1.
-        cuts_ref: `Schedule.cuts` [2, P + 1].
+        begin: (row, page) of the part, a cut of `Schedule`; `end` of the part after it.
         lens_ref: tokens of each row [B].
         table_ref: block tables [B, M].
         kv_ref: the cache [L, N, C, Ds].
@@ -32,8 +31,8 @@ class Part:
         piece_pages: `Schedule.piece`.
     """
 
-    part: jax.Array
-    cuts_ref: Any
+    begin: tuple[jax.Array, jax.Array]
+    end: tuple[jax.Array, jax.Array]
     lens_ref: Any
     table_ref: Any
     kv_ref: Any
@@ -48,14 +47,6 @@ class Part:
     def max_pages(self) -> int:
         return -(-self.table_ref.shape[1] * self.page_size // PAGE)
 
-    @property
-    def first_row(self) -> jax.Array:
-        return self.cuts_ref[0, self.part]
-
-    @property
-    def last_row(self) -> jax.Array:
-        return self.cuts_ref[0, self.part + 1]
-
     def _some_row(self, row: jax.Array) -> jax.Array:
         """The row, or any where the part ends behind the last."""
         return jnp.minimum(row, self.lens_ref.shape[0] - 1)
@@ -66,15 +57,15 @@ class Part:
 
     def _stop_of(self, row: jax.Array) -> jax.Array:
         # No further than the row: it may have shrunk since the schedule was made.
-        pages, last_page = self.pages_of(row), self.cuts_ref[1, self.part + 1]
-        return jnp.where(row == self.last_row, jnp.minimum(last_page, pages), pages)
+        pages, (last_row, last_page) = self.pages_of(row), self.end
+        return jnp.where(row == last_row, jnp.minimum(last_page, pages), pages)
 
     def each_piece(self, piece: Any, carry: Any = ()) -> Any:
         """carry = piece(row, first page, pages, carry) for each piece; returns the last."""
-        first_page, last_page = self.cuts_ref[1, self.part], self.cuts_ref[1, self.part + 1]
+        (first_row, first_page), (last_row, last_page) = self.begin, self.end
 
         def each(i, carry):
-            row = self.first_row + i
+            row = first_row + i
             start = jnp.where(i == 0, first_page, 0)
             steps = jnp.maximum(self._stop_of(row) - start, 0)
             some = self.piece_pages or jnp.maximum(steps, 1)
@@ -89,7 +80,7 @@ class Part:
                 pieces = (steps > 0).astype(jnp.int32)
             return lax.fori_loop(0, pieces, take, carry)
 
-        rows = self.last_row - self.first_row + (last_page > 0).astype(jnp.int32)
+        rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, rows, each, carry)
 
     def first(self, turn: jax.Array) -> Any:
@@ -97,7 +88,7 @@ class Part:
 
         There is none if page >= stop.
         """
-        row, start = self.first_row, self.cuts_ref[1, self.part]
+        row, start = self.begin
         return self._settle((row, start + turn, self._piece_stop(row, start), start), turn)
 
     def following(self, at: Any, turn: jax.Array) -> Any:
@@ -112,7 +103,7 @@ class Part:
     def _settle(self, at: Any, turn: jax.Array) -> Any:
         def passed(at):
             row, page, stop, _ = at
-            later = row < self.last_row
+            later = row < self.end[0]
             if self.piece_pages:
                 later |= stop < self._stop_of(row)
             return (page >= stop) & later
