@@ -108,11 +108,12 @@ class Latents:
         self.scaled = dtype == BYTES
         self.interpret = interpret
 
-    def columns(self, step: jax.Array | int) -> Any:
+    def columns(self, step: int) -> Any:
         """Of the cache's last axis, those that a step wants in shared memory: 128 of them."""
+        if step > 0:
+            return pl.ds((step - 1) * BLOCK, BLOCK)
         # The rope numbers of a per-tensor cache are 64, and come with the 64 before them.
-        rope = FIRST_ROPE if self.scaled else RANK + ROPE - BLOCK
-        return pl.ds(jnp.where(step > 0, (step - 1) * BLOCK, rope), BLOCK)
+        return pl.ds(FIRST_ROPE if self.scaled else RANK + ROPE - BLOCK, BLOCK)
 
     def read_scales(self, source: Any) -> jax.Array:
         """bfloat16 [64, 4] of the tokens' scales [64, 16] as bytes."""

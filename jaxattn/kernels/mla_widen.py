@@ -93,7 +93,7 @@ def produce(
     depth, tokens = ring.numbers.shape[1], min(part.page_size, PAGE)
     latents = Latents(part.kv_ref.dtype, interpret)
 
-    def load(step: jax.Array | int, page: jax.Array, numbers: Any, slot: jax.Array | int) -> None:
+    def load(step: int, page: jax.Array, numbers: Any, slot: jax.Array | int) -> None:
         for j, source in enumerate(part.sources(numbers, page)):
             to = ring.numbers.at[turn, slot, pl.ds(j * tokens, tokens)]
             some = source.at[:, latents.columns(step)]
@@ -111,7 +111,7 @@ def produce(
         numbers_later = part.numbers(*later[:3])
         is_later = later[1] < later[2]
 
-        def take(step: jax.Array | int, slot: jax.Array) -> None:
+        def take(step: int, slot: jax.Array) -> None:
             """The slot, which has been read, is loaded again."""
             plgpu.commit_smem()  # all four warps have read it
             ahead = step + depth
@@ -120,16 +120,16 @@ def produce(
             else:
                 pl.when(is_later)(lambda: load(ahead - STEPS, later[1], numbers_later, slot))
 
-        def wait_for_room(step: jax.Array | int) -> None:
+        def wait_for_room(step: int) -> None:
             @pl.when(pages_before > 0)
             def _():
                 plgpu.barrier_wait(hands.read.at[turn, step])
 
-        def hand_over(step: jax.Array | int) -> None:
+        def hand_over(step: int) -> None:
             plgpu.commit_smem()
             plgpu.barrier_arrive(hands.written.at[turn, step])
 
-        def slot_of(step: jax.Array | int) -> jax.Array:
+        def slot_of(step: int) -> jax.Array:
             slot = lax.rem(pages_before * STEPS + step, depth)
             plgpu.barrier_wait(ring.loaded.at[turn, slot])
             return slot
@@ -151,7 +151,8 @@ def produce(
             slot = slot_of(1 + block)
             some = latents.read(ring.numbers.at[turn, slot])
             take(1 + block, slot)
-            wait_for_room(1 + block)  # before there are twice as many registers of it
+            # Only then widened: it takes twice the registers.
+            wait_for_room(1 + block)
             kv[:, pl.ds(block * BLOCK, BLOCK)] = latents.widen(some, block, scales)
             hand_over(1 + block)
         return pages_before + 1, later, numbers_later
