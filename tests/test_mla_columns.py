@@ -13,6 +13,7 @@ from test_mla_kernel import cut_at, even_cuts
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
+from jaxattn.kernels.mla_schedule import Schedule
 from jaxattn.mla_cache import LatentFormat
 
 KV_SCALE = 0.013
@@ -100,6 +101,17 @@ def test_ragged_rows_of_two_blocks_and_small_pages(implementation):
     out, lse = decode(some, implementation, schedule=schedule)
     assert_mla_close(some.held, out, lse)
     assert (np.asarray(out)[beyond] == 0).all()
+
+
+@both_devices
+def test_producers_run_ahead_over_pieces_and_rows(implementation):
+    """Pieces of 3, 2, 1 and 2 pages in one part: the second producer has 1, 1, 0 and 1 of them."""
+    some = stored("uint8", [290, 20, 100], heads=2)
+    pages = some.case.block_tables.shape[1]
+    rows, begun = jnp.asarray([0] + [3] * 5, jnp.int32), jnp.zeros(6, jnp.int32)
+    number = jnp.asarray([2, 1, 1], jnp.int32)
+    schedule = Schedule.of_pieces(rows, begun, number, 3, pages)
+    assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
 
 
 @both_devices

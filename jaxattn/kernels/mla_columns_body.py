@@ -1,4 +1,4 @@
-"""The body of `mla_decode_columns`: two warpgroups that take a row's pages in turns.
+"""The body of `mla_decode_columns`: two warpgroups, consumers, that take a row's pages in turns.
 
 Heads are the columns of both products, so that a few of them cost a few columns:
 
@@ -8,10 +8,13 @@ Heads are the columns of both products, so that a few of them cost a few columns
 The softmax runs over the scores turned round through shared memory, so that a head's lie in half a
 warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and the
 two meet at the end of a row's piece, in shared memory again.
+
+A page of a 16-bit cache comes by TMA as it is; FP8 ones are widened by two warpgroups more, in
+mla_widen.py, which hand a page over block by block.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +24,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
-from jaxattn.kernels.mla_latents import BLOCKS, Latents
+from jaxattn.kernels.mla_latents import BLOCKS
+from jaxattn.kernels.mla_part import WARPGROUPS, Part
 from jaxattn.kernels.mla_schedule import PAGE
-from jaxattn.mla_cache import BLOCK
+from jaxattn.kernels.mla_widen import HandOver, Ring, allocated, produce, ring_types
+from jaxattn.mla_cache import BLOCK, LatentFormat
 
-WARPGROUPS = 2
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
+
+
+def _registers(columns: int) -> tuple[int, int]:
+    """Of a thread of a consumer and of a producer of FP8 pages: four warpgroups share 65,536.
+
+    A consumer has 4 * columns numbers of the output; a producer widens a block in 72 registers.
+    """
+    return (184, 72) if columns <= 24 else (192, 64)
 
 
 def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
@@ -41,25 +53,28 @@ SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
 OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
 
 
-def scratch_types(dtype: Any, columns: int, page_size: int, quantized: bool) -> list[Any]:
+def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) -> list[Any]:
     tiles = swizzled(dtype)
     pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
-    types = [
-        plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
+    memory = [
         plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
-        plgpu.SMEM((columns, RANK), dtype, transforms=tiles),  # Q
-        plgpu.SMEM((columns, ROPE), dtype, transforms=tiles),  # its rope columns
+        plgpu.SMEM((1, columns, RANK), dtype, transforms=tiles),  # Q
+        plgpu.SMEM((1, columns, ROPE), dtype, transforms=tiles),  # its rope columns
         plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
         plgpu.SMEM((WARPGROUPS, columns, PAGE), dtype, transforms=tiles),  # P
-        plgpu.SMEM((WARPGROUPS, columns), jnp.float32),  # rescaling of the columns
-        plgpu.SMEM((WARPGROUPS, columns), jnp.float32),  # their maxima
-        plgpu.SMEM((WARPGROUPS, columns), jnp.float32),  # their sums
-        plgpu.Barrier(num_arrivals=2),  # Q loaded
-        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both warpgroups are there
+        # Of the columns, their rescaling, maxima and sums.
+        plgpu.SMEM((3, WARPGROUPS, columns), jnp.float32),
     ]
-    if quantized:
-        return [*types, plgpu.SMEM((WARPGROUPS, BLOCKS, PAGE), jnp.float32)]  # scales
+    types = [
+        plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
+        *memory,
+        plgpu.Barrier(num_arrivals=2),  # Q loaded
+        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both consumers are there
+    ]
+    if LatentFormat(cache_dtype).quantized:
+        used = max(allocated(pages), allocated(outputs)) + sum(map(allocated, memory))
+        return [*types, *ring_types(cache_dtype, page_size, used)]
     copies = 2 * copies_of(page_size)
     return [*types, plgpu.Barrier(num_arrivals=copies, num_barriers=WARPGROUPS)]  # page loaded
 
@@ -75,7 +90,6 @@ def make_body(
     dtype: Any,
     page_size: int,
     piece_pages: int,
-    cache_dtype: Any,
     quantized: bool,
     per_tensor: bool,
     split: bool,
@@ -95,8 +109,7 @@ def make_body(
     """
     product_layout = plgpu.Layout.WGMMA
     by_row, by_column = SCORES.reduce(1), product_layout.reduce(0)
-    copies, tokens = copies_of(page_size), min(page_size, PAGE)
-    latents = Latents(cache_dtype, tokens, interpret)
+    tokens = min(page_size, PAGE)
 
     def over_keys(vector: jax.Array) -> jax.Array:
         """Of each packed row, for its scores."""
@@ -127,14 +140,19 @@ def make_body(
         lse_ref = next(refs)
         partial_lse_ref: Any = next(refs) if split else None
         (
-            (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, rescale_smem,
-            top_smem, total_smem, q_loaded, both_there, last,
+            (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, stats_smem,
+            q_loaded, both_there, *rest,
         ) = refs  # fmt: skip
-        batch = lens_ref.shape[0]
-        max_pages = -(-table_ref.shape[1] * page_size // PAGE)
-        wg, tile, part = lax.axis_index("wg"), lax.axis_index("tile"), lax.axis_index("part")
-        first_row, first_page = cuts_ref[0, part], cuts_ref[1, part]
-        last_row, last_page = cuts_ref[0, part + 1], cuts_ref[1, part + 1]
+        loaded: Any = None if quantized else rest[0]
+        ring, hands = cast(tuple[Ring, HandOver], rest if quantized else (None, None))
+        rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
+        wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
+        part = Part(
+            begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
+            end=(cuts_ref[0, part_index + 1], cuts_ref[1, part_index + 1]),
+            lens_ref=lens_ref, table_ref=table_ref, kv_ref=kv_ref, layer=layer_ref[0],
+            piece_pages=piece_pages,
+        )  # fmt: skip
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
@@ -146,59 +164,31 @@ def make_body(
             plgpu.barrier_arrive(both_there)
             plgpu.barrier_wait(both_there)
 
-        def pages_of(row: jax.Array) -> jax.Array:
-            return jnp.minimum(lax.div(lens_ref[row] + PAGE - 1, PAGE), max_pages)
-
         def partial_slot(row: jax.Array, start: jax.Array) -> jax.Array:
             if piece_pages:
-                return row * (-(-max_pages // piece_pages)) + lax.div(start, piece_pages)
-            return 2 * part + (row != first_row).astype(jnp.int32)
+                return row * (-(-part.max_pages // piece_pages)) + lax.div(start, piece_pages)
+            return 2 * part_index + (row != part.begin[0]).astype(jnp.int32)
 
-        def places(row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
-            """Where in the cache the page is; from `stop` on, the row's last one."""
-            page = jnp.minimum(page, stop - 1)
-            if page_size == PAGE:
-                return [table_ref[row, page]]
-            # Past the row's last page of the cache, that page again: what is read is masked.
-            end = lax.div(lens_ref[row] + page_size - 1, page_size) - 1
-            end = jnp.minimum(end, table_ref.shape[1] - 1)
-            first = lax.div(page * PAGE, page_size)
-            return [table_ref[row, jnp.minimum(first + j, end)] for j in range(copies)]
-
-        def sources(numbers: list[jax.Array], page: jax.Array, stop: jax.Array) -> list[Any]:
-            page = jnp.minimum(page, stop - 1)
-            inside = lax.rem(page, page_size // PAGE) * PAGE if page_size > PAGE else 0
-            some = pl.ds(inside, tokens)
-            return [kv_ref.at[layer_ref[0], number, some] for number in numbers]
-
-        def load(numbers: list[jax.Array], page: jax.Array, stop: jax.Array) -> None:
-            for j, source in enumerate(sources(numbers, page, stop)):
+        def load(numbers: list[jax.Array], page: jax.Array) -> None:
+            for j, source in enumerate(part.sources(numbers, page)):
                 for first, width, target in ((0, RANK, kv), (RANK, ROPE, rope)):
                     to = target.at[pl.ds(j * tokens, tokens)]
-                    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, last.at[wg])
+                    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, loaded.at[wg])
 
-        def fetch(step: int, numbers: list[jax.Array], page: jax.Array, stop: jax.Array) -> Any:
-            return [latents.fetch(source, step) for source in sources(numbers, page, stop)]
-
-        def unpack(step: int, fetched: Any, kv: Any, rope: Any) -> None:
-            for j, some in enumerate(fetched):
-                at = pl.ds(j * tokens, tokens)
-                latents.unpack(some, step, kv.at[at], rope.at[at], last.at[wg, :, at])
-
-        def piece(row: jax.Array, start: jax.Array, steps: jax.Array) -> None:
+        def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             stop = start + steps
 
             @pl.when(wg == 0)
             def _load_queries():
                 for first, width, target in ((0, RANK, q_smem), (RANK, ROPE, q_rope_smem)):
                     some = q_ref.at[row, mine, pl.ds(first, width)]
-                    plgpu.copy_gmem_to_smem(some, target, q_loaded)
+                    plgpu.copy_gmem_to_smem(some, target.at[0], q_loaded)
 
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
-            numbers = places(row, first, stop)
             if not quantized:
-                pl.when(taken > 0)(lambda: load(numbers, first, stop))
+                numbers = part.numbers(row, first, stop)
+                pl.when(taken > 0)(lambda: load(numbers, first))
 
             # Keys that each packed row sees: causal from the bottom right.
             length = lens_ref[row]
@@ -213,52 +203,32 @@ def make_body(
                 visible = jnp.where(packed_row < queries * num_heads, visible, 0)
             plgpu.barrier_wait(q_loaded)
 
-            def place_of(numbers: list[jax.Array]) -> tuple[Any, Any]:
+            def place_of(zero: jax.Array) -> tuple[Any, Any]:
                 # Were the slot known to stay the same, the compiler would keep 68 descriptors of
-                # its tiles in registers. A page's number has no sign.
-                slot = wg + lax.shift_right_logical(numbers[0], 31)
-                slot = jnp.minimum(slot, WARPGROUPS - 1)
+                # its tiles in registers.
+                slot = jnp.minimum(wg + zero, WARPGROUPS - 1)
                 return kv_smem.at[slot], rope_smem.at[slot]
 
             def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
                 plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
-            def scores_of_loaded(ref: Any, kv: Any, rope: Any) -> jax.Array:
-                plgpu.barrier_wait(last.at[wg])
-                product(ref, kv, q_smem)
-                product(ref, rope, q_rope_smem)
-                return ref[...]
-
-            def scores_of_fetched(
-                ref: Any, kv: Any, rope: Any, fetched: Any, numbers: Any, following: jax.Array
-            ) -> Any:
-                """Scores of the page in registers, where page `following` takes its place.
-
-                A block is widened while the products run: of the blocks before it, and of the page
-                before with its values, of which this block may take the place of one that is done.
-                """
-
-                def score(step: int) -> None:
-                    if step == 0:
-                        product(ref, rope, q_rope_smem)
-                    else:
-                        block = pl.ds((step - 1) * BLOCK, BLOCK)
-                        product(ref, kv.at[:, block], q_smem.at[:, block])
-
-                after = []
-                for step, some in enumerate(fetched):
-                    if step > 0 and not interpret:
-                        # Begun since this block's values were taken: the other blocks' products
-                        # with values and the scores of the steps but the last, BLOCKS - 1 of them.
-                        plgpu.wgmma_wait(BLOCKS - 1)
-                    plgpu.commit_smem()  # for all four warps, and what the last step wrote
-                    if step > 0:
-                        score(step - 1)
-                    unpack(step, some, kv, rope)
-                    after.append(fetch(step, numbers, following, stop))
-                plgpu.commit_smem()
-                score(latents.STEPS - 1)
-                return after
+            def scores_of(ref: Any, kv: Any, rope: Any, zero: jax.Array) -> jax.Array:
+                if not quantized:
+                    plgpu.barrier_wait(loaded.at[wg])
+                    product(ref, kv, q_smem.at[0])
+                    product(ref, rope, q_rope_smem.at[0])
+                    return ref[...]
+                # 36 descriptors more, of which these fewer registers have no room.
+                q, q_rope = q_smem.at[zero], q_rope_smem.at[zero]
+                plgpu.barrier_wait(hands.written.at[wg, 0])
+                product(ref, rope, q_rope)
+                for i in range(BLOCKS):
+                    block = pl.ds(i * BLOCK, BLOCK)
+                    plgpu.barrier_wait(hands.written.at[wg, 1 + i])
+                    product(ref, kv.at[:, block], q.at[:, block])
+                scores = ref[...]
+                plgpu.barrier_arrive(hands.read.at[wg, 0])
+                return scores
 
             def soften(i, top, total, scores):
                 """P and the rescaling of page i, to shared memory."""
@@ -312,43 +282,30 @@ def make_body(
             def finished(accs: Any) -> tuple[jax.Array, ...]:
                 return tuple(accs) if interpret else tuple(ref[...] for ref in accs)
 
-            def values_alone(accs: tuple[jax.Array, ...], kv: Any) -> tuple[jax.Array, ...]:
-                return with_refs(lambda *refs: finished(add_values(refs, accs, kv)))
+            def with_values(accs: tuple[jax.Array, ...], kv: Any) -> tuple[jax.Array, ...]:
+                def run(*refs: Any) -> tuple[jax.Array, ...]:
+                    begun = add_values(refs, accs, kv)
+                    for i in range(BLOCKS if quantized else 0):
+                        plgpu.wgmma_wait(BLOCKS - 1 - i)
+                        plgpu.barrier_arrive(hands.read.at[wg, 1 + i])
+                    return tuple(begun) if interpret else tuple(ref[...] for ref in begun)
 
-            def with_refs(run: Any) -> Any:
                 return run() if interpret else pl.run_scoped(run, *[out_type] * BLOCKS)
 
-            def step_of_loaded(i, carry):
+            def each_page(i, carry):
                 top, total, accs, numbers = carry
-                kv, rope = place_of(numbers)
-                run = functools.partial(scores_of_loaded, kv=kv, rope=rope)
+                # 0, as numbers of pages and lengths have no sign.
+                zero = lax.shift_right_logical(numbers[0], 31)
+                kv, rope = place_of(zero)
+                run = functools.partial(scores_of, kv=kv, rope=rope, zero=zero)
                 top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
-                accs = values_alone(accs, kv)
-                plgpu.commit_smem()  # all four warps have read the page
+                accs = with_values(accs, kv)
+                if quantized:
+                    return top, total, accs, [numbers[0] & i]
                 page = first + WARPGROUPS * (i + 1)
-                pl.when(i < taken - 1)(lambda: load(numbers, page, stop))
-                return top, total, accs, places(row, page + WARPGROUPS, stop)
-
-            def step_of_fetched(i, carry):
-                top, total, accs, scores, fetched, numbers = carry
-                kv, rope = place_of(numbers)
-                top, total = soften(i, top, total, scores)
-                page = first + WARPGROUPS * (i + 2)
-
-                def both(score_ref: Any, *refs: Any) -> Any:
-                    begun = add_values(refs, accs, kv)
-                    after = scores_of_fetched(score_ref, kv, rope, fetched, numbers, page)
-                    return score_ref[...], after, finished(begun)
-
-                scores, fetched, accs = with_refs(
-                    lambda *refs: pl.run_scoped(lambda ref: both(ref, *refs), scores_type)
-                )
-                return top, total, accs, scores, fetched, places(row, page + WARPGROUPS, stop)
-
-            def last_step(i, carry):
-                top, total, accs, scores = carry
-                top, total = soften(i, top, total, scores)
-                return top, total, values_alone(accs, kv), scores
+                plgpu.commit_smem()  # all four warps have read the page
+                pl.when(i < taken - 1)(lambda: load(numbers, page))
+                return top, total, accs, part.numbers(row, page + WARPGROUPS, stop)
 
             scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
             out_type = plgpu.ACC((BLOCK, columns), jnp.float32)
@@ -358,32 +315,19 @@ def make_body(
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
                 (nothing,) * BLOCKS,
             )
-            following = places(row, first + WARPGROUPS, stop)
-            if quantized:
-
-                def first_scores(ref: Any) -> Any:
-                    some = [fetch(step, numbers, first, stop) for step in range(latents.STEPS)]
-                    after = scores_of_fetched(ref, kv, rope, some, following, first + WARPGROUPS)
-                    return ref[...], after
-
-                scores, fetched = pl.run_scoped(first_scores, scores_type)
-                after = places(row, first + 2 * WARPGROUPS, stop)
-                carry: Any = (*sums, scores, fetched, after)
-                carry = lax.fori_loop(0, taken - 1, step_of_fetched, carry)
-                start_of_last = jnp.maximum(taken - 1, 0)
-                carry = lax.fori_loop(start_of_last, taken, last_step, carry[:4])
-            else:
-                carry = lax.fori_loop(0, taken, step_of_loaded, (*sums, following))
-            top, total, accs = carry[:3]
+            following = [length] if quantized else part.numbers(row, first + WARPGROUPS, stop)
+            ends = lax.fori_loop(0, taken, each_page, (*sums, following))
+            top, total, accs = ends[:3]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
             meet()
             merge(row, start, steps, accs)
+            return carry
 
         def merge(
             row: jax.Array, start: jax.Array, steps: jax.Array, accs: tuple[jax.Array, ...]
         ) -> None:
             """Both warpgroups' results in one, written to the output or as a partial result."""
-            whole = steps == pages_of(row)
+            whole = steps == part.pages_of(row)
 
             def merged(layout: Any) -> tuple[Any, Any]:
                 """Maximum and sum of each column."""
@@ -441,33 +385,36 @@ def make_body(
                         partial_lse_ref[partial_slot(row, start), mine] = lse
 
             meet()
+            if quantized:
+                plgpu.barrier_arrive(hands.piece_done)
 
-        rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
+        def consume() -> None:
+            part.each_piece(piece)
 
-        @pl.loop(0, rows)
-        def _each_row(i):
-            row = first_row + i
-            start = jnp.where(i == 0, first_page, 0)
-            # No further than the row: it may have shrunk since the schedule was made.
-            pages = pages_of(row)
-            stop = jnp.where(row == last_row, jnp.minimum(last_page, pages), pages)
-            steps = jnp.maximum(stop - start, 0)
-            if piece_pages:
+            @pl.loop(part_index, lens_ref.shape[0], step=parts)
+            def _each_empty_row(row):
+                @pl.when((part.pages_of(row) <= 0) & (wg == 0))
+                def _():
+                    first = first_rows[0] + row * out_rows + tile * columns
+                    nothing = plgpu.layout_cast(jnp.zeros((columns, RANK), dtype), OUTPUTS)
+                    out_ref[pl.ds(first, columns), :] = nothing
+                    lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
 
-                @pl.loop(0, lax.div(steps + piece_pages - 1, piece_pages))
-                def _each_piece(j):
-                    done = j * piece_pages
-                    piece(row, start + done, jnp.minimum(steps - done, piece_pages))
-            else:
-                pl.when(steps > 0)(lambda: piece(row, start, steps))
+        if not quantized:
+            consume()
+            return
 
-        @pl.loop(part, batch, step=parts)
-        def _each_empty_row(row):
-            @pl.when((pages_of(row) <= 0) & (wg == 0))
-            def _():
-                first = first_rows[0] + row * out_rows + tile * columns
-                nothing = plgpu.layout_cast(jnp.zeros((columns, RANK), dtype), OUTPUTS)
-                out_ref[pl.ds(first, columns), :] = nothing
-                lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
+        @pl.when(wg < WARPGROUPS)
+        def _consumer():
+            plgpu.set_max_registers(_registers(columns)[0], action="increase")
+            consume()
+
+        @pl.when(wg >= WARPGROUPS)
+        def _producer():
+            plgpu.set_max_registers(_registers(columns)[1], action="decrease")
+            turn = wg - WARPGROUPS
+            produce(
+                part, turn, ring, hands, kv_smem.at[turn], rope_smem.at[turn], interpret=interpret
+            )
 
     return body

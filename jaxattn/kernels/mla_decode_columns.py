@@ -2,8 +2,8 @@
 
 `mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
 32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
-in turns, in mla_columns_body.py; mla_latents.py brings FP8 tokens to shared memory. Schedule,
-output and the merging of cut rows are those of `mla_decode`.
+in turns, in mla_columns_body.py, as mla_part.py deals them out; two more widen FP8 pages for them,
+in mla_widen.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
 
 Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, any H and S. Queries and cache of
 bfloat16 or float16; or bfloat16 queries and a float8_e4m3fn or uint8 (block-scaled) cache.
@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
-from jaxattn.kernels.mla_columns_body import WARPGROUPS, make_body, scratch_types
+from jaxattn.kernels.mla_columns_body import make_body, scratch_types
+from jaxattn.kernels.mla_part import WARPGROUPS
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import Schedule
 from jaxattn.mla_cache import LatentFormat
@@ -91,17 +92,17 @@ def mla_decode_columns(
     body = make_body(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size, piece_pages=schedule.piece,
-        cache_dtype=format.dtype, quantized=format.quantized, per_tensor=format.per_tensor,
+        quantized=format.quantized, per_tensor=format.per_tensor,
         split=results.split, ragged=query_lens is not None, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, results.first_rows),
         out_type=results.lse_types,
-        scratch_types=scratch_types(dtype, columns, page_size, format.quantized),
+        scratch_types=scratch_types(dtype, columns, page_size, format.dtype),
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid=(parts, blocks),
         grid_names=("part", "tile"),
-        num_threads=WARPGROUPS,
+        num_threads=(2 if format.quantized else 1) * WARPGROUPS,
         thread_name="wg",
         kernel_name="mla_decode_columns",
         compiler_params=plgpu.CompilerParams(

@@ -1,8 +1,8 @@
-"""How `mla_decode_columns` takes 64 tokens of a cache to shared memory, as keys of 16 bits.
+"""How tokens of an FP8 cache, in shared memory as they are stored, become numbers of 16 bits.
 
-A 16-bit cache comes by TMA as it is. An FP8 cache comes to registers, a page ahead of its use, and
-is widened on its way to shared memory: a thread takes 8 numbers of a token at a time, so that it
-reads 8 bytes beside its neighbours' and writes 16 without a conflict.
+A token is taken in `STEPS` steps of 128 bytes: its rope numbers, then block after block of 128
+dims. A thread takes 8 bytes of a token at a time, so that it reads them beside its neighbours' and
+writes 16 without a conflict.
 """
 
 from typing import Any
@@ -15,14 +15,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, vector
 
 from jaxattn.kernels.mla_body import RANK, ROPE
+from jaxattn.kernels.mla_schedule import PAGE
 from jaxattn.mla_cache import BLOCK, BYTES, FP8
 
 BLOCKS = RANK // BLOCK  # of a token's numbers that share a scale
+STEPS = 1 + BLOCKS
 FIRST_SCALE = RANK  # byte of a block-scaled token
-FIRST_ROPE = FIRST_SCALE + 4 * BLOCKS
+SCALE_BYTES = 4 * BLOCKS
+FIRST_ROPE = FIRST_SCALE + SCALE_BYTES
 
 
 def _rows_of(width: int, vector: int) -> Any:
@@ -36,19 +39,15 @@ def _rows_of(width: int, vector: int) -> Any:
 NUMBERS = _rows_of(BLOCK, 8)
 ROPE_NUMBERS = _rows_of(ROPE, 8)
 ROPE_BYTES = _rows_of(2 * ROPE, 16)
-SCALE_OF_ROW = NUMBERS.reduce(1)
 
 
-def _scale_layouts(tokens: int) -> tuple[Any, Any]:
-    """Of [tokens, 4] bytes and of the [tokens] float32 that they are: a token a thread."""
-    down = tokens // 4
-    lanes = (-2, plgpu.Replicated(32 // down))
-    as_bytes = plgpu.Tiling(((tokens, 4), (down, 4)))
-    as_floats = plgpu.Tiling(((tokens,), (down,), (1,)))
-    return (
-        plgpu.Layout.TILED(as_bytes, warp_dims=(-4,), lane_dims=lanes, vector_dim=-1),
-        plgpu.Layout.TILED(as_floats, warp_dims=(-3,), lane_dims=lanes, vector_dim=-1),
-    )
+def _beside_numbers(width: int) -> Any:
+    """Registers of [n, width]: all of a row with each of the threads that have its `NUMBERS`."""
+    tiling, lanes = plgpu.Tiling(((8, width), (2, width))), (-2, plgpu.Replicated(16))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=lanes, vector_dim=-1)
+
+
+SCALES, SCALES_AS_BYTES = _beside_numbers(BLOCKS), _beside_numbers(SCALE_BYTES)
 
 
 def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, interpret: bool) -> Any:
@@ -77,62 +76,76 @@ def _reinterpret(x: jax.Array, dtype: Any, shape: Any, old: Any, new: Any, inter
     return cast(x)
 
 
+def _times_scale(numbers: jax.Array, scales: jax.Array, block: int, interpret: bool) -> jax.Array:
+    """numbers [64, 128] * scales [64, 4] of their first column, in pairs of bfloat16: exact, since
+    a scale is a power of two."""
+    if interpret:
+        return numbers * scales[:, block : block + 1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(NUMBERS, SCALES),
+        return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, NUMBERS),
+    )
+    def times(ctx: Any, numbers: Any, scales: Any) -> Any:
+        del ctx
+        registers = numbers.registers.copy()
+        pairs = zip(numbers.registers.flat, scales.registers.flat, strict=True)
+        for index, (some, of_token) in enumerate(pairs):
+            scale = vector.extract(of_token, [], [block])
+            registers.flat[index] = arith.mulf(some, vector.broadcast(some.type, scale))
+        return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=None)
+
+    return times(numbers, scales)
+
+
 class Latents:
-    """An FP8 cache's tokens on their way: what a thread holds of them, in `STEPS` steps.
-
-    Step 0 is the rope numbers and the scales, step i + 1 the numbers of block i.
-
+    """
     Args:
         dtype: of the cache, float8_e4m3fn or uint8 (block-scaled).
-        tokens: that lie together in the cache, of the 64 that are taken at a time.
     """
 
-    STEPS = 1 + BLOCKS
-
-    def __init__(self, dtype: Any, tokens: int, interpret: bool):
+    def __init__(self, dtype: Any, interpret: bool):
         self.scaled = dtype == BYTES
-        self.tokens = tokens
         self.interpret = interpret
-        self.scale_bytes, self.scale_floats = _scale_layouts(tokens)
 
-    def fetch(self, source: Any, step: int) -> list[jax.Array]:
-        """What the cache holds of `source` [tokens, Ds], as it is stored."""
-
-        def load(first: int, width: int, layout: Any) -> jax.Array:
-            some = source.at[:, pl.ds(first, width)]
-            return plgpu.load(some, layout=layout, optimized=False)
-
+    def columns(self, step: int) -> Any:
+        """Of the cache's last axis, those that a step wants in shared memory: 128 of them."""
         if step > 0:
-            return [load((step - 1) * BLOCK, BLOCK, NUMBERS)]
+            return pl.ds((step - 1) * BLOCK, BLOCK)
+        # The rope numbers of a per-tensor cache are 64, and come with the 64 before them.
+        return pl.ds(FIRST_ROPE if self.scaled else RANK + ROPE - BLOCK, BLOCK)
+
+    def read_scales(self, source: Any) -> jax.Array:
+        """bfloat16 [64, 4] of the tokens' scales [64, 16] as bytes."""
+        some = plgpu.load(source, layout=SCALES_AS_BYTES, optimized=False)
+        layouts = SCALES_AS_BYTES, SCALES
+        scales = _reinterpret(some, jnp.float32, (PAGE, BLOCKS), *layouts, self.interpret)
+        return scales.astype(jnp.bfloat16)
+
+    def read_rope(self, source: Any) -> jax.Array:
+        """What a thread widens of `source` [64, 128] in step 0."""
+        if self.scaled:
+            return plgpu.load(source, layout=ROPE_BYTES, optimized=False)
+        some = source.at[:, pl.ds(BLOCK - ROPE, ROPE)]
+        return plgpu.load(some, layout=ROPE_NUMBERS, optimized=False)
+
+    def read(self, source: Any) -> jax.Array:
+        """What a thread widens of `source` [64, 128] in a later step."""
+        return plgpu.load(source, layout=NUMBERS, optimized=False)
+
+    def widen_rope(self, some: jax.Array) -> jax.Array:
+        """bfloat16 [64, 64]; of a per-tensor cache, here and below, without its scale."""
         if not self.scaled:
-            return [load(RANK, ROPE, ROPE_NUMBERS)]
-        scales = [load(FIRST_SCALE + 4 * i, 4, self.scale_bytes) for i in range(BLOCKS)]
-        return [load(FIRST_ROPE, 2 * ROPE, ROPE_BYTES), *scales]
+            return self._wide(some)
+        layouts = ROPE_BYTES, ROPE_NUMBERS
+        return _reinterpret(some, jnp.bfloat16, (PAGE, ROPE), *layouts, self.interpret)
 
-    def unpack(self, fetched: list[jax.Array], step: int, kv: Any, rope: Any, scale: Any) -> None:
-        """Writes what was fetched to shared memory, as bfloat16: kv [tokens, R], rope [tokens, P].
+    def widen(self, some: jax.Array, block: int, scales: Any) -> jax.Array:
+        """bfloat16 [64, 128]."""
+        if not self.scaled:
+            return self._wide(some)
+        value = self._wide(lax.bitcast_convert_type(some, FP8))
+        return _times_scale(value, scales, block, self.interpret)
 
-        Per-tensor numbers are written without their scale, which is the caller's; of block-scaled
-        ones `scale` [4, tokens] has the scales from step 0 on.
-        """
-        tokens = self.tokens
-        if step > 0:
-            value = self._wide(fetched[0])
-            if self.scaled:
-                of_row = plgpu.load(scale.at[step - 1], layout=SCALE_OF_ROW)
-                of_row = lax.broadcast_in_dim(of_row, (tokens, BLOCK), [0])
-                value *= plgpu.layout_cast(of_row, NUMBERS)
-            kv[:, pl.ds((step - 1) * BLOCK, BLOCK)] = value.astype(jnp.bfloat16)
-        elif self.scaled:
-            layouts = ROPE_BYTES, ROPE_NUMBERS
-            shape = tokens, ROPE
-            rope[...] = _reinterpret(fetched[0], jnp.bfloat16, shape, *layouts, self.interpret)
-            layouts = self.scale_bytes, self.scale_floats
-            for i, some in enumerate(fetched[1:]):
-                scale[i] = _reinterpret(some, jnp.float32, (tokens,), *layouts, self.interpret)
-        else:
-            rope[...] = self._wide(fetched[0]).astype(jnp.bfloat16)
-
-    def _wide(self, x: jax.Array) -> jax.Array:
-        x = lax.bitcast_convert_type(x, FP8) if self.scaled else x
-        return x.astype(jnp.float32)
+    def _wide(self, numbers: jax.Array) -> jax.Array:
+        return numbers.astype(jnp.float32).astype(jnp.bfloat16)

@@ -1,0 +1,140 @@
+"""What a block of `mla_decode_columns` has to do: its part of the rows, in pieces, page by page.
+
+A piece is a row, or what of it lies in this part, or `piece_pages` pages of that. The warpgroups
+that share a piece take its pages in turns. Consumers walk their pieces one by one; who loads runs
+ahead of them, and finds the page after a page with `following`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxattn.kernels.mla_body import copies_of
+from jaxattn.kernels.mla_schedule import PAGE
+
+WARPGROUPS = 2  # that take a piece's pages in turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """
+    Attributes:
+        begin: (row, page) of the part, a cut of `Schedule`; `end` of the part after it.
+        lens_ref: tokens of each row [B].
+        table_ref: block tables [B, M].
+        kv_ref: the cache [L, N, C, Ds].
+        layer: of the cache.
+        piece_pages: `Schedule.piece`.
+    """
+
+    begin: tuple[jax.Array, jax.Array]
+    end: tuple[jax.Array, jax.Array]
+    lens_ref: Any
+    table_ref: Any
+    kv_ref: Any
+    layer: jax.Array
+    piece_pages: int
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_ref.shape[2]
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.table_ref.shape[1] * self.page_size // PAGE)
+
+    def _some_row(self, row: jax.Array) -> jax.Array:
+        """The row, or any where the part ends behind the last."""
+        return jnp.minimum(row, self.lens_ref.shape[0] - 1)
+
+    def pages_of(self, row: jax.Array) -> jax.Array:
+        pages = lax.div(self.lens_ref[self._some_row(row)] + PAGE - 1, PAGE)
+        return jnp.minimum(pages, self.max_pages)
+
+    def _stop_of(self, row: jax.Array) -> jax.Array:
+        # No further than the row: it may have shrunk since the schedule was made.
+        pages, (last_row, last_page) = self.pages_of(row), self.end
+        return jnp.where(row == last_row, jnp.minimum(last_page, pages), pages)
+
+    def each_piece(self, piece: Any, carry: Any = ()) -> Any:
+        """carry = piece(row, first page, pages, carry) for each piece; returns the last."""
+        (first_row, first_page), (last_row, last_page) = self.begin, self.end
+
+        def each(i, carry):
+            row = first_row + i
+            start = jnp.where(i == 0, first_page, 0)
+            steps = jnp.maximum(self._stop_of(row) - start, 0)
+            some = self.piece_pages or jnp.maximum(steps, 1)
+
+            def take(j, carry):
+                done = j * some
+                return piece(row, start + done, jnp.minimum(steps - done, some), carry)
+
+            if self.piece_pages:
+                pieces = lax.div(steps + some - 1, some)
+            else:
+                pieces = (steps > 0).astype(jnp.int32)
+            return lax.fori_loop(0, pieces, take, carry)
+
+        rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
+        return lax.fori_loop(0, rows, each, carry)
+
+    def first(self, turn: jax.Array) -> Any:
+        """The first page for the warpgroup `turn` of a piece: (row, page, stop, piece's start).
+
+        There is none if page >= stop.
+        """
+        row, start = self.begin
+        return self._settle((row, start + turn, self._piece_stop(row, start), start), turn)
+
+    def following(self, at: Any, turn: jax.Array) -> Any:
+        """That warpgroup's next page, of the same piece or a later one."""
+        row, page, stop, start = at
+        return self._settle((row, page + WARPGROUPS, stop, start), turn)
+
+    def _piece_stop(self, row: jax.Array, start: jax.Array) -> jax.Array:
+        stop = self._stop_of(row)
+        return jnp.minimum(start + self.piece_pages, stop) if self.piece_pages else stop
+
+    def _settle(self, at: Any, turn: jax.Array) -> Any:
+        def passed(at):
+            row, page, stop, _ = at
+            later = row < self.end[0]
+            if self.piece_pages:
+                later |= stop < self._stop_of(row)
+            return (page >= stop) & later
+
+        def next_piece(at):
+            row, _, stop, _ = at
+            goes_on = jnp.bool_(False)
+            if self.piece_pages:
+                goes_on = stop < self._stop_of(row)
+            row = jnp.where(goes_on, row, row + 1)
+            start = jnp.where(goes_on, stop, 0)
+            return row, start + turn, self._piece_stop(row, start), start
+
+        return lax.while_loop(passed, next_piece, at)
+
+    def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
+        """Where in the cache a page is; from `stop` on, the page before it."""
+        row = self._some_row(row)
+        page = jnp.clip(page, 0, jnp.maximum(stop - 1, 0))
+        if self.page_size == PAGE:
+            return [self.table_ref[row, page]]
+        # Past the row's last page of the cache, that page again: what is read is masked.
+        end = lax.div(self.lens_ref[row] + self.page_size - 1, self.page_size) - 1
+        end = jnp.clip(end, 0, self.table_ref.shape[1] - 1)
+        first = lax.div(page * PAGE, self.page_size)
+        copies = copies_of(self.page_size)
+        return [self.table_ref[row, jnp.minimum(first + j, end)] for j in range(copies)]
+
+    def sources(self, numbers: list[jax.Array], page: jax.Array) -> list[Any]:
+        """The page's tokens in the cache, as many as lie together at a time."""
+        tokens = min(self.page_size, PAGE)
+        inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
+        some = pl.ds(inside, tokens)
+        return [self.kv_ref.at[self.layer, number, some] for number in numbers]
