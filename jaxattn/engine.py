@@ -102,14 +102,15 @@ class Engine:
         self._params: Any = jax.eval_shape(pack_vectors, params)
         if limits.utilization is not None:  # the least that it can come to
             self.limits = self._trial(1)
-        self._plan({}, self._memory()).check(self._advice)
+        self._plan({}, self._memory()).check(lambda: self._advice({}))
         self.limits, self._params = limits, pack_vectors(params)
         self._state: DecodeState | None = None
         self._busy = threading.Lock()
         self.seal = Seal(strict=strict)
         self._steps = self._compile() if limits.utilization is None else self._fill()
-        self.plan = self._plan(self._known(self._steps), self._memory())
-        self.plan.check(self._advice)
+        known = self._known(self._steps)
+        self.plan = self._plan(known, self._memory())
+        self.plan.check(lambda: self._advice(known))
         self.scheduler = Scheduler(self.limits, config.vocab_size)
         self._points = entry_points(self.limits)
         _engines.add(self)
@@ -189,9 +190,12 @@ class Engine:
             "others": max(memory.in_use - own - nbytes(state), 0) + stepping,
         }
 
-    def _advice(self) -> tuple[str, ...]:
+    def _advice(self, known: dict[str, Executable]) -> tuple[str, ...]:
         memory = self._memory()
-        return () if memory is None else advice(self.config, self.limits, memory, self._params)
+        if memory is None:
+            return ()
+        beside = self._beside(memory, known)
+        return advice(self.config, self.limits, memory, self._params, known, **beside)
 
     @property
     def implementations(self) -> dict[str, str]:

@@ -179,6 +179,18 @@ def test_shuffled_slots_beside_padding(q_len, implementation):
 
 
 @implementations
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, 3e38])
+def test_nothing_is_read_where_nobody_wrote(poison, implementation):
+    case = make([8, -1, 0])
+    arrays = {name: getattr(case, name) for name in ("qkvz", "ba", "conv_state", "state")}
+    poisoned = {name: jnp.where(jnp.isnan(x), poison, x) for name, x in arrays.items()}
+    case, clean = dataclasses.replace(case, **poisoned), decode(case, implementation)
+    results = decode(case, implementation)
+    assert_matches(case, results)
+    np.testing.assert_array_equal(bits(results[0]), bits(clean[0]))
+
+
+@implementations
 @pytest.mark.parametrize("key_heads, value_heads", [(2, 2), (1, 3), (2, 4)])
 def test_groups_of_value_heads(key_heads, value_heads, implementation):
     case = make([1, 0], num_slots=2, key_heads=key_heads, value_heads=value_heads)

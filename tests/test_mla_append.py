@@ -111,6 +111,21 @@ def test_the_kernel_gives_the_bits_of_the_reference(implementation):
 
 
 @anywhere
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
+def test_padding_tokens_leave_nothing_behind(poison, implementation):
+    """A padding row, and the token before a row's first."""
+    config, real = RopeConfig(), np.array([[1, 1], [0, 0], [0, 1]], bool)
+    args, positions = arguments([70, 0, 1], 2, 128, config)
+    kv, q, *rest = args
+    poisoned = (jnp.where(real[..., None], x, poison) for x in (kv, q))
+    queries, cache = append(args, positions, config, implementation)
+    found, written = append((*poisoned, *rest), positions, config, implementation)
+    for one, other in ((found[real], queries[real]), (written, cache)):
+        one, other = (np.asarray(x).view(np.uint16) for x in (one, other))
+        np.testing.assert_array_equal(one, other)
+
+
+@anywhere
 def test_rows_with_fewer_new_tokens_than_others(implementation):
     """A row's first n tokens are written as those of a batch of n tokens a row."""
     config, lens, new = RopeConfig(), [70, 3], [1, 2]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -242,8 +243,8 @@ def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
         else (known.load(name), 200, dataclasses.replace(SERVING, batch=512, utilization=0.9))
     )
     total = gib * GIB
-    free = total * 7 // 10
     empty = plan(model, DeviceMemory("x", total), limits)
+    free = empty.inside + empty["driver"] - empty["kv cache"] // 2
     made = plan(model, DeviceMemory("x", total, free=free), limits)
     assert made["in use"] == total - free
     assert made.inside + made["driver"] <= free < empty.inside + empty["driver"]
@@ -338,6 +339,18 @@ def test_without_pages_the_cache_gets_what_the_rest_leaves():
     pages = made["kv cache"] // (64 * 80 * 2)
     assert 0 < pages < limits.wanted_pages
     assert 0 <= made.reserve < 2 * 64 * 80 * 2 + 64 * 256
+
+
+def test_what_would_help_the_decoder_helps_with_its_temp_too():
+    limits = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
+    with pytest.raises(
+        PlanError, match="1 pages are left, and one row of 256 .* takes 4"
+    ) as caught:
+        plan(CONFIG, "2.1GiB", limits)
+    advised = re.fullmatch(r"batch ([\d,]+) with ([\d,]+) pages", caught.value.advice[0])
+    batch, pages = (int(number.replace(",", "")) for number in advised.groups())
+    smaller = dataclasses.replace(limits, batch=batch, num_pages=pages, utilization=0.9)
+    assert plan(CONFIG, "2.1GiB", smaller).reserve >= 0
 
 
 # The command --------------------------------------------------------------------------------------

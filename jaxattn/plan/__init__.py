@@ -44,7 +44,8 @@ def plan(
         placement: how several GPUs hold a known model.
 
     Raises:
-        PlanError: it does not fit; the error has the plan and what would make it fit.
+        PlanError: it does not fit, or the cache that is left holds no row at full length; the error
+            has the plan and what would make it fit.
         ValueError: the limits, the device or the placement make no sense for the model.
     """
     import dataclasses
@@ -64,12 +65,23 @@ def plan(
         )
     params = hybrid.packed_shapes(model)
     beside: Any = {"outside": known.DRIVER, "outside_basis": "assumed"}
-    if limits.num_pages is None:
+    filled = limits.num_pages is None
+    if filled:
         limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
         row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
         bounds = hybrid.from_shapes(model, row, params, None)
         limits = hybrid.fill(model, limits, memory, params, bounds, **beside)
     bounds = hybrid.from_shapes(model, limits, params, None)
     made = hybrid.plan_hybrid(model, limits, memory, params, bounds, **beside)
-    made.check(lambda: hybrid.advice(model, limits, memory, params, **beside))
+
+    def advice() -> tuple[str, ...]:
+        return hybrid.advice(model, limits, memory, params, bounds, **beside)
+
+    made.check(advice)
+    if filled and limits.pages < limits.pages_per_row:
+        made.refuse(
+            f"the line that does not fit is the kv cache: {limits.pages:,} pages are left, and one "
+            f"row of {limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            advice(),
+        )
     return made

@@ -210,30 +210,45 @@ def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:
 
 
 def advice(
-    config: HybridConfig, limits: Limits, memory: DeviceMemory, params: Any, **beside: Any
+    config: HybridConfig,
+    limits: Limits,
+    memory: DeviceMemory,
+    params: Any,
+    executables: Mapping[str, Executable],
+    **beside: Any,
 ) -> tuple[str, ...]:
-    """What would make the weights and the state fit, as far as one change does."""
+    """What would make it fit, as far as one change does, with every row's cache whole.
+
+    Args:
+        executables: what the plan that does not fit counted, as in `plan_hybrid`. Smaller steps
+            take no more; where that is too much still, their own bound decides.
+    """
+
+    def left(changed: Limits, known: Mapping[str, Executable]) -> bool:
+        plan = plan_hybrid(config, changed, memory, params, known, **beside)
+        return plan.reserve is not None and plan.reserve >= 0
 
     def fits(changed: Limits) -> bool:
-        plan = plan_hybrid(config, changed, memory, params, {}, **beside)
-        return plan.reserve is not None and plan.reserve >= 0
+        if left(changed, executables):
+            return True
+        return left(changed, {}) and left(changed, from_shapes(config, changed, params, None))
 
     found = []
     one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
-    pages = fill(config, one_row, memory, params, {}, **beside).pages
+    pages = fill(config, one_row, memory, params, executables, **beside).pages
     if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
         found.append(f"at most {pages:,} pages")
-    for name, least in (("batch", 1), ("max_model_len", PAGE_SIZE)):
+    for name, least in (("batch", 1), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1)):
         value = getattr(limits, name) // 2
         while value >= least:
             smaller = dataclasses.replace(
-                limits, **{name: value}, num_pages=None, decode_buckets=()
+                limits, **{name: value}, num_pages=None, decode_buckets=(), prefill_buckets=()
             )
             if fits(smaller):
                 found.append(f"{name} {value:,} with {smaller.pages:,} pages")
                 break
             value //= 2
-    return tuple(found) or ("a device with more memory: the weights alone do not fit",)
+    return tuple(found) or ("a device with more memory",)
 
 
 def resident_items(

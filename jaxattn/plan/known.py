@@ -255,7 +255,7 @@ def advice(
     found = []
     if gpus := gpus_for(limits):
         found.append(f"{gpus} GPUs (--gpus {gpus})")
-    for name in ("batch", "max_model_len", "num_pages"):
+    for name in ("batch", "max_model_len", "num_pages", "prefill_chunk"):
         if getattr(limits, name) and (value := smaller(name, place, limits)):
             found.append(f"--{name.replace('_', '-')} {value}")
     if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
@@ -287,7 +287,7 @@ def advice(
 
 def _with(limits: Limits, **smaller: int) -> Limits:
     """The limits with something smaller, and no buckets that could be larger than the batch."""
-    changes: dict[str, Any] = {**smaller, "decode_buckets": ()}
+    changes: dict[str, Any] = {**smaller, "decode_buckets": (), "prefill_buckets": ()}
     return dataclasses.replace(limits, **changes)
 
 

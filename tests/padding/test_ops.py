@@ -23,6 +23,7 @@ from poison import (
 
 from jaxattn import gdn, mla
 from jaxattn.arena import Arena
+from jaxattn.mla_cache import LatentFormat
 
 SCALE = 192**-0.5
 NO_PAGE = {"-1": -1, "0": 0, "last": None, "max": 2**31 - 1, "min": -(2**31)}
@@ -271,6 +272,36 @@ def test_page_tables_of_any_kind_over_a_pool_of_poison(data):
     same_bits(out, wanted[0])
     same_bits(lse, wanted[1])
     is_zero(np.asarray(out)[np.asarray(lens) == 0])
+
+
+@functools.cache
+def quantized_case(kind):
+    """(cache, arguments of `mla_decode`, which tokens are owned, the step), compiled once."""
+    dims = dataclasses.replace(DIMS["cpu"], rank=128)
+    args = attention([13, 0, dims.page, 1], dims=dims, width=4)
+    format = LatentFormat(kind, dims.rank, dims.rope)
+    scale = 0.02 if format.per_tensor else None
+
+    def step(q, cache, tables, lens):
+        options = dict(kv_lora_rank=dims.rank, kv_scale=scale, implementation="xla")
+        return mla.mla_decode(q, cache, tables, lens, scale=SCALE, layer=1, **options)
+
+    owned = np.asarray(args[1], np.float32).any(axis=-1)
+    return np.asarray(format.pack(args[1], scale)), args, owned, jax.jit(step)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x7E])
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "uint8"])
+def test_bytes_of_an_fp8_cache_that_nobody_wrote(kind, byte):
+    """Numbers, rotated dims and block scales: NaN, and 448 under a scale of 8e37."""
+    clean, (q, _, tables, lens), owned, step = quantized_case(kind)
+    dirty = clean.copy()
+    dirty.view(np.uint8)[~owned] = byte
+    wanted, found = (step(q, jnp.asarray(cache), tables, lens) for cache in (clean, dirty))
+    for one, other in zip(found, wanted, strict=True):
+        same_bits(one, other)
+    is_zero(found[0][1])
+    assert np.isfinite(np.asarray(found[0], np.float32)).all() and np.asarray(found[0])[0].any()
 
 
 # Writing into the cache ---------------------------------------------------------------------------
