@@ -26,7 +26,9 @@ from jaxattn.kernels.mla_scratch import PAGE_SIZES
 from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_scratch import scratch as scratch
 
-FEW_ROWS = 16  # S * H of a request, up to which heads are columns
+# S * H of a request for which heads are columns: with 32 the other kernel is the faster, with fewer
+# than 8 nothing was measured.
+FEW_ROWS = range(8, 17)
 
 
 def reads_apart(num_heads: int) -> bool:
@@ -69,8 +71,8 @@ def mla_decode_mosaic(
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
 
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
-    takes it for FP8 caches, which this one does not read, and for few packed rows, where it is the
-    faster by a twentieth.
+    takes it for FP8 caches, which this one does not read, and for so few packed rows that it is the
+    faster, by a twentieth.
     `output_by_tma` (see mla_body.py) is the faster by up to 8 us where most rows are whole, and by
     3 us the slower where they are cut; None chooses by B.
     """
@@ -78,7 +80,7 @@ def mla_decode_mosaic(
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        few = latent.shape[1] * latent.shape[2] <= FEW_ROWS and kv_cache.shape[-1] > RANK
+        few = latent.shape[1] * latent.shape[2] in FEW_ROWS and kv_cache.shape[-1] > RANK
         columns = few or jnp.dtype(kv_cache.dtype).itemsize == 1
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
