@@ -167,8 +167,8 @@ def chunk_gates(
     if sequences is None:
         place = lax.iota(jnp.int32, CHUNK)
         start, length = chunks[:-1, :1], chunks[:-1, 1:]
-        token = jnp.where(place < length, start + place, g.shape[0])
-        gates = gates.at[token].get(mode="fill", fill_value=0)  # [N, 64, Hv, 2]
+        gates = gates.at[start + place].get(mode="clip")  # [N, 64, Hv, 2]
+        gates = jnp.where((place < length)[..., None, None], gates, 0)
     else:
         gates = gates.reshape(sequences, -1, *gates.shape[1:])
         gates = jnp.pad(gates, ((0, 0), (0, -gates.shape[1] % CHUNK), (0, 0), (0, 0)))
