@@ -372,7 +372,7 @@ def _body(
         worker = block * WARPGROUPS + wg
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         q_copied, q_smem = both_views(q_union, interpret=interpret)
-        own_smem[wg] = wg
+        own_smem[wg] = wg  # by each of its threads, and nowhere else
         plgpu.commit_smem()
 
         def own():

@@ -301,6 +301,7 @@ def make_body(
                 top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
                 accs = with_values(accs, kv)
                 if quantized:
+                    # No sign again, and another number in each turn, or `zero` would be a constant.
                     return top, total, accs, [numbers[0] & i]
                 page = first + WARPGROUPS * (i + 1)
                 plgpu.commit_smem()  # all four warps have read the page

@@ -47,14 +47,15 @@ def combine(
     """
     batch, rows = lse.shape
     used = -(-used // 8) * 8
+    if sharers is None:
+        sharers = 1 if interpret or batch * used > BLOCKS // SHARERS else SHARERS
     chunk = 1
-    while chunk < 8 and batch * used // (2 * chunk) >= BLOCKS:
+    # Several warpgroups do one row and leave: none waits for the others to have read its sum, which
+    # that of a second row would overwrite.
+    while sharers == 1 and chunk < 8 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
-
-    if sharers is None:
-        sharers = 1 if interpret or batch * used > BLOCKS // SHARERS else SHARERS
     layout = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 
     def full(value: Any) -> jax.Array:
