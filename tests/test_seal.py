@@ -385,8 +385,10 @@ def test_layers_threads_and_engines_compile_once(params, monkeypatch):
     assert len(pointers) == 8
 
 
-def test_executables_are_forgotten_with_their_last_engine(params):
+def test_executables_are_forgotten_with_their_last_engine(params, plain, monkeypatch):
     limits = dataclasses.replace(LIMITS, prefill_chunk=9)
+    compiled = plain.executables  # what is compiled does not matter here
+    monkeypatch.setattr(steps_module, "_compile", lambda *args: steps_module.Steps(compiled))
     gc.collect()  # of engines before
     before = len(steps_module._shared)
     first, second = (Engine(SMALLEST, params, limits) for _ in range(2))
