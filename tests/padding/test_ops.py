@@ -1,4 +1,8 @@
-"""Every op, with poison wherever no live token is: real rows keep their bits, padding is 0."""
+"""Ops with poison wherever no live token is: real rows keep their bits, padding is 0.
+
+`mla_append`, `gated_delta_net_decode` and `gated_delta_rule_prefill` have this in the whole step
+(`test_steps.py`), and alone in `test_mla_append.py`, `test_gdn_layer.py`, `test_gdn_prefill.py`.
+"""
 
 import dataclasses
 import functools
