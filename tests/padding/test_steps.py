@@ -111,8 +111,8 @@ def check(make, device, lens, slots, *rest, poison, garbage=0):
     _, dirty, batch = make(device, lens, slots, *rest, poison)
     real = np.asarray(lens) > 0
     seq_lens = np.where(real, lens, garbage).astype(np.int32)
-    if garbage:  # and pages of somebody else
-        batch.block_tables[~real] = batch.block_tables[real][0]
+    if garbage:  # and a page of somebody else
+        batch.block_tables[~real] = batch.block_tables[real][0, 0]
     batch = dataclasses.replace(batch, seq_lens=seq_lens)
     logits, after = run(params, jax.tree.map(jnp.asarray, dirty), batch)
     same_bits(logits[real], wanted[real])
