@@ -34,7 +34,15 @@ from jaxattn.models.hybrid import (
     pack_vectors,
 )
 from jaxattn.plan.budget import MemoryPlan, check_allocated, nbytes
-from jaxattn.plan.hybrid import Executable, advice, fill, from_compiled, plan_hybrid
+from jaxattn.plan.hybrid import (
+    Executable,
+    advice,
+    check_row,
+    fill,
+    from_compiled,
+    from_shapes,
+    plan_hybrid,
+)
 from jaxattn.request import Completion, GenerationInterrupted, Request, Stats
 from jaxattn.sampling import SamplingBatch
 from jaxattn.scheduler import Row, Scheduler
@@ -76,7 +84,8 @@ class Engine:
 
     Raises:
         ValueError: `max_model_len` is longer than the model's `max_position_embeddings`.
-        PlanError: the device has not enough memory.
+        PlanError: the device has not enough memory, or with `utilization` the cache that is left
+            holds no row at full length.
         NotImplementedError: the named implementation refuses; the message says why.
     """
 
@@ -139,8 +148,10 @@ class Engine:
         wanted = self.limits
         memory = self._memory()
         assert memory is not None, "utilization needs a device whose memory is known"
-        most = fill(self.config, wanted, memory, self._params, {}, **self._beside(memory)).pages
-        self.limits = self._trial(min(wanted.pages_per_row, most))
+        beside = self._beside(memory)
+        self.limits = fill(self.config, wanted, memory, self._params, {}, **beside)
+        self._check_row(wanted, memory, {}, beside)  # before minutes of compiling
+        self.limits = self._trial(min(self.limits.pages_per_row, self.limits.pages))
         steps = self._compile()
         known = self._known(steps)
         state: Any = new_state(self.config, self.limits)
@@ -153,12 +164,30 @@ class Engine:
         del state, tokens, steps
         for _ in range(3):
             self.limits = fill(self.config, wanted, memory, self._params, known, **beside)
+            self._check_row(wanted, memory, known, beside)
             steps = self._compile()
             found = self._known(steps)
             if all(found[name].temp <= known[name].temp for name in known):
                 return steps
             known = found
         raise AssertionError(f"XLA's temp grows with the pages: {known}")
+
+    def _check_row(
+        self,
+        wanted: Limits,
+        memory: DeviceMemory,
+        known: dict[str, Executable],
+        beside: dict[str, Any],
+    ) -> None:
+        """Raises PlanError unless the pages that were found hold a row, or what was asked for."""
+        args = (self.config, self.limits, memory, self._params)
+
+        def helps() -> tuple[str, ...]:
+            bounds = known or from_shapes(self.config, self.limits, self._params, self._named)
+            return advice(*args, bounds, **beside)
+
+        made = plan_hybrid(*args, known, **beside)
+        check_row(made, self.limits, helps, wanted=wanted.num_pages)
 
     def _trial(self, pages: int) -> Limits:
         return dataclasses.replace(self.limits, num_pages=pages, utilization=None)

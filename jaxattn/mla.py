@@ -248,7 +248,8 @@ def _decode_xla(
     new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
     limit = (seq_lens - new)[:, None] + 1 + token
     limit = jnp.minimum(limit, block_tables.shape[1] * kv_cache.shape[-2])
-    limit = jnp.where(token < new[:, None], limit, 0)
+    # A padding row's length may be so negative that the subtraction above wraps around.
+    limit = jnp.where((token < new[:, None]) & (seq_lens > 0)[:, None], limit, 0)
     limit = jnp.repeat(limit, heads, axis=1)
     queries = q.reshape(batch, q_len * heads, dim).astype(wide)
     queries = jnp.where((limit > 0)[..., None], queries, 0)

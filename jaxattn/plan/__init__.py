@@ -77,11 +77,8 @@ def plan(
     def advice() -> tuple[str, ...]:
         return hybrid.advice(model, limits, memory, params, bounds, **beside)
 
-    made.check(advice)
-    if filled and limits.pages < limits.pages_per_row:
-        made.refuse(
-            f"the line that does not fit is the kv cache: {limits.pages:,} pages are left, and one "
-            f"row of {limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
-            advice(),
-        )
+    if filled:
+        hybrid.check_row(made, limits, advice)
+    else:
+        made.check(advice)
     return made

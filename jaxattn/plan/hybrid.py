@@ -9,7 +9,7 @@ loaded for all of them, so it is the sum.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -115,6 +115,31 @@ def fill(
         most=most,
     )
     return dataclasses.replace(limits, num_pages=max(found.pages, 1))
+
+
+def check_row(
+    made: MemoryPlan,
+    limits: Limits,
+    advice: Callable[[], tuple[str, ...]],
+    *,
+    wanted: int | None = None,
+) -> None:
+    """Refuses a filled cache in which no row at full length fits.
+
+    Args:
+        made: the plan with `limits.pages`, what `fill` found.
+        wanted: pages that were asked for by number; fewer than a row's may be enough then.
+
+    Raises:
+        PlanError: it has `made` and what would make a row fit.
+    """
+    made.check(advice)
+    if limits.pages < min(limits.pages_per_row, wanted or limits.pages_per_row):
+        made.refuse(
+            f"the line that does not fit is the kv cache: {limits.pages:,} pages are left, and one "
+            f"row of {limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            advice(),
+        )
 
 
 def plan_hybrid(

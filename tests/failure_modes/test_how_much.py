@@ -130,6 +130,30 @@ def test_an_arena_does_not_grow_for_a_larger_request():
         jax.eval_shape(lambda arena: arena.read(spec_of(rows=8), "out"), arena)
 
 
+def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
+    """By shapes alone: 1, 32, 2048 and 1 again, each with the state of the one before."""
+    sizes = (1, 32, 2048)
+    limits = Limits(batch=2048, max_model_len=64, num_pages=4, decode_buckets=sizes[:-1])
+    params = packed_shapes(SMALLEST)
+    points = {entry.rows: entry for entry in entry_points(limits) if entry.kind == "decode"}
+    held = state = jax.eval_shape(lambda: new_state(SMALLEST, limits))
+
+    def step(rows, state):
+        entry = points[rows]
+        batch = entry.batch_shapes(limits.table_width)
+        return jax.eval_shape(functools.partial(entry.step(), SMALLEST), params, state, batch)[1]
+
+    for rows in (*sizes, 1):
+        state = step(rows, state)
+        assert jax.tree.structure(state) == jax.tree.structure(held)
+        assert jax.tree.leaves(state) == jax.tree.leaves(held), rows
+
+    first = dataclasses.replace(limits, batch=1, decode_buckets=())
+    naive = jax.eval_shape(lambda: new_state(SMALLEST, first))  # sized by what ran first
+    with pytest.raises(ArenaError, match="It never grows"):
+        step(2048, naive)
+
+
 # 10 -----------------------------------------------------------------------------------------------
 
 

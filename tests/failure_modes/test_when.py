@@ -123,12 +123,14 @@ def test_a_new_buffer_does_not_pass_unnoticed(params):
 
 def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
     engine = engine_of(params)
-    seen = {}
+    seen, kept = {}, ("weak_type", "sharding", "committed")
 
     def noting(name, step, when):
         def call(params, state, batch):
-            leaves, tree = jax.tree.flatten((state, batch))
-            avals = tuple((x.shape, str(x.dtype), getattr(x, "weak_type", False)) for x in leaves)
+            leaves, tree = jax.tree.flatten((params, state, batch))
+            avals = tuple(
+                (x.shape, str(x.dtype), *(getattr(x, name, None) for name in kept)) for x in leaves
+            )
             seen.setdefault(name, {}).setdefault(when, set()).add((tree, avals))
             return step(params, state, batch)
 
@@ -152,6 +154,38 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
     naive(jnp.zeros(4, jnp.bfloat16))  # the gate of the warm-up
     naive(jnp.zeros(4, jnp.float32))  # the gate of serving
     assert len(compiled) == 2
+
+    zeros, seal = jnp.zeros(4), Seal()
+    naive = jax.jit(lambda state: state * 3)
+    naive(zeros)  # a state that JAX has put on its default device
+    with seal.watch():
+        naive(jax.device_put(zeros, jax.devices()[0]))  # one that a restart has put there by name
+    assert seal.counts["compilation"] == 1 and not seal.counts["trace"]
+
+
+def test_the_warm_up_does_not_leave_anything_behind(params):
+    """It runs on dummy rows; what they write is another row's first page, or slot 0."""
+    engine = engine_of(params)
+    engine.start()
+    state = engine.state
+    fresh = new_state(SMALLEST, engine.limits)
+    for name in ("kv_cache", "conv_state", "ssm_state"):
+        assert np.asarray(getattr(state, name)).tobytes() == bytes(getattr(fresh, name).nbytes)
+    assert not any(np.asarray(counter).any() for counter in state.arena.persistent.values())
+
+    requests = prompts(3)
+    warm = [done.tokens for done in engine.generate(requests)]
+    cold = engine_of(params)
+    cold._state = fresh  # never warmed
+    cold.seal.hold(fresh)
+    assert warm == [done.tokens for done in cold.generate(requests)]
+
+    entry = entry_points(engine.limits)[-1]
+    batch, sampling = engine._padding(entry)
+    dummy = dict(seq_lens=batch.seq_lens + 1, state_indices=batch.state_indices + 1)
+    naive = (dataclasses.replace(batch, **dummy), sampling)  # a token in page 0, slot 0
+    _, state = engine.executables[str(entry)](engine._params, new_state(SMALLEST, BUCKETS), naive)
+    assert np.asarray(state.kv_cache)[:, 0].any() and np.asarray(state.ssm_state)[:, 0].any()
 
 
 def test_no_executable_is_missing_that_serving_reaches(params):
@@ -177,12 +211,14 @@ def test_eager_mode_does_not_run_unsealed(params):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_no_implementation_escapes_the_seal(params, implementation):
-    engine = Engine(SMALLEST, params, LIMITS, implementation=implementation, strict=True)
+    kept_steps(BUCKETS)  # the best's; what is named has executables of its own
+    limits = BUCKETS if implementation is None else LIMITS
+    engine = Engine(SMALLEST, params, limits, implementation=implementation, strict=True)
     engine.start()
     assert engine.seal._addresses
     engine.generate(prompts(2))
     assert not engine.seal.counts
-    refuses_what_is_lazy(engine, "decode of 3 x 1 tokens")
+    refuses_what_is_lazy(engine, f"decode of {limits.batches[0]} x 1 tokens")
 
 
 def test_a_seal_is_not_only_for_the_thread_that_made_it(params):

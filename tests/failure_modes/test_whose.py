@@ -5,8 +5,10 @@ Each test is named for what must not happen; "naive" is the design that it happe
 
 import ast
 import dataclasses
+import functools
 import gc
 import importlib
+import itertools
 import pkgutil
 import threading
 import warnings
@@ -157,6 +159,49 @@ def test_two_engines_do_not_share_a_buffer(params):
     assert [set(pointers(engine.state)) for engine in engines] == held
 
 
+def test_two_engines_do_not_mix_when_their_steps_alternate(params):
+    """200 decode steps, one of each in turn: the bits are those of either alone."""
+    kept_steps(TRIAL)
+    engines = [Engine(SMALLEST, params, limits) for limits in (LIMITS, TRIAL)]
+    entry = entry_points(LIMITS)[-1]
+
+    def begin(place):
+        """Three rows of one token, each on a page of its own."""
+        limits = engines[place].limits
+        batch, sampling = engines[place]._padding(entry)
+        tables = np.arange(3, dtype=np.int32)[:, None].repeat(limits.table_width, axis=1)
+        slots = np.asarray([2, 0, 1], np.int32)
+        batch = dataclasses.replace(batch, block_tables=tables, state_indices=slots)
+        first = np.asarray([[5], [90 + place], [200]], np.int32)
+        return batch, sampling, first, []
+
+    def step(place, number, state, batch, sampling, tokens, found):
+        lengths = np.full(3, number % 64 + 1, np.int32)
+        batch = dataclasses.replace(batch, tokens=tokens, seq_lens=lengths)
+        run = engines[place].executables[str(entry)]
+        tokens, state = run(engines[place]._params, state, (batch, sampling))
+        tokens = np.asarray(tokens)[:, None]
+        return state, (batch, sampling, tokens, [*found, tokens])
+
+    def outcome(state, batch, sampling, tokens, found):
+        caches = (state.kv_cache, state.conv_state, state.ssm_state)
+        return [np.stack(found).tobytes(), *(np.asarray(cache).tobytes() for cache in caches)]
+
+    alone = []
+    for place in range(2):
+        run, state = begin(place), new_state(SMALLEST, engines[place].limits)
+        for number in range(100):
+            state, run = step(place, number, state, *run)
+        alone.append(outcome(state, *run))
+    runs = [begin(place) for place in range(2)]
+    for number in range(100):
+        for place, engine in enumerate(engines):
+            engine._state, runs[place] = step(place, number, engine.state, *runs[place])
+    pairs = zip(engines, runs, strict=True)
+    assert [outcome(engine.state, *run) for engine, run in pairs] == alone
+    assert alone[0][0] != alone[1][0]
+
+
 def test_an_engine_that_is_gone_does_not_keep_its_bytes(params):
     engine = Engine(SMALLEST, params, LIMITS)
     engine.generate(prompts(1))
@@ -171,19 +216,53 @@ def test_an_engine_that_is_gone_does_not_keep_its_bytes(params):
 # 8 ------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def donating():
+    """Compiled once: an arena is an argument, and its old handle is void."""
+    return jax.jit(lambda arena, *args: decode(*args, arena=arena), donate_argnums=0)
+
+
 def test_one_arena_is_not_used_twice():
-    args = attention()
-    step = jax.jit(lambda arena, *args: decode(*args, arena=arena), donate_argnums=0)
-    arena = Arena.allocate(spec_for(args[0]) + spec_for(args[0]))
+    args, step = attention(), donating()
+    arena = Arena.allocate(spec_for(args[0]))
     step(arena, *args)
     with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
         step(arena, *args)
 
 
+def test_two_threads_do_not_both_write_to_one_arena():
+    """Exactly one has it, with its own numbers, and the other is told."""
+    models, step = [attention(seed=seed) for seed in range(2)], donating()
+    wanted = [np.asarray(decode(*model)[0]) for model in models]
+    step(Arena.allocate(spec_for(models[0][0])), *models[0])
+    for _ in range(50):
+        arena = Arena.allocate(spec_for(models[0][0]))
+        barrier, served, refused = threading.Barrier(2), [], []
+
+        def run(place, arena=arena, barrier=barrier, served=served, refused=refused):
+            barrier.wait()
+            try:
+                out, _, after = step(arena, *models[place])
+                served.append((place, np.asarray(out), after))
+            except (RuntimeError, ValueError) as caught:
+                refused.append(str(caught))
+
+        threads = [threading.Thread(target=run, args=(place,)) for place in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (place, out, after), (error,) = *served, refused
+        np.testing.assert_array_equal(out, wanted[place])
+        held = after.read(spec_for(models[0][0]), "out")[:, :2].reshape(out.shape)
+        np.testing.assert_array_equal(np.asarray(held), out)
+        assert "deleted" in error or "donated" in error
+
+
 def test_threads_with_an_arena_each_do_not_disturb_each_other():
     models = [attention(seed=seed) for seed in range(8)]
     wanted = [np.asarray(decode(*model)[0]) for model in models]
-    step = jax.jit(lambda arena, *args: decode(*args, arena=arena), donate_argnums=0)
+    step = donating()
     barrier, wrong = threading.Barrier(8), []
 
     def run(place):
@@ -243,6 +322,34 @@ def test_two_lanes_do_not_share_scratch():
         np.testing.assert_array_equal(np.asarray(out), wanted)
         held = lane.read(one, "out")[:, :2].reshape(wanted.shape)
         np.testing.assert_array_equal(np.asarray(held), wanted)
+
+
+def test_two_lanes_of_two_engines_do_not_share_scratch():
+    """A draft and a target, each in both of two micro-batches: four scratches, all in flight."""
+    one = spec_for(attention()[0])
+    arenas = [Arena.allocate(one + one).poison() for _ in range(2)]
+    models = [attention(seed=seed) for seed in range(4)]
+    first = [decode(*models[place], arena=arenas[place]) for place in range(2)]
+    both = [
+        (out, *decode(*models[2 + place], arena=arena.after(one)))
+        for place, (out, _, arena) in enumerate(first)
+    ]
+    ranges = []
+    for place, (target, draft, _, arena) in enumerate(both):
+        whole = dataclasses.replace(arena, start=())
+        for lane, model, out in ((whole, place, target), (arena, 2 + place, draft)):
+            wanted = np.asarray(decode(*models[model])[0])
+            np.testing.assert_array_equal(np.asarray(out), wanted)
+            held = lane.read(one, "out")[:, :2].reshape(wanted.shape)
+            np.testing.assert_array_equal(np.asarray(held), wanted)
+            for dtype, size in one.lanes:
+                begin = lane.lanes[dtype].unsafe_buffer_pointer()
+                begin += dict(lane.start).get(dtype, 0) * jnp.dtype(dtype).itemsize
+                ranges.append((begin, begin + size * jnp.dtype(dtype).itemsize))
+    ranges = sorted(each for each in ranges if each[0] < each[1])
+    assert len(ranges) >= 4
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    assert sum(arena.nbytes for arena in arenas) == 4 * one.nbytes
 
 
 def test_two_engines_in_flight_do_not_plan_for_one(params):

@@ -1,4 +1,8 @@
-"""Every op, with poison wherever no live token is: real rows keep their bits, padding is 0."""
+"""Ops with poison wherever no live token is: real rows keep their bits, padding is 0.
+
+`mla_append`, `gated_delta_net_decode` and `gated_delta_rule_prefill` have this in the whole step
+(`test_steps.py`), and alone in `test_mla_append.py`, `test_gdn_layer.py`, `test_gdn_prefill.py`.
+"""
 
 import dataclasses
 import functools
@@ -148,6 +152,21 @@ def test_padding_alone_and_none(device):
 
 
 @devices
+def test_every_length_up_to_a_tile(device):
+    """1 to 33 tokens, which 32 splits of a row never fill, in a batch one above a power of two."""
+    check_decode([*range(1, 34), *[0] * 32], DIMS[device], "nan")
+
+
+# Around a warp of 32 rows and a tile of 8: in XLA a row's place in the batch is no boundary.
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 7, 8, 9, 31, 32, 33])
+def test_batches_around_a_tile(batch):
+    """Every third row is padding."""
+    lens = [5, *((7 * row) % 23 * (row % 3 != 1) for row in range(1, 33))]
+    check_decode(lens[:batch], DIMS["gpu"], "nan", width=4)
+
+
+@devices
 @every_poison
 @pytest.mark.parametrize("away", [-1, 0, 1])
 def test_lengths_around_a_page_and_a_tile(away, poison, device):
@@ -168,8 +187,28 @@ def test_whatever_stands_in_a_table_past_its_row(tail, device):
     check_decode(lens, DIMS[device], "nan", tail=NO_PAGE[tail], width=6)
 
 
-def test_a_negative_length_is_padding():
-    check_decode([20, -1, -(2**31)], DIMS["cpu"], "nan")
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_a_negative_length_is_padding(q_len):
+    """The most negative one too, which less S tokens would be a long row's."""
+    check_decode([20, -1, -(2**31), 1 - 2**31], DIMS["cpu"], "nan", q_len=q_len)
+
+
+@every_poison
+def test_a_length_of_garbage_reaches_no_other_row(poison):
+    """2^31 - 1 tokens in a row without a page: traced, as a step has it, it cannot be refused."""
+    dims, lens = DIMS["cpu"], [13, 0, 70, 0]
+    clean = decode(attention(lens, dims=dims, q_len=2), dims)
+    q, cache, tables, lengths = attention(lens, dims=dims, q_len=2, poison=poison)
+    for garbage in (2**31 - 1, 2**31 - 64, 10**6):
+        out, lse = decode((q, cache, tables, lengths.at[1].set(garbage)), dims, poison=poison)
+        for row in (0, 2):
+            same_bits(out[row], clean[0][row])
+            same_bits(lse[row], clean[1][row])
+        is_zero(out[3])
+        # Nothing is made up for it: a page that does not exist is NaN.
+        assert np.isnan(np.asarray(out[1], np.float32)).all()
+        with pytest.raises(ValueError, match=f"seq_lens holds {garbage}, but block_tables"):
+            mla.mla_decode(q, cache, tables, lengths.at[1].set(garbage), scale=SCALE, layer=1)
 
 
 @devices
@@ -417,6 +456,32 @@ def test_parts_that_saw_nothing_merge_to_nothing():
     same_bits(clean[0][1], outs[0][1])
     is_zero(clean[0][2])
     assert np.isneginf(np.asarray(clean[1][2])).all()
+
+
+@every_poison
+def test_rows_with_fewer_tokens_than_splits(poison):
+    """Rows of 1 to 33 tokens in 32 splits: what the empty ones hold is never read."""
+    rng, lens, splits = np.random.default_rng(0), np.arange(1, 34), 32
+    scores, values = rng.normal(size=(33, 33)), rng.normal(size=(33, 33, 4))
+    weights = np.where(np.arange(33) < lens[:, None], np.exp(scores), 0)
+    outs, lses = {}, []
+    for split in range(splits):
+        mine = np.where(np.arange(33) % splits == split, weights, 0)
+        total = mine.sum(-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out = (np.einsum("bk,bkd->bd", mine, values) / total[:, None])[:, None]
+            lses.append(jnp.asarray(np.log(total)[:, None], jnp.float32))
+        for kind in (None, poison):
+            empty = fill(out.shape, np.float32, kind)
+            held = np.where((total > 0)[:, None, None], out, empty).astype(np.float32)
+            outs.setdefault(kind, []).append(jnp.asarray(held))
+    assert np.isneginf(np.asarray(lses)).sum() == 31 * 32 / 2
+    clean, dirty = (mla.merge_attention_states(outs[kind], lses) for kind in (None, poison))
+    for one, other in zip(dirty, clean, strict=True):
+        same_bits(one, other)
+    wanted = np.einsum("bk,bkd->bd", weights, values) / weights.sum(-1)[:, None]
+    np.testing.assert_allclose(np.asarray(dirty[0])[:, 0], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(dirty[1])[:, 0], np.log(weights.sum(-1)), rtol=1e-5)
 
 
 # Recurrent states ---------------------------------------------------------------------------------

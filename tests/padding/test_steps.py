@@ -14,6 +14,7 @@ import pytest
 from engine_cases import SMALLEST
 from poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits
 
+from jaxattn.models import hybrid
 from jaxattn.models.hybrid import (
     PAGE_SIZE,
     DecodeBatch,
@@ -102,15 +103,23 @@ def prefill_case(device, lens, slots, chunk, poison):
     return prefill_step, state, PrefillBatch(tokens, *fields)
 
 
-def check(make, device, lens, slots, *rest, poison):
+def check(make, device, lens, slots, *rest, poison, garbage=0):
+    """Runs the case without poison and with it, and compares; `garbage` is padding rows' length."""
     step, clean, batch = make(device, lens, slots, *rest, None)
     run, params = step_of(device, step), params_of(device)
     wanted, after_clean = run(params, jax.tree.map(jnp.asarray, clean), batch)
     _, dirty, batch = make(device, lens, slots, *rest, poison)
-    logits, after = run(params, jax.tree.map(jnp.asarray, dirty), batch)
     real = np.asarray(lens) > 0
+    seq_lens = np.where(real, lens, garbage).astype(np.int32)
+    if garbage:  # and a page of somebody else
+        batch.block_tables[~real] = batch.block_tables[real][0, 0]
+    batch = dataclasses.replace(batch, seq_lens=seq_lens)
+    logits, after = run(params, jax.tree.map(jnp.asarray, dirty), batch)
     same_bits(logits[real], wanted[real])
-    is_zero(logits[~real])
+    if garbage > 0 and make is decode_case:
+        logits = logits[real]  # what a length above 0 sees is its row's own affair
+    else:
+        is_zero(logits[~real])
     assert np.isfinite(np.asarray(logits)).all()
     if real.any():
         for one, other in zip(fp8_scale(logits), fp8_scale(wanted[real]), strict=True):
@@ -163,6 +172,60 @@ def test_decode_of_padding_alone(poison, device):
 @pytest.mark.parametrize("chunk", [1, 7, 8])
 def test_a_chunk_with_a_tail_and_a_padding_row(chunk, poison, device):
     check(prefill_case, device, [66 + chunk, 0, chunk], [4, -1, 0], chunk, poison=poison)
+
+
+@every_poison
+@pytest.mark.parametrize("garbage", [-1, -(2**31), 10**6, 2**31 - 1])
+def test_no_slot_beside_a_length_of_garbage(garbage, poison):
+    """Neither a page nor a slot of anybody is written, and no other row's logits change."""
+    for q_len in (1, 4):
+        lens = [max(n, q_len) if n else 0 for n in LENS]
+        check(decode_case, "cpu", lens, IN_USE, q_len, poison=poison, garbage=garbage)
+    check(prefill_case, "cpu", [73, 0, 7], [4, -1, 0], 7, poison=poison, garbage=garbage)
+
+
+@pytest.mark.parametrize("layers", [1, 61])
+def test_an_arena_poisoned_between_layers_and_steps(layers, monkeypatch):
+    """What a layer left in scratch is nothing to the next one, whatever the depth."""
+    config = dataclasses.replace(SMALLEST, num_repeats=layers)
+    monkeypatch.setitem(CONFIGS, "cpu", config)
+    traced = []
+
+    def step(params, state, batch, between):
+        traced.append(between)
+        return decode_step(config, params, state, batch, implementation="xla")
+
+    def spoiled(state):
+        arenas = state.arena.poison(), state.arena
+        arena = jax.tree.map(lambda dirty, kept: jnp.where(traced[-1], dirty, kept), *arenas)
+        return dataclasses.replace(state, arena=arena)
+
+    for layer in (hybrid.GDNLayer, hybrid.MLALayer):
+
+        def decode(self, x, state, *rest, real=layer.decode):
+            x, state = real(self, x, spoiled(state), *rest)
+            return x, spoiled(state)
+
+        monkeypatch.setattr(layer, "decode", decode)
+
+    rng = np.random.default_rng(0)
+    shapes = hybrid.abstract_model(config)[1]
+    params = jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), shapes)
+    _, first, batch = decode_case("cpu", LENS, IN_USE, 1, None)
+    run = jax.jit(step)
+    found = {}
+    for between in (False, True):
+        state, logits = first, []
+        for longer in range(2):
+            seq_lens = np.where(batch.seq_lens > 0, batch.seq_lens + longer, 0)
+            each, state = run(params, state, dataclasses.replace(batch, seq_lens=seq_lens), between)
+            logits.append(each)
+        lanes = [np.asarray(lane, np.float32) for lane in state.arena.lanes.values() if lane.size]
+        assert all(np.isnan(lane).all() for lane in lanes) == between  # it was there
+        found[between] = [*logits, state.kv_cache, state.conv_state, state.ssm_state]
+    for clean, poisoned in zip(found[False], found[True], strict=True):
+        same_bits(clean, poisoned)
+    assert np.isfinite(found[True][0]).all() and np.asarray(found[True][0]).any()
 
 
 @devices
