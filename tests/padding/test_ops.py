@@ -157,15 +157,6 @@ def test_every_length_up_to_a_tile(device):
     check_decode([*range(1, 34), *[0] * 32], DIMS[device], "nan")
 
 
-# Around a warp of 32 rows and a tile of 8: in XLA a row's place in the batch is no boundary.
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 7, 8, 9, 31, 32, 33])
-def test_batches_around_a_tile(batch):
-    """Every third row is padding."""
-    lens = [5, *((7 * row) % 23 * (row % 3 != 1) for row in range(1, 33))]
-    check_decode(lens[:batch], DIMS["gpu"], "nan", width=4)
-
-
 @devices
 @every_poison
 @pytest.mark.parametrize("away", [-1, 0, 1])
