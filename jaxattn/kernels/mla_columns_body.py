@@ -279,9 +279,6 @@ def make_body(
                     plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), p)
                 return refs
 
-            def finished(accs: Any) -> tuple[jax.Array, ...]:
-                return tuple(accs) if interpret else tuple(ref[...] for ref in accs)
-
             def with_values(accs: tuple[jax.Array, ...], kv: Any) -> tuple[jax.Array, ...]:
                 def run(*refs: Any) -> tuple[jax.Array, ...]:
                     begun = add_values(refs, accs, kv)

@@ -65,8 +65,8 @@ def plan(
         )
     params = hybrid.packed_shapes(model)
     beside: Any = {"outside": known.DRIVER, "outside_basis": "assumed"}
-    filled = limits.num_pages is None
-    if filled:
+    asked = limits.num_pages
+    if asked is None:
         limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
         row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
         bounds = hybrid.from_shapes(model, row, params, None)
@@ -77,8 +77,5 @@ def plan(
     def advice() -> tuple[str, ...]:
         return hybrid.advice(model, limits, memory, params, bounds, **beside)
 
-    if filled:
-        hybrid.check_row(made, limits, advice)
-    else:
-        made.check(advice)
+    hybrid.check_row(made, limits, advice, wanted=asked)
     return made

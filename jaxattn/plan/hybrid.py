@@ -122,13 +122,14 @@ def check_row(
     limits: Limits,
     advice: Callable[[], tuple[str, ...]],
     *,
-    wanted: int | None = None,
+    wanted: int | None,
 ) -> None:
-    """Refuses a filled cache in which no row at full length fits.
+    """Refuses what does not fit, and a filled cache in which no row at full length does.
 
     Args:
-        made: the plan with `limits.pages`, what `fill` found.
-        wanted: pages that were asked for by number; fewer than a row's may be enough then.
+        made: the plan with `limits.pages`.
+        wanted: pages that were asked for by number, of which fewer than a row's may be enough;
+            None: `fill` found as many as there is room for.
 
     Raises:
         PlanError: it has `made` and what would make a row fit.
