@@ -5,7 +5,11 @@ thread is inside `Seal.watch` they belong to that seal's engine: counted, or in 
 before they start. Tuning happens inside a compilation, so it is refused with it. What other threads
 and other engines compile meanwhile is theirs.
 
-Buffers: the engine's own must stay at the addresses that they had when it was sealed.
+Buffers: the engine's own must stay at the addresses that they had when it was sealed, and a step
+may leave no other behind. In strict mode a thread inside `watch` runs and copies nothing on the
+device but inside `allowed`, so that no buffer can come to be (what is refused may be called a
+trace, since JAX looks for its executable anew); otherwise the process's arrays are counted before
+and after, with those that other threads make meanwhile.
 """
 
 import collections
@@ -22,6 +26,9 @@ EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compilation",
 }
+
+# What JAX says of what `_nothing_runs` refuses.
+_REFUSALS = ("no_execution", "Disallowed host-to-device transfer")
 
 _inside = threading.local()
 _listening = threading.Lock()
@@ -52,13 +59,28 @@ class Seal:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """What this thread traces or compiles inside counts."""
+        """What this thread traces, compiles or allocates inside counts."""
         outer = getattr(_inside, "seal", None)
         _inside.seal = self
         try:
-            yield
+            if self.strict:
+                with _nothing_runs(True):
+                    yield
+            else:
+                before = len(jax.live_arrays())
+                yield
+                if (more := len(jax.live_arrays()) - before) > 0:
+                    self.note("buffer", f"{more} array(s) more than before the step")
+        except RuntimeError as error:
+            if isinstance(error, SealError) or not any(text in str(error) for text in _REFUSALS):
+                raise
+            self.note("buffer", str(error))
         finally:
             _inside.seal = outer
+
+    def allowed(self) -> contextlib.AbstractContextManager[None]:
+        """Inside of it the engine's own executables run, inside of `watch`."""
+        return _nothing_runs(False) if self.strict else contextlib.nullcontext()
 
     def hold(self, tree: Any) -> None:
         """These are the buffers; `check` compares with them."""
@@ -86,6 +108,14 @@ class Seal:
                 f"{kind} after the engine was sealed: {what}; everything a step needs must be "
                 "among the executables that were warmed up"
             )
+
+
+@contextlib.contextmanager
+def _nothing_runs(refused: bool) -> Iterator[None]:
+    """Whether this thread's executions, and its copies to a device, are refused."""
+    transfers = "disallow_explicit" if refused else "allow"
+    with jax.no_execution(refused), jax.transfer_guard_host_to_device(transfers):
+        yield
 
 
 def _addresses(tree: Any) -> list[int]:

@@ -315,6 +315,46 @@ def test_a_moved_buffer_is_noticed():
     assert seal.counts["buffer"] == 1
 
 
+@pytest.mark.parametrize("make", ["run", "copy"])
+def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
+    """Of what is compiled already, or of the host's; refused before it is there."""
+    double, x, host = jax.jit(lambda x: x * 2), jnp.ones(3), np.ones(3, np.float32)
+    double(x)
+    some = {"run": lambda: double(x), "copy": lambda: jax.device_put(host)}[make]
+    seal, kept = Seal(strict=True), []
+    with pytest.raises(SealError, match="after the engine was sealed"), seal.watch():
+        kept.append(some())
+    assert not kept and seal.counts.total() == 1
+    with seal.watch(), seal.allowed():
+        some()
+    kept.append(some())  # outside
+    assert seal.counts.total() == 1
+
+    seal = Seal()
+    with seal.watch():
+        some()  # comes and goes
+    assert not seal.counts
+    with seal.watch():
+        kept.append(some())
+    assert seal.what == ["buffer: 1 array(s) more than before the step"]
+
+
+def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain):
+    double, x, kept = jax.jit(lambda x: x * 2), jnp.ones(3), []
+    double(x)
+    for strict in (True, False):
+        engine = Engine(SMALLEST, params, LIMITS, strict=strict)
+        real = engine._decode_batch
+        engine._decode_batch = lambda *args, real=real: kept.append(double(x)) or real(*args)
+        if strict:
+            with pytest.raises(SealError, match="after the engine was sealed"):
+                engine.start(), kept.clear(), engine.generate(prompts(1))
+            assert not kept
+        else:
+            engine.generate(prompts(1))
+            assert engine.seal.counts == {"buffer": engine.stats.decode_steps}
+
+
 def test_a_hundred_mixed_steps_compile_nothing_and_keep_every_buffer(bucketed):
     bucketed.start()
     gc.collect()
