@@ -29,7 +29,8 @@ import numpy as np
 from jaxattn.bench import mla
 from jaxattn.bench.timing import rotation
 
-CALLS, REPEATS, WARMUP = 32, 7, 0.3  # calls of a graph, its replays, seconds of replays before
+CALLS, REPEATS = 32, 7  # calls of a graph, its replays
+WARMUP = 0.025  # seconds of replays before, as timing.py has
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
 DIM = 128  # of the delta rule's keys and values
 
