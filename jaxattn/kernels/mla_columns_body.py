@@ -23,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
-from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
+from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE
 from jaxattn.kernels.mla_latents import BLOCKS
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
-from jaxattn.kernels.mla_schedule import PAGE
+from jaxattn.kernels.mla_schedule import PAGE, copies_of
 from jaxattn.kernels.mla_widen import HandOver, Ring, allocated, produce, ring_types
 from jaxattn.mla_cache import BLOCK, LatentFormat
 

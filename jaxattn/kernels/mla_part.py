@@ -1,7 +1,7 @@
-"""What a block of `mla_decode_columns` has to do: its part of the rows, in pieces, page by page.
+"""What a block of the MLA decode kernels has to do: its part of the rows, in pieces, page by page.
 
-A piece is a row, or what of it lies in this part, or `piece_pages` pages of that. The warpgroups
-that share a piece take its pages in turns. Consumers walk their pieces one by one; who loads runs
+A piece is a row, or what of it lies in this part, or `piece_pages` pages of that. Warpgroups may
+share a piece, and take its pages in turns. Consumers walk their pieces one by one; who loads runs
 ahead of them, and finds the page after a page with `following`.
 """
 
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxattn.kernels.mla_body import copies_of
-from jaxattn.kernels.mla_schedule import PAGE
+from jaxattn.kernels.mla_schedule import PAGE, copies_of
 
-WARPGROUPS = 2  # that take a piece's pages in turns
+WARPGROUPS = 2  # of `mla_decode_columns`, which take a piece's pages in turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Part:
         kv_ref: the cache [L, N, C, Ds].
         layer: of the cache.
         piece_pages: `Schedule.piece`.
+        turns: warpgroups that take a piece's pages in turns.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -38,6 +38,7 @@ class Part:
     kv_ref: Any
     layer: jax.Array
     piece_pages: int
+    turns: int = WARPGROUPS
 
     @property
     def page_size(self) -> int:
@@ -47,13 +48,15 @@ class Part:
     def max_pages(self) -> int:
         return -(-self.table_ref.shape[1] * self.page_size // PAGE)
 
-    def _some_row(self, row: jax.Array) -> jax.Array:
+    def some_row(self, row: jax.Array) -> jax.Array:
         """The row, or any where the part ends behind the last."""
         return jnp.minimum(row, self.lens_ref.shape[0] - 1)
 
     def pages_of(self, row: jax.Array) -> jax.Array:
-        pages = lax.div(self.lens_ref[self._some_row(row)] + PAGE - 1, PAGE)
-        return jnp.minimum(pages, self.max_pages)
+        return self.pages_in(self.lens_ref[self.some_row(row)])
+
+    def pages_in(self, length: jax.Array) -> jax.Array:
+        return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
 
     def _stop_of(self, row: jax.Array) -> jax.Array:
         # No further than the row: it may have shrunk since the schedule was made.
@@ -83,24 +86,30 @@ class Part:
         rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, rows, each, carry)
 
-    def first(self, turn: jax.Array) -> Any:
+    def first(self, turn: jax.Array | int) -> Any:
         """The first page for the warpgroup `turn` of a piece: (row, page, stop, piece's start).
 
         There is none if page >= stop.
         """
         row, start = self.begin
-        return self._settle((row, start + turn, self._piece_stop(row, start), start), turn)
+        return self.settle((row, start + turn, self._piece_stop(row, start), start), turn)
 
     def following(self, at: Any, turn: jax.Array) -> Any:
         """That warpgroup's next page, of the same piece or a later one."""
         row, page, stop, start = at
-        return self._settle((row, page + WARPGROUPS, stop, start), turn)
+        return self.settle((row, page + self.turns, stop, start), turn)
+
+    def after(self, row: jax.Array, start: jax.Array, steps: jax.Array) -> Any:
+        """Behind a piece, as `settle` takes it."""
+        return row, start + steps, start + steps, start
 
     def _piece_stop(self, row: jax.Array, start: jax.Array) -> jax.Array:
         stop = self._stop_of(row)
         return jnp.minimum(start + self.piece_pages, stop) if self.piece_pages else stop
 
-    def _settle(self, at: Any, turn: jax.Array) -> Any:
+    def settle(self, at: Any, turn: jax.Array | int) -> Any:
+        """The same, or where its piece has no such page the first of a later one."""
+
         def passed(at):
             row, page, stop, _ = at
             later = row < self.end[0]
@@ -121,7 +130,7 @@ class Part:
 
     def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
         """Where in the cache a page is; from `stop` on, the page before it."""
-        row = self._some_row(row)
+        row = self.some_row(row)
         page = jnp.clip(page, 0, jnp.maximum(stop - 1, 0))
         if self.page_size == PAGE:
             return [self.table_ref[row, page]]

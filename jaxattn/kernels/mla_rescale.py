@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
@@ -19,22 +20,53 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:
     """acc [64, N] with its rows multiplied, by the warps that have a factor other than 1."""
-    tile = plgpu.Layout.WGMMA
     if interpret:
         return acc * lax.broadcast_in_dim(factors, acc.shape, [0])
+    return _by_warps(_rescaled, acc, factors)
+
+
+def emptied(acc: jax.Array, totals: jax.Array, *, interpret: bool) -> jax.Array:
+    """acc [64, N] with 0 in the rows whose total is negative, by the warps that have one."""
+    if interpret:
+        return jnp.where(lax.broadcast_in_dim(totals, acc.shape, [0]) < 0, 0.0, acc)
+    return _by_warps(_emptied, acc, totals)
+
+
+def _by_warps(change: Any, acc: jax.Array, factors: jax.Array) -> jax.Array:
+    tile = plgpu.Layout.WGMMA
     return plgpu.inline_mgpu(
         arg_types=(tile, tile.reduce(1)),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=tile),
-    )(_rescaled)(acc, factors)
+    )(change)(acc, factors)
 
 
 def _rescaled(ctx: Any, acc: Any, factors: Any) -> Any:
     del ctx
-    one = mgpu.c(1.0, ir.F32Type.get())
-    each = [vector.extract(x, [], [0]) for x in factors.registers.flat]
-    changed = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in each]
-    mine = arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, changed))
-    # A branch and not a select: what a warp's other threads need decides for all of them.
+    change = lambda: acc * factors.broadcast_in_dim(acc.shape, (0,), acc.layout)  # noqa: E731
+    return _where_any(factors, arith.CmpFPredicate.UNE, 1.0, acc, change)
+
+
+def _emptied(ctx: Any, acc: Any, totals: Any) -> Any:
+    del ctx
+
+    def change() -> Any:
+        wide = totals.broadcast_in_dim(acc.shape, (0,), acc.layout)
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        zero = mgpu.FragmentedArray.splat(zero, acc.shape, acc.layout)
+        return (wide < zero).select(zero, acc)
+
+    return _where_any(totals, arith.CmpFPredicate.OLT, 0.0, acc, change)
+
+
+def _where_any(rows: Any, predicate: Any, bound: float, acc: Any, change: Any) -> Any:
+    """change() in the warps of which a thread has a row that compares so with `bound`, else acc.
+
+    A branch and not a select: what a warp's other threads need decides for all of them.
+    """
+    limit = mgpu.c(bound, ir.F32Type.get())
+    each = [vector.extract(x, [], [0]) for x in rows.registers.flat]
+    found = [arith.cmpf(predicate, x, limit) for x in each]
+    mine = arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, found))
     anyone = llvm.inline_asm(
         mine.type,
         [mine],
@@ -43,12 +75,10 @@ def _rescaled(ctx: Any, acc: Any, factors: Any) -> Any:
         "=r,r",
         has_side_effects=True,
     )
-    zero = mgpu.c(0, mine.type)
-    some = arith.cmpi(arith.CmpIPredicate.ne, anyone, zero)
+    some = arith.cmpi(arith.CmpIPredicate.ne, anyone, mgpu.c(0, mine.type))
     branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
-        product = acc * factors.broadcast_in_dim(acc.shape, (0,), acc.layout)
-        scf.yield_(list(product.registers.flat))
+        scf.yield_(list(change().registers.flat))
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(list(acc.registers.flat))
     registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)

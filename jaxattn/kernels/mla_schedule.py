@@ -112,6 +112,11 @@ class Schedule:
         return jnp.where(index == 0, slots[0], slots[2] + stride * index)
 
 
+def copies_of(page_size: int) -> int:
+    """Copies that bring 64 tokens, from pages of 16, 32, 64 or 128."""
+    return max(1, PAGE // page_size)
+
+
 def num_steps(max_pages: int, page_size: int) -> int:
     """64 tokens at a time, `max_pages` pages of the cache."""
     return -(-max_pages * page_size // PAGE)

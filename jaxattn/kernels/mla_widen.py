@@ -19,10 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.mla_body import copies_of
 from jaxattn.kernels.mla_latents import BLOCKS, FIRST_SCALE, SCALE_BYTES, STEPS, Latents
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
-from jaxattn.kernels.mla_schedule import PAGE
+from jaxattn.kernels.mla_schedule import PAGE, copies_of
 from jaxattn.mla_cache import BLOCK, BYTES
 
 SHARED_MEMORY = 227 * 1024  # bytes of a block
