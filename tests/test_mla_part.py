@@ -10,7 +10,7 @@ from jaxattn.kernels.mla_part import WARPGROUPS, Part
 ROWS, PAGES = 4, 7
 
 
-def walks(begin, end, lens, turn, piece_pages):
+def walks(begin, end, lens, turn, piece_pages, turns):
     """How many pages warpgroup `turn` takes and their (row, page): piece by piece, and ahead."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
     part = Part(tuple(begin), tuple(end), lens, table, cache, 0, piece_pages)
@@ -21,20 +21,23 @@ def walks(begin, end, lens, turn, piece_pages):
         return count + 1, pages.at[count].set(jnp.stack([row, page]))
 
     def piece(row, start, steps, taken):
-        mine = (steps + WARPGROUPS - 1 - turn) // WARPGROUPS
-        each = lambda i, taken: add(taken, row, start + turn + WARPGROUPS * i)  # noqa: E731
+        mine = (steps + turns - 1 - turn) // turns
+        each = lambda i, taken: add(taken, row, start + turn + turns * i)  # noqa: E731
         return jax.lax.fori_loop(0, mine, each, taken)
 
     def ahead(state):
         at, taken = state
-        return part.following(at, turn), add(taken, *at[:2])
+        row, page, stop, start = at
+        # A warpgroup that has all pages goes on behind a page as behind a piece of that one.
+        one = part.settle(part.after(row, page, 1)[:2] + (stop, start), 0)
+        return part.following(at, turn) if turns > 1 else one, add(taken, row, page)
 
     some_left = lambda state: state[0][1] < state[0][2]  # noqa: E731
     first = part.first(turn), nothing
     return part.each_piece(piece, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
 
 
-def expected(begin, end, lens, turn, piece_pages):
+def expected(begin, end, lens, turn, piece_pages, turns):
     pages = []
     for row in range(begin[0], min(end[0] + 1, ROWS)):
         start = begin[1] if row == begin[0] else 0
@@ -42,12 +45,13 @@ def expected(begin, end, lens, turn, piece_pages):
         size = piece_pages or max(stop - start, 1)
         for first in range(start, stop, size):
             last = min(first + size, stop)
-            pages += [(row, page) for page in range(first + turn, last, WARPGROUPS)]
+            pages += [(row, page) for page in range(first + turn, last, turns)]
     return pages
 
 
+@pytest.mark.parametrize("turns", [1, WARPGROUPS])
 @pytest.mark.parametrize("piece_pages", [0, 3])
-def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages):
+def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages, turns):
     """Cuts that know nothing of the lengths: rows may have shrunk since a schedule was made."""
     rng = np.random.default_rng(piece_pages)
     cases, size = 300, piece_pages or 1
@@ -55,10 +59,10 @@ def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages):
     line = np.sort(rng.integers(0, ROWS * PAGES + 1, (cases, 2)), axis=1)
     rows, pages = line // PAGES, line % PAGES // size * size
     cuts = np.stack([rows, pages], axis=-1)  # [cases, begin and end, (row, page)]
-    turn = rng.integers(0, WARPGROUPS, cases)
+    turn = rng.integers(0, turns, cases)
     args = [jnp.asarray(x, jnp.int32) for x in (cuts[:, 0], cuts[:, 1], lens, turn)]
-    run = jax.jit(jax.vmap(lambda *args: walks(*args, piece_pages)))
+    run = jax.jit(jax.vmap(lambda *args: walks(*args, piece_pages, turns)))
     for count, taken in run(*args):
         for i in range(cases):
-            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], turn[i], piece_pages)
+            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], turn[i], piece_pages, turns)
             assert [tuple(x) for x in np.asarray(taken[i, : int(count[i])])] == wanted

@@ -15,7 +15,7 @@ are in shared memory, in quarters of 128 columns,
 
     columns 0:128      2 pages    warpgroup 1 reads them last, and then copies the page after next
     the others         3 pages    warpgroup 1 or 2 likewise, three pages on
-    rope columns       3 pages    with the last; P takes their place once the scores are there
+    rope columns       3 pages    warpgroup 2, then; P takes their place once the scores are there
 
 (a model without rotated dims has none of the last, and P has their place to itself). The first
 quarter, for which there is no third place, comes last in Q K^T and first in P K. To have room for
@@ -126,7 +126,7 @@ def make_body(
             begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
             end=(cuts_ref[0, part_index + 1], cuts_ref[1, part_index + 1]),
             lens_ref=lens_ref, table_ref=table_ref, kv_ref=kv_ref, layer=layer_ref[0],
-            piece_pages=piece_pages, turns=1,
+            piece_pages=piece_pages,
         )  # fmt: skip
         packed = pl.ds(tile * TILE, TILE)
 
@@ -154,8 +154,8 @@ def make_body(
             return q_refs[0].at[heads, row, token, pl.ds(first, width)]
 
         def load_q(at: Any) -> Any:
-            """The queries of the part's first row from there on, if there is one; returns the
-            quarters in registers."""
+            """The queries of the part's first row from there on, if there is one. Returns the
+            quarters in registers; if there is none, those of some row."""
             row, page, stop = part.settle(at, 0)[:3]
 
             @pl.when(page < stop)

@@ -28,7 +28,6 @@ class Part:
         kv_ref: the cache [L, N, C, Ds].
         layer: of the cache.
         piece_pages: `Schedule.piece`.
-        turns: warpgroups that take a piece's pages in turns.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -38,7 +37,6 @@ class Part:
     kv_ref: Any
     layer: jax.Array
     piece_pages: int
-    turns: int = WARPGROUPS
 
     @property
     def page_size(self) -> int:
@@ -97,7 +95,7 @@ class Part:
     def following(self, at: Any, turn: jax.Array) -> Any:
         """That warpgroup's next page, of the same piece or a later one."""
         row, page, stop, start = at
-        return self.settle((row, page + self.turns, stop, start), turn)
+        return self.settle((row, page + WARPGROUPS, stop, start), turn)
 
     def after(self, row: jax.Array, start: jax.Array, steps: jax.Array) -> Any:
         """Behind a piece, as `settle` takes it."""

@@ -35,11 +35,11 @@ class Shared:
     kv: Any  # [place, 64, 128], quarters of pages
     rope: Any  # [PAGES, 64, 64], rope columns of pages, then P
     rescale: Any  # float32 [PAGES, 64], of the rows, before the page is added
-    sums: Any  # float32 [64], of a piece's rows at its end; negative: it sees no key
+    sums: Any  # float32 [64], of a piece's rows at its end; negative where one sees no key
     kv_loaded: Any
     rope_loaded: Any
     p_written: Any  # and the rescaling
-    p_read: Any  # by warpgroup 1
+    p_read: Any  # by warpgroup 1, where rope columns take its place
     scores_done: Any  # but of a piece's first page
     sums_written: Any
     sums_read: Any  # by both
@@ -125,9 +125,9 @@ def multiply(
                 some = source.at[:, pl.ds(RANK, ROPE)]
                 plgpu.copy_gmem_to_smem(some, to, shared.rope_loaded.at[slot])
 
-    # The pages to load next: of columns 0:128, of which there are only two, the one before the
-    # other columns'. A page is (its number in the row, whether there is one, places in the cache),
-    # the latter also a place of the part.
+    # `pages`: the next to load of columns 0:128, which have two places, and the one after it, the
+    # next of the other columns. A page is (number in its row, whether there is one, where in the
+    # cache), the second with its whole position in the part, as `settle` has it, instead.
     def found(at: Any) -> Any:
         return at, part.numbers(*at[:3])
 
@@ -136,7 +136,8 @@ def multiply(
         return page, page < stop, numbers
 
     def later(pages: Any, goes_on: Any = True) -> Any:
-        """The same where it does not go on; what is read for it is not looked at here."""
+        """The same where it does not go on. No select over what is read of the table here: it would
+        wait for the load."""
         before, ahead = pages
         row, page, stop, start = ahead[0]
         before = jax.tree.map(functools.partial(jnp.where, goes_on), page_of(ahead), before)
@@ -219,17 +220,19 @@ def multiply(
 
             accs = multiplied(accs, shared.rope.at[slot], values, refill_first)
 
-            @pl.when(jnp.logical_not(is_right))
-            def _():
-                plgpu.barrier_arrive(shared.p_read.at[slot])
+            if rope:
+
+                @pl.when(jnp.logical_not(is_right))
+                def _():
+                    plgpu.barrier_arrive(shared.p_read.at[slot])
 
             plgpu.commit_smem()
             pl.when(free)(lambda: refill(1, pages, now))
+            if rope:  # takes P's place; without it P's own place is free with the quarters'
 
-            @pl.when(is_right)
-            def _():
-                plgpu.barrier_wait(shared.p_read.at[slot])
-                if rope:
+                @pl.when(is_right)
+                def _():
+                    plgpu.barrier_wait(shared.p_read.at[slot])
                     pl.when(free)(lambda: load_rope(page_of(pages[1]), now))
 
             return accs, later(pages, free)
