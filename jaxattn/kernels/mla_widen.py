@@ -112,8 +112,7 @@ def produce(
         is_later = later[1] < later[2]
 
         def take(step: int, slot: jax.Array) -> None:
-            """The slot, which has been read, is loaded again."""
-            plgpu.commit_smem()  # all four warps have read it
+            """The slot, which all four warps have read, is loaded again."""
             ahead = step + depth
             if ahead < STEPS:
                 load(ahead, page, numbers, slot)
@@ -140,21 +139,21 @@ def produce(
         if latents.scaled:
             plgpu.barrier_wait(ring.scales_loaded.at[turn])
             scales = latents.read_scales(ring.scales.at[turn])
-        take(0, slot)
-        if latents.scaled:
-            pl.when(is_later)(lambda: load_scales(later[1], numbers_later))
         wait_for_room(0)
         rope[...] = latents.widen_rope(some)
         hand_over(0)
+        take(0, slot)
+        if latents.scaled:
+            pl.when(is_later)(lambda: load_scales(later[1], numbers_later))
 
         for block in range(BLOCKS):
             slot = slot_of(1 + block)
             some = latents.read(ring.numbers.at[turn, slot])
-            take(1 + block, slot)
             # Only then widened: it takes twice the registers.
             wait_for_room(1 + block)
             kv[:, pl.ds(block * BLOCK, BLOCK)] = latents.widen(some, block, scales)
             hand_over(1 + block)
+            take(1 + block, slot)
         return pages_before + 1, later, numbers_later
 
     def piece(row, start, steps, carry):
