@@ -1,4 +1,4 @@
-"""The body of `mla_decode_columns`: two warpgroups, consumers, that take a row's pages in turns.
+"""The body of `mla_decode_columns`: two warpgroups that take a row's pages in turns.
 
 Heads are the columns of both products, so that a few of them cost a few columns:
 
@@ -9,12 +9,12 @@ The softmax runs over the scores turned round through shared memory, so that a h
 warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and the
 two meet at the end of a row's piece, in shared memory again.
 
-A page of a 16-bit cache comes by TMA as it is; FP8 ones are widened by two warpgroups more, in
-mla_widen.py, which hand a page over block by block.
+Pages come by TMA as they are stored. K and V of a 16-bit cache are read by wgmma where they lie;
+those of an FP8 one are widened on their way through registers, by mla_fragments.py.
 """
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +24,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE, copies_of
-from jaxattn.kernels.mla_latents import BLOCKS
+from jaxattn.kernels.mla_fragments import (
+    BLOCKS,
+    SCALE_BYTES,
+    SWIZZLED,
+    Fragments,
+    store_output,
+)
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
 from jaxattn.kernels.mla_schedule import PAGE
-from jaxattn.kernels.mla_widen import HandOver, Ring, allocated, produce, ring_types
-from jaxattn.mla_cache import BLOCK, LatentFormat
+from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
 
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
 
 
-def _registers(columns: int) -> tuple[int, int]:
-    """Of a thread of a consumer and of a producer of FP8 pages: four warpgroups share 65,536.
+TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
+DEPTH = 2  # FP8 pages of a warpgroup in shared memory
 
-    A consumer has 4 * columns numbers of the output; a producer widens a block in 72 registers.
-    """
-    return (184, 72) if columns <= 24 else (192, 64)
+
+def fp8_pages(cache_dtype: Any) -> Any:
+    """Tiles of the pages, and the scales of block-scaled ones."""
+    tiles = plgpu.SMEM((WARPGROUPS, DEPTH, TILES, PAGE, BLOCK), cache_dtype, transforms=SWIZZLED)
+    if cache_dtype != BYTES:
+        return (tiles,)
+    return tiles, plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, SCALE_BYTES), BYTES)
 
 
 def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
@@ -55,10 +64,18 @@ OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
 
 def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) -> list[Any]:
     tiles = swizzled(dtype)
-    pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
+    copies = copies_of(page_size)
+    quantized = LatentFormat(cache_dtype).quantized
+    if quantized:
+        pages = fp8_pages(cache_dtype)
+        arrivals = (TILES + (cache_dtype == BYTES)) * copies
+        loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=(WARPGROUPS, DEPTH))
+    else:
+        pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
+        loaded = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=WARPGROUPS)
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
     memory = [
-        plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
+        None if quantized else plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
         plgpu.SMEM((1, columns, RANK), dtype, transforms=tiles),  # Q
         plgpu.SMEM((1, columns, ROPE), dtype, transforms=tiles),  # its rope columns
         plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
@@ -66,17 +83,13 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
         # Of the columns, their rescaling, maxima and sums.
         plgpu.SMEM((3, WARPGROUPS, columns), jnp.float32),
     ]
-    types = [
+    return [
         plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
         *memory,
         plgpu.Barrier(num_arrivals=2),  # Q loaded
-        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both consumers are there
+        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both warpgroups are there
+        loaded,  # page loaded
     ]
-    if LatentFormat(cache_dtype).quantized:
-        used = max(allocated(pages), allocated(outputs)) + sum(map(allocated, memory))
-        return [*types, *ring_types(cache_dtype, page_size, used)]
-    copies = 2 * copies_of(page_size)
-    return [*types, plgpu.Barrier(num_arrivals=copies, num_barriers=WARPGROUPS)]  # page loaded
 
 
 def make_body(
@@ -141,10 +154,8 @@ def make_body(
         partial_lse_ref: Any = next(refs) if split else None
         (
             (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, stats_smem,
-            q_loaded, both_there, *rest,
+            q_loaded, both_there, loaded,
         ) = refs  # fmt: skip
-        loaded: Any = None if quantized else rest[0]
-        ring, hands = cast(tuple[Ring, HandOver], rest if quantized else (None, None))
         rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
@@ -156,7 +167,10 @@ def make_body(
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
-        kv, rope = kv_smem.at[wg], rope_smem.at[wg]
+        kv: Any = None if quantized else kv_smem.at[wg]
+        rope: Any = None if quantized else rope_smem.at[wg]
+        fragments: Any = Fragments(kv_ref.dtype) if quantized else None
+        latents = LatentFormat(kv_ref.dtype)
 
         def meet() -> None:
             """The two warpgroups wait for each other, and see what each has written."""
@@ -175,6 +189,22 @@ def make_body(
                     to = target.at[pl.ds(j * tokens, tokens)]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, loaded.at[wg])
 
+        def load_fp8(numbers: list[jax.Array], page: jax.Array, slot: jax.Array | int) -> None:
+            for j, source in enumerate(part.sources(numbers, page)):
+                some = pl.ds(j * tokens, tokens)
+                for tile in range(TILES):
+                    first = tile * BLOCK
+                    if tile == BLOCKS:
+                        # The 64 rope numbers of a per-tensor cache come with the 64 before them.
+                        first = RANK + SCALE_BYTES if latents.block_scaled else RANK + ROPE - BLOCK
+                    to = kv_smem[0].at[wg, slot, tile, some]
+                    there = loaded.at[wg, slot]
+                    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, BLOCK)], to, there)
+                if latents.block_scaled:
+                    to = kv_smem[1].at[wg, slot, some]
+                    scales = source.at[:, pl.ds(RANK, SCALE_BYTES)]
+                    plgpu.copy_gmem_to_smem(scales, to, loaded.at[wg, slot])
+
         def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             stop = start + steps
 
@@ -186,7 +216,12 @@ def make_body(
 
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
-            if not quantized:
+            if quantized:
+                for k in range(DEPTH):
+                    page = first + k * WARPGROUPS
+                    some = part.numbers(row, page, stop)
+                    pl.when(taken > k)(functools.partial(load_fp8, some, page, k))
+            else:
                 numbers = part.numbers(row, first, stop)
                 pl.when(taken > 0)(lambda: load(numbers, first))
 
@@ -212,23 +247,34 @@ def make_body(
             def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
                 plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
-            def scores_of(ref: Any, kv: Any, rope: Any, zero: jax.Array) -> jax.Array:
-                if not quantized:
-                    plgpu.barrier_wait(loaded.at[wg])
-                    product(ref, kv, q_smem.at[0])
-                    product(ref, rope, q_rope_smem.at[0])
-                    return ref[...]
-                # 36 descriptors more, of which these fewer registers have no room.
-                q, q_rope = q_smem.at[zero], q_rope_smem.at[zero]
-                plgpu.barrier_wait(hands.written.at[wg, 0])
-                product(ref, rope, q_rope)
+            def scores_of(ref: Any, kv: Any, rope: Any) -> jax.Array:
+                plgpu.barrier_wait(loaded.at[wg])
+                product(ref, kv, q_smem.at[0])
+                product(ref, rope, q_rope_smem.at[0])
+                return ref[...]
+
+            def fp8_scores_of(ref: Any, slot: jax.Array) -> jax.Array:
+                tiles, *scales = (x.at[wg, slot] for x in kv_smem)
+                product(ref, fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[0])
                 for i in range(BLOCKS):
-                    block = pl.ds(i * BLOCK, BLOCK)
-                    plgpu.barrier_wait(hands.written.at[wg, 1 + i])
-                    product(ref, kv.at[:, block], q.at[:, block])
-                scores = ref[...]
-                plgpu.barrier_arrive(hands.read.at[wg, 0])
-                return scores
+                    keys = fragments.keys(tiles.at[i], scales[0] if scales else None, i)
+                    product(ref, keys, q_smem.at[0, :, pl.ds(i * BLOCK, BLOCK)])
+                    plgpu.wgmma_wait(1)  # two blocks at a time in registers
+                return ref[...]
+
+            def latents_of(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+                """The interpreter's: float32 [64, 512] and [64, 64] of an FP8 page."""
+                tiles, *scales = (x[wg, slot] for x in kv_smem)
+                parts = [tiles[i] for i in range(BLOCKS)] + scales
+                parts.append(tiles[BLOCKS] if scales else tiles[BLOCKS][:, BLOCK - ROPE :])
+                wide = latents.unpack(jnp.concatenate(parts, axis=1), 1.0)
+                return wide[:, :RANK], wide[:, RANK:]
+
+            def plain_scores_of(slot: jax.Array) -> jax.Array:
+                pair = zip(latents_of(slot), (q_smem, q_rope_smem), strict=True)
+                return functools.reduce(
+                    jnp.add, (jnp.dot(x, q[0].astype(jnp.float32).T) for x, q in pair)
+                )
 
             def soften(i, top, total, scores):
                 """P and the rescaling of page i, to shared memory."""
@@ -241,8 +287,10 @@ def make_body(
                 # 0 before it is used as a value. As keys it has been read.
                 left = length - page * PAGE
 
-                @pl.when(left < PAGE)
+                @pl.when((left < PAGE) & (not quantized))
                 def _clear_tail():
+                    if quantized:
+                        return
                     for start in range(0, RANK, ROPE):
                         some = kv.at[:, pl.ds(start, ROPE)]
                         inside = plgpu.broadcasted_iota(
@@ -261,45 +309,70 @@ def make_body(
                 plgpu.commit_smem()
                 return new_top, total * over_keys(rescale) + p
 
-            def add_values(refs: Any, accs: tuple[jax.Array, ...], kv: Any) -> Any:
+            def add_values(
+                refs: Any, accs: tuple[jax.Array, ...], kv: Any, slot: Any, left: Any
+            ) -> Any:
                 """The output so far rescaled, and P V begun: of each block on its own."""
                 rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
                 p = p_smem.at[wg].transpose((1, 0))
                 accs = tuple(acc * rescale for acc in accs)
                 if interpret:
                     wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
-                    values = wide(kv)
+                    if quantized:
+                        inside = jnp.arange(PAGE)[:, None] < left
+                        values = jnp.where(inside, latents_of(slot)[0], 0)
+                    else:
+                        values = wide(kv)
                     return tuple(
                         acc + jnp.dot(values[:, i * BLOCK : (i + 1) * BLOCK].T, wide(p))
                         for i, acc in enumerate(accs)
                     )
                 for ref, acc in zip(refs, accs, strict=True):
                     ref[...] = acc
+                if quantized:
+                    tiles, *scales = (x.at[wg, slot] for x in kv_smem)
+                    of_values = fragments.value_scales(scales[0] if scales else None, left)
+                    for i, ref in enumerate(refs):
+                        values = fragments.values(tiles.at[pl.ds(0, BLOCKS)], of_values, i)
+                        plgpu.wgmma(ref, values, p)
+                        plgpu.wgmma_wait(1)
+                    return refs
                 for i, ref in enumerate(refs):
                     plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), p)
                 return refs
 
-            def with_values(accs: tuple[jax.Array, ...], kv: Any) -> tuple[jax.Array, ...]:
+            def with_values(
+                accs: tuple[jax.Array, ...], kv: Any = None, slot: Any = None, left: Any = None
+            ) -> tuple[jax.Array, ...]:
                 def run(*refs: Any) -> tuple[jax.Array, ...]:
-                    begun = add_values(refs, accs, kv)
-                    for i in range(BLOCKS if quantized else 0):
-                        plgpu.wgmma_wait(BLOCKS - 1 - i)
-                        plgpu.barrier_arrive(hands.read.at[wg, 1 + i])
+                    begun = add_values(refs, accs, kv, slot, left)
                     return tuple(begun) if interpret else tuple(ref[...] for ref in begun)
 
                 return run() if interpret else pl.run_scoped(run, *[out_type] * BLOCKS)
 
             def each_page(i, carry):
                 top, total, accs, numbers = carry
+                if quantized:
+                    slot = lax.rem(i, DEPTH)
+                    plgpu.barrier_wait(loaded.at[wg, slot])
+                    if interpret:
+                        scores = plain_scores_of(slot)
+                    else:
+                        run = functools.partial(fp8_scores_of, slot=slot)
+                        scores = pl.run_scoped(run, scores_type)
+                    top, total = soften(i, top, total, scores)
+                    page = first + WARPGROUPS * i
+                    accs = with_values(accs, slot=slot, left=length - page * PAGE)
+                    plgpu.commit_smem()  # all four warps have read the page
+                    later = page + WARPGROUPS * DEPTH
+                    pl.when(i < taken - DEPTH)(lambda: load_fp8(numbers, later, slot))
+                    return top, total, accs, part.numbers(row, later + WARPGROUPS, stop)
                 # 0, as numbers of pages and lengths have no sign.
                 zero = lax.shift_right_logical(numbers[0], 31)
                 kv, rope = place_of(zero)
-                run = functools.partial(scores_of, kv=kv, rope=rope, zero=zero)
+                run = functools.partial(scores_of, kv=kv, rope=rope)
                 top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
                 accs = with_values(accs, kv)
-                if quantized:
-                    # No sign again, and another number in each turn, or `zero` would be a constant.
-                    return top, total, accs, [numbers[0] & i]
                 page = first + WARPGROUPS * (i + 1)
                 plgpu.commit_smem()  # all four warps have read the page
                 pl.when(i < taken - 1)(lambda: load(numbers, page))
@@ -313,7 +386,8 @@ def make_body(
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
                 (nothing,) * BLOCKS,
             )
-            following = [length] if quantized else part.numbers(row, first + WARPGROUPS, stop)
+            ahead = WARPGROUPS * (DEPTH if quantized else 1)
+            following = part.numbers(row, first + ahead, stop)
             ends = lax.fori_loop(0, taken, each_page, (*sums, following))
             top, total, accs = ends[:3]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
@@ -343,7 +417,10 @@ def make_body(
             share = over_out(share)
             for i, acc in enumerate(accs):
                 mine_of_it = jnp.where(share < 0, 0.0, acc * share * kv_scale)
-                store_turned(sum_smem.at[wg, :, pl.ds(i * BLOCK, BLOCK)], mine_of_it)
+                if quantized and not interpret:
+                    store_output(sum_smem.at[wg], mine_of_it, i)
+                else:
+                    store_turned(sum_smem.at[wg, :, pl.ds(i * BLOCK, BLOCK)], mine_of_it)
             meet()
             half = columns // WARPGROUPS
             some = pl.ds(wg * half, half)
@@ -383,8 +460,6 @@ def make_body(
                         partial_lse_ref[partial_slot(row, start), mine] = lse
 
             meet()
-            if quantized:
-                plgpu.barrier_arrive(hands.piece_done)
 
         def consume() -> None:
             part.each_piece(piece)
@@ -398,21 +473,6 @@ def make_body(
                     out_ref[pl.ds(first, columns), :] = nothing
                     lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
 
-        if not quantized:
-            consume()
-            return
-
-        @pl.when(wg < WARPGROUPS)
-        def _consumer():
-            plgpu.set_max_registers(_registers(columns)[0], action="increase")
-            consume()
-
-        @pl.when(wg >= WARPGROUPS)
-        def _producer():
-            plgpu.set_max_registers(_registers(columns)[1], action="decrease")
-            turn = wg - WARPGROUPS
-            produce(
-                part, turn, ring, hands, kv_smem.at[turn], rope_smem.at[turn], interpret=interpret
-            )
+        consume()
 
     return body
