@@ -33,7 +33,7 @@ from jaxattn.kernels.mla_fragments import (
 )
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
 from jaxattn.kernels.mla_schedule import PAGE
-from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
+from jaxattn.mla_cache import BLOCK, BYTES, FP8, LatentFormat
 
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
@@ -41,6 +41,10 @@ MARGIN = 4
 
 TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
+# FP8: P is float16, and this leaves it room below 1, and above for scales up to twice the unit.
+ROOM = 2.0**14
+# Of block scales; smaller ones share a unit, for which float16 has room.
+LEAST_UNIT = 2.0**-114
 
 
 def fp8_pages(cache_dtype: Any) -> Any:
@@ -49,6 +53,13 @@ def fp8_pages(cache_dtype: Any) -> Any:
     if cache_dtype != BYTES:
         return (tiles,)
     return tiles, plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, SCALE_BYTES), BYTES)
+
+
+def p_versions(columns: int, cache_dtype: Any) -> int:
+    """How many blocks' P, times its scales, shared memory has room for at a time."""
+    if cache_dtype != BYTES:
+        return 1
+    return {24: 2, 32: 1}.get(columns, BLOCKS)
 
 
 def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
@@ -74,14 +85,17 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
         pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
         loaded = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=WARPGROUPS)
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
+    half = jnp.float16 if quantized else dtype
+    rope = dtype if cache_dtype in (BYTES, dtype) else half
+    versions = p_versions(columns, cache_dtype)
     memory = [
         None if quantized else plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
-        plgpu.SMEM((1, columns, RANK), dtype, transforms=tiles),  # Q
-        plgpu.SMEM((1, columns, ROPE), dtype, transforms=tiles),  # its rope columns
+        plgpu.SMEM((1, columns, RANK), half, transforms=tiles),  # Q
+        plgpu.SMEM((1, columns, ROPE), rope, transforms=tiles),  # its rope columns
         plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
-        plgpu.SMEM((WARPGROUPS, columns, PAGE), dtype, transforms=tiles),  # P
-        # Of the columns, their rescaling, maxima and sums.
-        plgpu.SMEM((3, WARPGROUPS, columns), jnp.float32),
+        plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),  # P
+        # Of the columns, their rescaling, maxima, sums and units.
+        plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
     ]
     return [
         plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
@@ -148,6 +162,7 @@ def make_body(
         q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(6))
         kv_scale_ref: Any = next(refs) if per_tensor else None
         query_lens_ref: Any = next(refs) if ragged else None
+        q_rope_ref, q_factor_ref = (next(refs) if quantized else None for _ in range(2))
         out_ref = next(refs)
         partial_ref: Any = next(refs) if split else None
         lse_ref = next(refs)
@@ -156,7 +171,7 @@ def make_body(
             (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, stats_smem,
             q_loaded, both_there, loaded,
         ) = refs  # fmt: skip
-        rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
+        rescale_smem, top_smem, total_smem, unit_smem = (stats_smem.at[i] for i in range(4))
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
             begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
@@ -171,6 +186,7 @@ def make_body(
         rope: Any = None if quantized else rope_smem.at[wg]
         fragments: Any = Fragments(kv_ref.dtype) if quantized else None
         latents = LatentFormat(kv_ref.dtype)
+        versions = p_smem.shape[1]
 
         def meet() -> None:
             """The two warpgroups wait for each other, and see what each has written."""
@@ -210,9 +226,13 @@ def make_body(
 
             @pl.when(wg == 0)
             def _load_queries():
-                for first, width, target in ((0, RANK, q_smem), (RANK, ROPE, q_rope_smem)):
-                    some = q_ref.at[row, mine, pl.ds(first, width)]
-                    plgpu.copy_gmem_to_smem(some, target.at[0], q_loaded)
+                some = q_ref.at[row, mine, pl.ds(0, RANK)]
+                plgpu.copy_gmem_to_smem(some, q_smem.at[0], q_loaded)
+                if quantized:
+                    some = q_rope_ref.at[row, mine]
+                else:
+                    some = q_ref.at[row, mine, pl.ds(RANK, ROPE)]
+                plgpu.copy_gmem_to_smem(some, q_rope_smem.at[0], q_loaded)
 
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
@@ -236,6 +256,10 @@ def make_body(
                 visible += (packed_row >= token * num_heads).astype(jnp.int32)
             if ragged:
                 visible = jnp.where(packed_row < queries * num_heads, visible, 0)
+            of_rows: Any = factor
+            if quantized:
+                of_rows = plgpu.load(q_factor_ref.at[row, mine], layout=by_row, optimized=False)
+                of_rows = over_keys(of_rows * factor)
             plgpu.barrier_wait(q_loaded)
 
             def place_of(zero: jax.Array) -> tuple[Any, Any]:
@@ -253,31 +277,65 @@ def make_body(
                 product(ref, rope, q_rope_smem.at[0])
                 return ref[...]
 
-            def fp8_scores_of(ref: Any, slot: jax.Array) -> jax.Array:
+            def fp8_scores_of(of_rope: Any, *of_blocks: Any, slot: jax.Array) -> jax.Array:
                 tiles, *scales = (x.at[wg, slot] for x in kv_smem)
-                product(ref, fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[0])
+                product(of_rope, fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[0])
                 for i in range(BLOCKS):
-                    keys = fragments.keys(tiles.at[i], scales[0] if scales else None, i)
+                    ref = of_blocks[i] if scales else of_rope
+                    keys = fragments.keys(tiles.at[i])
                     product(ref, keys, q_smem.at[0, :, pl.ds(i * BLOCK, BLOCK)])
                     plgpu.wgmma_wait(1)  # two blocks at a time in registers
-                return ref[...]
-
-            def latents_of(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-                """The interpreter's: float32 [64, 512] and [64, 64] of an FP8 page."""
-                tiles, *scales = (x[wg, slot] for x in kv_smem)
-                parts = [tiles[i] for i in range(BLOCKS)] + scales
-                parts.append(tiles[BLOCKS] if scales else tiles[BLOCKS][:, BLOCK - ROPE :])
-                wide = latents.unpack(jnp.concatenate(parts, axis=1), 1.0)
-                return wide[:, :RANK], wide[:, RANK:]
-
-            def plain_scores_of(slot: jax.Array) -> jax.Array:
-                pair = zip(latents_of(slot), (q_smem, q_rope_smem), strict=True)
-                return functools.reduce(
-                    jnp.add, (jnp.dot(x, q[0].astype(jnp.float32).T) for x, q in pair)
+                if not scales:
+                    return of_rope[...]
+                return fragments.times_scales(
+                    scales[0], of_rope[...], [ref[...] for ref in of_blocks]
                 )
 
+            def plain_numbers(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+                """The interpreter's: what is stored of an FP8 page, float32 [4, 64, 128], [64, 64]."""
+                tiles = kv_smem[0][wg, slot]
+                numbers, rope = tiles[:BLOCKS], tiles[BLOCKS]
+                if latents.block_scaled:
+                    numbers = lax.bitcast_convert_type(numbers, FP8)
+                    pairs = rope.reshape(PAGE, ROPE, 2)
+                    rope = lax.bitcast_convert_type(pairs, jnp.bfloat16)
+                return numbers.astype(jnp.float32), rope[:, -ROPE:].astype(jnp.float32)
+
+            def plain_scales(slot: jax.Array) -> jax.Array:
+                """[64, 4]"""
+                return lax.bitcast_convert_type(
+                    kv_smem[1][wg, slot].reshape(PAGE, BLOCKS, 4), jnp.float32
+                )
+
+            def plain_scores_of(slot: jax.Array) -> jax.Array:
+                numbers, rope = plain_numbers(slot)
+                queries, of_rope = (x[0].astype(jnp.float32) for x in (q_smem, q_rope_smem))
+                blocks = queries.reshape(columns, BLOCKS, BLOCK)
+                products = jnp.einsum("btd,nbd->btn", numbers, blocks)
+                if latents.block_scaled:
+                    products *= plain_scales(slot).T[:, :, None]
+                return products.sum(axis=0) + rope @ of_rope.T
+
+            def scales_of(slot: jax.Array, unit: jax.Array, left: jax.Array) -> Any:
+                """Of each block the scales of the scores' tokens, and the largest for each row."""
+                if not interpret:
+                    scales = kv_smem[1].at[wg, slot]
+                    return fragments.scales_of_keys(scales, iota(1), unit, SCORES)
+                inside = jnp.arange(PAGE)[:, None] < left
+                numbers = jnp.where(inside, plain_scales(slot), 0)
+                wide = [jnp.broadcast_to(x, (columns, PAGE)) for x in numbers.T]
+                return wide, jnp.full_like(unit, jnp.nanmax(numbers))
+
+            def next_unit(unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+                """A power of two, at least `largest` / 2 / ROOM, and 1 / that."""
+                bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+                power = lax.bitcast_convert_type(bits, jnp.float32)
+                unit = jnp.maximum(unit, power * (1 / ROOM))
+                bits = (254 << 23) - lax.bitcast_convert_type(unit, jnp.int32)
+                return unit, lax.bitcast_convert_type(bits, jnp.float32)
+
             def soften(i, top, total, scores):
-                """P and the rescaling of page i, to shared memory."""
+                """Maxima and sums, and page i's P and rescaling."""
                 page = first + WARPGROUPS * i
                 here = score_smem.at[wg, :, pl.ds(0, PAGE)]
                 store_turned(here, scores)
@@ -299,84 +357,126 @@ def make_body(
                         kept = plgpu.load(some, layout=product_layout)
                         some[...] = jnp.where(inside < left, kept, jnp.zeros((), dtype))
 
-                scores = plgpu.load(here, layout=SCORES, optimized=False) * factor
+                scores = plgpu.load(here, layout=SCORES, optimized=False) * of_rows
                 scores = jnp.where(iota(1) + page * PAGE < visible, scores, MASKED)
                 new_top = jnp.maximum(top, scores.max(axis=1))
                 p = jnp.exp2(scores - over_keys(new_top))
                 rescale = jnp.exp2(top - new_top)
-                p_smem[wg] = p.astype(dtype)
-                rescale_smem[wg] = rescale
-                plgpu.commit_smem()
-                return new_top, total * over_keys(rescale) + p
+                return new_top, total * over_keys(rescale) + p, p, rescale
+
+            def rescaled(accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
+                return tuple(acc * rescale for acc in accs)
+
+            def of_p(version: int) -> Any:
+                return p_smem.at[wg, version].transpose((1, 0))
 
             def add_values(
-                refs: Any, accs: tuple[jax.Array, ...], kv: Any, slot: Any, left: Any
+                refs: Any, accs: tuple[jax.Array, ...], p: jax.Array, rescale: jax.Array, kv: Any
             ) -> Any:
                 """The output so far rescaled, and P V begun: of each block on its own."""
-                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
-                p = p_smem.at[wg].transpose((1, 0))
-                accs = tuple(acc * rescale for acc in accs)
+                p_smem[wg, 0] = p.astype(dtype)
+                rescale_smem[wg] = rescale
+                plgpu.commit_smem()
+                accs = rescaled(accs)
+                wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
                 if interpret:
-                    wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
-                    if quantized:
-                        inside = jnp.arange(PAGE)[:, None] < left
-                        values = jnp.where(inside, latents_of(slot)[0], 0)
-                    else:
-                        values = wide(kv)
                     return tuple(
-                        acc + jnp.dot(values[:, i * BLOCK : (i + 1) * BLOCK].T, wide(p))
+                        acc + jnp.dot(wide(kv)[:, i * BLOCK : (i + 1) * BLOCK].T, wide(of_p(0)))
                         for i, acc in enumerate(accs)
                     )
                 for ref, acc in zip(refs, accs, strict=True):
                     ref[...] = acc
-                if quantized:
-                    tiles, *scales = (x.at[wg, slot] for x in kv_smem)
-                    of_values = fragments.value_scales(scales[0] if scales else None, left)
-                    for i, ref in enumerate(refs):
-                        values = fragments.values(tiles.at[pl.ds(0, BLOCKS)], of_values, i)
-                        plgpu.wgmma(ref, values, p)
-                        plgpu.wgmma_wait(1)
-                    return refs
                 for i, ref in enumerate(refs):
-                    plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), p)
+                    plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), of_p(0))
                 return refs
 
-            def with_values(
-                accs: tuple[jax.Array, ...], kv: Any = None, slot: Any = None, left: Any = None
-            ) -> tuple[jax.Array, ...]:
+            def add_fp8_values(
+                refs: Any, accs: tuple[jax.Array, ...], p: jax.Array, rescale: jax.Array,
+                scales: list[jax.Array] | None, slot: jax.Array, left: jax.Array,
+            ) -> Any:  # fmt: skip
+                """The same of an FP8 page; with `scales`, each block has a P of its own."""
+                rescale_smem[wg] = rescale
+                of_blocks = [p * x for x in scales] if scales else [p]
+                if interpret:
+                    inside = jnp.arange(PAGE)[:, None] < left
+                    numbers = jnp.where(inside, plain_numbers(slot)[0], 0)
+                for start in range(0, len(of_blocks), versions):
+                    if start:
+                        plgpu.wgmma_wait(0)
+                        plgpu.commit_smem()  # all four warps' products have read P
+                    for version in range(versions):
+                        p_smem[wg, version] = of_blocks[start + version].astype(jnp.float16)
+                    plgpu.commit_smem()
+                    if not start:
+                        accs = rescaled(accs)
+                        if not interpret:
+                            for ref, acc in zip(refs, accs, strict=True):
+                                ref[...] = acc
+                    for i in range(start, start + versions) if scales else range(BLOCKS):
+                        p_here = of_p(i - start if scales else 0)
+                        if interpret:
+                            more = jnp.dot(numbers[i].T, p_here[...].astype(jnp.float32))
+                            accs = (*accs[:i], accs[i] + more, *accs[i + 1 :])
+                            continue
+                        values = fragments.values(kv_smem[0].at[wg, slot, i])
+                        plgpu.wgmma(refs[i], values, p_here)
+                        plgpu.wgmma_wait(1)
+                return accs if interpret else refs
+
+            def with_values(add: Any, *args: Any) -> tuple[jax.Array, ...]:
                 def run(*refs: Any) -> tuple[jax.Array, ...]:
-                    begun = add_values(refs, accs, kv, slot, left)
+                    begun = add(refs, *args)
                     return tuple(begun) if interpret else tuple(ref[...] for ref in begun)
 
                 return run() if interpret else pl.run_scoped(run, *[out_type] * BLOCKS)
 
+            def each_fp8_page(i, carry):
+                top, total, unit, accs, numbers = carry
+                slot = lax.rem(i, DEPTH)
+                page = first + WARPGROUPS * i
+                left = length - page * PAGE
+                plgpu.barrier_wait(loaded.at[wg, slot])
+                if interpret:
+                    scores = plain_scores_of(slot)
+                else:
+                    # Before the scores are exchanged, and so before the tail is a value.
+                    parts = [x.at[wg, slot] for x in kv_smem]
+                    parts[0] = parts[0].at[pl.ds(0, BLOCKS)]
+                    clear = functools.partial(fragments.clear, *parts, *[None] * (2 - len(parts)))
+                    pl.when(left < PAGE)(lambda: clear(left))
+                    run = functools.partial(fp8_scores_of, slot=slot)
+                    count = 1 + BLOCKS * latents.block_scaled
+                    scores = pl.run_scoped(run, *[scores_type] * count)
+                top, total, p, rescale = soften(i, top, total, scores)
+                scales = None
+                if latents.block_scaled:
+                    scales, largest = scales_of(slot, unit, left)
+                    old = unit
+                    unit, inverse = next_unit(unit, largest)
+                    p *= over_keys(inverse)
+                    rescale *= old * inverse
+                else:
+                    p *= ROOM
+                accs = with_values(add_fp8_values, accs, p, rescale, scales, slot, left)
+                plgpu.commit_smem()  # all four warps have read the page
+                later = page + WARPGROUPS * DEPTH
+                pl.when(i < taken - DEPTH)(lambda: load_fp8(numbers, later, slot))
+                return top, total, unit, accs, part.numbers(row, later + WARPGROUPS, stop)
+
             def each_page(i, carry):
-                top, total, accs, numbers = carry
-                if quantized:
-                    slot = lax.rem(i, DEPTH)
-                    plgpu.barrier_wait(loaded.at[wg, slot])
-                    if interpret:
-                        scores = plain_scores_of(slot)
-                    else:
-                        run = functools.partial(fp8_scores_of, slot=slot)
-                        scores = pl.run_scoped(run, scores_type)
-                    top, total = soften(i, top, total, scores)
-                    page = first + WARPGROUPS * i
-                    accs = with_values(accs, slot=slot, left=length - page * PAGE)
-                    plgpu.commit_smem()  # all four warps have read the page
-                    later = page + WARPGROUPS * DEPTH
-                    pl.when(i < taken - DEPTH)(lambda: load_fp8(numbers, later, slot))
-                    return top, total, accs, part.numbers(row, later + WARPGROUPS, stop)
+                top, total, unit, accs, numbers = carry
                 # 0, as numbers of pages and lengths have no sign.
                 zero = lax.shift_right_logical(numbers[0], 31)
                 kv, rope = place_of(zero)
                 run = functools.partial(scores_of, kv=kv, rope=rope)
-                top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
-                accs = with_values(accs, kv)
+                scores = pl.run_scoped(run, scores_type)
+                top, total, p, rescale = soften(i, top, total, scores)
+                accs = with_values(add_values, accs, p, rescale, kv)
                 page = first + WARPGROUPS * (i + 1)
                 plgpu.commit_smem()  # all four warps have read the page
                 pl.when(i < taken - 1)(lambda: load(numbers, page))
-                return top, total, accs, part.numbers(row, page + WARPGROUPS, stop)
+                return top, total, unit, accs, part.numbers(row, page + WARPGROUPS, stop)
 
             scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
             out_type = plgpu.ACC((BLOCK, columns), jnp.float32)
@@ -384,13 +484,17 @@ def make_body(
             sums = (
                 plgpu.layout_cast(jnp.full((columns,), EMPTY, jnp.float32), by_row),
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
+                plgpu.layout_cast(jnp.full((columns,), LEAST_UNIT, jnp.float32), by_row),
                 (nothing,) * BLOCKS,
             )
             ahead = WARPGROUPS * (DEPTH if quantized else 1)
             following = part.numbers(row, first + ahead, stop)
-            ends = lax.fori_loop(0, taken, each_page, (*sums, following))
-            top, total, accs = ends[:3]
+            each = each_fp8_page if quantized else each_page
+            ends = lax.fori_loop(0, taken, each, (*sums, following))
+            top, total, unit, accs = ends[:4]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
+            if latents.block_scaled:
+                unit_smem[wg] = unit
             meet()
             merge(row, start, steps, accs)
             return carry
@@ -415,8 +519,11 @@ def make_body(
             own = plgpu.load(top_smem.at[wg], layout=by_column)
             share = jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total)
             share = over_out(share)
+            unit: Any = kv_scale / ROOM if quantized else 1.0
+            if latents.block_scaled:
+                unit = over_out(plgpu.load(unit_smem.at[wg], layout=by_column))
             for i, acc in enumerate(accs):
-                mine_of_it = jnp.where(share < 0, 0.0, acc * share * kv_scale)
+                mine_of_it = jnp.where(share < 0, 0.0, acc * share * unit)
                 if quantized and not interpret:
                     store_output(sum_smem.at[wg], mine_of_it, i)
                 else:

@@ -1,13 +1,17 @@
 """FP8 tokens, in shared memory as they are stored, as the left operands of wgmma in registers.
 
-Widened numbers never go through shared memory, which has time for little else. A page's 64 tokens
-lie there as TMA brings them, 128 bytes of each token a tile, 16-byte chunks swizzled. A thread
-reads its numbers so that what lies together in memory lies together in its registers, which puts
-them in an order of their own, warp w, lane 4 g + t, rows g + 8 h of a warp's 16:
+Widened numbers never go through shared memory, which has time for little else, and they are what
+is stored, in float16, which one conversion makes of two of them. Scales are other operands' part:
+`order_queries` makes float16 queries, `times_scales` multiplies scores, `scales_of_keys` is for P.
+
+A page's 64 tokens lie there as TMA brings them, 128 bytes of each token a tile, 16-byte chunks
+swizzled. A thread reads its numbers so that what lies together in memory lies together in its
+registers, which puts them in an order of their own, warp w, lane 4 g + t, rows g + 8 h of a warp's
+16:
 
     keys    token 16 w + g + 8 h; column 16 s + 8 k + 2 t + i of a block is dim 32 t + 4 s + 2 k + i
-    values  row 64 j + 16 w + 8 h + g of quarter c is dim 128 w + 32 c + 4 g + 2 j + h; tokens as
-            they come
+    values  row 64 j + 16 w + 8 h + g of a block is its dim 32 w + 4 g + 2 j + h; tokens as they
+            come
 
 so the queries come in the order of `order_queries`, and `store_output` puts the dims back.
 """
@@ -17,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,12 +35,11 @@ from jaxattn.mla_cache import BLOCK, BYTES
 BLOCKS = RANK // BLOCK
 SCALE_BYTES = 4 * BLOCKS
 TILE = PAGE * BLOCK  # bytes
-# Two bytes of a word, each in the low byte of a lane of 16 bits, their signs in its high byte; or
-# byte b of two words.
-LOW_BYTES, HIGH_BYTES = 0x9180, 0xB3A2
-BYTE_OF_TWO = [0xC480, 0xD591, 0xE6A2, 0xF7B3]
-# An e4m3 number's bits, put where bfloat16 has its own, are the number times 2**-120.
-REBIAS = 0x7B807B80  # the bits of 2**120, twice
+# Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
+LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
+# Of the queries: float16 keeps what is 2**-33 of a row's largest, and 64 times as large a rope.
+QUERY_EXPONENT, ROPE_EXCESS = 8, 6
+FLOAT_BIAS = 127
 
 # A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
 SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
@@ -48,6 +52,35 @@ def order_queries(q: jax.Array) -> jax.Array:
     blocks = jnp.moveaxis(blocks, -4, -2).reshape(*q.shape[:-1], RANK)
     rope = jnp.moveaxis(rope, -4, -2).reshape(*q.shape[:-1], ROPE)
     return jnp.concatenate([blocks, rope], axis=-1)
+
+
+def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [..., 576] as the products take them, and what their scores are to be multiplied by.
+
+    Args:
+        q: bfloat16, in any order of the 512 and of the 64 columns.
+        scaled: whether the cache is block-scaled, its rope numbers bfloat16.
+
+    Returns:
+        float16 [..., 512]; float16 or, if `scaled`, bfloat16 [..., 64]; float32 [...]. A row is
+        divided by a power of two, after which its largest number of the 512 is 2**8 or more and
+        less than 2**9, or those of the 64 are near float16's largest.
+    """
+    wide = q.astype(jnp.float32)
+
+    def exponent(x: jax.Array) -> jax.Array:
+        largest = jnp.max(jnp.abs(x), axis=-1)
+        return lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), 23)
+
+    def power(biased: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(lax.shift_left(biased, 23), jnp.float32)
+
+    found = jnp.maximum(exponent(wide[..., :RANK]), exponent(wide[..., RANK:]) - ROPE_EXCESS)
+    found = jnp.clip(found, QUERY_EXPONENT + 1, 2 * FLOAT_BIAS)
+    wide = wide * power(2 * FLOAT_BIAS + QUERY_EXPONENT - found)[..., None]
+    numbers = wide[..., :RANK].astype(jnp.float16)
+    rope = wide[..., RANK:].astype(jnp.bfloat16 if scaled else jnp.float16)
+    return numbers, rope, power(found - QUERY_EXPONENT)
 
 
 def _i32() -> Any:
@@ -63,25 +96,14 @@ def _asm(code: str, *words: Any) -> Any:
     return llvm.inline_asm(_i32(), list(words), code, constraints)
 
 
-def _bits(first: Any, second: Any, which: int) -> Any:
-    """Two e4m3 numbers, bytes `which` of two words, as bfloat16 numbers times 2**-120."""
-    code = f"{{ .reg .b32 x; prmt.b32 x, $1, $2, {which}; shl.b32 x, x, 4; "
-    return _asm(code + "and.b32 $0, x, 0x87f087f0; }", first, second)
+def _wide(word: Any, half: int) -> Any:
+    """Two e4m3 numbers, the lower or upper half of a word, as float16."""
+    code = "{ .reg .b16 x<2>; mov.b32 {x0, x1}, $1; cvt.rn.f16x2.e4m3x2 $0, "
+    return _asm(code + f"x{half}; }}", word)
 
 
-def _times(pair: Any, factor: Any) -> Any:
-    """A product of pairs of bfloat16 that keeps numbers below the normal ones."""
-    return _asm("mul.rn.bf16x2 $0, $1, $2;", pair, factor)
-
-
-def _wide(bits: Any, factor: Any, scaled: bool) -> Any:
-    """Widened and times a scale; 2**120 and a large scale in one factor would be infinite."""
-    return _times(_times(bits, _word(REBIAS)) if scaled else bits, factor)
-
-
-def _carried(some: Any, x: Any, one: int) -> Any:
-    """Sets the sign bits of those parts of x, bytes or halves, whose other bits `one` overflows."""
-    return arith.ori(some, arith.xori(x, arith.addi(x, _word(one))))
+def _turns(first: Any, second: Any, which: int) -> Any:
+    return _asm(f"prmt.b32 $0, $1, $2, {which};", first, second)
 
 
 class _Thread:
@@ -121,34 +143,21 @@ def _load(ref: Any, offset: Any, fixed: int, words: int) -> list[Any]:
     return [vector.extract(loaded, [], [i]) for i in range(words)]
 
 
-def _fragment(words: list[Any], shape: tuple[int, int]) -> Any:
+def _fragment(words: list[Any], shape: tuple[int, int], dtype: Any) -> Any:
     layout = mgpu.WGMMA_LAYOUT
-    pair, one = ir.VectorType.get((2,), ir.BF16Type.get()), ir.VectorType.get((1,), _i32())
+    pair, one = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), _i32())
     registers = np.array(
         [vector.bitcast(pair, vector.broadcast(one, word)) for word in words], dtype=object
     ).reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _pair_of(low: Any, high: Any) -> Any:
-    """bfloat16 of two words that are float32 numbers."""
-    return _asm("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
-
-
-def _wide_keys(words: list[list[Any]], scales: list[Any] | None) -> list[Any]:
+def _wide_keys(words: list[list[Any]]) -> list[Any]:
     """Of two tokens' words, in the order of a fragment's registers."""
-    factors = []
-    for row in range(2):
-        nan = _word(0)
-        for word in words[row]:
-            nan = _carried(nan, word, 0x01010101)
-        is_nan = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(nan, _word(0x80808080)), _word(0))
-        factor = _word(REBIAS) if scales is None else scales[row]
-        factors.append(arith.select(is_nan, _word(0x7FFF7FFF), factor))
     return [
-        _wide(_bits(words[row][step], words[row][step], which), factors[row], scales is not None)
+        _wide(words[row][step], half)
         for step in range(len(words[0]))
-        for which in (LOW_BYTES, HIGH_BYTES)
+        for half in range(2)
         for row in range(2)
     ]
 
@@ -160,19 +169,11 @@ def _chunks(tile: Any, place: _Thread, row: int, of_thread: Any) -> list[Any]:
     return _load(tile, arith.addi(_scaled(token, BLOCK), chunk), 8 * row * BLOCK, 4)
 
 
-def _keys(tile: Any, scales: Any, block: int) -> Any:
+def _keys(tile: Any) -> Any:
     place = _Thread()
     chunks = [arith.addi(_scaled(place.t, 2), _word(j)) for j in range(2)]
     words = [sum((_chunks(tile, place, row, c) for c in chunks), []) for row in range(2)]
-    of_tokens = None
-    if scales is not None:
-        of_tokens = []
-        for row in range(2):
-            token = arith.addi(_scaled(place.warp, 16), place.g)
-            fixed = 8 * row * SCALE_BYTES + 4 * block
-            (scale,) = _load(scales, _scaled(token, SCALE_BYTES), fixed, 1)
-            of_tokens.append(_pair_of(scale, scale))
-    return _fragment(_wide_keys(words, of_tokens), (PAGE, BLOCK))
+    return _fragment(_wide_keys(words), (PAGE, BLOCK), ir.F16Type.get())
 
 
 def _rope(tile: Any, scaled: bool) -> Any:
@@ -180,66 +181,99 @@ def _rope(tile: Any, scaled: bool) -> Any:
     if not scaled:
         chunk = arith.addi(place.t, _word((BLOCK - ROPE) // 16))
         words = [_chunks(tile, place, row, chunk) for row in range(2)]
-        return _fragment(_wide_keys(words, None), (PAGE, ROPE))
+        return _fragment(_wide_keys(words), (PAGE, ROPE), ir.F16Type.get())
     chunks = [arith.addi(_scaled(place.t, 2), _word(j)) for j in range(2)]
     words = [sum((_chunks(tile, place, row, c) for c in chunks), []) for row in range(2)]
-    return _fragment([words[row][i] for i in range(8) for row in range(2)], (PAGE, ROPE))
+    in_order = [words[row][i] for i in range(8) for row in range(2)]
+    return _fragment(in_order, (PAGE, ROPE), ir.BF16Type.get())
 
 
-def _value_scales(scales: Any, left: Any) -> Any:
-    """[64, 64]: a thread's scales of its pairs of tokens."""
+def _times_scales(scales: Any, rope: Any, *products: Any) -> Any:
+    place, f32 = _Thread(), ir.F32Type.get()
+    two, contract = ir.VectorType.get((2,), f32), arith.FastMathFlags.contract
+    token = _scaled(arith.addi(_scaled(place.warp, 16), place.g), SCALE_BYTES)
+    of_rows = []
+    for row in range(2):
+        words = _load(scales, token, 8 * row * SCALE_BYTES, BLOCKS)
+        of_rows.append([vector.broadcast(two, arith.bitcast(f32, word)) for word in words])
+    total = rope.registers.reshape(-1, 2).copy()
+    for block, product in enumerate(products):
+        for at, x in np.ndenumerate(product.registers.reshape(-1, 2)):
+            x = arith.mulf(x, of_rows[at[1]][block], fastmath=contract)
+            total[at] = arith.addf(total[at], x, fastmath=contract)
+    registers = total.reshape(rope.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=rope.layout, _is_signed=None)
+
+
+def _scales_of_keys(scales: Any, tokens: Any, largest: Any) -> Any:
+    """A thread has the same four tokens of each row, and half a warp all of them."""
+    f32, four = ir.F32Type.get(), ir.VectorType.get((4,), ir.F32Type.get())
+    first = vector.extract(tokens.registers.flat[0], [], [0])
+    of_tokens = []
+    for i in range(4):
+        words = _load(scales, _scaled(first, SCALE_BYTES), i * SCALE_BYTES, BLOCKS)
+        of_tokens.append([arith.bitcast(f32, word) for word in words])
+    most = of_tokens[0][0]
+    for x in sum(of_tokens, [])[1:]:
+        most = arith.maxnumf(most, x)
+    for distance in (1, 2, 4, 8):
+        most = arith.maxnumf(most, utils.shfl_bfly(most, distance))
+
+    def same(x: Any, like: Any) -> Any:
+        registers = np.full(like.registers.shape, x, dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+    of_blocks = [
+        same(vector.from_elements(four, [x[block] for x in of_tokens]), tokens)
+        for block in range(BLOCKS)
+    ]
+    return *of_blocks, same(vector.broadcast(ir.VectorType.get((1,), f32), most), largest)
+
+
+def _values(tile: Any) -> Any:
+    """[128, 64]"""
     place = _Thread()
-    words = []
+    chunk = arith.addi(_scaled(place.warp, 2), arith.shrui(place.g, _word(2)))
+    inside = _scaled(arith.andi(place.g, _word(3)), 4)
+    pairs = []
     for pair in range(PAGE // 8):
-        both = []
-        for i in range(2):
-            at = arith.addi(_scaled(place.t, 2 * SCALE_BYTES), _scaled(place.warp, 4))
-            (scale,) = _load(scales, at, (8 * pair + i) * SCALE_BYTES, 1)
-            token = arith.addi(_scaled(place.t, 2), _word(8 * pair + i))
-            # What lies past the end of the sequence may have a scale of NaN.
-            inside = arith.cmpi(arith.CmpIPredicate.slt, token, left)
-            both.append(arith.select(inside, scale, _word(0)))
-        words += [_pair_of(*both)] * 2
-    return _fragment(words, (64, PAGE))
-
-
-def _values(tiles: Any, scales: Any, quarter: int) -> Any:
-    """[128, 64]. NaN is no number here: that of a key has made NaN of P."""
-    place = _Thread()
-    chunk = arith.addi(arith.shrui(place.g, _word(2)), _word(2 * quarter))
-    inside = arith.addi(_scaled(place.warp, TILE), _scaled(arith.andi(place.g, _word(3)), 4))
-    words = []
-    for pair in range(PAGE // 8):
+        words = []
         for i in range(2):
             swizzle = arith.ori(_scaled(place.t, 2), _word(i))
             at = _scaled(arith.xori(chunk, swizzle), 16)
             at = _sum(inside, at, _scaled(place.t, 2 * BLOCK))
-            words += _load(tiles, at, (8 * pair + i) * BLOCK, 1)
-
-    one = ir.VectorType.get((1,), _i32())
-    factors = [_word(REBIAS)] * (PAGE // 8)
-    if scales is not None:
-        factors = [
-            vector.extract(vector.bitcast(one, x), [], [0]) for x in scales.registers.flat[::2]
-        ]
+            words += _load(tile, at, (8 * pair + i) * BLOCK, 1)
+        pairs.append([_turns(*words, which) for which in (LOW_BYTES, HIGH_BYTES)])
     wide = [
-        _wide(
-            _bits(words[2 * pair], words[2 * pair + 1], BYTE_OF_TWO[byte + half]),
-            factors[pair], scales is not None,
-        )
-        for byte in (0, 2)
+        _wide(pairs[pair][j], h)
+        for j in range(2)
         for pair in range(PAGE // 8)
-        for half in range(2)
+        for h in range(2)
     ]  # fmt: skip
-    return _fragment(wide, (BLOCK, PAGE))
+    return _fragment(wide, (BLOCK, PAGE), ir.F16Type.get())
 
 
-def _store(target: Any, out: Any, quarter: int, columns: int, pitch: int) -> None:
+def _clear(parts: tuple[Any, ...], left: Any) -> None:
+    """Zeros in place of the tokens behind the first `left`: half a token a thread."""
+    index = arith.andi(utils.thread_idx(), _word(127))
+    token, half = arith.shrui(index, _word(1)), arith.andi(index, _word(1))
+    with utils.when(arith.cmpi(arith.CmpIPredicate.sge, token, left)):
+        for part, count, pitch in parts:
+            here = arith.addi(_scaled(token, pitch), _scaled(half, pitch // 2))
+            words = min(4, pitch // 8)
+            zero = vector.broadcast(ir.VectorType.get((words,), _i32()), _word(0))
+            for tile in range(count):
+                for at in range(0, pitch // 2, 4 * words):
+                    base = utils.memref_ptr(part)
+                    llvm.store(zero, _at(base, here, tile * PAGE * pitch + at))
+
+
+def _store(target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
     place = _Thread()
     base = utils.memref_ptr(target)
     registers = out.registers.reshape(2, columns // 8, 2)
     four = ir.VectorType.get((4,), ir.F32Type.get())
-    first = _sum(_scaled(place.warp, BLOCK), _word(32 * quarter), _scaled(place.g, 4))
+    first = _sum(_word(BLOCK * block), _scaled(place.warp, 32), _scaled(place.g, 4))
     for n in range(columns // 8):
         for i in range(2):
             numbers = [vector.extract(x, [], [i]) for x in registers[:, n, :].flat]
@@ -261,45 +295,66 @@ class Fragments:
         self.plain = plgpu.RefType()
 
     def _run(self, function: Any, types: tuple[Any, ...], shape: Any, *args: Any) -> Any:
-        out = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, plgpu.Layout.WGMMA)
+        out = plgpu.ShapeDtypeStruct(shape, jnp.float16, plgpu.Layout.WGMMA)
         return plgpu.inline_mgpu(arg_types=types, return_type=out)(function)(*args)
 
-    def keys(self, tile: Any, scales: Any, block: int) -> jax.Array:
-        """bfloat16 [64 tokens, 128] of a tile [64, 128] and the page's scales [64, 16]."""
-        shape = (PAGE, BLOCK)
-        if not self.scaled:
-            return self._run(lambda ctx, x: _keys(x, None, block), (self.tiles,), shape, tile)
-        types = (self.tiles, self.plain)
-        return self._run(lambda ctx, x, s: _keys(x, s, block), types, shape, tile, scales)
+    def keys(self, tile: Any) -> jax.Array:
+        """float16 [64 tokens, 128] of a tile [64, 128]."""
+        return self._run(lambda ctx, x: _keys(x), (self.tiles,), (PAGE, BLOCK), tile)
 
     def rope(self, tile: Any) -> jax.Array:
-        """bfloat16 [64 tokens, 64]."""
-        run = lambda ctx, x: _rope(x, self.scaled)  # noqa: E731
-        return self._run(run, (self.tiles,), (PAGE, ROPE), tile)
+        """[64 tokens, 64], float16, or bfloat16 as block-scaled caches have it."""
+        dtype = jnp.bfloat16 if self.scaled else jnp.float16
+        out = plgpu.ShapeDtypeStruct((PAGE, ROPE), dtype, plgpu.Layout.WGMMA)
+        run = plgpu.inline_mgpu(arg_types=(self.tiles,), return_type=out)
+        return run(lambda ctx, x: _rope(x, self.scaled))(tile)
 
-    def value_scales(self, scales: Any, left: jax.Array) -> Any:
-        """What `values` wants of the scales, those of the first `left` tokens; None for none."""
-        if not self.scaled:
-            return None
-        wide = plgpu.layout_cast(jnp.full((PAGE, 8), left, jnp.int32), plgpu.Layout.WGMMA)
-        run = lambda ctx, s, n: _value_scales(  # noqa: E731
-            s, vector.extract(n.registers.flat[0], [], [0])
+    def values(self, tile: Any) -> jax.Array:
+        """float16 [128, 64 tokens] of a tile."""
+        return self._run(lambda ctx, x: _values(x), (self.tiles,), (BLOCK, PAGE), tile)
+
+    def times_scales(self, scales: Any, rope: jax.Array, products: list[jax.Array]) -> jax.Array:
+        """`rope` + the blocks' products [64 tokens, N], each times its scale of the token."""
+        layout = plgpu.Layout.WGMMA
+        types = (self.plain,) + (layout,) * (1 + len(products))
+        out = plgpu.ShapeDtypeStruct(rope.shape, jnp.float32, layout)
+        run = plgpu.inline_mgpu(arg_types=types, return_type=out)
+        return run(lambda ctx, s, x, *xs: _times_scales(s, x, *xs))(scales, rope, *products)
+
+    def scales_of_keys(self, scales: Any, tokens: jax.Array, unit: jax.Array, layout: Any) -> Any:
+        """Of each block the tokens' scales [N, 64], and the largest of all [N].
+
+        Args:
+            scales: the page's.
+            tokens: of each score, int32 [N, 64].
+            unit: any numbers [N].
+            layout: of `tokens`, four of them a thread and all of a row in half a warp.
+        """
+        by_row = layout.reduce(1)
+        wide = plgpu.ShapeDtypeStruct(tokens.shape, jnp.float32, layout)
+        most = plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, by_row)
+        run = plgpu.inline_mgpu(
+            arg_types=(self.plain, layout, by_row), return_type=(wide,) * BLOCKS + (most,)
         )
-        types = (self.plain, plgpu.Layout.WGMMA)
-        return self._run(run, types, (64, PAGE), scales, wide)
+        *found, most = run(lambda ctx, *args: _scales_of_keys(*args))(scales, tokens, unit)
+        return found, most
 
-    def values(self, tiles: Any, scales: Any, quarter: int) -> jax.Array:
-        """bfloat16 [128, 64 tokens] of tiles [4, 64, 128]."""
-        shape = (BLOCK, PAGE)
-        if scales is None:
-            return self._run(lambda ctx, x: _values(x, None, quarter), (self.tiles,), shape, tiles)
-        types = (self.tiles, plgpu.Layout.WGMMA)
-        return self._run(lambda ctx, x, s: _values(x, s, quarter), types, shape, tiles, scales)
+    def clear(self, tiles: Any, scales: Any, left: jax.Array) -> None:
+        """Zeros in place of what follows the first `left` tokens, rope numbers apart."""
+        wide = plgpu.layout_cast(jnp.full((PAGE, 8), left, jnp.int32), plgpu.Layout.WGMMA)
+
+        def run(ctx: Any, wide: Any, tiles: Any, *scales: Any) -> None:
+            parts = ((tiles, BLOCKS, BLOCK),) + tuple((x, 1, SCALE_BYTES) for x in scales)
+            _clear(parts, vector.extract(wide.registers.flat[0], [], [0]))
+
+        some = () if scales is None else (scales,)
+        types = (plgpu.Layout.WGMMA, self.tiles) + (self.plain,) * len(some)
+        plgpu.inline_mgpu(arg_types=types)(run)(wide, tiles, *some)
 
 
-def store_output(target: Any, out: jax.Array, quarter: int) -> None:
-    """A quarter of the output [128, N], ordered as `values`, to its dims of `target` [N, > 512]."""
+def store_output(target: Any, out: jax.Array, block: int) -> None:
+    """A block of the output [128, N], ordered as `values`, to its dims of `target` [N, > 512]."""
     columns, pitch = out.shape[1], target.shape[-1]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(
-        lambda ctx, to, some: _store(to, some, quarter, columns, pitch)
+        lambda ctx, to, some: _store(to, some, block, columns, pitch)
     )(target, out)
