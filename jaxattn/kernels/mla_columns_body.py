@@ -30,6 +30,7 @@ from jaxattn.kernels.mla_fragments import (
     SWIZZLED,
     Fragments,
     store_output,
+    unknown_zero,
 )
 from jaxattn.kernels.mla_part import WARPGROUPS, Part
 from jaxattn.kernels.mla_schedule import PAGE
@@ -279,11 +280,12 @@ def make_body(
 
             def fp8_scores_of(of_rope: Any, *of_blocks: Any, slot: jax.Array) -> jax.Array:
                 tiles, *scales = (x.at[wg, slot] for x in kv_smem)
-                product(of_rope, fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[0])
+                zero = unknown_zero()
+                product(of_rope, fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[zero])
                 for i in range(BLOCKS):
                     ref = of_blocks[i] if scales else of_rope
                     keys = fragments.keys(tiles.at[i])
-                    product(ref, keys, q_smem.at[0, :, pl.ds(i * BLOCK, BLOCK)])
+                    product(ref, keys, q_smem.at[zero, :, pl.ds(i * BLOCK, BLOCK)])
                     plgpu.wgmma_wait(1)  # two blocks at a time in registers
                 if not scales:
                     return of_rope[...]
@@ -292,7 +294,7 @@ def make_body(
                 )
 
             def plain_numbers(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-                """The interpreter's: what is stored of an FP8 page, float32 [4, 64, 128], [64, 64]."""
+                """The interpreter's: an FP8 page as stored, float32 [4, 64, 128] and [64, 64]."""
                 tiles = kv_smem[0][wg, slot]
                 numbers, rope = tiles[:BLOCKS], tiles[BLOCKS]
                 if latents.block_scaled:
@@ -368,8 +370,8 @@ def make_body(
                 rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
                 return tuple(acc * rescale for acc in accs)
 
-            def of_p(version: int) -> Any:
-                return p_smem.at[wg, version].transpose((1, 0))
+            def of_p(version: int, zero: Any = 0) -> Any:
+                return p_smem.at[wg + zero, version].transpose((1, 0))
 
             def add_values(
                 refs: Any, accs: tuple[jax.Array, ...], p: jax.Array, rescale: jax.Array, kv: Any
@@ -398,6 +400,7 @@ def make_body(
                 """The same of an FP8 page; with `scales`, each block has a P of its own."""
                 rescale_smem[wg] = rescale
                 of_blocks = [p * x for x in scales] if scales else [p]
+                zero = 0 if interpret else unknown_zero()
                 if interpret:
                     inside = jnp.arange(PAGE)[:, None] < left
                     numbers = jnp.where(inside, plain_numbers(slot)[0], 0)
@@ -414,7 +417,7 @@ def make_body(
                             for ref, acc in zip(refs, accs, strict=True):
                                 ref[...] = acc
                     for i in range(start, start + versions) if scales else range(BLOCKS):
-                        p_here = of_p(i - start if scales else 0)
+                        p_here = of_p(i - start if scales else 0, zero)
                         if interpret:
                             more = jnp.dot(numbers[i].T, p_here[...].astype(jnp.float32))
                             accs = (*accs[:i], accs[i] + more, *accs[i + 1 :])

@@ -352,6 +352,22 @@ class Fragments:
         plgpu.inline_mgpu(arg_types=types)(run)(wide, tiles, *some)
 
 
+def unknown_zero() -> jax.Array:
+    """0, int32, anew at each call for the compiler, in a register that all of a warp share.
+
+    Descriptors of what lies at such an index are found when they are wanted. Were the index known,
+    they would be kept in registers, 36 of the queries' tiles alone.
+    """
+    splat = plgpu.Layout.WG_SPLAT
+
+    def run(ctx: Any) -> Any:
+        zero = llvm.inline_asm(_i32(), [], "mov.b32 $0, 0;", "=r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
+
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, splat)
+    return plgpu.inline_mgpu(return_type=out)(run)()
+
+
 def store_output(target: Any, out: jax.Array, block: int) -> None:
     """A block of the output [128, N], ordered as `values`, to its dims of `target` [N, > 512]."""
     columns, pitch = out.shape[1], target.shape[-1]
