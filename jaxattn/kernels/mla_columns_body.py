@@ -42,6 +42,7 @@ MARGIN = 4
 
 TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
+AHEAD = 2
 # FP8: P is float16, and this leaves it room below 1, and above for scales up to twice the unit.
 ROOM = 2.0**14
 # Of block scales; smaller ones share a unit, for which float16 has room.
@@ -188,6 +189,10 @@ def make_body(
         fragments: Any = Fragments(kv_ref.dtype) if quantized else None
         latents = LatentFormat(kv_ref.dtype)
         versions = p_smem.shape[1]
+        # A block is 32 registers. Room for more of them: for one whose products run while the next
+        # is widened, and for those that are widened while the scores are exchanged.
+        lag = 0 if latents.block_scaled and columns > 16 else 1
+        blocks_ahead = AHEAD if columns <= 16 and not interpret else 0
 
         def meet() -> None:
             """The two warpgroups wait for each other, and see what each has written."""
@@ -278,20 +283,28 @@ def make_body(
                 product(ref, rope, q_rope_smem.at[0])
                 return ref[...]
 
-            def fp8_scores_of(of_rope: Any, *of_blocks: Any, slot: jax.Array) -> jax.Array:
+            def fp8_scores_of(*refs: Any, slot: jax.Array) -> jax.Array:
+                """With scales the rope's product and each block's have a `ref` each."""
                 tiles, *scales = (x.at[wg, slot] for x in kv_smem)
                 zero = unknown_zero()
-                product(of_rope, fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[zero])
+                product(refs[0], fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[zero])
+                scores: Any = None
+
+                def add(i: int, running: int) -> jax.Array:
+                    done = plgpu.wgmma_accumulator_load(refs[i], wait_n=running)
+                    return done if i == 0 else fragments.plus_scaled(scores, done, scales[0], i - 1)
+
                 for i in range(BLOCKS):
-                    ref = of_blocks[i] if scales else of_rope
                     keys = fragments.keys(tiles.at[i])
-                    product(ref, keys, q_smem.at[zero, :, pl.ds(i * BLOCK, BLOCK)])
-                    plgpu.wgmma_wait(1)  # two blocks at a time in registers
-                if not scales:
-                    return of_rope[...]
-                return fragments.times_scales(
-                    scales[0], of_rope[...], [ref[...] for ref in of_blocks]
-                )
+                    queries = q_smem.at[zero, :, pl.ds(i * BLOCK, BLOCK)]
+                    product(refs[1 + i if scales else 0], keys, queries)
+                    if scales:
+                        scores = add(i, 1)
+                        if lag == 0 and i < BLOCKS - 1:
+                            plgpu.wgmma_wait(0)
+                    else:
+                        plgpu.wgmma_wait(1)
+                return add(BLOCKS, 0) if scales else refs[0][...]
 
             def plain_numbers(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
                 """The interpreter's: an FP8 page as stored, float32 [4, 64, 128] and [64, 64]."""
@@ -336,8 +349,8 @@ def make_body(
                 bits = (254 << 23) - lax.bitcast_convert_type(unit, jnp.int32)
                 return unit, lax.bitcast_convert_type(bits, jnp.float32)
 
-            def soften(i, top, total, scores):
-                """Maxima and sums, and page i's P and rescaling."""
+            def soften(i, top, total, scores, meanwhile=lambda: None):
+                """Maxima and sums, page i's P and rescaling, and what was done meanwhile."""
                 page = first + WARPGROUPS * i
                 here = score_smem.at[wg, :, pl.ds(0, PAGE)]
                 store_turned(here, scores)
@@ -359,12 +372,13 @@ def make_body(
                         kept = plgpu.load(some, layout=product_layout)
                         some[...] = jnp.where(inside < left, kept, jnp.zeros((), dtype))
 
+                done = meanwhile()
                 scores = plgpu.load(here, layout=SCORES, optimized=False) * of_rows
                 scores = jnp.where(iota(1) + page * PAGE < visible, scores, MASKED)
                 new_top = jnp.maximum(top, scores.max(axis=1))
                 p = jnp.exp2(scores - over_keys(new_top))
                 rescale = jnp.exp2(top - new_top)
-                return new_top, total * over_keys(rescale) + p, p, rescale
+                return new_top, total * over_keys(rescale) + p, p, rescale, done
 
             def rescaled(accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
@@ -395,21 +409,23 @@ def make_body(
 
             def add_fp8_values(
                 refs: Any, accs: tuple[jax.Array, ...], p: jax.Array, rescale: jax.Array,
-                scales: list[jax.Array] | None, slot: jax.Array, left: jax.Array,
+                scales: list[jax.Array] | None, begun: list[jax.Array], slot: jax.Array,
+                left: jax.Array,
             ) -> Any:  # fmt: skip
                 """The same of an FP8 page; with `scales`, each block has a P of its own."""
                 rescale_smem[wg] = rescale
-                of_blocks = [p * x for x in scales] if scales else [p]
+                count = BLOCKS if scales else 1
                 zero = 0 if interpret else unknown_zero()
                 if interpret:
                     inside = jnp.arange(PAGE)[:, None] < left
                     numbers = jnp.where(inside, plain_numbers(slot)[0], 0)
-                for start in range(0, len(of_blocks), versions):
+                for start in range(0, count, versions):
                     if start:
                         plgpu.wgmma_wait(0)
                         plgpu.commit_smem()  # all four warps' products have read P
                     for version in range(versions):
-                        p_smem[wg, version] = of_blocks[start + version].astype(jnp.float16)
+                        here = p * scales[start + version] if scales else p
+                        p_smem[wg, version] = here.astype(jnp.float16)
                     plgpu.commit_smem()
                     if not start:
                         accs = rescaled(accs)
@@ -422,9 +438,10 @@ def make_body(
                             more = jnp.dot(numbers[i].T, p_here[...].astype(jnp.float32))
                             accs = (*accs[:i], accs[i] + more, *accs[i + 1 :])
                             continue
-                        values = fragments.values(kv_smem[0].at[wg, slot, i])
+                        tile = kv_smem[0].at[wg, slot, i]
+                        values = begun[i] if i < len(begun) else fragments.values(tile)
                         plgpu.wgmma(refs[i], values, p_here)
-                        plgpu.wgmma_wait(1)
+                        plgpu.wgmma_wait(lag)
                 return accs if interpret else refs
 
             def with_values(add: Any, *args: Any) -> tuple[jax.Array, ...]:
@@ -451,7 +468,9 @@ def make_body(
                     run = functools.partial(fp8_scores_of, slot=slot)
                     count = 1 + BLOCKS * latents.block_scaled
                     scores = pl.run_scoped(run, *[scores_type] * count)
-                top, total, p, rescale = soften(i, top, total, scores)
+                values_of = lambda block: fragments.values(kv_smem[0].at[wg, slot, block])  # noqa: E731
+                ahead = lambda: [values_of(block) for block in range(blocks_ahead)]  # noqa: E731
+                top, total, p, rescale, begun = soften(i, top, total, scores, ahead)
                 scales = None
                 if latents.block_scaled:
                     scales, largest = scales_of(slot, unit, left)
@@ -461,7 +480,7 @@ def make_body(
                     rescale *= old * inverse
                 else:
                     p *= ROOM
-                accs = with_values(add_fp8_values, accs, p, rescale, scales, slot, left)
+                accs = with_values(add_fp8_values, accs, p, rescale, scales, begun, slot, left)
                 plgpu.commit_smem()  # all four warps have read the page
                 later = page + WARPGROUPS * DEPTH
                 pl.when(i < taken - DEPTH)(lambda: load_fp8(numbers, later, slot))
@@ -474,7 +493,7 @@ def make_body(
                 kv, rope = place_of(zero)
                 run = functools.partial(scores_of, kv=kv, rope=rope)
                 scores = pl.run_scoped(run, scores_type)
-                top, total, p, rescale = soften(i, top, total, scores)
+                top, total, p, rescale, _ = soften(i, top, total, scores)
                 accs = with_values(add_values, accs, p, rescale, kv)
                 page = first + WARPGROUPS * (i + 1)
                 plgpu.commit_smem()  # all four warps have read the page

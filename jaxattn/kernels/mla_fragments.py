@@ -2,7 +2,7 @@
 
 Widened numbers never go through shared memory, which has time for little else, and they are what
 is stored, in float16, which one conversion makes of two of them. Scales are other operands' part:
-`order_queries` makes float16 queries, `times_scales` multiplies scores, `scales_of_keys` is for P.
+`order_queries` makes float16 queries, `plus_scaled` multiplies scores, `scales_of_keys` is for P.
 
 A page's 64 tokens lie there as TMA brings them, 128 bytes of each token a tile, 16-byte chunks
 swizzled. A thread reads its numbers so that what lies together in memory lies together in its
@@ -188,21 +188,20 @@ def _rope(tile: Any, scaled: bool) -> Any:
     return _fragment(in_order, (PAGE, ROPE), ir.BF16Type.get())
 
 
-def _times_scales(scales: Any, rope: Any, *products: Any) -> Any:
+def _plus_scaled(scores: Any, product: Any, scales: Any, block: int) -> Any:
     place, f32 = _Thread(), ir.F32Type.get()
     two, contract = ir.VectorType.get((2,), f32), arith.FastMathFlags.contract
     token = _scaled(arith.addi(_scaled(place.warp, 16), place.g), SCALE_BYTES)
     of_rows = []
     for row in range(2):
-        words = _load(scales, token, 8 * row * SCALE_BYTES, BLOCKS)
-        of_rows.append([vector.broadcast(two, arith.bitcast(f32, word)) for word in words])
-    total = rope.registers.reshape(-1, 2).copy()
-    for block, product in enumerate(products):
-        for at, x in np.ndenumerate(product.registers.reshape(-1, 2)):
-            x = arith.mulf(x, of_rows[at[1]][block], fastmath=contract)
-            total[at] = arith.addf(total[at], x, fastmath=contract)
-    registers = total.reshape(rope.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=rope.layout, _is_signed=None)
+        (word,) = _load(scales, token, 8 * row * SCALE_BYTES + 4 * block, 1)
+        of_rows.append(vector.broadcast(two, arith.bitcast(f32, word)))
+    total = scores.registers.reshape(-1, 2).copy()
+    for at, x in np.ndenumerate(product.registers.reshape(-1, 2)):
+        x = arith.mulf(x, of_rows[at[1]], fastmath=contract)
+        total[at] = arith.addf(total[at], x, fastmath=contract)
+    registers = total.reshape(scores.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=None)
 
 
 def _scales_of_keys(scales: Any, tokens: Any, largest: Any) -> Any:
@@ -313,13 +312,14 @@ class Fragments:
         """float16 [128, 64 tokens] of a tile."""
         return self._run(lambda ctx, x: _values(x), (self.tiles,), (BLOCK, PAGE), tile)
 
-    def times_scales(self, scales: Any, rope: jax.Array, products: list[jax.Array]) -> jax.Array:
-        """`rope` + the blocks' products [64 tokens, N], each times its scale of the token."""
+    def plus_scaled(
+        self, scores: jax.Array, product: jax.Array, scales: Any, block: int
+    ) -> jax.Array:
+        """`scores` + a block's product [64 tokens, N] times its scale of each token."""
         layout = plgpu.Layout.WGMMA
-        types = (self.plain,) + (layout,) * (1 + len(products))
-        out = plgpu.ShapeDtypeStruct(rope.shape, jnp.float32, layout)
-        run = plgpu.inline_mgpu(arg_types=types, return_type=out)
-        return run(lambda ctx, s, x, *xs: _times_scales(s, x, *xs))(scales, rope, *products)
+        out = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout)
+        run = plgpu.inline_mgpu(arg_types=(layout, layout, self.plain), return_type=out)
+        return run(lambda ctx, x, y, s: _plus_scaled(x, y, s, block))(scores, product, scales)
 
     def scales_of_keys(self, scales: Any, tokens: jax.Array, unit: jax.Array, layout: Any) -> Any:
         """Of each block the tokens' scales [N, 64], and the largest of all [N].
