@@ -42,7 +42,7 @@ MARGIN = 4
 
 TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
-AHEAD = 2
+AHEAD = 3
 # FP8: P is float16, and this leaves it room below 1, and above for scales up to twice the unit.
 ROOM = 2.0**14
 # Of block scales; smaller ones share a unit, for which float16 has room.
