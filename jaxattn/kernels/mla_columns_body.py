@@ -10,7 +10,14 @@ warp; P goes back the same way. Each warpgroup has maxima, sums and an output of
 two meet at the end of a row's piece, in shared memory again.
 
 Pages come by TMA as they are stored. K and V of a 16-bit cache are read by wgmma where they lie;
-those of an FP8 one are widened on their way through registers, by mla_fragments.py.
+those of an FP8 one are widened on their way through registers, by mla_fragments.py, without their
+scales. Those of a block of a token multiply its scores, which so are a product a block, and its P,
+of which so there is one a block:
+
+    scores^T = rope + sum_b s_b (K_b Q_b^T)          out_b^T += V_b^T (s_b P / unit)^T
+
+The unit, a power of two, is 2**-14 of the largest scale so far, or down to half of that, and the
+output is rescaled when it grows. In float16 a token's share is so kept to 2**-39 of that scale.
 """
 
 import functools
@@ -29,6 +36,7 @@ from jaxattn.kernels.mla_fragments import (
     SCALE_BYTES,
     SWIZZLED,
     Fragments,
+    half_queries,
     store_output,
     unknown_zero,
 )
@@ -42,6 +50,7 @@ MARGIN = 4
 
 TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
+# Blocks whose values are widened while the scores are exchanged, 32 registers each.
 AHEAD = 3
 # FP8: P is float16, and this leaves it room below 1, and above for scales up to twice the unit.
 ROOM = 2.0**14
@@ -90,13 +99,19 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
     half = jnp.float16 if quantized else dtype
     rope = dtype if cache_dtype in (BYTES, dtype) else half
     versions = p_versions(columns, cache_dtype)
+
+    def queries(width: int, of_products: Any) -> Any:
+        """Q or its rope columns, as they come and, of an FP8 cache, as the products take them."""
+        both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
+        return plgpu.RefUnion(*both) if quantized else both[0]
+
     memory = [
         None if quantized else plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
-        plgpu.SMEM((1, columns, RANK), half, transforms=tiles),  # Q
-        plgpu.SMEM((1, columns, ROPE), rope, transforms=tiles),  # its rope columns
+        queries(RANK, half),
+        queries(ROPE, rope),
         plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
         plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),  # P
-        # Of the columns, their rescaling, maxima, sums and units.
+        # Of the columns, their rescaling or unit, maxima, sums; and factors of their scores.
         plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
     ]
     return [
@@ -164,16 +179,19 @@ def make_body(
         q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(6))
         kv_scale_ref: Any = next(refs) if per_tensor else None
         query_lens_ref: Any = next(refs) if ragged else None
-        q_rope_ref, q_factor_ref = (next(refs) if quantized else None for _ in range(2))
         out_ref = next(refs)
         partial_ref: Any = next(refs) if split else None
         lse_ref = next(refs)
         partial_lse_ref: Any = next(refs) if split else None
         (
-            (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, stats_smem,
-            q_loaded, both_there, loaded,
+            (kv_smem, sum_smem), rope_smem, q_refs, q_rope_refs,
+            score_smem, p_smem, stats_smem, q_loaded, both_there, loaded,
         ) = refs  # fmt: skip
-        rescale_smem, top_smem, total_smem, unit_smem = (stats_smem.at[i] for i in range(4))
+        q_loads, q_smem = q_refs if quantized else (q_refs, q_refs)
+        q_rope_loads, q_rope_smem = q_rope_refs if quantized else (q_rope_refs, q_rope_refs)
+        rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
+        q_factor_smem = stats_smem.at[3, 0]
+        unit_smem = rescale_smem  # after a piece's last page
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
             begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
@@ -189,8 +207,7 @@ def make_body(
         fragments: Any = Fragments(kv_ref.dtype) if quantized else None
         latents = LatentFormat(kv_ref.dtype)
         versions = p_smem.shape[1]
-        # A block is 32 registers. Room for more of them: for one whose products run while the next
-        # is widened, and for those that are widened while the scores are exchanged.
+        # Many columns leave room for a block's 32 registers, and not for the next one's.
         lag = 0 if latents.block_scaled and columns > 16 else 1
         blocks_ahead = AHEAD if columns <= 16 and not interpret else 0
 
@@ -232,13 +249,9 @@ def make_body(
 
             @pl.when(wg == 0)
             def _load_queries():
-                some = q_ref.at[row, mine, pl.ds(0, RANK)]
-                plgpu.copy_gmem_to_smem(some, q_smem.at[0], q_loaded)
-                if quantized:
-                    some = q_rope_ref.at[row, mine]
-                else:
-                    some = q_ref.at[row, mine, pl.ds(RANK, ROPE)]
-                plgpu.copy_gmem_to_smem(some, q_rope_smem.at[0], q_loaded)
+                for begin, width, target in ((0, RANK, q_loads), (RANK, ROPE, q_rope_loads)):
+                    some = q_ref.at[row, mine, pl.ds(begin, width)]
+                    plgpu.copy_gmem_to_smem(some, target.at[0], q_loaded)
 
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
@@ -262,11 +275,17 @@ def make_body(
                 visible += (packed_row >= token * num_heads).astype(jnp.int32)
             if ragged:
                 visible = jnp.where(packed_row < queries * num_heads, visible, 0)
+            plgpu.barrier_wait(q_loaded)
             of_rows: Any = factor
             if quantized:
-                of_rows = plgpu.load(q_factor_ref.at[row, mine], layout=by_row, optimized=False)
+                if interpret:
+                    every = jnp.concatenate([q_loads[0], q_rope_loads[0]], axis=1)
+                    *plain_queries, of_rows = half_queries(every, latents.block_scaled)
+                else:
+                    fragments.halve_queries(q_loads.at[0], q_rope_loads.at[0], q_factor_smem, wg)
+                    meet()
+                    of_rows = plgpu.load(q_factor_smem, layout=by_row, optimized=False)
                 of_rows = over_keys(of_rows * factor)
-            plgpu.barrier_wait(q_loaded)
 
             def place_of(zero: jax.Array) -> tuple[Any, Any]:
                 # Were the slot known to stay the same, the compiler would keep 68 descriptors of
@@ -324,7 +343,7 @@ def make_body(
 
             def plain_scores_of(slot: jax.Array) -> jax.Array:
                 numbers, rope = plain_numbers(slot)
-                queries, of_rope = (x[0].astype(jnp.float32) for x in (q_smem, q_rope_smem))
+                queries, of_rope = (x.astype(jnp.float32) for x in plain_queries)
                 blocks = queries.reshape(columns, BLOCKS, BLOCK)
                 products = jnp.einsum("btd,nbd->btn", numbers, blocks)
                 if latents.block_scaled:

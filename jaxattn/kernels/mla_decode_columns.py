@@ -21,7 +21,7 @@ from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_columns_body import make_body, scratch_types
-from jaxattn.kernels.mla_fragments import half_queries, order_queries
+from jaxattn.kernels.mla_fragments import order_queries
 from jaxattn.kernels.mla_part import WARPGROUPS
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import Schedule
@@ -83,16 +83,13 @@ def mla_decode_columns(
 
     packed = q.reshape(batch, rows, -1)
     packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
-    rest: tuple[jax.Array, ...] = ()
-    if format.quantized:
-        in_order = packed if interpret else order_queries(packed)
-        packed, *rest = half_queries(in_order, format.block_scaled)
+    if format.quantized and not interpret:
+        packed = order_queries(packed)
     operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
     if kv_scale is not None:
         operands.append(kv_scale.reshape(1))
     if query_lens is not None:
         operands.append(query_lens)
-    operands += rest
 
     results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
     body = make_body(

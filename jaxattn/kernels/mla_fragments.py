@@ -1,8 +1,9 @@
 """FP8 tokens, in shared memory as they are stored, as the left operands of wgmma in registers.
 
-Widened numbers never go through shared memory, which has time for little else, and they are what
-is stored, in float16, which one conversion makes of two of them. Scales are other operands' part:
-`order_queries` makes float16 queries, `plus_scaled` multiplies scores, `scales_of_keys` is for P.
+Widened numbers never go through shared memory, which has time for little else. They are what is
+stored, in float16, which one conversion makes of two of them; scales meet other numbers:
+`plus_scaled` multiplies scores, and P is multiplied by `scales_of_keys`. Queries become float16,
+a power of two apart, by `halve_queries`.
 
 A page's 64 tokens lie there as TMA brings them, 128 bytes of each token a tile, 16-byte chunks
 swizzled. A thread reads its numbers so that what lies together in memory lies together in its
@@ -28,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_schedule import PAGE
 from jaxattn.mla_cache import BLOCK, BYTES
@@ -308,6 +310,24 @@ class Fragments:
         run = plgpu.inline_mgpu(arg_types=(self.tiles,), return_type=out)
         return run(lambda ctx, x: _rope(x, self.scaled))(tile)
 
+    def halve_queries(self, queries: Any, rope: Any, factors: Any, wg: jax.Array) -> None:
+        """`half_queries` of bfloat16 [N, 512] and [N, 64], in their place: this warpgroup's half.
+
+        Args:
+            factors: float32 [N], to be written.
+            wg: 0 or 1.
+        """
+        columns = queries.shape[0]
+        wide = plgpu.layout_cast(jnp.full((PAGE, 8), wg, jnp.int32), plgpu.Layout.WGMMA)
+        tiles = plgpu.RefType(swizzled(jnp.bfloat16))
+
+        def run(ctx: Any, queries: Any, rope: Any, factors: Any, wide: Any) -> None:
+            wg = vector.extract(wide.registers.flat[0], [], [0])
+            _half_queries(queries, rope, factors, wg, columns, self.scaled)
+
+        types = (tiles, tiles, self.plain, plgpu.Layout.WGMMA)
+        plgpu.inline_mgpu(arg_types=types)(run)(queries, rope, factors, wide)
+
     def values(self, tile: Any) -> jax.Array:
         """float16 [128, 64 tokens] of a tile."""
         return self._run(lambda ctx, x: _values(x), (self.tiles,), (BLOCK, PAGE), tile)
@@ -350,6 +370,65 @@ class Fragments:
         some = () if scales is None else (scales,)
         types = (plgpu.Layout.WGMMA, self.tiles) + (self.plain,) * len(some)
         plgpu.inline_mgpu(arg_types=types)(run)(wide, tiles, *some)
+
+
+def _row_exponent(words: list[Any]) -> Any:
+    """Biased, of the largest of a warp's bfloat16 numbers."""
+    most = _word(0)
+    for word in words:
+        for x in (word, arith.shli(word, _word(16))):
+            most = arith.maxui(most, arith.andi(x, _word(0x7FFFFFFF)))
+    for distance in (1, 2, 4, 8, 16):
+        most = arith.maxui(most, utils.shfl_bfly(most, distance))
+    return arith.shrui(most, _word(23))
+
+
+def _power(biased: Any) -> Any:
+    return arith.bitcast(ir.F32Type.get(), arith.shli(biased, _word(23)))
+
+
+def _times(word: Any, by: Any, kind: str) -> Any:
+    """Two bfloat16 numbers times a float32 one, as two of another kind."""
+    pair = (arith.shli(word, _word(16)), arith.andi(word, _word(0xFFFF0000)))
+    low, high = (arith.mulf(arith.bitcast(ir.F32Type.get(), x), by) for x in pair)
+    return llvm.inline_asm(_i32(), [low, high], f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f")
+
+
+def _half_queries(
+    queries: Any, rope: Any, factors: Any, wg: Any, columns: int, scaled: bool
+) -> None:
+    """A row a warp, half of the rows a warpgroup; 16-byte chunks may lie in any order in a row."""
+    index = utils.thread_idx()
+    warp, lane = _Thread().warp, arith.andi(index, _word(31))
+    # Tiles of 8 rows of 128 bytes: four lanes have a row of one, and there are eight of them.
+    tile = arith.shrui(lane, _word(2))
+    inside = _scaled(arith.andi(lane, _word(3)), 32)
+    for i in range(columns // 8):
+        row = _sum(_scaled(wg, columns // 2), warp, _word(4 * i))
+        line = _scaled(arith.andi(row, _word(7)), BLOCK)
+        row_tile = arith.shrui(row, _word(3))
+        at = _sum(_scaled(row_tile, 8 * 1024), _scaled(tile, 1024), line, inside)
+        of_rope = _sum(_scaled(row_tile, 1024), line, _scaled(lane, 4))
+        words = _load(queries, at, 0, 4) + _load(queries, at, 16, 4)
+        rope_words = _load(rope, of_rope, 0, 1)
+
+        found = arith.subi(_row_exponent(rope_words), _word(ROPE_EXCESS))
+        found = arith.maxsi(_row_exponent(words), found)
+        found = arith.maxsi(found, _word(QUERY_EXPONENT + 1))
+        found = arith.minsi(found, _word(2 * FLOAT_BIAS))
+
+        by = _power(arith.subi(_word(2 * FLOAT_BIAS + QUERY_EXPONENT), found))
+
+        halves = [_times(word, by, "f16") for word in words]
+        four = ir.VectorType.get((4,), _i32())
+        for k in range(2):
+            chunk = vector.from_elements(four, halves[4 * k : 4 * k + 4])
+            llvm.store(chunk, _at(utils.memref_ptr(queries), at, 16 * k))
+        of_row = _times(rope_words[0], by, "bf16" if scaled else "f16")
+        llvm.store(of_row, _at(utils.memref_ptr(rope), of_rope))
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _word(0))):
+            factor = _power(arith.subi(found, _word(QUERY_EXPONENT)))
+            llvm.store(factor, _at(utils.memref_ptr(factors), _scaled(row, 4)))
 
 
 def unknown_zero() -> jax.Array:
