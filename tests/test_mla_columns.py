@@ -132,6 +132,24 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(nan, format, implem
 
 
 @both_devices
+def test_scales_far_apart_and_growing(implementation):
+    """Of tokens and of blocks; the largest so far grows, and queries are far from 1."""
+    some = stored("uint8", [200], heads=2)
+    cache = np.array(some.case.kv_cache)
+    scales = cache[..., 512:528].copy().view("<f4")
+    page = some.case.kv_cache.shape[2]
+    for place, number in enumerate(np.asarray(some.case.block_tables)[0, : -(-200 // page)]):
+        exponents = np.random.default_rng(place).integers(-18, 3, (page, 4)) + 3 * place
+        scales[:, number] *= np.exp2(np.float32(exponents))
+    cache[..., 512:528] = scales.view(np.uint8)
+    for case in (some.case, some.held):
+        case.q = case.q * jnp.asarray(np.exp2([-11.0, -3.0])[:, None], case.q.dtype)
+    some.case.kv_cache = jnp.asarray(cache)
+    some.held.kv_cache = Held(some.case.kv_cache, None)
+    assert_mla_close(some.held, *decode(some, implementation, schedule=cut_at(some.case, [(0, 0)])))
+
+
+@both_devices
 def test_the_op_reads_an_fp8_cache_into_an_arena(implementation):
     some = stored("uint8", [70], heads=2)
     case = some.case

@@ -244,7 +244,7 @@ def _values(tile: Any) -> Any:
             at = _scaled(arith.xori(chunk, swizzle), 16)
             at = _sum(inside, at, _scaled(place.t, 2 * BLOCK))
             words += _load(tile, at, (8 * pair + i) * BLOCK, 1)
-        pairs.append([_turns(*words, which) for which in (LOW_BYTES, HIGH_BYTES)])
+        pairs.append([_turns(words[0], words[1], which) for which in (LOW_BYTES, HIGH_BYTES)])
     wide = [
         _wide(pairs[pair][j], h)
         for j in range(2)
