@@ -104,8 +104,8 @@ def test_ragged_rows_of_two_blocks_and_small_pages(implementation):
 
 
 @both_devices
-def test_producers_run_ahead_over_pieces_and_rows(implementation):
-    """Pieces of 3, 2, 1 and 2 pages in one part: the second producer has 1, 1, 0 and 1 of them."""
+def test_pieces_and_rows_one_after_another(implementation):
+    """Pieces of 3, 2, 1 and 2 pages in one part: the second warpgroup has 1, 1, 0 and 1."""
     some = stored("uint8", [290, 20, 100], heads=2)
     pages = some.case.block_tables.shape[1]
     rows, begun = jnp.asarray([0] + [3] * 5, jnp.int32), jnp.zeros(6, jnp.int32)
@@ -116,18 +116,37 @@ def test_producers_run_ahead_over_pieces_and_rows(implementation):
 
 @both_devices
 @fp8_formats
-def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(format, implementation):
+@pytest.mark.parametrize("nan", [0x7F, pytest.param(0xFF, marks=pytest.mark.gpu)])
+def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(nan, format, implementation):
     if format != "uint8" and implementation != "mosaic_gpu":
         pytest.skip("the interpreter runs the other format")
     some = stored(format, [3, 66], heads=2)
     case = some.case
-    nan = jnp.uint8(0x7F)
+    nan = jnp.uint8(nan)
     if format != "uint8":
         nan = jax.lax.bitcast_convert_type(nan, jnp.float8_e4m3fn)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 300].set(nan)
     out, lse = decode(some, implementation, schedule=cut_at(case, [(0, 0)]))
     assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
     assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+
+
+@both_devices
+def test_scales_far_apart_and_growing(implementation):
+    """Of tokens and of blocks; the largest so far grows, and queries are far from 1."""
+    some = stored("uint8", [200], heads=2)
+    cache = np.array(some.case.kv_cache)
+    scales = cache[..., 512:528].copy().view("<f4")
+    page = some.case.kv_cache.shape[2]
+    for place, number in enumerate(np.asarray(some.case.block_tables)[0, : -(-200 // page)]):
+        exponents = np.random.default_rng(place).integers(-18, 3, (page, 4)) + 3 * place
+        scales[:, number] *= np.exp2(np.float32(exponents))
+    cache[..., 512:528] = scales.view(np.uint8)
+    for case in (some.case, some.held):
+        case.q = case.q * jnp.asarray(np.exp2([-11.0, -3.0])[:, None], case.q.dtype)
+    some.case.kv_cache = jnp.asarray(cache)
+    some.held.kv_cache = Held(some.case.kv_cache, None)
+    assert_mla_close(some.held, *decode(some, implementation, schedule=cut_at(some.case, [(0, 0)])))
 
 
 @both_devices
@@ -160,6 +179,29 @@ def test_published_shapes(heads, q_len, format):
     lens = [int(n) for n in rng.integers(0, 700, 6)] + [0, 1, 63, 64, 65, 4096]
     some = stored(format, lens, q_len=q_len, heads=heads, seed=heads)
     assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@fp8_formats
+def test_every_fp8_number_under_any_scale(format):
+    """A row of one token is that token's latents, to the bit."""
+    latents = LatentFormat(format)
+    exponents = [-117, -100, -9, 0, 7, 8, 100] if latents.block_scaled else [0]
+    cache = np.zeros((1, len(exponents), 64, latents.width), np.uint8)
+    numbers = np.arange(512) % 256
+    cache[0, :, 0, :512] = np.where(numbers % 128 == 127, 0, numbers)  # but NaN
+    if latents.block_scaled:
+        scales = np.repeat(np.exp2(np.float32(exponents)), 4).astype("<f4").view(np.uint8)
+        cache[0, :, 0, 512:528] = scales.reshape(-1, 16)
+        kv_scale = None
+    else:
+        cache, kv_scale = cache.view(jnp.float8_e4m3fn), jnp.float32(2)
+    q = jnp.zeros((len(exponents), 1, 3, 576), jnp.bfloat16)
+    tables = jnp.arange(len(exponents), dtype=jnp.int32)[:, None]
+    step = jax.jit(functools.partial(mla_decode_mosaic, scale=1.0, columns=True, layer=0))
+    out, _ = step(q, jnp.asarray(cache), tables, jnp.ones_like(tables[:, 0]), kv_scale=kv_scale)
+    expected = latents.unpack(jnp.asarray(cache)[0, :, 0], kv_scale)[:, :512]
+    np.testing.assert_array_equal(out[:, 0], jnp.stack([expected.astype(out.dtype)] * 3, axis=1))
 
 
 @pytest.mark.gpu

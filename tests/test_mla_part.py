@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.kernels.mla_part import WARPGROUPS, Part
+from jaxattn.kernels.mla_part import Part
 
 ROWS, PAGES = 4, 7
 
 
-def walks(begin, end, lens, turn, piece_pages, turns):
-    """How many pages warpgroup `turn` takes and their (row, page): piece by piece, and ahead."""
+def walks(begin, end, lens, piece_pages):
+    """How many pages there are and their (row, page): piece by piece, and ahead."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
     part = Part(tuple(begin), tuple(end), lens, table, cache, 0, piece_pages)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
@@ -21,37 +21,32 @@ def walks(begin, end, lens, turn, piece_pages, turns):
         return count + 1, pages.at[count].set(jnp.stack([row, page]))
 
     def piece(row, start, steps, taken):
-        mine = (steps + turns - 1 - turn) // turns
-        each = lambda i, taken: add(taken, row, start + turn + turns * i)  # noqa: E731
-        return jax.lax.fori_loop(0, mine, each, taken)
+        each = lambda i, taken: add(taken, row, start + i)  # noqa: E731
+        return jax.lax.fori_loop(0, steps, each, taken)
 
     def ahead(state):
-        at, taken = state
-        row, page, stop, start = at
-        # A warpgroup that has all pages goes on behind a page as behind a piece of that one.
-        one = part.settle(part.after(row, page, 1)[:2] + (stop, start), 0)
-        return part.following(at, turn) if turns > 1 else one, add(taken, row, page)
+        (row, page, stop, start), taken = state
+        behind = part.after(row, page, 1)[:2]
+        return part.settle((*behind, stop, start)), add(taken, row, page)
 
     some_left = lambda state: state[0][1] < state[0][2]  # noqa: E731
-    first = part.first(turn), nothing
+    first = part.first(), nothing
     return part.each_piece(piece, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
 
 
-def expected(begin, end, lens, turn, piece_pages, turns):
+def expected(begin, end, lens, piece_pages):
     pages = []
     for row in range(begin[0], min(end[0] + 1, ROWS)):
         start = begin[1] if row == begin[0] else 0
         stop = min(-(-lens[row] // 64), end[1] if row == end[0] else PAGES)
         size = piece_pages or max(stop - start, 1)
         for first in range(start, stop, size):
-            last = min(first + size, stop)
-            pages += [(row, page) for page in range(first + turn, last, turns)]
+            pages += [(row, page) for page in range(first, min(first + size, stop))]
     return pages
 
 
-@pytest.mark.parametrize("turns", [1, WARPGROUPS])
 @pytest.mark.parametrize("piece_pages", [0, 3])
-def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages, turns):
+def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages):
     """Cuts that know nothing of the lengths: rows may have shrunk since a schedule was made."""
     rng = np.random.default_rng(piece_pages)
     cases, size = 300, piece_pages or 1
@@ -59,10 +54,9 @@ def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages, turns):
     line = np.sort(rng.integers(0, ROWS * PAGES + 1, (cases, 2)), axis=1)
     rows, pages = line // PAGES, line % PAGES // size * size
     cuts = np.stack([rows, pages], axis=-1)  # [cases, begin and end, (row, page)]
-    turn = rng.integers(0, turns, cases)
-    args = [jnp.asarray(x, jnp.int32) for x in (cuts[:, 0], cuts[:, 1], lens, turn)]
-    run = jax.jit(jax.vmap(lambda *args: walks(*args, piece_pages, turns)))
+    args = [jnp.asarray(x, jnp.int32) for x in (cuts[:, 0], cuts[:, 1], lens)]
+    run = jax.jit(jax.vmap(lambda *args: walks(*args, piece_pages)))
     for count, taken in run(*args):
         for i in range(cases):
-            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], turn[i], piece_pages, turns)
+            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], piece_pages)
             assert [tuple(x) for x in np.asarray(taken[i, : int(count[i])])] == wanted

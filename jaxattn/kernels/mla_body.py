@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
-from jaxattn.kernels.mla_part import Part
+from jaxattn.kernels.mla_part import Part, visible_keys
 from jaxattn.kernels.mla_schedule import PAGE, TILE
 from jaxattn.kernels.mla_values import (
     FIRST_SLOT,
@@ -156,7 +156,7 @@ def make_body(
         def load_q(at: Any) -> Any:
             """The queries of the part's first row from there on, if there is one. Returns the
             quarters in registers; if there is none, those of some row."""
-            row, page, stop = part.settle(at, 0)[:3]
+            row, page, stop = part.settle(at)[:3]
 
             @pl.when(page < stop)
             def _():
@@ -190,16 +190,12 @@ def make_body(
             pages_before, pieces_before, q = carry
             plgpu.barrier_wait(q_loaded)
             others = q or tuple(q_others_smem.at[i] for i in range(3))
-            # Keys that each packed row sees: causal from the bottom right.
             length = lens_ref[row]
-            queries = query_lens_ref[row] if ragged else q_len
-            packed_row = tile * TILE + iota(0)
-            visible = jnp.full((TILE, PAGE), length - (queries - 1), jnp.int32)
-            visible = plgpu.layout_cast(visible, layout)
-            for token in range(1, q_len):
-                visible += (packed_row >= token * num_heads).astype(jnp.int32)
-            if ragged:
-                visible = jnp.where(packed_row < queries * num_heads, visible, 0)
+            queries = query_lens_ref[row] if ragged else None
+            visible = visible_keys(
+                tile * TILE + iota(0), length, queries,
+                q_len=q_len, num_heads=num_heads, layout=layout,
+            )  # fmt: skip
 
             def page_step(i, carry):
                 top, total = carry
@@ -239,7 +235,7 @@ def make_body(
                     return new_top, jnp.exp2(scores - over_keys(new_top))
 
                 all_see_it = (start + i + 1) * PAGE <= length - (q_len - 1)
-                if ragged:
+                if queries is not None:
                     all_see_it &= queries == q_len
                 plain = plain if factor > 0 else masked
                 new_top, p = lax.cond(all_see_it, plain, masked, scores)
@@ -279,7 +275,7 @@ def make_body(
         def _scores():
             plgpu.set_max_registers(REGISTERS, action="decrease")
             zero = jnp.int32(0)
-            pieces = part.each_piece(piece, (zero, zero, load_q(part.first(0))))[1]
+            pieces = part.each_piece(piece, (zero, zero, load_q(part.first())))[1]
 
             @pl.when(pieces > 0)
             def _():

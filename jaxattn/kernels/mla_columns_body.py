@@ -1,4 +1,4 @@
-"""The body of `mla_decode_columns`: two warpgroups, consumers, that take a row's pages in turns.
+"""The body of `mla_decode_columns`: two warpgroups that take a row's pages in turns.
 
 Heads are the columns of both products, so that a few of them cost a few columns:
 
@@ -9,12 +9,19 @@ The softmax runs over the scores turned round through shared memory, so that a h
 warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and the
 two meet at the end of a row's piece, in shared memory again.
 
-A page of a 16-bit cache comes by TMA as it is; FP8 ones are widened by two warpgroups more, in
-mla_widen.py, which hand a page over block by block.
+Pages come by TMA as they are stored. K and V of a 16-bit cache are read by wgmma where they lie;
+those of an FP8 one are widened on their way through registers, by mla_fragments.py, without their
+scales. Those of a block of a token multiply its scores, which so are a product a block, and its P,
+of which so there is one a block:
+
+    scores^T = rope + sum_b s_b (K_b Q_b^T)          out_b^T += V_b^T (s_b P / unit)^T
+
+The unit, a power of two, is 2**-14 of the largest scale so far, or down to half of that, and the
+output is rescaled when it grows. In float16 a token's share is so kept to 2**-39 of that scale.
 """
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,61 +29,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE
-from jaxattn.kernels.mla_latents import BLOCKS
-from jaxattn.kernels.mla_part import WARPGROUPS, Part
-from jaxattn.kernels.mla_schedule import PAGE, copies_of
-from jaxattn.kernels.mla_widen import HandOver, Ring, allocated, produce, ring_types
+from jaxattn.kernels.mla_columns_memory import DEPTH, OUTPUTS, SCORES, TILES
+from jaxattn.kernels.mla_fragments import (
+    BLOCKS,
+    SCALE_BYTES,
+    Fragments,
+    store_output,
+    unknown_zero,
+)
+from jaxattn.kernels.mla_part import WARPGROUPS, Part, visible_keys
+from jaxattn.kernels.mla_plain_fragments import (
+    half_queries,
+    plain_numbers,
+    plain_scales,
+    plain_scores,
+)
+from jaxattn.kernels.mla_schedule import PAGE
 from jaxattn.mla_cache import BLOCK, LatentFormat
 
-# Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
-MARGIN = 4
+# Blocks whose values are widened while the scores are exchanged, 32 registers each.
+AHEAD = 3
+# FP8: P is float16, and this leaves it room below 1, and above for scales up to twice the unit.
+ROOM = 2.0**14
+# Of block scales; smaller ones share a unit, for which float16 has room.
+LEAST_UNIT = 2.0**-114
 
 
-def _registers(columns: int) -> tuple[int, int]:
-    """Of a thread of a consumer and of a producer of FP8 pages: four warpgroups share 65,536.
-
-    A consumer has 4 * columns numbers of the output; a producer widens a block in 72 registers.
-    """
-    return (184, 72) if columns <= 24 else (192, 64)
-
-
-def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
-    tiling = plgpu.Tiling(tiles)
-    return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
-
-
-# Registers of scores [N, 64] and of outputs [n, 512], four numbers a thread: half a warp has a row
-# of scores, a warp 128 columns of an output's row.
-SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
-OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
-
-
-def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) -> list[Any]:
-    tiles = swizzled(dtype)
-    pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
-    outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
-    memory = [
-        plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
-        plgpu.SMEM((1, columns, RANK), dtype, transforms=tiles),  # Q
-        plgpu.SMEM((1, columns, ROPE), dtype, transforms=tiles),  # its rope columns
-        plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
-        plgpu.SMEM((WARPGROUPS, columns, PAGE), dtype, transforms=tiles),  # P
-        # Of the columns, their rescaling, maxima and sums.
-        plgpu.SMEM((3, WARPGROUPS, columns), jnp.float32),
-    ]
-    types = [
-        plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
-        *memory,
-        plgpu.Barrier(num_arrivals=2),  # Q loaded
-        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both consumers are there
-    ]
-    if LatentFormat(cache_dtype).quantized:
-        used = max(allocated(pages), allocated(outputs)) + sum(map(allocated, memory))
-        return [*types, *ring_types(cache_dtype, page_size, used)]
-    copies = 2 * copies_of(page_size)
-    return [*types, plgpu.Barrier(num_arrivals=copies, num_barriers=WARPGROUPS)]  # page loaded
+def _next_unit(unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A power of two, at least `largest` / 2 / ROOM, and 1 / that."""
+    bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = lax.bitcast_convert_type(bits, jnp.float32)
+    unit = jnp.maximum(unit, power * (1 / ROOM))
+    bits = (254 << 23) - lax.bitcast_convert_type(unit, jnp.int32)
+    return unit, lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def make_body(
@@ -140,12 +126,14 @@ def make_body(
         lse_ref = next(refs)
         partial_lse_ref: Any = next(refs) if split else None
         (
-            (kv_smem, sum_smem), rope_smem, q_smem, q_rope_smem, score_smem, p_smem, stats_smem,
-            q_loaded, both_there, *rest,
+            (kv_smem, sum_smem), rope_smem, q_refs, q_rope_refs,
+            score_smem, p_smem, stats_smem, q_loaded, both_there, loaded,
         ) = refs  # fmt: skip
-        loaded: Any = None if quantized else rest[0]
-        ring, hands = cast(tuple[Ring, HandOver], rest if quantized else (None, None))
+        q_loads, q_smem = q_refs if quantized else (q_refs, q_refs)
+        q_rope_loads, q_rope_smem = q_rope_refs if quantized else (q_rope_refs, q_rope_refs)
         rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
+        q_factor_smem = stats_smem.at[3, 0]
+        unit_smem = rescale_smem  # after a piece's last page
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part(
             begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
@@ -156,7 +144,14 @@ def make_body(
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
-        kv, rope = kv_smem.at[wg], rope_smem.at[wg]
+        kv: Any = None if quantized else kv_smem.at[wg]
+        rope: Any = None if quantized else rope_smem.at[wg]
+        fragments: Any = Fragments(kv_ref.dtype) if quantized else None
+        latents = LatentFormat(kv_ref.dtype)
+        versions = p_smem.shape[1]
+        # Many columns leave room for a block's 32 registers, and not for the next one's.
+        lag = 0 if latents.block_scaled and columns > 16 else 1
+        blocks_ahead = AHEAD if columns <= 16 and not interpret else 0
 
         def meet() -> None:
             """The two warpgroups wait for each other, and see what each has written."""
@@ -175,33 +170,59 @@ def make_body(
                     to = target.at[pl.ds(j * tokens, tokens)]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, loaded.at[wg])
 
+        def load_fp8(numbers: list[jax.Array], page: jax.Array, slot: jax.Array | int) -> None:
+            for j, source in enumerate(part.sources(numbers, page)):
+                some = pl.ds(j * tokens, tokens)
+                for tile in range(TILES):
+                    first = tile * BLOCK
+                    if tile == BLOCKS:
+                        # The 64 rope numbers of a per-tensor cache come with the 64 before them.
+                        first = RANK + SCALE_BYTES if latents.block_scaled else RANK + ROPE - BLOCK
+                    to = kv_smem[0].at[wg, slot, tile, some]
+                    there = loaded.at[wg, slot]
+                    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, BLOCK)], to, there)
+                if latents.block_scaled:
+                    to = kv_smem[1].at[wg, slot, some]
+                    scales = source.at[:, pl.ds(RANK, SCALE_BYTES)]
+                    plgpu.copy_gmem_to_smem(scales, to, loaded.at[wg, slot])
+
         def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             stop = start + steps
 
             @pl.when(wg == 0)
             def _load_queries():
-                for first, width, target in ((0, RANK, q_smem), (RANK, ROPE, q_rope_smem)):
-                    some = q_ref.at[row, mine, pl.ds(first, width)]
+                for begin, width, target in ((0, RANK, q_loads), (RANK, ROPE, q_rope_loads)):
+                    some = q_ref.at[row, mine, pl.ds(begin, width)]
                     plgpu.copy_gmem_to_smem(some, target.at[0], q_loaded)
 
             first = start + wg
             taken = lax.div(steps + 1 - wg, WARPGROUPS)
-            if not quantized:
+            if quantized:
+                for k in range(DEPTH):
+                    page = first + k * WARPGROUPS
+                    some = part.numbers(row, page, stop)
+                    pl.when(taken > k)(functools.partial(load_fp8, some, page, k))
+            else:
                 numbers = part.numbers(row, first, stop)
                 pl.when(taken > 0)(lambda: load(numbers, first))
 
-            # Keys that each packed row sees: causal from the bottom right.
             length = lens_ref[row]
-            queries = query_lens_ref[row] if ragged else q_len
-            packed_row = tile * columns + iota(0)
-            visible = plgpu.layout_cast(
-                jnp.full((columns, PAGE), length - (queries - 1), jnp.int32), SCORES
-            )
-            for token in range(1, q_len):
-                visible += (packed_row >= token * num_heads).astype(jnp.int32)
-            if ragged:
-                visible = jnp.where(packed_row < queries * num_heads, visible, 0)
+            queries = query_lens_ref[row] if ragged else None
+            visible = visible_keys(
+                tile * columns + iota(0), length, queries,
+                q_len=q_len, num_heads=num_heads, layout=SCORES,
+            )  # fmt: skip
             plgpu.barrier_wait(q_loaded)
+            of_rows: Any = factor
+            if quantized:
+                if interpret:
+                    every = jnp.concatenate([q_loads[0], q_rope_loads[0]], axis=1)
+                    *plain_queries, of_rows = half_queries(every, latents.block_scaled)
+                else:
+                    fragments.halve_queries(q_loads.at[0], q_rope_loads.at[0], q_factor_smem, wg)
+                    meet()
+                    of_rows = plgpu.load(q_factor_smem, layout=by_row, optimized=False)
+                of_rows = over_keys(of_rows * factor)
 
             def place_of(zero: jax.Array) -> tuple[Any, Any]:
                 # Were the slot known to stay the same, the compiler would keep 68 descriptors of
@@ -212,26 +233,47 @@ def make_body(
             def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
                 plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
-            def scores_of(ref: Any, kv: Any, rope: Any, zero: jax.Array) -> jax.Array:
-                if not quantized:
-                    plgpu.barrier_wait(loaded.at[wg])
-                    product(ref, kv, q_smem.at[0])
-                    product(ref, rope, q_rope_smem.at[0])
-                    return ref[...]
-                # 36 descriptors more, of which these fewer registers have no room.
-                q, q_rope = q_smem.at[zero], q_rope_smem.at[zero]
-                plgpu.barrier_wait(hands.written.at[wg, 0])
-                product(ref, rope, q_rope)
-                for i in range(BLOCKS):
-                    block = pl.ds(i * BLOCK, BLOCK)
-                    plgpu.barrier_wait(hands.written.at[wg, 1 + i])
-                    product(ref, kv.at[:, block], q.at[:, block])
-                scores = ref[...]
-                plgpu.barrier_arrive(hands.read.at[wg, 0])
-                return scores
+            def scores_of(ref: Any, kv: Any, rope: Any) -> jax.Array:
+                plgpu.barrier_wait(loaded.at[wg])
+                product(ref, kv, q_smem.at[0])
+                product(ref, rope, q_rope_smem.at[0])
+                return ref[...]
 
-            def soften(i, top, total, scores):
-                """P and the rescaling of page i, to shared memory."""
+            def fp8_scores_of(*refs: Any, slot: jax.Array) -> jax.Array:
+                """With scales the rope's product and each block's have a `ref` each."""
+                tiles, *scales = (x.at[wg, slot] for x in kv_smem)
+                zero = unknown_zero()
+                product(refs[0], fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[zero])
+                scores: Any = None
+
+                def add(i: int, running: int) -> jax.Array:
+                    done = plgpu.wgmma_accumulator_load(refs[i], wait_n=running)
+                    return done if i == 0 else fragments.plus_scaled(scores, done, scales[0], i - 1)
+
+                for i in range(BLOCKS):
+                    keys = fragments.keys(tiles.at[i])
+                    queries = q_smem.at[zero, :, pl.ds(i * BLOCK, BLOCK)]
+                    product(refs[1 + i if scales else 0], keys, queries)
+                    if scales:
+                        scores = add(i, 1)
+                        if lag == 0 and i < BLOCKS - 1:
+                            plgpu.wgmma_wait(0)
+                    else:
+                        plgpu.wgmma_wait(1)
+                return add(BLOCKS, 0) if scales else refs[0][...]
+
+            def scales_of(slot: jax.Array, unit: jax.Array, left: jax.Array) -> Any:
+                """Of each block the scales of the scores' tokens, and the largest for each row."""
+                if not interpret:
+                    scales = kv_smem[1].at[wg, slot]
+                    return fragments.scales_of_keys(scales, iota(1), unit, SCORES)
+                inside = jnp.arange(PAGE)[:, None] < left
+                numbers = jnp.where(inside, plain_scales(kv_smem[1][wg, slot]), 0)
+                wide = [jnp.broadcast_to(x, (columns, PAGE)) for x in numbers.T]
+                return wide, jnp.full_like(unit, jnp.nanmax(numbers))
+
+            def soften(i, top, total, scores, meanwhile=lambda: None):
+                """Maxima and sums, page i's P and rescaling, and what was done meanwhile."""
                 page = first + WARPGROUPS * i
                 here = score_smem.at[wg, :, pl.ds(0, PAGE)]
                 store_turned(here, scores)
@@ -241,8 +283,10 @@ def make_body(
                 # 0 before it is used as a value. As keys it has been read.
                 left = length - page * PAGE
 
-                @pl.when(left < PAGE)
+                @pl.when((left < PAGE) & (not quantized))
                 def _clear_tail():
+                    if quantized:
+                        return
                     for start in range(0, RANK, ROPE):
                         some = kv.at[:, pl.ds(start, ROPE)]
                         inside = plgpu.broadcasted_iota(
@@ -251,59 +295,134 @@ def make_body(
                         kept = plgpu.load(some, layout=product_layout)
                         some[...] = jnp.where(inside < left, kept, jnp.zeros((), dtype))
 
-                scores = plgpu.load(here, layout=SCORES, optimized=False) * factor
+                done = meanwhile()
+                scores = plgpu.load(here, layout=SCORES, optimized=False) * of_rows
                 scores = jnp.where(iota(1) + page * PAGE < visible, scores, MASKED)
                 new_top = jnp.maximum(top, scores.max(axis=1))
                 p = jnp.exp2(scores - over_keys(new_top))
                 rescale = jnp.exp2(top - new_top)
-                p_smem[wg] = p.astype(dtype)
+                return new_top, total * over_keys(rescale) + p, p, rescale, done
+
+            def rescaled(accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
+                return tuple(acc * rescale for acc in accs)
+
+            def of_p(version: int, zero: Any = 0) -> Any:
+                return p_smem.at[wg + zero, version].transpose((1, 0))
+
+            def add_values(
+                refs: Any, accs: tuple[jax.Array, ...], p: jax.Array, rescale: jax.Array, kv: Any
+            ) -> Any:
+                """The output so far rescaled, and P V begun: of each block on its own."""
+                p_smem[wg, 0] = p.astype(dtype)
                 rescale_smem[wg] = rescale
                 plgpu.commit_smem()
-                return new_top, total * over_keys(rescale) + p
-
-            def add_values(refs: Any, accs: tuple[jax.Array, ...], kv: Any) -> Any:
-                """The output so far rescaled, and P V begun: of each block on its own."""
-                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
-                p = p_smem.at[wg].transpose((1, 0))
-                accs = tuple(acc * rescale for acc in accs)
+                accs = rescaled(accs)
+                wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
                 if interpret:
-                    wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
-                    values = wide(kv)
                     return tuple(
-                        acc + jnp.dot(values[:, i * BLOCK : (i + 1) * BLOCK].T, wide(p))
+                        acc + jnp.dot(wide(kv)[:, i * BLOCK : (i + 1) * BLOCK].T, wide(of_p(0)))
                         for i, acc in enumerate(accs)
                     )
                 for ref, acc in zip(refs, accs, strict=True):
                     ref[...] = acc
                 for i, ref in enumerate(refs):
-                    plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), p)
+                    plgpu.wgmma(ref, kv.at[:, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0)), of_p(0))
                 return refs
 
-            def with_values(accs: tuple[jax.Array, ...], kv: Any) -> tuple[jax.Array, ...]:
+            def add_fp8_values(
+                refs: Any, accs: tuple[jax.Array, ...], p: jax.Array, rescale: jax.Array,
+                scales: list[jax.Array] | None, begun: list[jax.Array], slot: jax.Array,
+                left: jax.Array,
+            ) -> Any:  # fmt: skip
+                """The same of an FP8 page; with `scales`, each block has a P of its own."""
+                rescale_smem[wg] = rescale
+                count = BLOCKS if scales else 1
+                zero = 0 if interpret else unknown_zero()
+                if interpret:
+                    inside = jnp.arange(PAGE)[:, None] < left
+                    numbers, _ = plain_numbers(kv_smem[0][wg, slot])
+                    numbers = jnp.where(inside, numbers, 0)
+                for start in range(0, count, versions):
+                    if start:
+                        plgpu.wgmma_wait(0)
+                        plgpu.commit_smem()  # all four warps' products have read P
+                    for version in range(versions):
+                        here = p * scales[start + version] if scales else p
+                        p_smem[wg, version] = here.astype(jnp.float16)
+                    plgpu.commit_smem()
+                    if not start:
+                        accs = rescaled(accs)
+                        if not interpret:
+                            for ref, acc in zip(refs, accs, strict=True):
+                                ref[...] = acc
+                    for i in range(start, start + versions) if scales else range(BLOCKS):
+                        p_here = of_p(i - start if scales else 0, zero)
+                        if interpret:
+                            more = jnp.dot(numbers[i].T, p_here[...].astype(jnp.float32))
+                            accs = (*accs[:i], accs[i] + more, *accs[i + 1 :])
+                            continue
+                        tile = kv_smem[0].at[wg, slot, i]
+                        values = begun[i] if i < len(begun) else fragments.values(tile)
+                        plgpu.wgmma(refs[i], values, p_here)
+                        plgpu.wgmma_wait(lag)
+                return accs if interpret else refs
+
+            def with_values(add: Any, *args: Any) -> tuple[jax.Array, ...]:
                 def run(*refs: Any) -> tuple[jax.Array, ...]:
-                    begun = add_values(refs, accs, kv)
-                    for i in range(BLOCKS if quantized else 0):
-                        plgpu.wgmma_wait(BLOCKS - 1 - i)
-                        plgpu.barrier_arrive(hands.read.at[wg, 1 + i])
+                    begun = add(refs, *args)
                     return tuple(begun) if interpret else tuple(ref[...] for ref in begun)
 
                 return run() if interpret else pl.run_scoped(run, *[out_type] * BLOCKS)
 
+            def each_fp8_page(i, carry):
+                top, total, unit, accs, numbers = carry
+                slot = lax.rem(i, DEPTH)
+                page = first + WARPGROUPS * i
+                left = length - page * PAGE
+                plgpu.barrier_wait(loaded.at[wg, slot])
+                if interpret:
+                    scores = plain_scores([x[wg, slot] for x in kv_smem], *plain_queries)
+                else:
+                    # Before the scores are exchanged, and so before the tail is a value.
+                    parts = [x.at[wg, slot] for x in kv_smem]
+                    parts[0] = parts[0].at[pl.ds(0, BLOCKS)]
+                    clear = functools.partial(fragments.clear, *parts, *[None] * (2 - len(parts)))
+                    pl.when(left < PAGE)(lambda: clear(left))
+                    run = functools.partial(fp8_scores_of, slot=slot)
+                    count = 1 + BLOCKS * latents.block_scaled
+                    scores = pl.run_scoped(run, *[scores_type] * count)
+                values_of = lambda block: fragments.values(kv_smem[0].at[wg, slot, block])  # noqa: E731
+                ahead = lambda: [values_of(block) for block in range(blocks_ahead)]  # noqa: E731
+                top, total, p, rescale, begun = soften(i, top, total, scores, ahead)
+                scales = None
+                if latents.block_scaled:
+                    scales, largest = scales_of(slot, unit, left)
+                    old = unit
+                    unit, inverse = _next_unit(unit, largest)
+                    p *= over_keys(inverse)
+                    rescale *= old * inverse
+                else:
+                    p *= ROOM
+                accs = with_values(add_fp8_values, accs, p, rescale, scales, begun, slot, left)
+                plgpu.commit_smem()  # all four warps have read the page
+                later = page + WARPGROUPS * DEPTH
+                pl.when(i < taken - DEPTH)(lambda: load_fp8(numbers, later, slot))
+                return top, total, unit, accs, part.numbers(row, later + WARPGROUPS, stop)
+
             def each_page(i, carry):
-                top, total, accs, numbers = carry
+                top, total, unit, accs, numbers = carry
                 # 0, as numbers of pages and lengths have no sign.
                 zero = lax.shift_right_logical(numbers[0], 31)
                 kv, rope = place_of(zero)
-                run = functools.partial(scores_of, kv=kv, rope=rope, zero=zero)
-                top, total = soften(i, top, total, pl.run_scoped(run, scores_type))
-                accs = with_values(accs, kv)
-                if quantized:
-                    # No sign again, and another number in each turn, or `zero` would be a constant.
-                    return top, total, accs, [numbers[0] & i]
+                run = functools.partial(scores_of, kv=kv, rope=rope)
+                scores = pl.run_scoped(run, scores_type)
+                top, total, p, rescale, _ = soften(i, top, total, scores)
+                accs = with_values(add_values, accs, p, rescale, kv)
                 page = first + WARPGROUPS * (i + 1)
                 plgpu.commit_smem()  # all four warps have read the page
                 pl.when(i < taken - 1)(lambda: load(numbers, page))
-                return top, total, accs, part.numbers(row, page + WARPGROUPS, stop)
+                return top, total, unit, accs, part.numbers(row, page + WARPGROUPS, stop)
 
             scores_type = plgpu.ACC((PAGE, columns), jnp.float32)
             out_type = plgpu.ACC((BLOCK, columns), jnp.float32)
@@ -311,12 +430,17 @@ def make_body(
             sums = (
                 plgpu.layout_cast(jnp.full((columns,), EMPTY, jnp.float32), by_row),
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
+                plgpu.layout_cast(jnp.full((columns,), LEAST_UNIT, jnp.float32), by_row),
                 (nothing,) * BLOCKS,
             )
-            following = [length] if quantized else part.numbers(row, first + WARPGROUPS, stop)
-            ends = lax.fori_loop(0, taken, each_page, (*sums, following))
-            top, total, accs = ends[:3]
+            ahead = WARPGROUPS * (DEPTH if quantized else 1)
+            following = part.numbers(row, first + ahead, stop)
+            each = each_fp8_page if quantized else each_page
+            ends = lax.fori_loop(0, taken, each, (*sums, following))
+            top, total, unit, accs = ends[:4]
             top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
+            if latents.block_scaled:
+                unit_smem[wg] = unit
             meet()
             merge(row, start, steps, accs)
             return carry
@@ -341,9 +465,15 @@ def make_body(
             own = plgpu.load(top_smem.at[wg], layout=by_column)
             share = jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total)
             share = over_out(share)
+            unit: Any = kv_scale / ROOM if quantized else 1.0
+            if latents.block_scaled:
+                unit = over_out(plgpu.load(unit_smem.at[wg], layout=by_column))
             for i, acc in enumerate(accs):
-                mine_of_it = jnp.where(share < 0, 0.0, acc * share * kv_scale)
-                store_turned(sum_smem.at[wg, :, pl.ds(i * BLOCK, BLOCK)], mine_of_it)
+                mine_of_it = jnp.where(share < 0, 0.0, acc * share * unit)
+                if quantized and not interpret:
+                    store_output(sum_smem.at[wg], mine_of_it, i)
+                else:
+                    store_turned(sum_smem.at[wg, :, pl.ds(i * BLOCK, BLOCK)], mine_of_it)
             meet()
             half = columns // WARPGROUPS
             some = pl.ds(wg * half, half)
@@ -383,8 +513,6 @@ def make_body(
                         partial_lse_ref[partial_slot(row, start), mine] = lse
 
             meet()
-            if quantized:
-                plgpu.barrier_arrive(hands.piece_done)
 
         def consume() -> None:
             part.each_piece(piece)
@@ -398,21 +526,6 @@ def make_body(
                     out_ref[pl.ds(first, columns), :] = nothing
                     lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
 
-        if not quantized:
-            consume()
-            return
-
-        @pl.when(wg < WARPGROUPS)
-        def _consumer():
-            plgpu.set_max_registers(_registers(columns)[0], action="increase")
-            consume()
-
-        @pl.when(wg >= WARPGROUPS)
-        def _producer():
-            plgpu.set_max_registers(_registers(columns)[1], action="decrease")
-            turn = wg - WARPGROUPS
-            produce(
-                part, turn, ring, hands, kv_smem.at[turn], rope_smem.at[turn], interpret=interpret
-            )
+        consume()
 
     return body

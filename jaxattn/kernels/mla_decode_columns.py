@@ -2,8 +2,8 @@
 
 `mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
 32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
-in turns, in mla_columns_body.py, as mla_part.py deals them out; two more widen FP8 pages for them,
-in mla_widen.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
+in turns, in mla_columns_body.py, as mla_part.py deals them out, and widen FP8 pages by
+mla_fragments.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
 
 Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, any H and S. Queries and cache of
 bfloat16 or float16; or bfloat16 queries and a float8_e4m3fn or uint8 (block-scaled) cache.
@@ -20,7 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
-from jaxattn.kernels.mla_columns_body import make_body, scratch_types
+from jaxattn.kernels.mla_columns_body import make_body
+from jaxattn.kernels.mla_columns_memory import scratch_types
+from jaxattn.kernels.mla_fragments import order_queries
 from jaxattn.kernels.mla_part import WARPGROUPS
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import Schedule
@@ -82,6 +84,8 @@ def mla_decode_columns(
 
     packed = q.reshape(batch, rows, -1)
     packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
+    if format.quantized and not interpret:
+        packed = order_queries(packed)
     operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
     if kv_scale is not None:
         operands.append(kv_scale.reshape(1))
@@ -102,7 +106,7 @@ def mla_decode_columns(
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid=(parts, blocks),
         grid_names=("part", "tile"),
-        num_threads=(2 if format.quantized else 1) * WARPGROUPS,
+        num_threads=WARPGROUPS,
         thread_name="wg",
         kernel_name="mla_decode_columns",
         compiler_params=plgpu.CompilerParams(

@@ -1,8 +1,8 @@
 """What a block of the MLA decode kernels has to do: its part of the rows, in pieces, page by page.
 
 A piece is a row, or what of it lies in this part, or `piece_pages` pages of that. Warpgroups may
-share a piece, and take its pages in turns. Consumers walk their pieces one by one; who loads runs
-ahead of them, and finds the page after a page with `following`.
+share a piece, and take its pages in turns. Who multiplies walks its pieces one by one; who loads
+ahead of that finds the page behind a page, or behind a piece, with `settle`.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla_schedule import PAGE, copies_of
 
@@ -84,18 +85,10 @@ class Part:
         rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, rows, each, carry)
 
-    def first(self, turn: jax.Array | int) -> Any:
-        """The first page for the warpgroup `turn` of a piece: (row, page, stop, piece's start).
-
-        There is none if page >= stop.
-        """
+    def first(self) -> Any:
+        """The first page: (row, page, stop, piece's start). There is none if page >= stop."""
         row, start = self.begin
-        return self.settle((row, start + turn, self._piece_stop(row, start), start), turn)
-
-    def following(self, at: Any, turn: jax.Array) -> Any:
-        """That warpgroup's next page, of the same piece or a later one."""
-        row, page, stop, start = at
-        return self.settle((row, page + WARPGROUPS, stop, start), turn)
+        return self.settle((row, start, self._piece_stop(row, start), start))
 
     def after(self, row: jax.Array, start: jax.Array, steps: jax.Array) -> Any:
         """Behind a piece, as `settle` takes it."""
@@ -105,7 +98,7 @@ class Part:
         stop = self._stop_of(row)
         return jnp.minimum(start + self.piece_pages, stop) if self.piece_pages else stop
 
-    def settle(self, at: Any, turn: jax.Array | int) -> Any:
+    def settle(self, at: Any) -> Any:
         """The same, or where its piece has no such page the first of a later one."""
 
         def passed(at):
@@ -122,7 +115,7 @@ class Part:
                 goes_on = stop < self._stop_of(row)
             row = jnp.where(goes_on, row, row + 1)
             start = jnp.where(goes_on, stop, 0)
-            return row, start + turn, self._piece_stop(row, start), start
+            return row, start, self._piece_stop(row, start), start
 
         return lax.while_loop(passed, next_piece, at)
 
@@ -145,3 +138,28 @@ class Part:
         inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
         some = pl.ds(inside, tokens)
         return [self.kv_ref.at[self.layer, number, some] for number in numbers]
+
+
+def visible_keys(
+    packed_row: jax.Array,
+    length: jax.Array,
+    queries: jax.Array | None,
+    *,
+    q_len: int,
+    num_heads: int,
+    layout: Any,
+) -> jax.Array:
+    """How many keys each packed row sees, int32 as `packed_row`: causal from the bottom right.
+
+    Args:
+        packed_row: s * H + h of each score.
+        length: tokens of the row.
+        queries: of its S query tokens, how many there are; None: all.
+    """
+    first = length - (q_len if queries is None else queries) + 1
+    visible = plgpu.layout_cast(jnp.full(packed_row.shape, first, jnp.int32), layout)
+    for token in range(1, q_len):
+        visible += (packed_row >= token * num_heads).astype(jnp.int32)
+    if queries is None:
+        return visible
+    return jnp.where(packed_row < queries * num_heads, visible, 0)

@@ -141,7 +141,7 @@ def multiply(
         before, ahead = pages
         row, page, stop, start = ahead[0]
         before = jax.tree.map(functools.partial(jnp.where, goes_on), page_of(ahead), before)
-        return before, found(part.settle((row, page + jnp.int32(goes_on), stop, start), 0))
+        return before, found(part.settle((row, page + jnp.int32(goes_on), stop, start)))
 
     def refill(quarter: int, pages: Any, into: jax.Array) -> None:
         """The quarter of the next page to its place, which was the page `into`'s."""
@@ -275,7 +275,7 @@ def multiply(
 
         return pages_before + steps, pages
 
-    ahead = found(part.first(0))
+    ahead = found(part.first())
     pages = lax.fori_loop(0, PAGES, begin, (page_of(ahead), ahead))
     part.each_piece(piece, (jnp.int32(0), pages))
 

@@ -1,0 +1,83 @@
+"""What `mla_decode_columns` keeps in shared memory, and the barriers of its two warpgroups."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper import swizzled
+from jaxattn.kernels.mla_body import RANK, ROPE
+from jaxattn.kernels.mla_fragments import BLOCKS, SCALE_BYTES, SWIZZLED
+from jaxattn.kernels.mla_part import WARPGROUPS
+from jaxattn.kernels.mla_schedule import PAGE, copies_of
+from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
+
+# Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
+MARGIN = 4
+TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
+DEPTH = 2  # FP8 pages of a warpgroup in shared memory
+
+
+def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
+    tiling = plgpu.Tiling(tiles)
+    return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
+
+
+# Registers of scores [N, 64] and of outputs [n, 512], four numbers a thread: half a warp has a row
+# of scores, a warp 128 columns of an output's row.
+SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
+OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
+
+
+def fp8_pages(cache_dtype: Any) -> Any:
+    """Tiles of the pages, and the scales of block-scaled ones."""
+    tiles = plgpu.SMEM((WARPGROUPS, DEPTH, TILES, PAGE, BLOCK), cache_dtype, transforms=SWIZZLED)
+    if cache_dtype != BYTES:
+        return (tiles,)
+    return tiles, plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, SCALE_BYTES), BYTES)
+
+
+def p_versions(columns: int, cache_dtype: Any) -> int:
+    """How many blocks' P, times its scales, shared memory has room for at a time."""
+    if cache_dtype != BYTES:
+        return 1
+    return {24: 2, 32: 1}.get(columns, BLOCKS)
+
+
+def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) -> list[Any]:
+    tiles = swizzled(dtype)
+    copies = copies_of(page_size)
+    quantized = LatentFormat(cache_dtype).quantized
+    if quantized:
+        pages = fp8_pages(cache_dtype)
+        arrivals = (TILES + (cache_dtype == BYTES)) * copies
+        loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=(WARPGROUPS, DEPTH))
+    else:
+        pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
+        loaded = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=WARPGROUPS)
+    outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
+    half = jnp.float16 if quantized else dtype
+    rope = dtype if cache_dtype in (BYTES, dtype) else half
+    versions = p_versions(columns, cache_dtype)
+
+    def queries(width: int, of_products: Any) -> Any:
+        """Q or its rope columns, as they come and, of an FP8 cache, as the products take them."""
+        both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
+        return plgpu.RefUnion(*both) if quantized else both[0]
+
+    memory = [
+        None if quantized else plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
+        queries(RANK, half),
+        queries(ROPE, rope),
+        plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
+        plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),  # P
+        # Of the columns, their rescaling or unit, maxima, sums; and factors of their scores.
+        plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
+    ]
+    return [
+        plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
+        *memory,
+        plgpu.Barrier(num_arrivals=2),  # Q loaded
+        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both warpgroups are there
+        loaded,  # page loaded
+    ]

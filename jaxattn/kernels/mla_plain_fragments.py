@@ -1,0 +1,63 @@
+"""What the interpreter runs in place of mla_fragments.py, number by number the same."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.kernels.mla_body import RANK, ROPE
+from jaxattn.kernels.mla_fragments import BLOCKS, FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
+from jaxattn.kernels.mla_schedule import PAGE
+from jaxattn.mla_cache import BLOCK, BYTES, FP8
+
+
+def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [..., 576] as the products take them, and what their scores are to be multiplied by.
+
+    Args:
+        q: bfloat16, in any order of the 512 and of the 64 columns.
+        scaled: whether the cache is block-scaled, its rope numbers bfloat16.
+
+    Returns:
+        float16 [..., 512]; float16 or, if `scaled`, bfloat16 [..., 64]; float32 [...]. A row is
+        divided by a power of two, after which its largest number of the 512 is 2**8 or more and
+        less than 2**9, or those of the 64 are near float16's largest.
+    """
+    wide = q.astype(jnp.float32)
+
+    def exponent(x: jax.Array) -> jax.Array:
+        largest = jnp.max(jnp.abs(x), axis=-1)
+        return lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), 23)
+
+    def power(biased: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(lax.shift_left(biased, 23), jnp.float32)
+
+    found = jnp.maximum(exponent(wide[..., :RANK]), exponent(wide[..., RANK:]) - ROPE_EXCESS)
+    found = jnp.clip(found, QUERY_EXPONENT + 1, 2 * FLOAT_BIAS)
+    wide = wide * power(2 * FLOAT_BIAS + QUERY_EXPONENT - found)[..., None]
+    numbers = wide[..., :RANK].astype(jnp.float16)
+    rope = wide[..., RANK:].astype(jnp.bfloat16 if scaled else jnp.float16)
+    return numbers, rope, power(found - QUERY_EXPONENT)
+
+
+def plain_numbers(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A page's tiles [5, 64, 128] without scales: float32 [4, 64, 128], and rope [64, 64]."""
+    numbers, rope = tiles[:BLOCKS], tiles[BLOCKS]
+    if tiles.dtype == BYTES:
+        numbers = lax.bitcast_convert_type(numbers, FP8)
+        rope = lax.bitcast_convert_type(rope.reshape(PAGE, ROPE, 2), jnp.bfloat16)
+    return numbers.astype(jnp.float32), rope[:, -ROPE:].astype(jnp.float32)
+
+
+def plain_scales(scales: jax.Array) -> jax.Array:
+    """float32 [64, 4] of a page's bytes [64, 16]."""
+    return lax.bitcast_convert_type(scales.reshape(PAGE, BLOCKS, 4), jnp.float32)
+
+
+def plain_scores(page: list[jax.Array], queries: jax.Array, of_rope: jax.Array) -> jax.Array:
+    """float32 [64, N] of a page's tiles, and scales if it has them, and `half_queries`."""
+    numbers, rope = plain_numbers(page[0])
+    blocks = queries.astype(jnp.float32).reshape(-1, BLOCKS, BLOCK)
+    products = jnp.einsum("btd,nbd->btn", numbers, blocks)
+    if len(page) > 1:
+        products *= plain_scales(page[1]).T[:, :, None]
+    return products.sum(axis=0) + rope @ of_rope.astype(jnp.float32).T
