@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE
-from jaxattn.kernels.mla_columns_memory import DEPTH, OUTPUTS, SCORES, TILES
+from jaxattn.kernels.mla_columns_memory import DEPTH, OUTPUTS, SCORES, TILES, WARPGROUPS
 from jaxattn.kernels.mla_fragments import (
     BLOCKS,
     SCALE_BYTES,
@@ -38,7 +38,7 @@ from jaxattn.kernels.mla_fragments import (
     store_output,
     unknown_zero,
 )
-from jaxattn.kernels.mla_part import WARPGROUPS, Part, visible_keys
+from jaxattn.kernels.mla_part import Part, visible_keys
 from jaxattn.kernels.mla_plain_fragments import (
     half_queries,
     plain_numbers,
@@ -50,7 +50,8 @@ from jaxattn.mla_cache import BLOCK, LatentFormat
 
 # Blocks whose values are widened while the scores are exchanged, 32 registers each.
 AHEAD = 3
-# FP8: P is float16, and this leaves it room below 1, and above for scales up to twice the unit.
+# FP8: P is float16, and this leaves it room below 1, and above, as the largest scale may be nearly
+# twice the power of two that is taken for it.
 ROOM = 2.0**14
 # Of block scales; smaller ones share a unit, for which float16 has room.
 LEAST_UNIT = 2.0**-114
@@ -173,12 +174,12 @@ def make_body(
         def load_fp8(numbers: list[jax.Array], page: jax.Array, slot: jax.Array | int) -> None:
             for j, source in enumerate(part.sources(numbers, page)):
                 some = pl.ds(j * tokens, tokens)
-                for tile in range(TILES):
-                    first = tile * BLOCK
-                    if tile == BLOCKS:
+                for block in range(TILES):
+                    first = block * BLOCK
+                    if block == BLOCKS:
                         # The 64 rope numbers of a per-tensor cache come with the 64 before them.
                         first = RANK + SCALE_BYTES if latents.block_scaled else RANK + ROPE - BLOCK
-                    to = kv_smem[0].at[wg, slot, tile, some]
+                    to = kv_smem[0].at[wg, slot, block, some]
                     there = loaded.at[wg, slot]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, BLOCK)], to, there)
                 if latents.block_scaled:
@@ -216,8 +217,8 @@ def make_body(
             of_rows: Any = factor
             if quantized:
                 if interpret:
-                    every = jnp.concatenate([q_loads[0], q_rope_loads[0]], axis=1)
-                    *plain_queries, of_rows = half_queries(every, latents.block_scaled)
+                    both = jnp.concatenate([q_loads[0], q_rope_loads[0]], axis=1)
+                    *plain_queries, of_rows = half_queries(both, latents.block_scaled)
                 else:
                     fragments.halve_queries(q_loads.at[0], q_rope_loads.at[0], q_factor_smem, wg)
                     meet()
@@ -280,20 +281,20 @@ def make_body(
                 plgpu.commit_smem()
 
                 # What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes
-                # 0 before it is used as a value. As keys it has been read.
+                # 0 before it is used as a value. As keys it has been read (of an FP8 page, whose
+                # keys are in registers, it became 0 before that).
                 left = length - page * PAGE
+                if not quantized:
 
-                @pl.when((left < PAGE) & (not quantized))
-                def _clear_tail():
-                    if quantized:
-                        return
-                    for start in range(0, RANK, ROPE):
-                        some = kv.at[:, pl.ds(start, ROPE)]
-                        inside = plgpu.broadcasted_iota(
-                            jnp.int32, (PAGE, ROPE), 0, layout=product_layout
-                        )
-                        kept = plgpu.load(some, layout=product_layout)
-                        some[...] = jnp.where(inside < left, kept, jnp.zeros((), dtype))
+                    @pl.when(left < PAGE)
+                    def _clear_tail():
+                        for start in range(0, RANK, ROPE):
+                            some = kv.at[:, pl.ds(start, ROPE)]
+                            inside = plgpu.broadcasted_iota(
+                                jnp.int32, (PAGE, ROPE), 0, layout=product_layout
+                            )
+                            kept = plgpu.load(some, layout=product_layout)
+                            some[...] = jnp.where(inside < left, kept, jnp.zeros((), dtype))
 
                 done = meanwhile()
                 scores = plgpu.load(here, layout=SCORES, optimized=False) * of_rows

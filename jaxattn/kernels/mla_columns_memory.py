@@ -8,10 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_fragments import BLOCKS, SCALE_BYTES, SWIZZLED
-from jaxattn.kernels.mla_part import WARPGROUPS
 from jaxattn.kernels.mla_schedule import PAGE, copies_of
 from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
 
+WARPGROUPS = 2  # which take a piece's pages in turns
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
 TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
@@ -57,11 +57,12 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
         loaded = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=WARPGROUPS)
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
     half = jnp.float16 if quantized else dtype
-    rope = dtype if cache_dtype in (BYTES, dtype) else half
+    rope = dtype if cache_dtype == BYTES else half
     versions = p_versions(columns, cache_dtype)
 
     def queries(width: int, of_products: Any) -> Any:
-        """Q or its rope columns, as they come and, of an FP8 cache, as the products take them."""
+        """Q or its rope columns, as they come and, of an FP8 cache, as the products take them: in
+        the same bytes, which are converted where they lie."""
         both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
         return plgpu.RefUnion(*both) if quantized else both[0]
 

@@ -21,9 +21,8 @@ from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_columns_body import make_body
-from jaxattn.kernels.mla_columns_memory import scratch_types
+from jaxattn.kernels.mla_columns_memory import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla_fragments import order_queries
-from jaxattn.kernels.mla_part import WARPGROUPS
 from jaxattn.kernels.mla_results import Results
 from jaxattn.kernels.mla_schedule import Schedule
 from jaxattn.mla_cache import LatentFormat

@@ -38,7 +38,8 @@ SCALE_BYTES = 4 * BLOCKS
 TILE = PAGE * BLOCK  # bytes
 # Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
 LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
-# Of the queries: float16 keeps what is 2**-33 of a row's largest, and 64 times as large a rope.
+# Float16 keeps a query's numbers down to 2**-33 of the largest of the 512; rope numbers may be 64
+# times as large before they decide.
 QUERY_EXPONENT, ROPE_EXCESS = 8, 6
 FLOAT_BIAS = 127
 

@@ -16,8 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla_schedule import PAGE, copies_of
 
-WARPGROUPS = 2  # of `mla_decode_columns`, which take a piece's pages in turns
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:

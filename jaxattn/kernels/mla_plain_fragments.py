@@ -1,4 +1,4 @@
-"""What the interpreter runs in place of mla_fragments.py, number by number the same."""
+"""What the interpreter runs in place of mla_fragments.py; sums are in another order."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.
     Returns:
         float16 [..., 512]; float16 or, if `scaled`, bfloat16 [..., 64]; float32 [...]. A row is
         divided by a power of two, after which its largest number of the 512 is 2**8 or more and
-        less than 2**9, or those of the 64 are near float16's largest.
+        less than 2**9, or that of the 64 is 2**14 or more and less than 2**15; rows of numbers next
+        to float32's smallest or largest are divided less.
     """
     wide = q.astype(jnp.float32)
 
