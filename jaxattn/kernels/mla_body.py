@@ -122,12 +122,7 @@ def make_body(
         q_smem, q_rope_smem, q_loaded, shared = refs
         assert isinstance(shared, Shared)
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part(
-            begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
-            end=(cuts_ref[0, part_index + 1], cuts_ref[1, part_index + 1]),
-            lens_ref=lens_ref, table_ref=table_ref, kv_ref=kv_ref, layer=layer_ref[0],
-            piece_pages=piece_pages,
-        )  # fmt: skip
+        part = Part.of(cuts_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages)
         packed = pl.ds(tile * TILE, TILE)
 
         def each_empty_row(write: Any) -> None:
@@ -136,13 +131,6 @@ def make_body(
             @pl.loop(part_index, lens_ref.shape[0], step=parts)
             def _each(row):
                 pl.when(part.pages_of(row) <= 0)(lambda: write(row))
-
-        def partial_slot(row: jax.Array, start: jax.Array) -> jax.Array:
-            """Where the partial result of the row's piece from page `start` on goes; nothing is
-            read for it, since what is read early stays in registers for the whole piece."""
-            if piece_pages:
-                return row * (-(-part.max_pages // piece_pages)) + lax.div(start, piece_pages)
-            return 2 * part_index + (row != part.begin[0]).astype(jnp.int32)
 
         def q_columns(row: jax.Array, first: int, width: int) -> Any:
             if not apart:
@@ -173,17 +161,6 @@ def make_body(
             row = part.some_row(row)
             some = [q_columns(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
             return tuple(plgpu.load(x, layout=layout, optimized=False) for x in some)
-
-        def write_lse(row: jax.Array, start: jax.Array, whole: jax.Array, lse: jax.Array) -> None:
-            @pl.when(whole)
-            def _whole():
-                lse_ref[row, packed] = lse
-
-            if split:
-
-                @pl.when(jnp.logical_not(whole))
-                def _piece():
-                    partial_lse_ref[partial_slot(row, start), packed] = lse
 
         def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             """Scores and P of a piece's pages."""
@@ -264,7 +241,8 @@ def make_body(
             plgpu.barrier_arrive(shared.sums_written)
             q = load_q(part.after(row, start, steps))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
-            write_lse(row, start, steps == part.pages_in(length), lse)
+            whole = steps == part.pages_in(length)
+            part.write_lse(lse_ref, partial_lse_ref, packed, row, start, whole, lse)
             return pages_before + steps, pieces_before + 1, q
 
         def write_nothing(row: jax.Array) -> None:
@@ -290,7 +268,7 @@ def make_body(
                 part, shared, wg - 1, out_ref, partial_ref,
                 rows_of=lambda row: pl.ds(first_rows[0] + (row * tiles + tile) * TILE, TILE),
                 partial_rows_of=lambda row, start: pl.ds(
-                    first_rows[1] + (partial_slot(row, start) * tiles + tile) * TILE, TILE
+                    first_rows[1] + (part.partial_slot(row, start) * tiles + tile) * TILE, TILE
                 ),
                 each_empty_row=each_empty_row, dtype=dtype, rope=rope,
                 output_by_tma=output_by_tma, interpret=interpret,

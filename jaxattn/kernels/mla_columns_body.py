@@ -136,12 +136,7 @@ def make_body(
         q_factor_smem = stats_smem.at[3, 0]
         unit_smem = rescale_smem  # after a piece's last page
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part(
-            begin=(cuts_ref[0, part_index], cuts_ref[1, part_index]),
-            end=(cuts_ref[0, part_index + 1], cuts_ref[1, part_index + 1]),
-            lens_ref=lens_ref, table_ref=table_ref, kv_ref=kv_ref, layer=layer_ref[0],
-            piece_pages=piece_pages,
-        )  # fmt: skip
+        part = Part.of(cuts_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages)
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
@@ -159,11 +154,6 @@ def make_body(
             plgpu.commit_smem()
             plgpu.barrier_arrive(both_there)
             plgpu.barrier_wait(both_there)
-
-        def partial_slot(row: jax.Array, start: jax.Array) -> jax.Array:
-            if piece_pages:
-                return row * (-(-part.max_pages // piece_pages)) + lax.div(start, piece_pages)
-            return 2 * part_index + (row != part.begin[0]).astype(jnp.int32)
 
         def load(numbers: list[jax.Array], page: jax.Array) -> None:
             for j, source in enumerate(part.sources(numbers, page)):
@@ -494,7 +484,7 @@ def make_body(
 
                 @pl.when(jnp.logical_not(whole))
                 def _():
-                    first = first_rows[1] + partial_slot(row, start) * out_rows + at
+                    first = first_rows[1] + part.partial_slot(row, start) * out_rows + at
                     partial_ref[pl.ds(first, half), :] = out
 
             @pl.when(wg == 0)
@@ -502,31 +492,19 @@ def make_body(
                 top, total = merged(by_row)
                 lse = (top + jnp.log2(total)) * (1 / LOG2E)
                 lse = jnp.where(total == 0, -jnp.inf, lse)
-
-                @pl.when(whole)
-                def _():
-                    lse_ref[row, mine] = lse
-
-                if split:
-
-                    @pl.when(jnp.logical_not(whole))
-                    def _():
-                        partial_lse_ref[partial_slot(row, start), mine] = lse
+                part.write_lse(lse_ref, partial_lse_ref, mine, row, start, whole, lse)
 
             meet()
 
-        def consume() -> None:
-            part.each_piece(piece)
+        part.each_piece(piece)
 
-            @pl.loop(part_index, lens_ref.shape[0], step=parts)
-            def _each_empty_row(row):
-                @pl.when((part.pages_of(row) <= 0) & (wg == 0))
-                def _():
-                    first = first_rows[0] + row * out_rows + tile * columns
-                    nothing = plgpu.layout_cast(jnp.zeros((columns, RANK), dtype), OUTPUTS)
-                    out_ref[pl.ds(first, columns), :] = nothing
-                    lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
-
-        consume()
+        @pl.loop(part_index, lens_ref.shape[0], step=parts)
+        def _each_empty_row(row):
+            @pl.when((part.pages_of(row) <= 0) & (wg == 0))
+            def _():
+                first = first_rows[0] + row * out_rows + tile * columns
+                nothing = plgpu.layout_cast(jnp.zeros((columns, RANK), dtype), OUTPUTS)
+                out_ref[pl.ds(first, columns), :] = nothing
+                lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
 
     return body

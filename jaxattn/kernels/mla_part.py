@@ -27,6 +27,7 @@ class Part:
         kv_ref: the cache [L, N, C, Ds].
         layer: of the cache.
         piece_pages: `Schedule.piece`.
+        index: of the part.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -36,6 +37,16 @@ class Part:
     kv_ref: Any
     layer: jax.Array
     piece_pages: int
+    index: jax.Array
+
+    @classmethod
+    def of(
+        cls, cuts_ref: Any, index: jax.Array, lens_ref: Any, table_ref: Any, kv_ref: Any,
+        layer_ref: Any, piece_pages: int,
+    ) -> "Part":  # fmt: skip
+        """The part `index` of a `Schedule`'s cuts, of the layer `layer_ref[0]`."""
+        begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
+        return cls(begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], piece_pages, index)
 
     @property
     def page_size(self) -> int:
@@ -116,6 +127,29 @@ class Part:
             return row, start, self._piece_stop(row, start), start
 
         return lax.while_loop(passed, next_piece, at)
+
+    def partial_slot(self, row: jax.Array, start: jax.Array) -> jax.Array:
+        """Where the partial result of the row's piece from page `start` on goes; nothing is read
+        for it, since what is read early stays in registers for the whole piece."""
+        if self.piece_pages:
+            return row * (-(-self.max_pages // self.piece_pages)) + lax.div(start, self.piece_pages)
+        return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
+
+    def write_lse(
+        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, start: jax.Array,
+        whole: jax.Array, lse: jax.Array,
+    ) -> None:  # fmt: skip
+        """The LSE of a whole row, or of a piece to its partial result's if there are such."""
+
+        @pl.when(whole)
+        def _whole():
+            lse_ref[row, columns] = lse
+
+        if partial_lse_ref is not None:
+
+            @pl.when(jnp.logical_not(whole))
+            def _piece():
+                partial_lse_ref[self.partial_slot(row, start), columns] = lse
 
     def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
         """Where in the cache a page is; from `stop` on, the page before it."""
