@@ -10,7 +10,9 @@ The cache's dtype says which of three formats it has (R kv_lora_rank, P qk_rope_
                          float32 scales (a power of two for each 128 dims), P bfloat16 numbers
 
 `LatentFormat` gives the shape and the bytes of each, packs latents and unpacks what is stored.
-Numbers beyond 448 times their scale are stored as that; NaN stays NaN.
+Finite numbers beyond 448 times their scale are stored as that. NaN stays NaN, and Inf, which e4m3
+does not have, becomes NaN: neither has a part in the scale of the numbers beside it. (The bfloat16
+numbers of a uint8 cache keep Inf.)
 """
 
 import dataclasses
@@ -29,8 +31,9 @@ from jaxattn.paged import CACHES, Arguments
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
 BLOCK = 128  # dims that share a scale
 FP8_MAX = 448.0
-# Of a scale: with it, the smallest e4m3 number 2**-9 is the smallest normal bfloat16.
-MIN_EXPONENT = -117
+# Of a scale: with the first, the smallest e4m3 number 2**-9 is the smallest normal bfloat16; with
+# the other the largest, 448, is still a float32 number.
+MIN_EXPONENT, MAX_EXPONENT = -117, 119
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +97,14 @@ class LatentFormat:
 
     def pack(self, latent: Float[Array, "*t D"], kv_scale: Any = None) -> Num[Array, "*t Ds"]:
         """What the cache stores for `latent`."""
-        if self.per_tensor:
-            return _to_fp8(latent.astype(jnp.float32) / kv_scale)
-        if not self.block_scaled:
+        if not self.quantized:
             return latent.astype(self.dtype)
+        # Before anything is divided or narrowed: a finite number that overflows there saturates.
+        numbers = jnp.where(jnp.isinf(latent), jnp.nan, latent).astype(jnp.float32)
+        if self.per_tensor:
+            return _to_fp8(numbers / kv_scale)
         rank, tokens = self.kv_lora_rank, latent.shape[:-1]
-        blocks = latent[..., :rank].astype(jnp.float32).reshape(*tokens, rank // BLOCK, BLOCK)
+        blocks = numbers[..., :rank].reshape(*tokens, rank // BLOCK, BLOCK)
         scales = _block_scales(blocks)
         parts = (
             _to_fp8(blocks / scales[..., None]),
@@ -135,12 +140,13 @@ def _to_fp8(x: jax.Array) -> jax.Array:
 def _block_scales(blocks: Float[Array, "*t n 128"]) -> Float[Array, "*t n"]:
     """2**ceil(log2(amax / 448)) of each block, exactly: by the bits of amax, not by a logarithm.
 
-    NaN has no part in it: it stays NaN by itself, and spoils nothing that shares its scale.
+    From 2**-117 to 2**119. NaN has no part in it: it stays NaN by itself, and spoils nothing that
+    shares its scale.
     """
     amax = jnp.max(jnp.where(jnp.isnan(blocks), 0, jnp.abs(blocks)), axis=-1)
     # 448 is 1.75 * 2**8. The carry adds 1 to the exponent of what lies above 1.75 * 2**k.
     carried = lax.bitcast_convert_type(amax, jnp.int32) + 0x1FFFFF
-    exponent = jnp.maximum((carried >> 23) - 8, MIN_EXPONENT + 127)
+    exponent = jnp.clip((carried >> 23) - 8, MIN_EXPONENT + 127, MAX_EXPONENT + 127)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import both_devices, mla_case
+from test_mla_cache import saturated, tokens_as_bytes
 
 from jaxattn.append import mla_append, pack_mla_weights
+from jaxattn.mla_cache import LatentFormat
 from jaxattn.rope import RopeConfig, YarnConfig, rotation
 
 YARN = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.5)
@@ -27,11 +29,12 @@ def arguments(lens, q_len, query_rank, config, *, page=64, table_tail=-1):
     return (kv, q, weights, case.kv_cache, case.block_tables, case.seq_lens), positions
 
 
-def append(args, positions, config, implementation, layer=1, query_lens=None):
+def append(args, positions, config, implementation, layer=1, query_lens=None, kv_scale=None):
     op = functools.partial(
         mla_append, config=config, eps=1e-5, dtype=jnp.bfloat16, implementation=implementation
     )
-    traced = dict(rotation=rotation(positions, config), layer=layer, query_lens=query_lens)
+    traced = dict(layer=layer, query_lens=query_lens, kv_scale=kv_scale)
+    traced["rotation"] = rotation(positions, config)
     return jax.jit(op)(*args, **traced)
 
 
@@ -108,6 +111,63 @@ def test_the_kernel_gives_the_bits_of_the_reference(implementation):
     for got, expected in zip((queries, written), wanted, strict=True):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         np.testing.assert_allclose(got, expected, rtol=0 if exact else 2**-7)
+
+
+EDGES = np.float32([np.inf, -np.inf, np.nan, 0, 1e-40, 3e38])
+
+
+def edge_arguments(config):
+    """A row of a token an edge, in a latent dim and in a rope dim; and where they are written."""
+    args, positions = arguments([66], len(EDGES), None, config)
+    kv, tables = args[0], np.asarray(args[4])
+    kv = kv.at[..., jnp.array([9, 530])].set(EDGES[:, None])
+    at = np.asarray(positions)
+    return (kv, *args[1:]), positions, (1, np.take_along_axis(tables, at // 64, axis=1), at % 64)
+
+
+@both_devices
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.gpu)])
+def test_inf_nan_and_extremes_are_written_as_the_reference_writes_them(dtype, implementation):
+    config = RopeConfig()
+    args, positions, place = edge_arguments(config)
+    args = (*args[:3], args[3].astype(dtype), *args[4:])
+    found, expected = (
+        np.asarray(append(args, positions, config, some)[1][place], np.float32)
+        for some in (implementation, "xla")
+    )
+    # A GPU takes subnormal numbers for 0, and sums squares in another order.
+    exact = implementation == "mosaic_gpu_interpret"
+    tolerance = dict(rtol=0) if exact else dict(rtol=2**-7, atol=2**-24)
+    np.testing.assert_allclose(found, expected, **tolerance)  # a NaN of either sign is one
+    rotated = found[0, :3, 512:]
+    assert not np.isfinite(rotated[:, 18:20]).any()  # the pair of dim 530
+    assert np.isfinite(np.delete(rotated, [18, 19], axis=1)).all()
+
+
+@pytest.mark.parametrize("kv_scale", [None, 2.0**-3])
+def test_an_fp8_cache_holds_no_inf(kv_scale):
+    """Of what a float32 cache would hold, finite numbers saturate and others are NaN."""
+    config = RopeConfig()
+    args, positions, place = edge_arguments(config)
+    weights = args[2].at[:, 2:9].set(3e38)  # finite times some numbers, Inf times others
+
+    def written(dtype, kv_scale=None):
+        cache = jnp.zeros((*args[3].shape[:3], LatentFormat(dtype).width), dtype)
+        changed = (args[0], None, weights, cache, *args[4:])
+        return np.asarray(append(changed, positions, config, "xla", kv_scale=kv_scale)[1][place])
+
+    held = written("float32").reshape(-1, 576)
+    assert np.isinf(held[:, :512]).any() and np.isinf(held[:, 512:]).any()
+    if kv_scale:
+        found, expected = written("float8_e4m3fn", kv_scale), saturated(held, kv_scale)
+    else:
+        found, expected = written("uint8"), tokens_as_bytes(held, 512)
+        found, expected = found[..., :528], expected[:, :528]  # its rope numbers are not FP8
+    found, expected = found.reshape(expected.shape).view(np.uint8), expected.view(np.uint8)
+    dims = 576 if kv_scale else 512
+    nan = np.pad(~np.isfinite(held[:, :dims]), ((0, 0), (0, found.shape[1] - dims)))
+    np.testing.assert_array_equal(found[nan] & 0x7F, 0x7F)  # of either sign
+    np.testing.assert_array_equal(found[~nan], expected[~nan])
 
 
 @anywhere

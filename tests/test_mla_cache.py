@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_cases import x64
 from mla_cases import assert_same_bits, decode_numpy, normal, prefill_numpy
 
 from jaxattn import mla
@@ -22,12 +23,17 @@ BLOCK_SCALED = LatentFormat(np.uint8)
 
 def encode_block(block):
     """128 numbers -> (power-of-two scale, 128 bytes): the smallest scale that 448 of it holds."""
-    finite = block[~np.isnan(block)].astype(np.float64)
+    finite = block[np.isfinite(block)].astype(np.float64)
     exponent = -117
-    while 448 * 2.0**exponent < np.abs(finite).max(initial=0) and exponent < 120:
+    while 448 * 2.0**exponent < np.abs(finite).max(initial=0) and exponent < 119:
         exponent += 1
-    scaled = np.clip(block.astype(np.float64) / 2.0**exponent, -448, 448)
-    return 2.0**exponent, scaled.astype(E4M3).tobytes()
+    return 2.0**exponent, saturated(block, 2.0**exponent).tobytes()
+
+
+def saturated(numbers, scale):
+    """e4m3, with NaN for what is not finite."""
+    scaled = np.clip(np.float64(numbers) / scale, -448, 448)
+    return np.where(np.isfinite(numbers), scaled, np.nan).astype(E4M3)
 
 
 def encode_numpy(token, rank):
@@ -105,6 +111,9 @@ def hard_latents(rank, rope, seed=0):
     latents[16] = 0
     latents[17, ::3], latents[18, 5], latents[19] = np.nan, np.inf, np.nan
     latents[20, 7], latents[21] = -np.inf, 3e38
+    latents[18, -1], latents[20, 130 % rank] = -np.inf, np.inf
+    latents[21, :4] = np.float32([3.4e38, -3.4e38, np.inf, 3.2e38])
+    latents[16, 1:4] = np.float32([1e-45, -1e-40, 2.0**-126])
     return latents
 
 
@@ -118,7 +127,8 @@ def test_block_scaled_packs_and_unpacks_byte_by_byte(rank, rope):
         expected = [np.frombuffer(encode_numpy(x, rank), np.uint8) for x in latents]
         values = np.float32([decode_bytes(x.tobytes(), rank) for x in expected])
     # The sign of a NaN is free.
-    nan = np.concatenate([np.isnan(latents[:, :rank]), np.zeros((40, rank // 32), bool)], axis=1)
+    not_finite = ~np.isfinite(latents[:, :rank])
+    nan = np.concatenate([not_finite, np.zeros((40, rank // 32), bool)], axis=1)
     np.testing.assert_array_equal(stored[:, : nan.shape[1]][nan] & 0x7F, 0x7F)
     rope_nan = np.repeat(np.isnan(latents[:, rank:]), 2, axis=1)
     same = ~np.concatenate([nan, rope_nan], axis=1)
@@ -126,25 +136,35 @@ def test_block_scaled_packs_and_unpacks_byte_by_byte(rank, rope):
     unpacked = np.asarray(jax.jit(format.unpack)(stored))
     assert unpacked.dtype == np.float32
     np.testing.assert_array_equal(unpacked, values)
-    # NaN spoils nothing beside it, and values keep 3 bits beyond the leading one.
-    np.testing.assert_array_equal(np.isnan(unpacked), np.isnan(latents))
+    # Inf and NaN spoil nothing beside them, and values keep 3 bits beyond the leading one.
+    np.testing.assert_array_equal(np.isnan(unpacked[:, :rank]), not_finite)
+    assert not np.isinf(unpacked[:, :rank]).any()
     ordinary = latents[22:, :rank].reshape(18, -1, 128)
     scale = np.abs(ordinary).max(-1, keepdims=True) / 448 * 2
     error = np.abs(unpacked[22:, :rank].reshape(ordinary.shape) - ordinary)
     assert (error <= np.maximum(np.abs(ordinary) / 16, scale * 2.0**-10)).all()
 
 
-def test_per_tensor_numbers_saturate_and_stay_nan():
+def test_per_tensor_numbers_saturate_and_what_is_not_finite_is_nan():
     format, latents = LatentFormat("float8_e4m3fn"), hard_latents(512, 64)
     stored = np.asarray(format.pack(jnp.asarray(latents), jnp.float32(0.25)))
     assert stored.dtype == E4M3
-    expected = np.clip(latents.astype(np.float64) / 0.25, -448, 448).astype(E4M3)
-    finite = ~np.isnan(latents)
+    expected, finite = saturated(latents, 0.25), np.isfinite(latents)
     assert_same_bits(stored[finite], expected[finite])
     assert np.isnan(np.float32(stored)[~finite]).all()
     values = np.asarray(format.unpack(jnp.asarray(stored), jnp.float32(0.25)))
     assert values.dtype == np.float32 and np.nanmax(np.abs(values)) == 448 * 0.25
     np.testing.assert_array_equal(values, np.float32(expected) * 0.25)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_float64_numbers_beyond_float32_saturate(dtype):
+    format, kv_scale = LatentFormat(dtype, 128, 0), 2.0 if dtype == "float8_e4m3fn" else None
+    with x64():
+        latent = jnp.zeros(128, jnp.float64).at[:3].set(jnp.array([1e300, -1e300, jnp.inf]))
+        found = np.asarray(format.unpack(format.pack(latent, kv_scale), kv_scale))
+    largest = 448 * (kv_scale or 2.0**119)
+    np.testing.assert_array_equal(found[:4], np.float32([largest, -largest, np.nan, 0]))
 
 
 # Writing and reading a paged cache
@@ -266,6 +286,22 @@ def test_a_nan_of_a_row_stays_in_it_and_a_missing_page_is_nan(paged):
     out = run_decode(paged | dict(tables=tables), q)[0]
     assert np.isnan(out[4, 1]).all()
     assert_same_bits(np.delete(out, 4, 0), np.delete(clean, 4, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "uint8"])
+def test_an_inf_latent_shows_in_the_row_that_reads_it(dtype):
+    """Of a quantized cache as of any other."""
+    format = LatentFormat(dtype, RANK, ROPE)
+    cache = jnp.zeros((3, 16, format.width), format.dtype)
+    latent = np.ones((3, 2, RANK + ROPE), np.float32)
+    latent[0, 1, 9] = latent[1, 0, RANK + 3] = np.inf
+    pages, lens = np.arange(3, dtype=np.int32)[:, None], np.full(3, 2, np.int32)
+    kwargs = dict(kv_scale=2.0) if format.per_tensor else {}
+    cache = mla.mla_cache_write(cache, latent, pages, lens, **kwargs)
+    q = np.ones((3, 1, 1, RANK + ROPE), np.float32)
+    out, lse = mla.mla_decode(q, cache, pages, lens, scale=0.1, kv_lora_rank=RANK, **kwargs)
+    assert np.isnan(out[:2]).all() and np.isnan(lse[:2]).all()
+    np.testing.assert_allclose(out[2], 1, rtol=1e-6)
 
 
 def test_only_a_block_of_pages_is_unpacked_at_a_time(paged):
