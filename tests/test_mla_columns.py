@@ -57,7 +57,11 @@ class Held:
 
 def stored(format: str, *args, **kwargs) -> Stored:
     """Like `mla_case`; every byte of a token that no row owns is NaN's, scales included."""
-    case = mla_case(*args, **kwargs)
+    return stored_case(format, mla_case(*args, **kwargs))
+
+
+def stored_case(format: str, case: MLACase) -> Stored:
+    """The case, its latents stored in that format."""
     latents = LatentFormat(format)
     kv_scale = KV_SCALE if latents.per_tensor else None
     case.kv_cache = packed(case.kv_cache, kv_scale, latents)
@@ -80,6 +84,20 @@ def decode(some: Stored, implementation, *, schedule=None, arena=None):
     outs = step(*case.args, schedule=schedule, arena=arena, **traced)
     assert not get_races().races_found
     return outs
+
+
+def assert_as_xla(some: Stored, out, lse) -> None:
+    """As close as `assert_mla_close` wants it, and NaN where XLA's is."""
+    case = some.case
+    wanted = mla.mla_decode(
+        *case.args, scale=case.scale, layer=case.layer, kv_scale=some.kv_scale,
+        implementation="xla",
+    )  # fmt: skip
+    out, expected = (np.asarray(x, np.float64) for x in (out, wanted[0]))
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(expected))
+    error = np.nan_to_num(np.abs(out - expected).max(axis=-1))
+    assert (error <= 2 / 128 * np.nan_to_num(np.abs(expected).max(axis=-1))).all(), error
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5, rtol=2e-6)
 
 
 @both_devices
@@ -131,10 +149,17 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(nan, format, implem
     assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
 
 
-@both_devices
-def test_scales_far_apart_and_growing(implementation):
+@pytest.mark.parametrize(
+    "implementation, heads",
+    [
+        ("mosaic_gpu_interpret", 2),
+        # 8 columns, 24, and four blocks of 32.
+        *(pytest.param("mosaic_gpu", heads, marks=pytest.mark.gpu) for heads in (2, 20, 128)),
+    ],
+)
+def test_scales_far_apart_and_growing(implementation, heads):
     """Of tokens and of blocks; the largest so far grows, and queries are far from 1."""
-    some = stored("uint8", [200], heads=2)
+    some = stored("uint8", [200], heads=heads)
     cache = np.array(some.case.kv_cache)
     scales = cache[..., 512:528].copy().view("<f4")
     page = some.case.kv_cache.shape[2]
@@ -143,10 +168,47 @@ def test_scales_far_apart_and_growing(implementation):
         scales[:, number] *= np.exp2(np.float32(exponents))
     cache[..., 512:528] = scales.view(np.uint8)
     for case in (some.case, some.held):
-        case.q = case.q * jnp.asarray(np.exp2([-11.0, -3.0])[:, None], case.q.dtype)
+        powers = np.exp2(np.linspace(-11, -3, heads).round())
+        case.q = case.q * jnp.asarray(powers[:, None], case.q.dtype)
     some.case.kv_cache = jnp.asarray(cache)
     some.held.kv_cache = Held(some.case.kv_cache, None)
     assert_mla_close(some.held, *decode(some, implementation, schedule=cut_at(some.case, [(0, 0)])))
+
+
+@both_devices
+def test_own_scales_of_nan_and_of_0(implementation):
+    """Of a block of a token; of a whole page, and so of all that one warpgroup reads; of a row."""
+    some = stored("uint8", [3, 70, 3, 3], heads=2)
+    cache, pages = np.array(some.case.kv_cache), np.asarray(some.case.block_tables)
+    scales = cache[..., 512:528].copy().view("<f4")
+    scales[1, pages[0, 0], 1, 2] = np.nan
+    scales[1, pages[1, 0]] = scales[1, pages[2, 0], :3] = scales[1, pages[3, 0], 1, 3] = 0
+    cache[..., 512:528] = scales.view(np.uint8)
+    some.case.kv_cache = jnp.asarray(cache)
+    out, lse = decode(some, implementation, schedule=cut_at(some.case, [(0, 0)]))
+    assert_as_xla(some, out, lse)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1:]).all()
+    assert (np.asarray(out[2]) == 0).all() and np.isfinite(lse[2]).all()
+
+
+@both_devices
+@fp8_formats
+def test_queries_of_0_subnormal_or_inf_and_large_rope_numbers(format, implementation):
+    case = mla_case([5] * 6, heads=2)
+    q, page = np.array(case.q, np.float32), np.asarray(case.block_tables)[:, 0]
+    q[0] = 0
+    q[1] *= 2.0**-130  # subnormal
+    q[2, 0, 0, 7], q[3, 0, 1, 570] = np.inf, -np.inf
+    q[4, ..., 512:] *= 1000
+    case.q = jnp.asarray(q, case.q.dtype)
+    cache = case.kv_cache.at[1, page[4], :, 512:].multiply(1e-3)
+    case.kv_cache = cache.at[1, page[5], :, :512].multiply(1e-3)
+    some = stored_case(format, case)
+    out, lse = decode(some, implementation, schedule=cut_at(case, [(0, 0)]))
+    assert_as_xla(some, out, lse)
+    nan = np.zeros((6, 1, 2), bool)
+    nan[2, 0, 0] = nan[3, 0, 1] = True  # and not the head beside it
+    np.testing.assert_array_equal(np.isnan(out), np.repeat(nan[..., None], 512, axis=3))
 
 
 @both_devices
@@ -250,8 +312,9 @@ def test_a_row_keeps_its_bits_whoever_is_beside_it(heads, format):
 
 @pytest.mark.gpu
 @formats
-def test_the_same_bits_every_run(format):
-    some = stored(format, [4096, 1000, 77, 0] * 16, heads=16)
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_the_same_bits_every_run(heads, format):
+    some = stored(format, [4096, 1000, 77, 0] * 16, heads=heads)
     case, kv_scale = some.case, some.kv_scale
     step = jax.jit(functools.partial(mla_decode_mosaic, scale=case.scale, columns=True))
     kv_scale = None if kv_scale is None else jnp.float32(kv_scale)
