@@ -240,7 +240,8 @@ def mla_cache_write(
 
     Args:
         kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
-            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8).
+            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). FP8 numbers saturate, and
+            Inf is NaN among them.
         latent: of the new tokens, R dims and P rotated ones.
         block_tables: int32 page ids.
         seq_lens: int32 tokens of each row, the new ones included.
