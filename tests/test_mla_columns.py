@@ -194,6 +194,8 @@ def test_own_scales_of_nan_and_of_0(implementation):
 @both_devices
 @fp8_formats
 def test_queries_of_0_subnormal_or_inf_and_large_rope_numbers(format, implementation):
+    if format == "uint8" and implementation != "mosaic_gpu":
+        pytest.skip("the interpreter runs the other format")
     case = mla_case([5] * 6, heads=2)
     q, page = np.array(case.q, np.float32), np.asarray(case.block_tables)[:, 0]
     q[0] = 0
