@@ -3,31 +3,19 @@
 With `G` the running sum of the log decay inside a chunk and rows i, j of it,
 
     A_ij = beta_i (k_i . k_j) exp(G_i - G_j)            for i > j, else 0
-    X    = (I + A)^-1                                   unit lower triangular
+    X    = (I + A)^-1                                   by `gdn_prefill_inverse`
     P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
 
 and vectors that scale rows and columns of the products in `gdn_prefill_state`. Everything is masked
 before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and queries
 alone, their copies and lengths, is done once for several value heads of a key head, as many as
 leave no warpgroup idle; the next keys and queries are on their way while the last of them inverts.
-
-The inverse: diagonal blocks of 2 are known, and a level joins pairs of blocks of b to blocks of 2b,
-
-    [[x, 0], [-y l x, y]]  inverts  [[x^-1, 0], [l, y^-1]],
-
-so no power of A is formed (with equal keys those reach 1e18). It is written for -A, whose products
-all have the same sign: LLVM moves a negated product before the wait for it, and ptxas then runs one
-wgmma of the kernel at a time (its note C7514). The blocks of all rows are kept side
-by side in one [64, b] array. Up to 16 a block belongs to one warp, whose `mma` multiplies it; the
-last two levels are wgmmas of a few columns. Operands of the products are rounded to float16, whose
-11 bits are kept better than the 8 of the result; sums and what is added are float32.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -35,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from jaxattn.kernels.gdn_prefill_inverse import fragments, mma, pairs, unit_lower_inverse
 from jaxattn.kernels.gdn_prefill_tiles import (
     BETA,
     BY_COLUMN,
@@ -90,36 +79,9 @@ def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
                 value = vector.extract(pair, [], [j])
                 values.append(arith.select(inside, value, mgpu.c(fill, f32)))
             registers.append(vector.from_elements(pair.type, values))
-        return _fragments(registers, x.registers.shape, x.layout)
+        return fragments(registers, x.registers.shape, x.layout)
 
     return filled(x)
-
-
-def _fragments(registers: list[Any], shape: tuple[int, ...], layout: Any) -> Any:
-    array = np.array(registers, dtype=object).reshape(shape)
-    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
-
-
-def _asm(result: Any, operands: list[Any], code: str, constraints: str) -> Any:
-    return llvm.inline_asm(result, operands, code, constraints, has_side_effects=True)
-
-
-def _mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[Any]:
-    """A warp's [16, 8] float32: sums + left [16, 16] right [16, 8], in registers of two numbers."""
-    f32 = ir.F32Type.get()
-    product = _asm(
-        llvm.StructType.get_literal([f32] * 4),
-        [*left, *right, *sums],
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, "
-        "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-    )
-    return [llvm.extractvalue(f32, product, [i]) for i in range(4)]
-
-
-def _pairs(values: list[Any]) -> list[Any]:
-    pair_type = ir.VectorType.get((2,), ir.F32Type.get())
-    return [vector.from_elements(pair_type, values[i : i + 2]) for i in range(0, len(values), 2)]
 
 
 def own_products(rows: list[jax.Array], *, interpret: bool) -> jax.Array:
@@ -147,113 +109,11 @@ def own_products(rows: list[jax.Array], *, interpret: bool) -> jax.Array:
                 left = registers[first : first + 4]
                 for half in range(2):  # what is a row on the left is a column on the right
                     right = [left[half], left[2 + half]]
-                    halves[half] = _mma(kind, left, right, halves[half])
+                    halves[half] = mma(kind, left, right, halves[half])
         shape = (1, 2, *rows[0].registers.shape[2:])
-        return _fragments(_pairs([*halves[0], *halves[1]]), shape, rows[0].layout)
+        return fragments(pairs([*halves[0], *halves[1]]), shape, rows[0].layout)
 
     return products(*rows)
-
-
-def block_product(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
-    """Products of four pairs of 16 x 16 blocks, each [64, 16] float32, operands in float16.
-
-    A warp's rows of the layout are one block, as `mma` has its left operand and its result; the
-    right one is transposed in 8 x 8 pieces.
-    """
-    if interpret:
-        blocks = (z.astype(jnp.float16).astype(jnp.float32).reshape(4, 16, 16) for z in (x, y))
-        return jnp.einsum("bij,bjk->bik", *blocks).reshape(CHUNK, 16)
-    return plgpu.inline_mgpu(
-        arg_types=(TILE, TILE),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.float32, layout=TILE),
-    )(_block_product)(x, y)
-
-
-def _block_product(ctx: Any, x: Any, y: Any) -> Any:
-    del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    zero = mgpu.c(0.0, ir.F32Type.get())
-
-    def half(pair: Any) -> Any:
-        low, high = (vector.extract(pair, [], [i]) for i in range(2))
-        return _asm(i32, [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
-
-    def transposed(piece: Any) -> Any:
-        return _asm(i32, [piece], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
-
-    # Registers in order: columns 0 to 7 of rows 0 to 7 and 8 to 15, then columns 8 to 15.
-    left = [half(pair) for pair in x.registers.flat]
-    right = [transposed(half(pair)) for pair in y.registers.flat]
-    values = []
-    for column in range(2):
-        values += _mma("f16", left, right[2 * column : 2 * column + 2], [zero] * 4)
-    return _fragments(_pairs(values), x.registers.shape, x.layout)
-
-
-def unit_lower_inverse(
-    a: jax.Array, half_smem: list[Any], *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """`(I - tril(a, -1))^-1` of a float32 [64, 64] in registers; the rest of `a` is not looked at.
-
-    Returned as columns 0 to 31 and 32 to 63; of the latter rows 0 to 31, which are 0, hold others.
-
-    Args:
-        half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is
-            written before every warp has finished the product two before it.
-    """
-
-    def below(b: int) -> jax.Array:
-        """Of blocks of 2b, the lower left quarter."""
-        block, column_block = lax.div(within, jnp.int32(b)), lax.div(column, jnp.int32(b))
-        return (lax.rem(block, jnp.int32(2)) == 1) & (column_block == block - 1)
-
-    def times(pieces: list[tuple[jax.Array, int]], rows: jax.Array, smem: Any) -> list[jax.Array]:
-        """For each (left [64, width], first): left @ rows[first : first + width]."""
-        width = rows.shape[1]
-        smem = smem.at[:, pl.ds(0, width)]
-        smem[...] = rows.astype(jnp.float16)
-        plgpu.commit_smem()
-
-        def products(*accs: Any) -> list[jax.Array]:
-            for acc, (left, first) in zip(accs, pieces, strict=True):
-                plgpu.wgmma(acc, left.astype(jnp.float16), smem.at[pl.ds(first, width)])
-            return [acc[...] for acc in accs]
-
-        if interpret:
-            right = smem[...].astype(jnp.float32)
-            half = [(left.astype(jnp.float16).astype(jnp.float32), at) for left, at in pieces]
-            return [jnp.dot(left, right[at : at + width]) for left, at in half]
-        accs = [plgpu.ACC((CHUNK, width), jnp.float32)] * len(pieces)
-        return pl.run_scoped(products, *accs)
-
-    def columns(of: jax.Array, first: int, width: int) -> jax.Array:
-        return lax.slice(of, (0, first), (CHUNK, first + width))
-
-    row, column = iota((CHUNK, 16), 0), iota((CHUNK, 16), 1)
-    frame, within = lax.div(row, jnp.int32(16)), lax.rem(row, jnp.int32(16))
-    diagonal = columns(a, 0, 16)
-    for n in range(1, 4):
-        diagonal = jnp.where(frame == n, columns(a, 16 * n, 16), diagonal)
-    a = a.astype(jnp.float16)
-    x = jnp.where(within == column, 1.0, jnp.where(below(1), diagonal, 0.0))
-    for b in (2, 4, 8):
-        corner = jnp.where(below(b), diagonal, 0.0)
-        corner = block_product(corner, x, interpret=interpret)
-        x = x + block_product(x, corner, interpret=interpret)
-
-    # Rows 16 to 31 join rows 0 to 15, rows 48 to 63 join rows 32 to 47: what the other rows get
-    # is not used.
-    upper, lower = times([(columns(a, 0, 16), 0), (columns(a, 32, 16), 32)], x, half_smem[0])
-    corner = jnp.where(row < 32, upper, lower)
-    upper, lower = times([(x, 16), (x, 48)], corner, half_smem[1])
-    step = jnp.where(row < 32, upper, lower)
-    odd = lax.rem(frame, jnp.int32(2)) == 1
-    x = jnp.concatenate([jnp.where(odd, step, x), jnp.where(odd, x, 0.0)], axis=1)
-    # Rows 32 to 63 join rows 0 to 31.
-    (corner,) = times([(columns(a, 0, 32), 0)], x, half_smem[0])
-    (step,) = times([(x, 32)], corner, half_smem[1])
-    half = iota((CHUNK, 32), 0) >= 32
-    return jnp.where(half, step, x), x
 
 
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
