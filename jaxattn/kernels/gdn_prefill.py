@@ -43,9 +43,12 @@ class Pool(NamedTuple):
 class Plan(NamedTuple):
     """Which tokens each chunk and each run of chunks has; a chunk belongs to one sequence."""
 
-    chunks: jax.Array  # int32 [N + 1, 2], first token and tokens; the last row has their number
+    # int32 [N + 1 + R + 1, 8], one array so that one kernel of XLA's makes it: in N rows the first
+    # token and the tokens of a chunk; how many of those rows are used; in R rows the runs, whose
+    # columns are in gdn_prefill_state; and as one more run the padding.
+    table: jax.Array
+    num_chunks: int  # N
     kept: jax.Array | None  # int32 [N], the slot that takes the state after the chunk, or -1
-    runs: jax.Array  # int32 [R + 1, 7], columns in gdn_prefill_state; the last is the padding
     sequences: jax.Array  # int32 [n, 3], first run, number of runs, slot that it starts from
 
 
@@ -86,6 +89,7 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     if xp is np:
         sequence, chunk_start, chunk_length = (x[:used] for x in cut[:3])
     chunks = [xp.append(chunk_start, used), xp.append(chunk_length, 0)]
+    num_chunks = sequence.shape[0]
     kept = None
     if pool.checkpoints is not None:
         index = xp.arange(sequence.shape[0], dtype=xp.int32) - first_chunk[sequence]
@@ -115,10 +119,15 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     write = xp.where(is_last, writes[owner], -1) if segment else writes
     columns = (start, tokens, chunk, steps, is_last, read if segment else reads, write)
     runs = [xp.append(column, last) for column, last in zip(columns, fill, strict=True)]
-    sequences = [first, number, reads]
-    tables = xp.stack(chunks, axis=1), kept, xp.stack(runs, axis=1), xp.stack(sequences, axis=1)
-    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), tables)
-    return Plan(*lax.optimization_barrier(arrays))  # or XLA works them out once more where read
+    # Eight columns, and both numbers of a chunk are one load.
+    zeros = np.zeros(num_chunks + 1, np.int32), np.zeros(len(runs[0]), np.int32)
+    table = zip([*chunks, *[zeros[0]] * 6], [*runs, zeros[1]], strict=True)
+    rows = xp.stack([xp.concatenate(column) for column in table], axis=1)
+    sequences = xp.stack([first, number, reads], axis=1)
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (rows, kept, sequences))
+    # Or XLA works them out once more where they are read.
+    rows, kept, sequences = lax.optimization_barrier(arrays)
+    return Plan(rows, num_chunks, kept, sequences)
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
@@ -159,14 +168,14 @@ def chunk_gates(
 
     Args:
         g, beta: [T, Hv].
-        chunks: of the plan.
+        chunks: int32 [N, 2 or more], first token of a chunk and its tokens.
         sequences: their number if they are equally long and all there is, or None.
     """
     g = jnp.maximum(g.astype(jnp.float32) * LOG2E, LOWEST_LOG2_DECAY)
     gates = jnp.stack([g, beta.astype(jnp.float32)], axis=-1)  # [T, Hv, 2]
     if sequences is None:
         place = lax.iota(jnp.int32, CHUNK)
-        start, length = chunks[:-1, :1], chunks[:-1, 1:]
+        start, length = chunks[:, :1], chunks[:, 1:2]
         gates = gates.at[start + place].get(mode="clip")  # [N, 64, Hv, 2]
         gates = jnp.where((place < length)[..., None, None], gates, 0)
     else:
@@ -242,7 +251,7 @@ def gdn_prefill_mosaic(
         if segment is None:
             segment = segment_tokens(tokens, count, v.shape[1])
         table = plan(offsets, tokens, segment, slots)
-        gates = chunk_gates(g, beta, table.chunks, equal)
+        gates = chunk_gates(g, beta, table.table[: table.num_chunks], equal)
     # A copy takes 64 rows, and no array may be shorter than that.
     short = ((0, max(0, CHUNK - tokens)), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, short) for x in (q, k, v))
@@ -251,7 +260,7 @@ def gdn_prefill_mosaic(
         q,
         k,
         gates,
-        table.chunks,
+        table.table,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
         **mode,
@@ -259,7 +268,9 @@ def gdn_prefill_mosaic(
     starts = None if pool is not None else slots.states
     busy = count if not segment else max(count, -(-tokens // segment))
     if segment:
-        ends, transitions = transition_pass(k, v, x, vectors, table.runs, busy=busy - count, **mode)
+        ends, transitions = transition_pass(
+            k, v, x, vectors, table.table, busy=busy - count, **mode
+        )
         starts = segment_starts(
             ends, transitions, table.sequences, slots.states, slots.layer, **mode
         )
@@ -270,7 +281,7 @@ def gdn_prefill_mosaic(
         x,
         p,
         vectors,
-        table.runs,
+        table.table,
         starts=starts,
         layer=slots.layer,
         finals=count if pool is None else pool.states,

@@ -146,8 +146,8 @@ def chunk_matrices(
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
         gates: float32 [N, Hv, 2, 64], log2 decay and beta of each chunk's tokens; 0 past its end.
-        chunks: int32 [N + 1, 2], first token of a chunk and its tokens, 0 to 64; and in the last
-            row how many chunks from the first are to be done.
+        chunks: int32 [N + 1 or more, 8], first token of a chunk and its tokens, 0 to 64; and in
+            row N how many chunks from the first are to be done.
 
     Returns:
         X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for

@@ -31,6 +31,7 @@ from jaxattn.kernels.gdn_prefill_state import (
     Accumulator,
     Step,
     first_half,
+    first_run,
     first_state,
     halves_in_a_block,
     load_state,
@@ -75,7 +76,7 @@ def transition_pass(
     Of runs that end a sequence nobody asks for theirs, and they stay undefined.
     About `busy` of the others have chunks; that is known when traced.
     """
-    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0] - 1
+    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0] - first_run(x) - 1
     halves = halves_in_a_block(busy * value_heads * 2)
     kernel = plgpu.kernel(
         _transition_body(
@@ -120,9 +121,10 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
         part = first_part + wg  # of a warpgroup that computes
         kind, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
         run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
-        start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
-        inner = (runs_ref[run, LAST] == 0) & (tokens > 0)
-        steps = jnp.where(inner, runs_ref[run, STEPS], 0)
+        row = first_run(x_ref) + run
+        start, tokens = runs_ref[row, START], runs_ref[row, TOKENS]
+        inner = (runs_ref[row, LAST] == 0) & (tokens > 0)
+        steps = jnp.where(inner, runs_ref[row, STEPS], 0)
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
 
@@ -186,7 +188,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
         @pl.when(wg == halves)
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
-            first_chunk = runs_ref[run, FIRST_CHUNK]
+            first_chunk = runs_ref[row, FIRST_CHUNK]
             key_head = lax.div(head, jnp.int32(group))
 
             def issue(i, slot, barrier):

@@ -63,6 +63,11 @@ def first_half(block: Any, halves: int) -> tuple[Any, Any]:
     return lax.div(index, jnp.int32(2)), lax.rem(index, jnp.int32(2))
 
 
+def first_run(x: Any) -> int:
+    """The row of the plan where the runs begin, given what is there for each chunk."""
+    return x.shape[0] + 1
+
+
 class Accumulator:
     """A float32 [64, 64] that products are added to, asynchronously on the GPU.
 
@@ -127,7 +132,8 @@ def output_pass(
     Args:
         q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
         x, p, vectors: from `gdn_prefill_chunk.chunk_matrices`.
-        runs: int32 [R, 7], see the columns above.
+        runs: int32 [N + 1 + R, 8], a row for each chunk of x and one more, and then the runs, with
+            the columns above.
         starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
         layer: int32 [1], of the pool.
         finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
@@ -171,7 +177,7 @@ def output_pass(
             plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
         ],
         # One axis, since CUDA counts others to 65,535. The heads of a run share keys in L2.
-        grid=(runs.shape[0] * value_heads * 2 // halves,),
+        grid=((runs.shape[0] - first_run(x)) * value_heads * 2 // halves,),
         grid_names=("block",),
         num_threads=halves + 1,
         thread_name="wg",
@@ -325,6 +331,7 @@ def _output_body(
         index, first_part = first_half(block, halves)
         part = first_part + wg  # of a warpgroup that computes
         run, head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+        run += first_run(x_ref)
         start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
         steps, first_chunk = runs_ref[run, STEPS], runs_ref[run, FIRST_CHUNK]
         layer = layer_ref[0]
