@@ -399,8 +399,8 @@ def _output_body(
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
                     # What needs no product, here, where products run.
-                    wait_for_copies()
                     written = step.written()
+                    wait_for_copies()
                     w = step.residual(seen.read(pending=2), written)
                     u.add_transposed(w, step.x)
                     added = u.read()
