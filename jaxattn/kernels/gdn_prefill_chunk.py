@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from jaxattn.kernels.gdn_prefill_gates import BETAS, DECAYS, sum_decays
 from jaxattn.kernels.gdn_prefill_inverse import fragments, mma, pairs, unit_lower_inverse
 from jaxattn.kernels.gdn_prefill_tiles import (
     BETA,
@@ -180,7 +181,7 @@ def chunk_matrices(
             token_tiles((each, 2), dtype, interpret=interpret),  # K
             token_tiles((each, 2), dtype, interpret=interpret),  # Q
             plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),  # log2 decay, beta
-            plgpu.SMEM((each, 2, CHUNK), jnp.float32),  # running sums, and less log2 |k|^-1
+            plgpu.SMEM((each, CHUNK), jnp.float32),  # running sums less log2 |k|^-1
             triangles(each, dtype),  # P, then X
             plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
             *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=swizzled(jnp.float16, 32))] * 2,
@@ -285,6 +286,8 @@ def _body(
                     keys.at[half][...] = jnp.where(inside, kept, jnp.zeros((), dtype))
                 plgpu.commit_smem()
 
+            sum_decays(all_gates.at[own()], interpret=interpret)
+            plgpu.commit_smem()
             if l2norm:
                 k_scale, factor = inverse_length(keys), inverse_length(queries) * scale
                 log_scale = jnp.log2(k_scale)
@@ -294,13 +297,12 @@ def _body(
             @pl.loop(0, share)
             def _value_head(n):
                 head, wg = first_head + n, own()
-                sums_smem, gates_smem = all_sums.at[wg], all_gates.at[wg, n]
-                g = over_columns(load(gates_smem.at[0], BY_COLUMN))
-                running = fill_above(g, 0.0, interpret=interpret).sum(axis=1)
-                beta = load(gates_smem.at[1], BY_ROW)
-                sums_smem[0, :] = running
+                gates_smem = all_gates.at[wg, n]
+                sums_smem = gates_smem.at[DECAYS]
+                running, beta = load(sums_smem, BY_ROW), load(gates_smem.at[BETAS], BY_ROW)
                 if l2norm:
-                    sums_smem[1, :] = running - log_scale
+                    sums_smem = all_sums.at[wg]
+                    sums_smem[...] = running - log_scale
                 # What was copied out before; and a barrier, for the sums are read again by column.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -308,7 +310,7 @@ def _body(
                     wg = own()
                     keys, vectors_smem = k_smem.at[wg], all_vectors.at[wg]
                     start_scores(qk, q_smem.at[wg], keys)
-                    total = sums_smem[0, CHUNK - 1]
+                    total = gates_smem[DECAYS, CHUNK - 1]
                     gamma, to_end = jnp.exp2(running), jnp.exp2(total - running)
                     weight = beta * k_scale if l2norm else beta
                     every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
@@ -319,7 +321,7 @@ def _body(
                     vectors_smem[DECAY, :] = every
                     # exp(G_i - G_j), times the inverse length of key j; 0 above the diagonal,
                     # where it might be inf.
-                    columns = over_columns(load(sums_smem.at[int(l2norm)], BY_COLUMN))
+                    columns = over_columns(load(sums_smem, BY_COLUMN))
                     between = fill_above(over_rows(running) - columns, -1e30, interpret=interpret)
                     decay = jnp.exp2(between)
                     p = plgpu.wgmma_accumulator_load(qk)
