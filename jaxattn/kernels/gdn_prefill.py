@@ -9,6 +9,7 @@ float32. Reference: `jaxattn.gdn_chunk`; tests: tests/test_gdn_prefill_kernel.py
 """
 
 import math
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -56,14 +57,19 @@ def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, 
     """Ranges [n] cut in pieces of `size`, at least one each: of every piece its range, where it
     starts and how long it is; of every range its first piece and how many it has."""
     number = xp.maximum((ends - starts + (size - 1)) // size, 1)
-    last = xp.cumsum(number, dtype=xp.int32)
+    # Sums that are written out are no kernels of their own.
+    count = starts.shape[0]
+    is_few = count <= 16
+    last = xp.stack(list(accumulate(number))) if is_few else xp.cumsum(number, dtype=xp.int32)
     first = last - number
     piece = xp.arange(pieces, dtype=xp.int32)
     if xp is np:
         owner = np.searchsorted(last, piece, side="right").astype(np.int32)
+    elif is_few:
+        owner = sum((piece >= last[i]).astype(jnp.int32) for i in range(count))
     else:  # one kernel, where a search is a loop
         owner = jnp.sum(piece[:, None] >= last, axis=1, dtype=jnp.int32)
-    used, owner = owner < starts.shape[0], xp.minimum(owner, starts.shape[0] - 1)
+    used, owner = owner < count, xp.minimum(owner, count - 1)
     start = starts[owner] + (piece - first[owner]) * size
     length = xp.where(used, xp.clip(ends[owner] - start, 0, size), 0)
     return owner, xp.where(used, start, 0), length, first, number
