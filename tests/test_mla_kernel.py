@@ -160,6 +160,19 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("heads", [2, 64])
+def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
+    case = mla_case([1, 3], heads=heads)
+    page = int(case.block_tables[0, 0])
+    case.q = case.q.at[0, 0, 0].set(0).at[0, 0, 0, 7].set(-1e16)
+    case.kv_cache = case.kv_cache.at[case.layer, page, 0, 7].set(1e16)
+    out, lse = decode(case, implementation)
+    np.testing.assert_array_equal(out[0, 0, 0], case.kv_cache[case.layer, page, 0, :512])
+    score = float(case.q[0, 0, 0, 7]) * float(case.kv_cache[case.layer, page, 0, 7]) * case.scale
+    np.testing.assert_allclose(lse[0, 0, 0], score, rtol=1e-5)
+
+
+@both_devices
 @pytest.mark.parametrize("cuts", [None, [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
     case = mla_case([2, 70], heads=2, q_len=3)

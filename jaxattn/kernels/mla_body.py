@@ -51,8 +51,9 @@ REGISTERS = 168  # of a thread: three warpgroups share 65,536
 # The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
 # it by more than this, in powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
 SLACK = 8.0
-# Far enough apart that exp2(MASKED - EMPTY) is 0 and no difference is inf - inf.
-EMPTY, MASKED = -1e30, -1e33
+# A row's maximum before its first key, below every score but finite, and what is not seen: no
+# difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
+EMPTY, MASKED = -3e38, -math.inf
 
 
 def scratch_types(dtype: Any, page_size: int, rope: bool, interpret: bool) -> list[Any]:

@@ -37,7 +37,7 @@ LOG2E = math.log2(math.e)
 NOPE, ROPE, VALUES = 128, 64, 128
 TILE = 64  # queries of a warpgroup
 KEYS = 128  # keys of a step
-EMPTY = -1e30  # row maximum before the first key: finite, since -inf - -inf is NaN
+EMPTY = -3e38  # row maximum before the first key: finite, since -inf - -inf is NaN
 
 
 @dataclasses.dataclass(frozen=True)
