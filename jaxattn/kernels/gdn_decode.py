@@ -233,9 +233,9 @@ def gdn_decode_mosaic(
 
 def _scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     heads = op.group // config.parts
-    ring = (config.stages, config.tile, DIM)
+    ring = (min(config.stages, heads * DIM // config.tile), config.tile, DIM)
     types = [
-        plgpu.SMEM(ring, state_dtype, transforms=swizzled(state_dtype)),
+        plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
         plgpu.SMEM((2, op.q_len, DIM), jnp.float32),  # q and k
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # v, and then the output
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # what the normed output is times
@@ -247,11 +247,20 @@ def _scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     return types
 
 
+def _tile_transforms(state_dtype: Any) -> Any:
+    """A tile of float32 is row-major, so that a copy is of whole rows, one piece of memory; left to
+    itself, JAX would choose a swizzle. One of bfloat16 is swizzled, and copied 128 bytes of a row
+    at a time: row-major, with 16 bytes a thread, it is slower."""
+    if state_dtype == jnp.float32:
+        return (plgpu.TilingTransform((8, DIM)),)  # type: ignore[abstract]
+    return swizzled(state_dtype)
+
+
 def _layout(tile: int) -> Any:
     """Registers of a tile [tile, Dk]: a warp a quarter of its rows, eight threads a row.
 
-    A float32 row's 32 keys are as wide as the swizzle of shared memory, so that a warp's 16-byte
-    loads meet no bank conflict; and of k and q, held beside the states, a thread has an eighth.
+    A float32 row's 32 keys are 128 bytes of shared memory, so that a warp's 16-byte loads meet no
+    bank conflict; and of k and q, held beside the states, a thread has an eighth.
     """
     tiling = plgpu.Tiling(((tile, DIM), (tile // 4, DIM), (4, 32), (4,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
