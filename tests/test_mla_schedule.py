@@ -15,7 +15,7 @@ from jaxattn.kernels.mla_schedule import (
     piece_pages,
 )
 
-schedule_of = jax.jit(make_schedule, static_argnames=("parts", "max_pages", "piece"))
+schedule_of = jax.jit(make_schedule, static_argnames=("parts", "max_pages", "row_cost", "piece"))
 # Few batch sizes, since each is compiled.
 lengths = st.sampled_from([1, 4, 12]).flatmap(
     lambda rows: st.lists(st.integers(0, 3000), min_size=rows, max_size=rows)
@@ -25,7 +25,11 @@ lengths = st.sampled_from([1, 4, 12]).flatmap(
 def pieces(lens, parts, max_pages, piece=0):
     """[(row, first page, end)] of each part, as the kernel's blocks walk them."""
     schedule = schedule_of(
-        jnp.asarray(lens, jnp.int32), parts=parts, max_pages=max_pages, piece=piece
+        jnp.asarray(lens, jnp.int32),
+        parts=parts,
+        max_pages=max_pages,
+        row_cost=ROW_COST,
+        piece=piece,
     )
     rows, pages = np.asarray(schedule.rows), np.asarray(schedule.pages)
     held = []

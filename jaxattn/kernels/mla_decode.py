@@ -21,14 +21,14 @@ from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE, make_body, scratch_types
 from jaxattn.kernels.mla_decode_columns import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_results import Results
-from jaxattn.kernels.mla_schedule import TILE, Schedule, num_tiles
+from jaxattn.kernels.mla_schedule import MOST_FEW_ROWS, TILE, Schedule, num_tiles
 from jaxattn.kernels.mla_scratch import PAGE_SIZES
 from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_scratch import scratch as scratch
 
 # S * H of a request for which heads are columns: with 32 the other kernel is the faster, with fewer
 # than 8 nothing was measured.
-FEW_ROWS = range(8, 17)
+FEW_ROWS = range(8, MOST_FEW_ROWS + 1)
 
 
 def reads_apart(num_heads: int) -> bool:

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 TILE = 64  # packed rows (query token, head) of a block
 PAGE = 64  # tokens that a block takes at a time; what is called a page here, whatever the cache has
 
-# What a row costs its part beside its pages (its queries' load, its output), in pages.
-ROW_COST = 2
+# What a row costs its part beside its pages (its queries' load, its output), in pages, where its
+# packed rows are many, in tiles, or few enough to be columns of the products.
+ROW_COST, FEW_ROWS_COST = 5, 3
+MOST_FEW_ROWS = 16
 # A part shorter than this costs more in partial results than it saves.
 MIN_PART = 6
 # Parts of whole rows have no partial results: taken when they are longer by at most one part in
@@ -126,10 +128,14 @@ def num_tiles(q_len: int, num_heads: int) -> int:
     return -(-q_len * num_heads // TILE)
 
 
+def row_cost(q_len: int, num_heads: int) -> int:
+    return FEW_ROWS_COST if q_len * num_heads <= MOST_FEW_ROWS else ROW_COST
+
+
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
     """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
     fewer where `batch` rows of `max_pages` pages are not worth as many."""
-    worth = batch * (max_pages + ROW_COST) // MIN_PART
+    worth = batch * (max_pages + row_cost(q_len, num_heads)) // MIN_PART
     return max(1, min(num_sms // num_tiles(q_len, num_heads), worth))
 
 
@@ -146,7 +152,9 @@ def piece_pages(batch: int, parts: int, max_pages: int) -> int:
 
 
 @jax.named_scope("mla_schedule")
-def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int = 0) -> Schedule:
+def make_schedule(
+    seq_lens: jax.Array, *, parts: int, max_pages: int, row_cost: int, piece: int = 0
+) -> Schedule:
     """Cuts the pages of all rows into `parts`, or whole pieces of `piece` pages.
 
     A row without tokens has no place in the line: the others are cut alike with and without it.
@@ -155,7 +163,7 @@ def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
     real = pages > 0
     number = (pages + piece - 1) // piece if piece else real.astype(jnp.int32)
-    cost = pages + ROW_COST * number
+    cost = pages + row_cost * number
     end = jnp.cumsum(cost)
     total = end[-1]
     used = jnp.clip(total // MIN_PART, 1, parts)
@@ -167,12 +175,12 @@ def make_schedule(seq_lens: jax.Array, *, parts: int, max_pages: int, piece: int
     inside = jnp.minimum(rows, batch - 1)
     into = at - (end - cost)[inside]
     if piece:
-        begun = (into + (piece + ROW_COST) // 2) // (piece + ROW_COST) * piece
+        begun = (into + (piece + row_cost) // 2) // (piece + row_cost) * piece
         rows = jnp.where(begun >= pages[inside], rows + 1, rows)
         begun = jnp.where(begun >= pages[inside], 0, begun)
         begun = jnp.where(rows < batch, begun, 0)
         return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, max_pages)
-    begun = jnp.maximum(into - ROW_COST, 0)
+    begun = jnp.maximum(into - row_cost, 0)
     begun = jnp.where(rows < batch, begun, 0)
     if not may_split(batch, parts):
         return Schedule.of(rows, jnp.zeros_like(begun), batch, max_pages)

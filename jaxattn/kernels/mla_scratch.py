@@ -17,6 +17,7 @@ from jaxattn.kernels.mla_schedule import (
     num_steps,
     num_tiles,
     piece_pages,
+    row_cost,
 )
 
 # Blocks that the GPU runs at a time: the streaming multiprocessors of an H200 or an H100 SXM. With
@@ -53,7 +54,8 @@ def decode_schedule(
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
     piece = piece_pages(batch, parts, steps) if batch_invariant else 0
-    return make_schedule(seq_lens, parts=parts, max_pages=steps, piece=piece)
+    cost = row_cost(q_len, num_heads)
+    return make_schedule(seq_lens, parts=parts, max_pages=steps, row_cost=cost, piece=piece)
 
 
 def scratch(
