@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.hopper import interpret_mode, require_hopper, swizzled
+from jaxattn.kernels.hopper import NUM_SMS, interpret_mode, require_hopper, swizzled
 
 DIM = 128  # Dk and Dv
 WIDTH = 4  # taps of the convolution
@@ -58,13 +58,16 @@ class Config:
             raise ValueError(f"tile must be 32, 64 or 128 and stages at least 2, got {self}")
 
     @classmethod
-    def choose(cls, group: int, *, interpret: bool) -> "Config":
+    def choose(cls, group: int, states: int, *, interpret: bool) -> "Config":
         """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
-        A cluster has at most 8 blocks; the interpreter may not have the threads for one.
+        A cluster has at most 8 blocks; the interpreter may not have the threads for one. Where
+        there are more states than multiprocessors, four blocks share one, three with larger tiles.
         """
+        if interpret:
+            return cls()
         parts = max(parts for parts in range(1, 9) if group % parts == 0)
-        return cls(parts=1 if interpret else parts)
+        return cls(32, 3, parts) if states > NUM_SMS else cls(parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +180,8 @@ def gdn_decode_mosaic(
         scale=scale,
         eps=eps or 0.0,
     )
-    config = config or Config.choose(op.group, interpret=interpret)
+    states = batch * num_value_heads
+    config = config or Config.choose(op.group, states, interpret=interpret)
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
     if conv_state is not None:

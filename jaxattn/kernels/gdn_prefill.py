@@ -21,8 +21,8 @@ from jaxattn.gdn_chunk import checkpoint_slots
 from jaxattn.kernels.gdn_prefill_chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill_segments import segment_starts, transition_pass
 from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, output_pass
-from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM, NUM_SMS
-from jaxattn.kernels.hopper import require_hopper
+from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM
+from jaxattn.kernels.hopper import NUM_SMS, require_hopper
 
 LOG2E = math.log2(math.e)
 # exp2 of this is 0 in float32, and sums of 64 of them keep a small decay beside them to 1e-3.

@@ -31,7 +31,6 @@ from jaxattn.kernels.gdn_prefill_tiles import (
     BY_ROW,
     CHUNK,
     DECAY,
-    NUM_SMS,
     OUT,
     READ,
     TILE,
@@ -47,7 +46,7 @@ from jaxattn.kernels.gdn_prefill_tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper import interpret_mode, swizzled
+from jaxattn.kernels.hopper import NUM_SMS, interpret_mode, swizzled
 
 WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and its shared memory
 

@@ -28,7 +28,6 @@ from jaxattn.kernels.gdn_prefill_tiles import (
     CHUNK,
     DECAY,
     DIM,
-    NUM_SMS,
     OUT,
     READ,
     TILE,
@@ -44,7 +43,7 @@ from jaxattn.kernels.gdn_prefill_tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper import interpret_mode
+from jaxattn.kernels.hopper import NUM_SMS, interpret_mode
 
 STAGES = 3  # chunks in shared memory
 # Columns of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'

@@ -21,8 +21,6 @@ VECTORS = 5
 # 31 of all rows, then columns 32 to 63 of rows 32 to 63.
 TRIANGLE = (96, 32)
 
-NUM_SMS = 132
-
 TILE = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
 

@@ -8,6 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+# Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
+# elsewhere, and round its result otherwise.
+NUM_SMS = 132
 # CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion;
 # jax's own attention_mgpu refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
+from jaxattn.kernels.hopper import NUM_SMS
 from jaxattn.kernels.mla_body import RANK
 from jaxattn.kernels.mla_schedule import (
     PAGE,
@@ -20,9 +21,6 @@ from jaxattn.kernels.mla_schedule import (
     row_cost,
 )
 
-# Blocks that the GPU runs at a time: the streaming multiprocessors of an H200 or an H100 SXM. With
-# another number a row may be cut elsewhere, and its result rounded otherwise.
-NUM_SMS = 132
 PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
 
