@@ -78,10 +78,14 @@ def assert_close(out, lse, expected, expected_lse, lse_atol=1e-5) -> None:
     np.testing.assert_allclose(np.asarray(lse, np.float64), expected_lse, rtol=2e-6, atol=lse_atol)
 
 
-def attend(case: Case, implementation, **kwargs):
+@functools.cache
+def attention(**options):
+    return jax.jit(functools.partial(attend_mosaic, scale=SCALE, **options))
+
+
+def attend(case: Case, implementation, **options):
     interpret = implementation == "mosaic_gpu_interpret"
-    attend = functools.partial(attend_mosaic, scale=SCALE, interpret=interpret, **kwargs)
-    return jax.jit(attend)(*case.args)
+    return attention(interpret=interpret, **options)(*case.args)
 
 
 def run(case: Case, implementation, **kwargs) -> None:

@@ -43,6 +43,10 @@ IMPLEMENTATION = {"cpu": "xla", "gpu": "mosaic_gpu"}
 PAGES, SLOTS, WIDTH = 9, 5, 3
 
 
+# With `--dist loadgroup` one process compiles these steps, not each.
+pytestmark = pytest.mark.xdist_group("padding_steps")
+
+
 @functools.cache
 def params_of(device):
     return init_params(CONFIGS[device], jax.random.key(0))
