@@ -124,7 +124,7 @@ def mla_decode(
     position would be negative, give exactly 0 and lse -inf. Entries of `block_tables` past a row's
     length may hold anything and so may the cache outside of the tokens that a row owns, NaN
     included. A NaN that a row does own stays in that row (in any of its S tokens) and is not
-    hidden.
+    hidden. Of a row whose every score is -inf the kernels give 0 as well, XLA gives NaN.
 
     Args:
         q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P). Or the

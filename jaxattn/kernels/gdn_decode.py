@@ -3,7 +3,7 @@
 A block of one warpgroup has one value head of a row (a part of the key head's `group` of them). It
 convolves the channels of its q, k and v, prepares the gates, and takes the state [Dv, Dk] tile by
 tile through a ring in shared memory, so that loads, arithmetic and stores overlap, with those of
-the two other blocks on the multiprocessor as well. A tile stays in registers over the S tokens:
+the other blocks on the multiprocessor as well. A tile stays in registers over the S tokens:
 
     delta = beta (v - exp(g) S k)
     S     <- exp(g) S + delta k^T
@@ -62,7 +62,8 @@ class Config:
         """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
         A cluster has at most 8 blocks; the interpreter may not have the threads for one. Where
-        there are more states than multiprocessors, four blocks share one, three with larger tiles.
+        there are more states than multiprocessors, tiles are small: four blocks share one, of
+        float32 states and one token, and not three.
         """
         if interpret:
             return cls()

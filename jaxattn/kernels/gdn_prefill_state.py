@@ -132,7 +132,7 @@ def output_pass(
         q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
         x, p, vectors: from `gdn_prefill_chunk.chunk_matrices`.
         runs: int32 [N + 1 + R, 8], a row for each chunk of x and one more, and then the runs, with
-            the columns above.
+            the columns above, padding last.
         starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
         layer: int32 [1], of the pool.
         finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated

@@ -51,8 +51,8 @@ REGISTERS = 168  # of a thread: three warpgroups share 65,536
 # The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
 # it by more than this, in powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
 SLACK = 8.0
-# A row's maximum before its first key, below every score but finite, and what is not seen: no
-# difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
+# A row's maximum before its first key, below any score but finite, and the score of what is not
+# seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
 EMPTY, MASKED = -3e38, -math.inf
 
 

@@ -20,7 +20,7 @@ TILE = 64  # packed rows (query token, head) of a block
 PAGE = 64  # tokens that a block takes at a time; what is called a page here, whatever the cache has
 
 # What a row costs its part beside its pages (its queries' load, its output), in pages, where its
-# packed rows are many, in tiles, or few enough to be columns of the products.
+# packed rows are many, and where they are few.
 ROW_COST, FEW_ROWS_COST = 5, 3
 MOST_FEW_ROWS = 16
 # A part shorter than this costs more in partial results than it saves.
