@@ -236,16 +236,23 @@ def gdn_decode_mosaic(
     return arena.read(spec, "out"), new_conv, new_state, arena
 
 
+def _steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
+    """Tiles that a block takes, and places in its ring: no more than it has tiles."""
+    steps = op.group // config.parts * DIM // config.tile
+    return steps, min(config.stages, steps)
+
+
 def _scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     heads = op.group // config.parts
-    ring = (min(config.stages, heads * DIM // config.tile), config.tile, DIM)
+    _, stages = _steps_and_stages(op, config)
+    ring = (stages, config.tile, DIM)
     types = [
         plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
         plgpu.SMEM((2, op.q_len, DIM), jnp.float32),  # q and k
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # v, and then the output
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # what the normed output is times
         plgpu.SMEM((2 * heads + 1, op.q_len), jnp.float32),  # decays, betas, k q
-        plgpu.Barrier(num_barriers=config.stages),  # tile loaded
+        plgpu.Barrier(num_barriers=stages),  # tile loaded
     ]
     if config.parts > 1 and op.conv:
         types.append(plgpu.ClusterBarrier(collective_axes=("part",)))
@@ -281,8 +288,7 @@ def _softplus(x: jax.Array) -> jax.Array:
 def _body(op: Op, config: Config, first_row: int) -> Any:
     q_len, group, tile = op.q_len, op.group, config.tile
     heads = group // config.parts
-    steps = heads * DIM // tile
-    stages = min(config.stages, steps)
+    steps, stages = _steps_and_stages(op, config)
     matrix = _layout(tile)
     by_value, by_key = matrix.reduce(1), matrix.reduce(0)
     channel = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a thread a channel

@@ -57,18 +57,18 @@ def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, 
     """Ranges [n] cut in pieces of `size`, at least one each: of every piece its range, where it
     starts and how long it is; of every range its first piece and how many it has."""
     number = xp.maximum((ends - starts + (size - 1)) // size, 1)
-    # Sums that are written out are no kernels of their own.
-    count = starts.shape[0]
-    is_few = count <= 16
-    last = xp.stack(list(accumulate(number))) if is_few else xp.cumsum(number, dtype=xp.int32)
-    first = last - number
-    piece = xp.arange(pieces, dtype=xp.int32)
+    count, piece = starts.shape[0], xp.arange(pieces, dtype=xp.int32)
+    last: Any
     if xp is np:
+        last = np.cumsum(number, dtype=np.int32)
         owner = np.searchsorted(last, piece, side="right").astype(np.int32)
-    elif is_few:
+    elif count <= 16:  # sums that are written out are no kernels of their own
+        last = jnp.stack(list(accumulate(number)))
         owner = sum((piece >= last[i]).astype(jnp.int32) for i in range(count))
     else:  # one kernel, where a search is a loop
+        last = jnp.cumsum(number, dtype=jnp.int32)
         owner = jnp.sum(piece[:, None] >= last, axis=1, dtype=jnp.int32)
+    first = last - number
     used, owner = owner < count, xp.minimum(owner, count - 1)
     start = starts[owner] + (piece - first[owner]) * size
     length = xp.where(used, xp.clip(ends[owner] - start, 0, size), 0)
@@ -98,7 +98,7 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     num_chunks = sequence.shape[0]
     kept = None
     if pool.checkpoints is not None:
-        index = xp.arange(sequence.shape[0], dtype=xp.int32) - first_chunk[sequence]
+        index = xp.arange(num_chunks, dtype=xp.int32) - first_chunk[sequence]
         done = xp.where(chunk_length > 0, index * CHUNK + chunk_length, 0)
         kept = checkpoint_slots(pool.checkpoints, pool.checkpoint_tokens, sequence, done)
     if segment:
