@@ -10,43 +10,45 @@ from jaxattn.kernels.mla_part import Part
 ROWS, PAGES = 4, 7
 
 
-def walks(begin, end, lens, piece_pages):
+def walks(begin, end, lens, order, piece_pages):
     """How many pages there are and their (row, page): piece by piece, and ahead."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
-    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, piece_pages, 0)
+    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, piece_pages, 0, order)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
 
     def add(taken, row, page):
         count, pages = taken
         return count + 1, pages.at[count].set(jnp.stack([row, page]))
 
-    def piece(row, start, steps, taken):
-        each = lambda i, taken: add(taken, row, start + i)  # noqa: E731
+    def piece(place, start, steps, taken):
+        each = lambda i, taken: add(taken, place.row, start + i)  # noqa: E731
         return jax.lax.fori_loop(0, steps, each, taken)
 
     def ahead(state):
-        (row, page, stop, start), taken = state
-        behind = part.after(row, page, 1)[:2]
-        return part.settle((*behind, stop, start)), add(taken, row, page)
+        (place, page, stop, start), taken = state
+        behind = part.after(place, page, 1)[:2]
+        return part.settle((*behind, stop, start)), add(taken, place.row, page)
 
     some_left = lambda state: state[0][1] < state[0][2]  # noqa: E731
     first = part.first(), nothing
     return part.each_piece(piece, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
 
 
-def expected(begin, end, lens, piece_pages):
+def expected(begin, end, lens, order, piece_pages):
     pages = []
-    for row in range(begin[0], min(end[0] + 1, ROWS)):
-        start = begin[1] if row == begin[0] else 0
-        stop = min(-(-lens[row] // 64), end[1] if row == end[0] else PAGES)
+    for place in range(begin[0], min(end[0] + 1, ROWS)):
+        row = place if order is None else order[place]
+        start = begin[1] if place == begin[0] else 0
+        stop = min(-(-lens[row] // 64), end[1] if place == end[0] else PAGES)
         size = piece_pages or max(stop - start, 1)
         for first in range(start, stop, size):
             pages += [(row, page) for page in range(first, min(first + size, stop))]
     return pages
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("piece_pages", [0, 3])
-def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages):
+def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages, ordered):
     """Cuts that know nothing of the lengths: rows may have shrunk since a schedule was made."""
     rng = np.random.default_rng(piece_pages)
     cases, size = 300, piece_pages or 1
@@ -54,9 +56,12 @@ def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages):
     line = np.sort(rng.integers(0, ROWS * PAGES + 1, (cases, 2)), axis=1)
     rows, pages = line // PAGES, line % PAGES // size * size
     cuts = np.stack([rows, pages], axis=-1)  # [cases, begin and end, (row, page)]
+    order = rng.permuted(np.tile(np.arange(ROWS), (cases, 1)), axis=1) if ordered else None
     args = [jnp.asarray(x, jnp.int32) for x in (cuts[:, 0], cuts[:, 1], lens)]
+    args.append(None if order is None else jnp.asarray(order, jnp.int32))
     run = jax.jit(jax.vmap(lambda *args: walks(*args, piece_pages)))
     for count, taken in run(*args):
         for i in range(cases):
-            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], piece_pages)
+            mine = None if order is None else order[i]
+            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], mine, piece_pages)
             assert [tuple(x) for x in np.asarray(taken[i, : int(count[i])])] == wanted

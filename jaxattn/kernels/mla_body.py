@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
-from jaxattn.kernels.mla_part import Part, visible_keys
+from jaxattn.kernels.mla_part import Part, Place, visible_keys
 from jaxattn.kernels.mla_schedule import PAGE, TILE
 from jaxattn.kernels.mla_values import (
     FIRST_SLOT,
@@ -82,6 +82,7 @@ def make_body(
     piece_pages: int,
     split: bool,
     apart: bool,
+    ordered: bool,
     ragged: bool,
     rope: bool,
     output_by_tma: bool,
@@ -95,6 +96,7 @@ def make_body(
         split: whether there are partial results.
         apart: whether Q comes as the absorbed product and the rotation write it, two refs
             [H, B, S, R] and [B, S, H, P] with whole tiles of heads, or as one [B, rows, D].
+        ordered: whether the schedule has an order.
         ragged: whether rows have lengths of their own among the S tokens.
         rope: whether there are rope columns: D 576, or 512.
         output_by_tma: whether a whole row's output leaves through its last page's slot, or by
@@ -114,6 +116,7 @@ def make_body(
         refs = iter(every)
         q_refs = [next(refs) for _ in range(1 + apart)]
         kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(5))
+        order_ref: Any = next(refs) if ordered else None
         query_lens_ref: Any = next(refs) if ragged else None
         out_ref = next(refs)
         partial_ref: Any = next(refs) if split else None
@@ -123,7 +126,9 @@ def make_body(
         q_smem, q_rope_smem, q_loaded, shared = refs
         assert isinstance(shared, Shared)
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part.of(cuts_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages)
+        part = Part.of(
+            cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages
+        )
         packed = pl.ds(tile * TILE, TILE)
 
         def each_empty_row(write: Any) -> None:
@@ -145,7 +150,8 @@ def make_body(
         def load_q(at: Any) -> Any:
             """The queries of the part's first row from there on, if there is one. Returns the
             quarters in registers; if there is none, those of some row."""
-            row, page, stop = part.settle(at)[:3]
+            place, page, stop = part.settle(at)[:3]
+            row = place.row
 
             @pl.when(page < stop)
             def _():
@@ -163,8 +169,9 @@ def make_body(
             some = [q_columns(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
             return tuple(plgpu.load(x, layout=layout, optimized=False) for x in some)
 
-        def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        def piece(place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             """Scores and P of a piece's pages."""
+            row = place.row
             pages_before, pieces_before, q = carry
             plgpu.barrier_wait(q_loaded)
             others = q or tuple(q_others_smem.at[i] for i in range(3))
@@ -240,7 +247,7 @@ def make_body(
             shared.sums[...] = total
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.sums_written)
-            q = load_q(part.after(row, start, steps))
+            q = load_q(part.after(place, start, steps))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
             whole = steps == part.pages_in(length)
             part.write_lse(lse_ref, partial_lse_ref, packed, row, start, whole, lse)

@@ -38,7 +38,7 @@ from jaxattn.kernels.mla_fragments import (
     store_output,
     unknown_zero,
 )
-from jaxattn.kernels.mla_part import Part, visible_keys
+from jaxattn.kernels.mla_part import Part, Place, visible_keys
 from jaxattn.kernels.mla_plain_fragments import (
     half_queries,
     plain_numbers,
@@ -80,6 +80,7 @@ def make_body(
     quantized: bool,
     per_tensor: bool,
     split: bool,
+    ordered: bool,
     ragged: bool,
     interpret: bool,
 ) -> Any:
@@ -92,6 +93,7 @@ def make_body(
         piece_pages: `Schedule.piece`.
         quantized: whether the cache is FP8; `per_tensor`: with one scale for all of it.
         split: whether there are partial results.
+        ordered: whether the schedule has an order.
         ragged: whether rows have lengths of their own among the S tokens.
     """
     product_layout = plgpu.Layout.WGMMA
@@ -120,6 +122,7 @@ def make_body(
     def body(first_rows, *every):
         refs = iter(every)
         q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(6))
+        order_ref: Any = next(refs) if ordered else None
         kv_scale_ref: Any = next(refs) if per_tensor else None
         query_lens_ref: Any = next(refs) if ragged else None
         out_ref = next(refs)
@@ -136,7 +139,9 @@ def make_body(
         q_factor_smem = stats_smem.at[3, 0]
         unit_smem = rescale_smem  # after a piece's last page
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part.of(cuts_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages)
+        part = Part.of(
+            cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages
+        )
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
@@ -177,8 +182,8 @@ def make_body(
                     scales = source.at[:, pl.ds(RANK, SCALE_BYTES)]
                     plgpu.copy_gmem_to_smem(scales, to, loaded.at[wg, slot])
 
-        def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
-            stop = start + steps
+        def piece(place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+            row, stop = place.row, start + steps
 
             @pl.when(wg == 0)
             def _load_queries():

@@ -122,9 +122,11 @@ def mla_decode_mosaic(
     else:
         packed = q.reshape(batch, q_len * num_heads, -1)
         queries = [jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))]
-    operands = (*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts)
+    operands = [*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
+    if schedule.order is not None:
+        operands.append(schedule.order)
     if query_lens is not None:
-        operands = (*operands, query_lens)
+        operands.append(query_lens)
 
     results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
     if output_by_tma is None:
@@ -133,7 +135,8 @@ def mla_decode_mosaic(
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
         page_size=page_size, piece_pages=schedule.piece, split=results.split, apart=apart,
-        ragged=query_lens is not None, rope=rope, output_by_tma=output_by_tma, interpret=interpret,
+        ordered=schedule.order is not None, ragged=query_lens is not None, rope=rope,
+        output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, results.first_rows),

@@ -86,6 +86,8 @@ def mla_decode_columns(
     if format.quantized and not interpret:
         packed = order_queries(packed)
     operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
+    if schedule.order is not None:
+        operands.append(schedule.order)
     if kv_scale is not None:
         operands.append(kv_scale.reshape(1))
     if query_lens is not None:
@@ -96,7 +98,8 @@ def mla_decode_columns(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size, piece_pages=schedule.piece,
         quantized=format.quantized, per_tensor=format.per_tensor,
-        split=results.split, ragged=query_lens is not None, interpret=interpret,
+        split=results.split, ordered=schedule.order is not None, ragged=query_lens is not None,
+        interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, results.first_rows),

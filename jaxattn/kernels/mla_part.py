@@ -3,6 +3,9 @@
 A piece is a row, or what of it lies in this part, or `piece_pages` pages of that. Warpgroups may
 share a piece, and take its pages in turns. Who multiplies walks its pieces one by one; who loads
 ahead of that finds the page behind a page, or behind a piece, with `settle`.
+
+The walk is from place to place of the schedule's line. What a place has, its tokens, pages, queries
+and output, is of the row that stands there: `Place.row`.
 """
 
 import dataclasses
@@ -17,17 +20,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.mla_schedule import PAGE, copies_of
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """
+    Attributes:
+        number: of the place in the line.
+        ordered: the row there, read once; None in a schedule without an order.
+    """
+
+    number: jax.Array
+    ordered: jax.Array | None
+
+    @property
+    def row(self) -> jax.Array:
+        return self.number if self.ordered is None else self.ordered
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """
     Attributes:
-        begin: (row, page) of the part, a cut of `Schedule`; `end` of the part after it.
+        begin: (place, page) of the part, a cut of `Schedule`; `end` of the part after it.
         lens_ref: tokens of each row [B].
         table_ref: block tables [B, M].
         kv_ref: the cache [L, N, C, Ds].
         layer: of the cache.
         piece_pages: `Schedule.piece`.
         index: of the part.
+        order_ref: `Schedule.order` [B], or None.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -38,15 +59,17 @@ class Part:
     layer: jax.Array
     piece_pages: int
     index: jax.Array
+    order_ref: Any
 
     @classmethod
     def of(
-        cls, cuts_ref: Any, index: jax.Array, lens_ref: Any, table_ref: Any, kv_ref: Any,
-        layer_ref: Any, piece_pages: int,
+        cls, cuts_ref: Any, order_ref: Any, index: jax.Array, lens_ref: Any, table_ref: Any,
+        kv_ref: Any, layer_ref: Any, piece_pages: int,
     ) -> "Part":  # fmt: skip
         """The part `index` of a `Schedule`'s cuts, of the layer `layer_ref[0]`."""
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
-        return cls(begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], piece_pages, index)
+        layer = layer_ref[0]
+        return cls(begin, end, lens_ref, table_ref, kv_ref, layer, piece_pages, index, order_ref)
 
     @property
     def page_size(self) -> int:
@@ -57,8 +80,14 @@ class Part:
         return -(-self.table_ref.shape[1] * self.page_size // PAGE)
 
     def some_row(self, row: jax.Array) -> jax.Array:
-        """The row, or any where the part ends behind the last."""
+        """The row, or any where the part ends behind the last; of places likewise."""
         return jnp.minimum(row, self.lens_ref.shape[0] - 1)
+
+    def place(self, number: jax.Array) -> Place:
+        """With some row where the part ends behind the last place."""
+        if self.order_ref is None:
+            return Place(number, None)
+        return Place(number, self.order_ref[self.some_row(number)])
 
     def pages_of(self, row: jax.Array) -> jax.Array:
         return self.pages_in(self.lens_ref[self.some_row(row)])
@@ -66,24 +95,24 @@ class Part:
     def pages_in(self, length: jax.Array) -> jax.Array:
         return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
 
-    def _stop_of(self, row: jax.Array) -> jax.Array:
+    def _stop_of(self, place: Place) -> jax.Array:
         # No further than the row: it may have shrunk since the schedule was made.
-        pages, (last_row, last_page) = self.pages_of(row), self.end
-        return jnp.where(row == last_row, jnp.minimum(last_page, pages), pages)
+        pages, (last_place, last_page) = self.pages_of(place.row), self.end
+        return jnp.where(place.number == last_place, jnp.minimum(last_page, pages), pages)
 
     def each_piece(self, piece: Any, carry: Any = ()) -> Any:
-        """carry = piece(row, first page, pages, carry) for each piece; returns the last."""
-        (first_row, first_page), (last_row, last_page) = self.begin, self.end
+        """carry = piece(place, first page, pages, carry) for each piece; returns the last."""
+        (first_place, first_page), (last_place, last_page) = self.begin, self.end
 
         def each(i, carry):
-            row = first_row + i
+            place = self.place(first_place + i)
             start = jnp.where(i == 0, first_page, 0)
-            steps = jnp.maximum(self._stop_of(row) - start, 0)
+            steps = jnp.maximum(self._stop_of(place) - start, 0)
             some = self.piece_pages or jnp.maximum(steps, 1)
 
             def take(j, carry):
                 done = j * some
-                return piece(row, start + done, jnp.minimum(steps - done, some), carry)
+                return piece(place, start + done, jnp.minimum(steps - done, some), carry)
 
             if self.piece_pages:
                 pieces = lax.div(steps + some - 1, some)
@@ -91,40 +120,41 @@ class Part:
                 pieces = (steps > 0).astype(jnp.int32)
             return lax.fori_loop(0, pieces, take, carry)
 
-        rows = last_row - first_row + (last_page > 0).astype(jnp.int32)
-        return lax.fori_loop(0, rows, each, carry)
+        places = last_place - first_place + (last_page > 0).astype(jnp.int32)
+        return lax.fori_loop(0, places, each, carry)
 
     def first(self) -> Any:
-        """The first page: (row, page, stop, piece's start). There is none if page >= stop."""
-        row, start = self.begin
-        return self.settle((row, start, self._piece_stop(row, start), start))
+        """The first page: (place, page, stop, piece's start). There is none if page >= stop."""
+        number, start = self.begin
+        place = self.place(number)
+        return self.settle((place, start, self._piece_stop(place, start), start))
 
-    def after(self, row: jax.Array, start: jax.Array, steps: jax.Array) -> Any:
+    def after(self, place: Place, start: jax.Array, steps: jax.Array) -> Any:
         """Behind a piece, as `settle` takes it."""
-        return row, start + steps, start + steps, start
+        return place, start + steps, start + steps, start
 
-    def _piece_stop(self, row: jax.Array, start: jax.Array) -> jax.Array:
-        stop = self._stop_of(row)
+    def _piece_stop(self, place: Place, start: jax.Array) -> jax.Array:
+        stop = self._stop_of(place)
         return jnp.minimum(start + self.piece_pages, stop) if self.piece_pages else stop
 
     def settle(self, at: Any) -> Any:
         """The same, or where its piece has no such page the first of a later one."""
 
         def passed(at):
-            row, page, stop, _ = at
-            later = row < self.end[0]
+            place, page, stop, _ = at
+            later = place.number < self.end[0]
             if self.piece_pages:
-                later |= stop < self._stop_of(row)
+                later |= stop < self._stop_of(place)
             return (page >= stop) & later
 
         def next_piece(at):
-            row, _, stop, _ = at
+            place, _, stop, _ = at
             goes_on = jnp.bool_(False)
             if self.piece_pages:
-                goes_on = stop < self._stop_of(row)
-            row = jnp.where(goes_on, row, row + 1)
+                goes_on = stop < self._stop_of(place)
+            place = self.place(jnp.where(goes_on, place.number, place.number + 1))
             start = jnp.where(goes_on, stop, 0)
-            return row, start, self._piece_stop(row, start), start
+            return place, start, self._piece_stop(place, start), start
 
         return lax.while_loop(passed, next_piece, at)
 
@@ -133,6 +163,7 @@ class Part:
         for it, since what is read early stays in registers for the whole piece."""
         if self.piece_pages:
             return row * (-(-self.max_pages // self.piece_pages)) + lax.div(start, self.piece_pages)
+        # With partial results there is no order but the batch's: the place is the row.
         return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
 
     def write_lse(

@@ -6,8 +6,14 @@ which it may have a piece: at most two partial results a part, whatever the batc
 them is known from static shapes. Lengths change without a host round trip and without a
 recompilation.
 
-Where a row is cut then depends on the others, and so does the rounding of what is merged. With
-`piece` rows are cut at its multiples alone: a row's bits are its own.
+Of more rows than parts no row need be cut for the parts to be about as long. The rows then stand in
+the line in an order of their own, in which every part is whole rows: from the longest to the
+shortest they are dealt out to the parts in turns, in even turns from the first part to the last and
+in odd ones back, so that long rows lie beside short ones. Where that leaves a part much longer than
+the others, as one very long row does, the rows stand in the batch's order and the line is cut.
+
+Where a row is cut depends on the others, and so does the rounding of what is merged. With `piece`
+rows are cut at its multiples alone: a row's bits are its own.
 """
 
 import dataclasses
@@ -23,9 +29,13 @@ PAGE = 64  # tokens that a block takes at a time; what is called a page here, wh
 # packed rows are many, and where they are few.
 ROW_COST, FEW_ROWS_COST = 5, 3
 MOST_FEW_ROWS = 16
+# What partial results and their merging cost where most parts have some, in pages of a part, where
+# packed rows are many, and where they are few.
+MERGE_COST, FEW_MERGE_COST = 12, 3
 # A part shorter than this costs more in partial results than it saves.
 MIN_PART = 6
 # Parts of whole rows have no partial results: taken when they are longer by at most one part in
+# this, or by what the merging costs.
 WHOLE_ROWS_SLACK = 16
 # From this many rows a part on, rows are never split and no room is kept for partial results.
 WHOLE_ROWS = 16
@@ -34,24 +44,29 @@ WHOLE_ROWS = 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Where each part begins: cut p is (row, page) for p from 0 to `parts`, the last is the end.
+    """Where each part begins: cut p is (place, page) for p from 0 to `parts`, the last is the end.
+
+    A place is one of the line's, from 0 to B - 1, and a row stands at each.
 
     Attributes:
-        cuts: int32 [2, parts + 1], `rows` and `pages` in one array, as the kernels take them.
+        cuts: int32 [2, parts + 1], `places` and `pages` in one array, as the kernels take them.
         slots: int32 [3, B], of each row: its first partial result, how many it has (0: its output
             is written whole), and where the others are counted from, see `slot_of`.
+        order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
+            inside of a row. None: row i is always at place i.
         piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.
     """
 
     cuts: jax.Array
     slots: jax.Array
+    order: jax.Array | None = None
     piece: int = dataclasses.field(default=0, metadata={"static": True})
     max_pages: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
-    def rows(self) -> jax.Array:
-        """int32 [parts + 1], the row that a part begins in."""
+    def places(self) -> jax.Array:
+        """int32 [parts + 1], the place of the row that a part begins in."""
         return self.cuts[0]
 
     @property
@@ -86,10 +101,14 @@ class Schedule:
             )
 
     @classmethod
-    def of(cls, rows: jax.Array, pages: jax.Array, batch: int, max_pages: int = 0) -> "Schedule":
+    def of(
+        cls, places: jax.Array, pages: jax.Array, batch: int, max_pages: int = 0,
+        order: jax.Array | None = None,
+    ) -> "Schedule":  # fmt: skip
         """The schedule with these cuts; where partial results go follows from them."""
+        # A row that is cut has its own place: what follows is of rows.
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        starts, begun = rows[:-1], pages[:-1]
+        starts, begun = places[:-1], pages[:-1]
         by_its_start = (starts < row) | ((starts == row) & (begun == 0))
         first = jnp.sum(by_its_start, axis=1, dtype=jnp.int32) - 1
         last = jnp.sum(starts <= row, axis=1, dtype=jnp.int32) - 1
@@ -97,16 +116,17 @@ class Schedule:
         # A part's first piece is its partial result 0, another one its partial result 1.
         begins = starts[jnp.maximum(first, 0)] == row[:, 0]
         slots = jnp.stack([2 * first + ~begins, number, 2 * first])
-        return cls(jnp.stack([rows, pages]), slots, max_pages=max_pages)
+        return cls(jnp.stack([places, pages]), slots, order, max_pages=max_pages)
 
     @classmethod
     def of_pieces(
-        cls, rows: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int
-    ) -> "Schedule":
+        cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int,
+        order: jax.Array | None = None,
+    ) -> "Schedule":  # fmt: skip
         """The schedule with these cuts, of rows cut in `number` [B] pieces."""
         first = -(-max_pages // piece) * jnp.arange(number.shape[0], dtype=jnp.int32)
         slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
-        return cls(jnp.stack([rows, pages]), slots, piece, max_pages)
+        return cls(jnp.stack([places, pages]), slots, order, piece, max_pages)
 
     def slot_of(self, slots: Any, index: Any) -> Any:
         """The partial result of a row's piece `index`, `slots` being the row's three."""
@@ -132,6 +152,10 @@ def row_cost(q_len: int, num_heads: int) -> int:
     return FEW_ROWS_COST if q_len * num_heads <= MOST_FEW_ROWS else ROW_COST
 
 
+def merge_cost(q_len: int, num_heads: int) -> int:
+    return FEW_MERGE_COST if q_len * num_heads <= MOST_FEW_ROWS else MERGE_COST
+
+
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
     """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
     fewer where `batch` rows of `max_pages` pages are not worth as many."""
@@ -151,9 +175,39 @@ def piece_pages(batch: int, parts: int, max_pages: int) -> int:
     return max(MIN_PART, -(-max_pages // each))
 
 
+def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Whole rows to parts in turns, forth and back, from the dearest row to the cheapest.
+
+    Args:
+        cost: int32 [B], 0 of a row that has no place.
+
+    Returns:
+        (order int32 [B], as `Schedule` has it, first place of each part int32 [parts + 1]).
+    """
+    place = jnp.arange(cost.shape[0], dtype=jnp.int32)
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    real = (cost > 0).astype(jnp.int32)
+    number = jnp.sum(real, dtype=jnp.int32)
+    # One row a part: they may as well stay as they are, as in a batch that has no more.
+    ranked = jnp.argsort(-jnp.where(number > parts, cost, real), stable=True).astype(jnp.int32)
+    turns, more = number // parts, number % parts
+    in_last_turn = jnp.where(turns % 2 == 0, part, part - (parts - more))
+    firsts = part * turns + jnp.clip(in_last_turn, 0, more)
+    mine = jnp.sum(firsts[1:] <= place[:, None], axis=1, dtype=jnp.int32)
+    turn = place - firsts[mine]
+    rank = turn * parts + jnp.where(turn % 2 == 0, mine, parts - 1 - mine)
+    return ranked[jnp.where(place < number, rank, place)], firsts
+
+
 @jax.named_scope("mla_schedule")
 def make_schedule(
-    seq_lens: jax.Array, *, parts: int, max_pages: int, row_cost: int, piece: int = 0
+    seq_lens: jax.Array,
+    *,
+    parts: int,
+    max_pages: int,
+    row_cost: int,
+    merge_cost: int,
+    piece: int = 0,
 ) -> Schedule:
     """Cuts the pages of all rows into `parts`, or whole pieces of `piece` pages.
 
@@ -164,12 +218,21 @@ def make_schedule(
     real = pages > 0
     number = (pages + piece - 1) // piece if piece else real.astype(jnp.int32)
     cost = pages + row_cost * number
+    order, uncut = None, jnp.zeros(parts + 1, jnp.int32)
+    if batch > parts:
+        order, firsts = deal_out(cost, parts)
+        if piece:
+            assert piece >= max_pages, "of more rows than parts none has a second piece"
+            return Schedule.of_pieces(firsts, uncut, number, piece, max_pages, order)
+        if not may_split(batch, parts):
+            return Schedule.of(firsts, uncut, batch, max_pages, order)
+
     end = jnp.cumsum(cost)
     total = end[-1]
     used = jnp.clip(total // MIN_PART, 1, parts)
     size = (total + used - 1) // used
-    part = jnp.arange(parts + 1, dtype=jnp.int32)[:, None]
-    at = jnp.minimum(part[:, 0] * size, total)
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    at = jnp.minimum(part * size, total)
     # The row that lies across a cut, by counting the rows before it; B where no row is left.
     rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
     inside = jnp.minimum(rows, batch - 1)
@@ -182,15 +245,20 @@ def make_schedule(
         return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, max_pages)
     begun = jnp.maximum(into - row_cost, 0)
     begun = jnp.where(rows < batch, begun, 0)
-    if not may_split(batch, parts):
-        return Schedule.of(rows, jnp.zeros_like(begun), batch, max_pages)
 
-    # Whole rows, as many to each part: as short where the rows are of a length.
-    rank = jnp.cumsum(real) - 1
-    each = rank[-1] // parts + 1
-    mine = real & (rank // each == part)
-    longest = jnp.max(jnp.sum(jnp.where(mine, cost, 0), axis=1))
-    whole = longest <= size + size // WHOLE_ROWS_SLACK
-    firsts = jnp.sum(rank < part * each, axis=1, dtype=jnp.int32)
-    rows, begun = jnp.where(whole, firsts, rows), jnp.where(whole, 0, begun)
-    return Schedule.of(rows, begun, batch, max_pages)
+    slack = size // WHOLE_ROWS_SLACK
+    if order is None:  # one row a part
+        rank = jnp.cumsum(real) - 1
+        firsts = jnp.sum(rank < part[:, None], axis=1, dtype=jnp.int32)
+        longest = jnp.max(cost)
+    else:
+        before = jnp.pad(jnp.cumsum(cost[order]), (1, 0))
+        longest = jnp.max(jnp.diff(before[firsts]))
+        # With a row a part or less, as in a batch that has no more, the merging is of few rows.
+        most_are_cut = jnp.sum(real) > parts
+        slack = jnp.where(most_are_cut, jnp.maximum(merge_cost, slack), slack)
+    whole = longest <= size + slack
+    if order is not None:
+        order = jnp.where(whole, order, jnp.arange(batch, dtype=jnp.int32))
+    places, begun = jnp.where(whole, firsts, rows), jnp.where(whole, uncut, begun)
+    return Schedule.of(places, begun, batch, max_pages, order)

@@ -14,6 +14,7 @@ from jaxattn.kernels.mla_schedule import (
     Schedule,
     make_schedule,
     may_split,
+    merge_cost,
     num_parts,
     num_steps,
     num_tiles,
@@ -45,15 +46,21 @@ def decode_schedule(
         page_size: C, tokens of a page.
         batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
             by B and M alone, as if all of them had M pages; a few rows much shorter than that
-            keep fewer blocks busy.
+            keep fewer blocks busy. With more rows than blocks none is cut.
         interpret: for the interpreter, which takes fewer blocks.
     """
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
     piece = piece_pages(batch, parts, steps) if batch_invariant else 0
-    cost = row_cost(q_len, num_heads)
-    return make_schedule(seq_lens, parts=parts, max_pages=steps, row_cost=cost, piece=piece)
+    return make_schedule(
+        seq_lens,
+        parts=parts,
+        max_pages=steps,
+        row_cost=row_cost(q_len, num_heads),
+        merge_cost=merge_cost(q_len, num_heads),
+        piece=piece,
+    )
 
 
 def scratch(

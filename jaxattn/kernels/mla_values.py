@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled, wgmma
-from jaxattn.kernels.mla_part import Part
+from jaxattn.kernels.mla_part import Part, Place
 from jaxattn.kernels.mla_rescale import emptied, rescaled
 from jaxattn.kernels.mla_schedule import PAGE, TILE, copies_of
 
@@ -129,7 +129,8 @@ def multiply(
     # next of the other columns. A page is (number in its row, whether there is one, where in the
     # cache), the second with its whole position in the part, as `settle` has it, instead.
     def found(at: Any) -> Any:
-        return at, part.numbers(*at[:3])
+        place, page, stop, _ = at
+        return at, part.numbers(place.row, page, stop)
 
     def page_of(ahead: Any) -> Any:
         (_, page, stop, _), numbers = ahead
@@ -139,9 +140,9 @@ def multiply(
         """The same where it does not go on. No select over what is read of the table here: it would
         wait for the load."""
         before, ahead = pages
-        row, page, stop, start = ahead[0]
+        place, page, stop, start = ahead[0]
         before = jax.tree.map(functools.partial(jnp.where, goes_on), page_of(ahead), before)
-        return before, found(part.settle((row, page + jnp.int32(goes_on), stop, start)))
+        return before, found(part.settle((place, page + jnp.int32(goes_on), stop, start)))
 
     def refill(quarter: int, pages: Any, into: jax.Array) -> None:
         """The quarter of the next page to its place, which was the page `into`'s."""
@@ -191,7 +192,8 @@ def multiply(
                 some_of_it[...] = jnp.where(inside, kept, jnp.zeros((), dtype))
         plgpu.commit_smem()
 
-    def piece(row: jax.Array, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+    def piece(place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        row = place.row
         pages_before, pages = carry
         length = part.lens_ref[row]
 
