@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import MLACase, assert_mla_close, both_devices, mla_case
-from test_mla_kernel import cut_at, even_cuts
+from test_mla_kernel import cut_at, dealt_out, even_cuts
 
 from jaxattn import mla
 from jaxattn.arena import Arena
@@ -129,6 +129,15 @@ def test_pieces_and_rows_one_after_another(implementation):
     rows, begun = jnp.asarray([0] + [3] * 5, jnp.int32), jnp.zeros(6, jnp.int32)
     number = jnp.asarray([2, 1, 1], jnp.int32)
     schedule = Schedule.of_pieces(rows, begun, number, 3, pages)
+    assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
+
+
+@both_devices
+def test_more_rows_than_parts(implementation):
+    some = stored("float8_e4m3fn", [3, 0, 130, 5], heads=2, q_len=2)
+    for case in (some.case, some.held):
+        case.query_lens = jnp.asarray([2, 0, 1, 2], jnp.int32)
+    schedule = dealt_out(some.case, 2)
     assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
 
 

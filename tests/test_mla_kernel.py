@@ -12,7 +12,7 @@ from kernel_cases import assert_mla_close, both_devices, mla_case, relative, x64
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
-from jaxattn.kernels.mla_schedule import Schedule
+from jaxattn.kernels.mla_schedule import Schedule, make_schedule
 
 
 def decode(case, implementation, *, cuts=None, arena=None, layer=None):
@@ -33,6 +33,16 @@ def cut_at(case, cuts):
     batch = case.q.shape[0]
     rows, pages = jnp.asarray([*cuts, (batch, 0)], jnp.int32).T
     return Schedule.of(rows, pages, batch)
+
+
+def dealt_out(case, parts):
+    """The schedule of more rows than parts: whole rows, in an order that is not the batch's."""
+    pages = case.block_tables.shape[1] * case.kv_cache.shape[2] // 64
+    schedule = make_schedule(
+        case.seq_lens, parts=parts, max_pages=pages, row_cost=3, merge_cost=3, piece=pages
+    )
+    assert not schedule.pages.any() and (jnp.diff(schedule.order) < 0).any()
+    return schedule
 
 
 def even_cuts(lens, parts):
@@ -242,6 +252,39 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
     assert not get_races().races_found
 
 
+@both_devices
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_more_rows_than_parts(q_len, implementation):
+    """Places in another order than the rows', the last one's without tokens; with q_len 2 rows of
+    one token too."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    interpret = implementation != "mosaic_gpu"
+    case = mla_case([3, 0, 130, 5], heads=20, q_len=q_len)
+    if q_len > 1:
+        case.query_lens = jnp.asarray([2, 0, 1, 2], jnp.int32)
+    step = functools.partial(
+        mla_decode_mosaic, scale=case.scale, columns=False, interpret=interpret,
+        detect_races=interpret,
+    )  # fmt: skip
+    traced = dict(layer=case.layer, query_lens=case.query_lens, schedule=dealt_out(case, 2))
+    out, lse = (step if interpret else jax.jit(step))(*case.args, **traced)
+    assert_mla_close(case, out, lse)
+    assert not (interpret and get_races().races_found)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_blocks_at_real_shapes():
+    rng = np.random.default_rng(80)
+    lens = [int(n) for n in rng.integers(1, 1200, 78)] + [0, 1]
+    case = mla_case(lens, heads=128)
+    schedule = mla.decode_schedule(
+        case.seq_lens, q_len=1, num_heads=128, max_pages=case.block_tables.shape[1]
+    )
+    assert (jnp.diff(schedule.order) < 0).any()
+    assert_mla_close(case, *run(case, "mosaic_gpu", layer=case.layer, schedule=schedule))
+
+
 def test_a_schedule_of_another_batch_is_an_error():
     case = mla_case([64, 3], heads=2)
     schedule = mla.decode_schedule(case.seq_lens[:1], q_len=1, num_heads=2, max_pages=1)
@@ -312,7 +355,7 @@ def test_ragged_queries_at_real_shapes(heads, q_len):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 5, 40])
+@pytest.mark.parametrize("rows", [2, 5, 40, 70])
 def test_a_row_keeps_its_bits_whoever_is_beside_it(rows):
     rng = np.random.default_rng(rows)
     case = mla_case([5000] + [int(n) for n in rng.integers(1, 5000, rows - 1)], heads=128)

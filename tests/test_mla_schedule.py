@@ -149,14 +149,15 @@ def test_pieces_of_a_fixed_size_do_not_depend_on_the_other_rows(lens, parts, max
     assert (walked if schedule.order is None else sorted(walked)) == expected
     numbers = [sum(row == r for r, _, _ in expected) for row in range(len(lens))]
     assert schedule.slots[1].tolist() == [number if number > 1 else 0 for number in numbers]
+    if len(lens) > parts:
+        assert [[row for row, _, _ in mine] for mine in held] == dealt(lens, parts, max_pages)[0]
+        return
     most = -(-max_pages // piece)
     for row, number in enumerate(numbers):
         slots = [int(schedule.slot_of(schedule.slots[:, row], i)) for i in range(number)]
         assert slots == [row * most + i for i in range(number)]
     assert most == 1 or len(lens) * most <= 2 * parts
     assert may_split(len(lens), parts) or most == 1
-    if len(lens) > parts:
-        assert [[row for row, _, _ in mine] for mine in held] == dealt(lens, parts, max_pages)[0]
 
 
 def test_pieces_of_a_fixed_size_keep_every_part_busy_where_rows_are_full():

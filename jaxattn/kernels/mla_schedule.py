@@ -13,7 +13,7 @@ in odd ones back, so that long rows lie beside short ones. Where that leaves a p
 the others, as one very long row does, the rows stand in the batch's order and the line is cut.
 
 Where a row is cut depends on the others, and so does the rounding of what is merged. With `piece`
-rows are cut at its multiples alone: a row's bits are its own.
+rows are cut at its multiples alone, and of more rows than parts none is: a row's bits are its own.
 """
 
 import dataclasses
@@ -54,7 +54,8 @@ class Schedule:
             is written whole), and where the others are counted from, see `slot_of`.
         order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
             inside of a row. None: row i is always at place i.
-        piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone.
+        piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone,
+            if at all.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.
     """
 
@@ -120,13 +121,12 @@ class Schedule:
 
     @classmethod
     def of_pieces(
-        cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int,
-        order: jax.Array | None = None,
-    ) -> "Schedule":  # fmt: skip
+        cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int
+    ) -> "Schedule":
         """The schedule with these cuts, of rows cut in `number` [B] pieces."""
         first = -(-max_pages // piece) * jnp.arange(number.shape[0], dtype=jnp.int32)
         slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
-        return cls(jnp.stack([places, pages]), slots, order, piece, max_pages)
+        return cls(jnp.stack([places, pages]), slots, piece=piece, max_pages=max_pages)
 
     def slot_of(self, slots: Any, index: Any) -> Any:
         """The partial result of a row's piece `index`, `slots` being the row's three."""
@@ -209,7 +209,7 @@ def make_schedule(
     merge_cost: int,
     piece: int = 0,
 ) -> Schedule:
-    """Cuts the pages of all rows into `parts`, or whole pieces of `piece` pages.
+    """Cuts the pages of all rows into `parts`, or whole pieces of `piece_pages`.
 
     A row without tokens has no place in the line: the others are cut alike with and without it.
     """
@@ -221,10 +221,8 @@ def make_schedule(
     order, uncut = None, jnp.zeros(parts + 1, jnp.int32)
     if batch > parts:
         order, firsts = deal_out(cost, parts)
-        if piece:
-            assert piece >= max_pages, "of more rows than parts none has a second piece"
-            return Schedule.of_pieces(firsts, uncut, number, piece, max_pages, order)
-        if not may_split(batch, parts):
+        if piece or not may_split(batch, parts):
+            assert not 0 < piece < max_pages, "of more rows than parts none has a second piece"
             return Schedule.of(firsts, uncut, batch, max_pages, order)
 
     end = jnp.cumsum(cost)

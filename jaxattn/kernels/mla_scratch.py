@@ -46,7 +46,7 @@ def decode_schedule(
         page_size: C, tokens of a page.
         batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
             by B and M alone, as if all of them had M pages; a few rows much shorter than that
-            keep fewer blocks busy. With more rows than blocks none is cut.
+            keep fewer blocks busy. Of more rows than blocks none is cut.
         interpret: for the interpreter, which takes fewer blocks.
     """
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
