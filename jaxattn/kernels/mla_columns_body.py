@@ -33,7 +33,6 @@ from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE
 from jaxattn.kernels.mla_columns_memory import DEPTH, OUTPUTS, SCORES, TILES, WARPGROUPS
 from jaxattn.kernels.mla_fragments import (
     BLOCKS,
-    SCALE_BYTES,
     Fragments,
     store_output,
     unknown_zero,
@@ -167,20 +166,20 @@ def make_body(
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, loaded.at[wg])
 
         def load_fp8(numbers: list[jax.Array], page: jax.Array, slot: jax.Array | int) -> None:
+            there = loaded.at[wg, slot]
             for j, source in enumerate(part.sources(numbers, page)):
                 some = pl.ds(j * tokens, tokens)
-                for block in range(TILES):
-                    first = block * BLOCK
-                    if block == BLOCKS:
-                        # The 64 rope numbers of a per-tensor cache come with the 64 before them.
-                        first = RANK + SCALE_BYTES if latents.block_scaled else RANK + ROPE - BLOCK
-                    to = kv_smem[0].at[wg, slot, block, some]
-                    there = loaded.at[wg, slot]
-                    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, BLOCK)], to, there)
                 if latents.block_scaled:
-                    to = kv_smem[1].at[wg, slot, some]
-                    scales = source.at[:, pl.ds(RANK, SCALE_BYTES)]
-                    plgpu.copy_gmem_to_smem(scales, to, loaded.at[wg, slot])
+                    # One piece of memory. In boxes of 128 bytes a token's 656, which are no
+                    # multiple of 128, would cost TMA twice as many reads.
+                    to = kv_smem.at[wg, slot, some]
+                    plgpu.copy_gmem_to_smem(source, to, there, oob_mode=plgpu.OOBFillMode.UNDEFINED)
+                    continue
+                for block in range(TILES):
+                    # The 64 rope numbers come with the 64 before them.
+                    first = block * BLOCK if block < BLOCKS else RANK + ROPE - BLOCK
+                    to = kv_smem.at[wg, slot, block, some]
+                    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, BLOCK)], to, there)
 
         def piece(place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
             row, stop = place.row, start + steps
@@ -237,34 +236,34 @@ def make_body(
 
             def fp8_scores_of(*refs: Any, slot: jax.Array) -> jax.Array:
                 """With scales the rope's product and each block's have a `ref` each."""
-                tiles, *scales = (x.at[wg, slot] for x in kv_smem)
+                page = kv_smem.at[wg, slot]
                 zero = unknown_zero()
-                product(refs[0], fragments.rope(tiles.at[BLOCKS]), q_rope_smem.at[zero])
+                product(refs[0], fragments.rope(page), q_rope_smem.at[zero])
                 scores: Any = None
 
                 def add(i: int, running: int) -> jax.Array:
                     done = plgpu.wgmma_accumulator_load(refs[i], wait_n=running)
-                    return done if i == 0 else fragments.plus_scaled(scores, done, scales[0], i - 1)
+                    return done if i == 0 else fragments.plus_scaled(scores, done, page, i - 1)
 
                 for i in range(BLOCKS):
-                    keys = fragments.keys(tiles.at[i])
+                    keys = fragments.keys(page, i)
                     queries = q_smem.at[zero, :, pl.ds(i * BLOCK, BLOCK)]
-                    product(refs[1 + i if scales else 0], keys, queries)
-                    if scales:
+                    product(refs[1 + i if latents.block_scaled else 0], keys, queries)
+                    if latents.block_scaled:
                         scores = add(i, 1)
                         if lag == 0 and i < BLOCKS - 1:
                             plgpu.wgmma_wait(0)
                     else:
                         plgpu.wgmma_wait(1)
-                return add(BLOCKS, 0) if scales else refs[0][...]
+                return add(BLOCKS, 0) if latents.block_scaled else refs[0][...]
 
             def scales_of(slot: jax.Array, unit: jax.Array, left: jax.Array) -> Any:
                 """Of each block the scales of the scores' tokens, and the largest for each row."""
                 if not interpret:
-                    scales = kv_smem[1].at[wg, slot]
-                    return fragments.scales_of_keys(scales, iota(1), unit, SCORES)
+                    here = kv_smem.at[wg, slot]
+                    return fragments.scales_of_keys(here, iota(1), unit, SCORES)
                 inside = jnp.arange(PAGE)[:, None] < left
-                numbers = jnp.where(inside, plain_scales(kv_smem[1][wg, slot]), 0)
+                numbers = jnp.where(inside, plain_scales(kv_smem[wg, slot]), 0)
                 wide = [jnp.broadcast_to(x, (columns, PAGE)) for x in numbers.T]
                 return wide, jnp.full_like(unit, jnp.nanmax(numbers))
 
@@ -337,7 +336,7 @@ def make_body(
                 zero = 0 if interpret else unknown_zero()
                 if interpret:
                     inside = jnp.arange(PAGE)[:, None] < left
-                    numbers, _ = plain_numbers(kv_smem[0][wg, slot])
+                    numbers, _ = plain_numbers(kv_smem[wg, slot])
                     numbers = jnp.where(inside, numbers, 0)
                 for start in range(0, count, versions):
                     if start:
@@ -358,8 +357,8 @@ def make_body(
                             more = jnp.dot(numbers[i].T, p_here[...].astype(jnp.float32))
                             accs = (*accs[:i], accs[i] + more, *accs[i + 1 :])
                             continue
-                        tile = kv_smem[0].at[wg, slot, i]
-                        values = begun[i] if i < len(begun) else fragments.values(tile)
+                        here = kv_smem.at[wg, slot]
+                        values = begun[i] if i < len(begun) else fragments.values(here, i)
                         plgpu.wgmma(refs[i], values, p_here)
                         plgpu.wgmma_wait(lag)
                 return accs if interpret else refs
@@ -378,17 +377,14 @@ def make_body(
                 left = length - page * PAGE
                 plgpu.barrier_wait(loaded.at[wg, slot])
                 if interpret:
-                    scores = plain_scores([x[wg, slot] for x in kv_smem], *plain_queries)
+                    scores = plain_scores(kv_smem[wg, slot], *plain_queries)
                 else:
                     # Before the scores are exchanged, and so before the tail is a value.
-                    parts = [x.at[wg, slot] for x in kv_smem]
-                    parts[0] = parts[0].at[pl.ds(0, BLOCKS)]
-                    clear = functools.partial(fragments.clear, *parts, *[None] * (2 - len(parts)))
-                    pl.when(left < PAGE)(lambda: clear(left))
+                    pl.when(left < PAGE)(lambda: fragments.clear(kv_smem.at[wg, slot], left))
                     run = functools.partial(fp8_scores_of, slot=slot)
                     count = 1 + BLOCKS * latents.block_scaled
                     scores = pl.run_scoped(run, *[scores_type] * count)
-                values_of = lambda block: fragments.values(kv_smem[0].at[wg, slot, block])  # noqa: E731
+                values_of = lambda block: fragments.values(kv_smem.at[wg, slot], block)  # noqa: E731
                 ahead = lambda: [values_of(block) for block in range(blocks_ahead)]  # noqa: E731
                 top, total, p, rescale, begun = soften(i, top, total, scores, ahead)
                 scales = None

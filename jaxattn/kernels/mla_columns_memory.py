@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import RANK, ROPE
-from jaxattn.kernels.mla_fragments import BLOCKS, SCALE_BYTES, SWIZZLED
+from jaxattn.kernels.mla_fragments import BLOCKS, ROW_BYTES, SWIZZLED
 from jaxattn.kernels.mla_schedule import PAGE, copies_of
 from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
 
@@ -30,11 +30,10 @@ OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
 
 
 def fp8_pages(cache_dtype: Any) -> Any:
-    """Tiles of the pages, and the scales of block-scaled ones."""
-    tiles = plgpu.SMEM((WARPGROUPS, DEPTH, TILES, PAGE, BLOCK), cache_dtype, transforms=SWIZZLED)
-    if cache_dtype != BYTES:
-        return (tiles,)
-    return tiles, plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, SCALE_BYTES), BYTES)
+    """The pages in tiles, or block-scaled ones as they are."""
+    if cache_dtype == BYTES:
+        return plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, ROW_BYTES), BYTES)
+    return plgpu.SMEM((WARPGROUPS, DEPTH, TILES, PAGE, BLOCK), cache_dtype, transforms=SWIZZLED)
 
 
 def p_versions(columns: int, cache_dtype: Any) -> int:
@@ -50,7 +49,7 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
     quantized = LatentFormat(cache_dtype).quantized
     if quantized:
         pages = fp8_pages(cache_dtype)
-        arrivals = (TILES + (cache_dtype == BYTES)) * copies
+        arrivals = copies if cache_dtype == BYTES else TILES * copies
         loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=(WARPGROUPS, DEPTH))
     else:
         pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)

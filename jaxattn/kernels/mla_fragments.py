@@ -5,10 +5,11 @@ stored, in float16, which one conversion makes of two of them; scales meet other
 `plus_scaled` multiplies scores, and P is multiplied by `scales_of_keys`. Queries become float16,
 a power of two apart, by `halve_queries`.
 
-A page's 64 tokens lie there as TMA brings them, 128 bytes of each token a tile, 16-byte chunks
-swizzled. A thread reads its numbers so that what lies together in memory lies together in its
-registers, which puts them in an order of their own, warp w, lane 4 g + t, rows g + 8 h of a warp's
-16:
+A page's 64 tokens lie there in one of two ways, `Lines`: block-scaled ones as in the cache, 656
+bytes a token, in which eight tokens' chunks of 16 bytes meet no bank conflict; others 128 bytes of
+each token a tile, chunks swizzled. A thread reads its numbers so that what lies together in memory
+lies together in its registers, which puts them in an order of their own, warp w, lane 4 g + t, rows
+g + 8 h of a warp's 16:
 
     keys    token 16 w + g + 8 h; column 16 s + 8 k + 2 t + i of a block is dim 32 t + 4 s + 2 k + i
     values  row 64 j + 16 w + 8 h + g of a block is its dim 32 w + 4 g + 2 j + h; tokens as they
@@ -17,6 +18,7 @@ registers, which puts them in an order of their own, warp w, lane 4 g + t, rows 
 so the queries come in the order of `order_queries`, and `store_output` puts the dims back.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -36,6 +38,7 @@ from jaxattn.mla_cache import BLOCK, BYTES
 BLOCKS = RANK // BLOCK
 SCALE_BYTES = 4 * BLOCKS
 TILE = PAGE * BLOCK  # bytes
+ROW_BYTES = RANK + SCALE_BYTES + 2 * ROPE  # of a block-scaled token
 # Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
 LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 # Float16 keeps a query's numbers down to 2**-33 of the largest of the 512; rope numbers may be 64
@@ -45,6 +48,30 @@ FLOAT_BIAS = 127
 
 # A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
 SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Where a page's bytes are, counted from its first one.
+
+    Attributes:
+        pitch: from a token to the next.
+        block: from a token's block of 128 numbers to the next.
+        rope: a token's first rope number.
+        swizzled: whether chunk c of token i is at c ^ (i % 8).
+    """
+
+    pitch: int
+    block: int
+    rope: int
+    swizzled: bool
+
+    @classmethod
+    def of(cls, dtype: Any) -> "Lines":
+        if dtype == BYTES:
+            return cls(ROW_BYTES, BLOCK, RANK + SCALE_BYTES, False)
+        # The 64 rope numbers come in a tile with the 64 before them.
+        return cls(BLOCK, TILE, BLOCKS * TILE + BLOCK - ROPE, True)
 
 
 def order_queries(q: jax.Array) -> jax.Array:
@@ -135,39 +162,50 @@ def _wide_keys(words: list[list[Any]]) -> list[Any]:
     ]
 
 
-def _chunks(tile: Any, place: _Thread, row: int, of_thread: Any) -> list[Any]:
-    """The words of a 16-byte chunk of the thread's token g + 8 * row of a tile."""
+def _chunks(
+    page: Any, lines: Lines, place: _Thread, row: int, of_thread: Any, first: int
+) -> list[Any]:
+    """The words of a 16-byte chunk of the thread's token g + 8 * row, counted from a byte of it
+    that is the first of 128 or, of rope numbers, 64 behind that."""
     token = arith.addi(_scaled(place.warp, 16), place.g)
-    chunk = _scaled(arith.xori(of_thread, place.g), 16)
-    return _load(tile, arith.addi(_scaled(token, BLOCK), chunk), 8 * row * BLOCK, 4)
+    first_chunk = first % BLOCK // 16 if lines.swizzled else 0
+    chunk = arith.addi(of_thread, _word(first_chunk)) if first_chunk else of_thread
+    if lines.swizzled:
+        chunk = arith.xori(chunk, place.g)
+    at = arith.addi(_scaled(token, lines.pitch), _scaled(chunk, 16))
+    return _load(page, at, first - 16 * first_chunk + 8 * row * lines.pitch, 4)
 
 
-def _keys(tile: Any) -> Any:
-    place = _Thread()
+def _keys(page: Any, lines: Lines, block: int) -> Any:
+    place, first = _Thread(), block * lines.block
     chunks = [arith.addi(_scaled(place.t, 2), _word(j)) for j in range(2)]
-    words = [sum((_chunks(tile, place, row, c) for c in chunks), []) for row in range(2)]
+    words = [
+        sum((_chunks(page, lines, place, row, c, first) for c in chunks), []) for row in range(2)
+    ]
     return _fragment(_wide_keys(words), (PAGE, BLOCK), ir.F16Type.get())
 
 
-def _rope(tile: Any, scaled: bool) -> Any:
+def _rope(page: Any, lines: Lines, scaled: bool) -> Any:
     place = _Thread()
     if not scaled:
-        chunk = arith.addi(place.t, _word((BLOCK - ROPE) // 16))
-        words = [_chunks(tile, place, row, chunk) for row in range(2)]
+        words = [_chunks(page, lines, place, row, place.t, lines.rope) for row in range(2)]
         return _fragment(_wide_keys(words), (PAGE, ROPE), ir.F16Type.get())
     chunks = [arith.addi(_scaled(place.t, 2), _word(j)) for j in range(2)]
-    words = [sum((_chunks(tile, place, row, c) for c in chunks), []) for row in range(2)]
+    words = [
+        sum((_chunks(page, lines, place, row, c, lines.rope) for c in chunks), [])
+        for row in range(2)
+    ]
     in_order = [words[row][i] for i in range(8) for row in range(2)]
     return _fragment(in_order, (PAGE, ROPE), ir.BF16Type.get())
 
 
-def _plus_scaled(scores: Any, product: Any, scales: Any, block: int) -> Any:
+def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
     place, f32 = _Thread(), ir.F32Type.get()
     two, contract = ir.VectorType.get((2,), f32), arith.FastMathFlags.contract
-    token = _scaled(arith.addi(_scaled(place.warp, 16), place.g), SCALE_BYTES)
+    token = _scaled(arith.addi(_scaled(place.warp, 16), place.g), ROW_BYTES)
     of_rows = []
     for row in range(2):
-        (word,) = _load(scales, token, 8 * row * SCALE_BYTES + 4 * block, 1)
+        (word,) = _load(page, token, RANK + 8 * row * ROW_BYTES + 4 * block, 1)
         of_rows.append(vector.broadcast(two, arith.bitcast(f32, word)))
     total = scores.registers.reshape(-1, 2).copy()
     for at, x in np.ndenumerate(product.registers.reshape(-1, 2)):
@@ -177,13 +215,13 @@ def _plus_scaled(scores: Any, product: Any, scales: Any, block: int) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=None)
 
 
-def _scales_of_keys(scales: Any, tokens: Any, largest: Any) -> Any:
+def _scales_of_keys(page: Any, tokens: Any, largest: Any) -> Any:
     """A thread has the same four tokens of each row, and half a warp all of them."""
     f32, four = ir.F32Type.get(), ir.VectorType.get((4,), ir.F32Type.get())
     first = vector.extract(tokens.registers.flat[0], [], [0])
     of_tokens = []
     for i in range(4):
-        words = _load(scales, _scaled(first, SCALE_BYTES), i * SCALE_BYTES, BLOCKS)
+        words = _load(page, _scaled(first, ROW_BYTES), RANK + i * ROW_BYTES, BLOCKS)
         of_tokens.append([arith.bitcast(f32, word) for word in words])
     most = of_tokens[0][0]
     for x in sum(of_tokens, [])[1:]:
@@ -202,7 +240,7 @@ def _scales_of_keys(scales: Any, tokens: Any, largest: Any) -> Any:
     return *of_blocks, same(vector.broadcast(ir.VectorType.get((1,), f32), most), largest)
 
 
-def _values(tile: Any) -> Any:
+def _values(page: Any, lines: Lines, block: int) -> Any:
     """[128, 64]"""
     place = _Thread()
     chunk = arith.addi(_scaled(place.warp, 2), arith.shrui(place.g, _word(2)))
@@ -211,10 +249,12 @@ def _values(tile: Any) -> Any:
     for pair in range(PAGE // 8):
         words = []
         for i in range(2):
-            swizzle = arith.ori(_scaled(place.t, 2), _word(i))
-            at = _scaled(arith.xori(chunk, swizzle), 16)
-            at = _sum(inside, at, _scaled(place.t, 2 * BLOCK))
-            words += _load(tile, at, (8 * pair + i) * BLOCK, 1)
+            here = chunk
+            if lines.swizzled:
+                here = arith.xori(chunk, arith.ori(_scaled(place.t, 2), _word(i)))
+            at = _sum(inside, _scaled(here, 16), _scaled(place.t, 2 * lines.pitch))
+            fixed = block * lines.block + (8 * pair + i) * lines.pitch
+            words += _load(page, at, fixed, 1)
         pairs.append([_turns(words[0], words[1], which) for which in (LOW_BYTES, HIGH_BYTES)])
     wide = [
         _wide(pairs[pair][j], h)
@@ -225,19 +265,19 @@ def _values(tile: Any) -> Any:
     return _fragment(wide, (BLOCK, PAGE), ir.F16Type.get())
 
 
-def _clear(parts: tuple[Any, ...], left: Any) -> None:
-    """Zeros in place of the tokens behind the first `left`: half a token a thread."""
+def _clear(page: Any, lines: Lines, left: Any) -> None:
+    """Zeros in place of the tokens behind the first `left`, every other chunk a thread."""
     index = arith.andi(utils.thread_idx(), _word(127))
     token, half = arith.shrui(index, _word(1)), arith.andi(index, _word(1))
+    here = arith.addi(_scaled(token, lines.pitch), _scaled(half, 16))
+    zero = vector.broadcast(ir.VectorType.get((4,), _i32()), _word(0))
+    # With a block-scaled token's last block its scales, and so a chunk of its rope numbers.
+    last = 0 if lines.swizzled else 2 * SCALE_BYTES
     with utils.when(arith.cmpi(arith.CmpIPredicate.sge, token, left)):
-        for part, count, pitch in parts:
-            here = arith.addi(_scaled(token, pitch), _scaled(half, pitch // 2))
-            words = min(4, pitch // 8)
-            zero = vector.broadcast(ir.VectorType.get((words,), _i32()), _word(0))
-            for tile in range(count):
-                for at in range(0, pitch // 2, 4 * words):
-                    base = utils.memref_ptr(part)
-                    llvm.store(zero, _at(base, here, tile * PAGE * pitch + at))
+        for block in range(BLOCKS):
+            for at in range(0, BLOCK + (last if block == BLOCKS - 1 else 0), 32):
+                base = utils.memref_ptr(page)
+                llvm.store(zero, _at(base, here, block * lines.block + at))
 
 
 def _store(target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
@@ -263,23 +303,25 @@ class Fragments:
 
     def __init__(self, dtype: Any):
         self.scaled = dtype == BYTES
-        self.tiles = plgpu.RefType(SWIZZLED)
+        self.lines = Lines.of(dtype)
         self.plain = plgpu.RefType()
+        self.page = plgpu.RefType(SWIZZLED) if self.lines.swizzled else self.plain
 
     def _run(self, function: Any, types: tuple[Any, ...], shape: Any, *args: Any) -> Any:
         out = plgpu.ShapeDtypeStruct(shape, jnp.float16, plgpu.Layout.WGMMA)
         return plgpu.inline_mgpu(arg_types=types, return_type=out)(function)(*args)
 
-    def keys(self, tile: Any) -> jax.Array:
-        """float16 [64 tokens, 128] of a tile [64, 128]."""
-        return self._run(lambda ctx, x: _keys(x), (self.tiles,), (PAGE, BLOCK), tile)
+    def keys(self, page: Any, block: int) -> jax.Array:
+        """float16 [64 tokens, 128] of a block."""
+        run = lambda ctx, x: _keys(x, self.lines, block)  # noqa: E731
+        return self._run(run, (self.page,), (PAGE, BLOCK), page)
 
-    def rope(self, tile: Any) -> jax.Array:
+    def rope(self, page: Any) -> jax.Array:
         """[64 tokens, 64], float16, or bfloat16 as block-scaled caches have it."""
         dtype = jnp.bfloat16 if self.scaled else jnp.float16
         out = plgpu.ShapeDtypeStruct((PAGE, ROPE), dtype, plgpu.Layout.WGMMA)
-        run = plgpu.inline_mgpu(arg_types=(self.tiles,), return_type=out)
-        return run(lambda ctx, x: _rope(x, self.scaled))(tile)
+        run = plgpu.inline_mgpu(arg_types=(self.page,), return_type=out)
+        return run(lambda ctx, x: _rope(x, self.lines, self.scaled))(page)
 
     def halve_queries(self, queries: Any, rope: Any, factors: Any, wg: jax.Array) -> None:
         """`half_queries` of bfloat16 [N, 512] and [N, 64], in their place: this warpgroup's half.
@@ -299,24 +341,24 @@ class Fragments:
         types = (tiles, tiles, self.plain, plgpu.Layout.WGMMA)
         plgpu.inline_mgpu(arg_types=types)(run)(queries, rope, factors, wide)
 
-    def values(self, tile: Any) -> jax.Array:
-        """float16 [128, 64 tokens] of a tile."""
-        return self._run(lambda ctx, x: _values(x), (self.tiles,), (BLOCK, PAGE), tile)
+    def values(self, page: Any, block: int) -> jax.Array:
+        """float16 [128, 64 tokens] of a block."""
+        run = lambda ctx, x: _values(x, self.lines, block)  # noqa: E731
+        return self._run(run, (self.page,), (BLOCK, PAGE), page)
 
     def plus_scaled(
-        self, scores: jax.Array, product: jax.Array, scales: Any, block: int
+        self, scores: jax.Array, product: jax.Array, page: Any, block: int
     ) -> jax.Array:
         """`scores` + a block's product [64 tokens, N] times its scale of each token."""
         layout = plgpu.Layout.WGMMA
         out = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout)
-        run = plgpu.inline_mgpu(arg_types=(layout, layout, self.plain), return_type=out)
-        return run(lambda ctx, x, y, s: _plus_scaled(x, y, s, block))(scores, product, scales)
+        run = plgpu.inline_mgpu(arg_types=(layout, layout, self.page), return_type=out)
+        return run(lambda ctx, x, y, s: _plus_scaled(x, y, s, block))(scores, product, page)
 
-    def scales_of_keys(self, scales: Any, tokens: jax.Array, unit: jax.Array, layout: Any) -> Any:
+    def scales_of_keys(self, page: Any, tokens: jax.Array, unit: jax.Array, layout: Any) -> Any:
         """Of each block the tokens' scales [N, 64], and the largest of all [N].
 
         Args:
-            scales: the page's.
             tokens: of each score, int32 [N, 64].
             unit: any numbers [N].
             layout: of `tokens`, four of them a thread and all of a row in half a warp.
@@ -325,22 +367,19 @@ class Fragments:
         wide = plgpu.ShapeDtypeStruct(tokens.shape, jnp.float32, layout)
         most = plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, by_row)
         run = plgpu.inline_mgpu(
-            arg_types=(self.plain, layout, by_row), return_type=(wide,) * BLOCKS + (most,)
+            arg_types=(self.page, layout, by_row), return_type=(wide,) * BLOCKS + (most,)
         )
-        *found, most = run(lambda ctx, *args: _scales_of_keys(*args))(scales, tokens, unit)
+        *found, most = run(lambda ctx, *args: _scales_of_keys(*args))(page, tokens, unit)
         return found, most
 
-    def clear(self, tiles: Any, scales: Any, left: jax.Array) -> None:
+    def clear(self, page: Any, left: jax.Array) -> None:
         """Zeros in place of what follows the first `left` tokens, rope numbers apart."""
         wide = plgpu.layout_cast(jnp.full((PAGE, 8), left, jnp.int32), plgpu.Layout.WGMMA)
 
-        def run(ctx: Any, wide: Any, tiles: Any, *scales: Any) -> None:
-            parts = ((tiles, BLOCKS, BLOCK),) + tuple((x, 1, SCALE_BYTES) for x in scales)
-            _clear(parts, vector.extract(wide.registers.flat[0], [], [0]))
+        def run(ctx: Any, wide: Any, page: Any) -> None:
+            _clear(page, self.lines, vector.extract(wide.registers.flat[0], [], [0]))
 
-        some = () if scales is None else (scales,)
-        types = (plgpu.Layout.WGMMA, self.tiles) + (self.plain,) * len(some)
-        plgpu.inline_mgpu(arg_types=types)(run)(wide, tiles, *some)
+        plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, self.page))(run)(wide, page)
 
 
 def _row_exponent(words: list[Any]) -> Any:

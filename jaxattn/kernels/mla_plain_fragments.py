@@ -5,7 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.kernels.mla_body import RANK, ROPE
-from jaxattn.kernels.mla_fragments import BLOCKS, FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
+from jaxattn.kernels.mla_fragments import (
+    BLOCKS,
+    FLOAT_BIAS,
+    QUERY_EXPONENT,
+    ROPE_EXCESS,
+    SCALE_BYTES,
+)
 from jaxattn.kernels.mla_schedule import PAGE
 from jaxattn.mla_cache import BLOCK, BYTES, FP8
 
@@ -40,25 +46,30 @@ def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.
     return numbers, rope, power(found - QUERY_EXPONENT)
 
 
-def plain_numbers(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A page's tiles [5, 64, 128] without scales: float32 [4, 64, 128], and rope [64, 64]."""
-    numbers, rope = tiles[:BLOCKS], tiles[BLOCKS]
-    if tiles.dtype == BYTES:
-        numbers = lax.bitcast_convert_type(numbers, FP8)
-        rope = lax.bitcast_convert_type(rope.reshape(PAGE, ROPE, 2), jnp.bfloat16)
-    return numbers.astype(jnp.float32), rope[:, -ROPE:].astype(jnp.float32)
+def plain_numbers(page: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A page's numbers without scales, float32 [4, 64, 128], and rope [64, 64]: of tiles [5, 64,
+    128], or of tokens as a block-scaled cache has them."""
+    if page.dtype == BYTES:
+        numbers = lax.bitcast_convert_type(page[:, :RANK], FP8)
+        numbers = numbers.reshape(PAGE, BLOCKS, BLOCK).transpose(1, 0, 2)
+        rope = page[:, RANK + SCALE_BYTES :].reshape(PAGE, ROPE, 2)
+        rope = lax.bitcast_convert_type(rope, jnp.bfloat16)
+    else:
+        numbers, rope = page[:BLOCKS], page[BLOCKS, :, -ROPE:]
+    return numbers.astype(jnp.float32), rope.astype(jnp.float32)
 
 
-def plain_scales(scales: jax.Array) -> jax.Array:
-    """float32 [64, 4] of a page's bytes [64, 16]."""
-    return lax.bitcast_convert_type(scales.reshape(PAGE, BLOCKS, 4), jnp.float32)
+def plain_scales(page: jax.Array) -> jax.Array:
+    """float32 [64, 4] of a block-scaled page."""
+    scales = page[:, RANK : RANK + SCALE_BYTES].reshape(PAGE, BLOCKS, 4)
+    return lax.bitcast_convert_type(scales, jnp.float32)
 
 
-def plain_scores(page: list[jax.Array], queries: jax.Array, of_rope: jax.Array) -> jax.Array:
-    """float32 [64, N] of a page's tiles, and scales if it has them, and `half_queries`."""
-    numbers, rope = plain_numbers(page[0])
+def plain_scores(page: jax.Array, queries: jax.Array, of_rope: jax.Array) -> jax.Array:
+    """float32 [64, N] of a page, and `half_queries`."""
+    numbers, rope = plain_numbers(page)
     blocks = queries.astype(jnp.float32).reshape(-1, BLOCKS, BLOCK)
     products = jnp.einsum("btd,nbd->btn", numbers, blocks)
-    if len(page) > 1:
-        products *= plain_scales(page[1]).T[:, :, None]
+    if page.dtype == BYTES:
+        products *= plain_scales(page).T[:, :, None]
     return products.sum(axis=0) + rope @ of_rope.astype(jnp.float32).T
