@@ -170,8 +170,8 @@ def make_body(
             for j, source in enumerate(part.sources(numbers, page)):
                 some = pl.ds(j * tokens, tokens)
                 if latents.block_scaled:
-                    # One piece of memory. In boxes of 128 bytes a token's 656, which are no
-                    # multiple of 128, would cost TMA twice as many reads.
+                    # One piece of memory. In boxes of 128 bytes, of which most of a token's 656
+                    # lie across two lines, TMA would read twice as often.
                     to = kv_smem.at[wg, slot, some]
                     plgpu.copy_gmem_to_smem(source, to, there, oob_mode=plgpu.OOBFillMode.UNDEFINED)
                     continue

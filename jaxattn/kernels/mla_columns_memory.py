@@ -14,7 +14,8 @@ from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
 WARPGROUPS = 2  # which take a piece's pages in turns
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
 MARGIN = 4
-TILES = 1 + BLOCKS  # of 128 bytes of an FP8 page's tokens: the blocks, then the rope numbers
+# Of a page with one scale, of 128 bytes of its tokens: the blocks, then the rope numbers.
+TILES = 1 + BLOCKS
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
 
 

@@ -6,10 +6,10 @@ stored, in float16, which one conversion makes of two of them; scales meet other
 a power of two apart, by `halve_queries`.
 
 A page's 64 tokens lie there in one of two ways, `Lines`: block-scaled ones as in the cache, 656
-bytes a token, in which eight tokens' chunks of 16 bytes meet no bank conflict; others 128 bytes of
-each token a tile, chunks swizzled. A thread reads its numbers so that what lies together in memory
-lies together in its registers, which puts them in an order of their own, warp w, lane 4 g + t, rows
-g + 8 h of a warp's 16:
+bytes a token, so that the same 16 bytes of eight tokens lie in banks of their own; others 128
+bytes of each token a tile, chunks swizzled. A thread reads its numbers so that what lies together
+in memory lies together in its registers, which puts them in an order of their own, warp w, lane
+4 g + t, rows g + 8 h of a warp's 16:
 
     keys    token 16 w + g + 8 h; column 16 s + 8 k + 2 t + i of a block is dim 32 t + 4 s + 2 k + i
     values  row 64 j + 16 w + 8 h + g of a block is its dim 32 w + 4 g + 2 j + h; tokens as they
@@ -165,8 +165,8 @@ def _wide_keys(words: list[list[Any]]) -> list[Any]:
 def _chunks(
     page: Any, lines: Lines, place: _Thread, row: int, of_thread: Any, first: int
 ) -> list[Any]:
-    """The words of a 16-byte chunk of the thread's token g + 8 * row, counted from a byte of it
-    that is the first of 128 or, of rope numbers, 64 behind that."""
+    """The words of a 16-byte chunk of the thread's token g + 8 * row, counted from the token's byte
+    `first`, where a block or the rope numbers begin."""
     token = arith.addi(_scaled(place.warp, 16), place.g)
     first_chunk = first % BLOCK // 16 if lines.swizzled else 0
     chunk = arith.addi(of_thread, _word(first_chunk)) if first_chunk else of_thread
