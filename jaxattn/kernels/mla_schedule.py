@@ -120,6 +120,12 @@ class Schedule:
         return cls(jnp.stack([places, pages]), slots, order, max_pages=max_pages)
 
     @classmethod
+    def whole(cls, places: jax.Array, order: jax.Array, max_pages: int) -> "Schedule":
+        """The schedule of whole rows, parts beginning at `places`: there are no partial results."""
+        cuts = jnp.stack([places, jnp.zeros_like(places)])
+        return cls(cuts, jnp.zeros((3, order.shape[0]), jnp.int32), order, max_pages=max_pages)
+
+    @classmethod
     def of_pieces(
         cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int
     ) -> "Schedule":
@@ -179,7 +185,7 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     """Whole rows to parts in turns, forth and back, from the dearest row to the cheapest.
 
     Args:
-        cost: int32 [B], 0 of a row that has no place.
+        cost: int32 [B], 0 of a row that no part has: its place is behind the last part's.
 
     Returns:
         (order int32 [B], as `Schedule` has it, first place of each part int32 [parts + 1]).
@@ -209,21 +215,22 @@ def make_schedule(
     merge_cost: int,
     piece: int = 0,
 ) -> Schedule:
-    """Cuts the pages of all rows into `parts`, or whole pieces of `piece_pages`.
+    """Cuts the pages of all rows into `parts`, with `piece` into whole pieces of so many pages.
 
-    A row without tokens has no place in the line: the others are cut alike with and without it.
+    Of more rows than parts a `piece` is at least `max_pages`, a whole row. No part has a row
+    without tokens: the others are cut alike with and without it.
     """
     batch = seq_lens.shape[0]
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
     real = pages > 0
     number = (pages + piece - 1) // piece if piece else real.astype(jnp.int32)
     cost = pages + row_cost * number
-    order, uncut = None, jnp.zeros(parts + 1, jnp.int32)
+    order = None
     if batch > parts:
         order, firsts = deal_out(cost, parts)
         if piece or not may_split(batch, parts):
             assert not 0 < piece < max_pages, "of more rows than parts none has a second piece"
-            return Schedule.of(firsts, uncut, batch, max_pages, order)
+            return Schedule.whole(firsts, order, max_pages)
 
     end = jnp.cumsum(cost)
     total = end[-1]
@@ -258,5 +265,5 @@ def make_schedule(
     whole = longest <= size + slack
     if order is not None:
         order = jnp.where(whole, order, jnp.arange(batch, dtype=jnp.int32))
-    places, begun = jnp.where(whole, firsts, rows), jnp.where(whole, uncut, begun)
+    places, begun = jnp.where(whole, firsts, rows), jnp.where(whole, 0, begun)
     return Schedule.of(places, begun, batch, max_pages, order)
