@@ -132,7 +132,7 @@ def mla_decode(
         kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's. Its
             dtype is its format (`LatentFormat`): bfloat16, float16, float32 or float64;
             float8_e4m3fn with `kv_scale`; uint8, block-scaled.
-        block_tables: int32 page ids. Those within a row's length must be below N.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
         scale: factor of the scores, of the unabsorbed dims: DeepSeek-V3's is
             192**-0.5 * mscale**2 (`jaxattn.rope.softmax_scale`), never D**-0.5.
@@ -142,8 +142,8 @@ def mla_decode(
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar,
             by which the stored numbers are multiplied.
         schedule: `decode_schedule` of these `seq_lens` and shapes (of other lengths it gives wrong
-            numbers). The layers of a step share it; without it each call works it out, in a dozen
-            small kernels.
+            numbers). The layers of a step share it; without it each call works it out, in about a
+            dozen small kernels.
         arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
             it, good until the arena is written again.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
