@@ -97,6 +97,25 @@ def test_mla_decode_with_heads_as_columns(cache, width, page, heads, q_len):
     assert combine.count("output_operand_alias<") == 2
 
 
+@pytest.mark.parametrize("columns", [False, True])
+def test_mla_decode_of_more_rows_than_parts(columns):
+    batch, heads = 200, 20
+
+    def step(q, cache, tables, lens):
+        schedule = decode_schedule(lens, q_len=1, num_heads=heads, max_pages=64)
+        assert schedule.order is not None
+        return mla_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, columns=columns, schedule=schedule
+        )
+
+    args = (shape(batch, 1, heads, 576), shape(8, 64, 576), ints(batch, 64), ints(batch))
+    decode, combine = launches(step, *args)
+    # Beside the rows' lengths their order, which is read alone.
+    assert decode.count("tensor<200xi32>") == 2
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_mla_append(interleaved):
     config = RopeConfig(interleaved=interleaved)

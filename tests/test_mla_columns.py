@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import MLACase, assert_mla_close, both_devices, mla_case
-from test_mla_kernel import cut_at, dealt_out, even_cuts
+from test_mla_kernel import cut_at, dealt_out, even_cuts, in_the_batchs_order
 
 from jaxattn import mla
 from jaxattn.arena import Arena
@@ -101,10 +101,14 @@ def assert_as_xla(some: Stored, out, lse) -> None:
 
 
 @both_devices
-@formats
-def test_cut_rows_tails_and_a_row_without_tokens(format, implementation):
+@pytest.mark.parametrize(
+    "format, ordered", [("bfloat16", False), ("float8_e4m3fn", True), ("uint8", False)]
+)
+def test_cut_rows_tails_and_a_row_without_tokens(format, ordered, implementation):
     some = stored(format, [131, 0, 1], heads=3)
     schedule = cut_at(some.case, [(0, 0), (0, 2)])
+    if ordered:
+        schedule = in_the_batchs_order(schedule)
     assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
 
 
@@ -133,8 +137,11 @@ def test_pieces_and_rows_one_after_another(implementation):
 
 
 @both_devices
-def test_more_rows_than_parts(implementation):
-    some = stored("float8_e4m3fn", [3, 0, 130, 5], heads=2, q_len=2)
+@pytest.mark.parametrize(
+    "format, page", [pytest.param("float8_e4m3fn", 64, marks=pytest.mark.gpu), ("uint8", 16)]
+)
+def test_more_rows_than_parts(format, page, implementation):
+    some = stored(format, [3, 0, 70, 5], heads=2, q_len=2, page=page, table_tail=-1)
     for case in (some.case, some.held):
         case.query_lens = jnp.asarray([2, 0, 1, 2], jnp.int32)
     schedule = dealt_out(some.case, 2)

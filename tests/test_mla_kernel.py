@@ -12,7 +12,7 @@ from kernel_cases import assert_mla_close, both_devices, mla_case, relative, x64
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
-from jaxattn.kernels.mla_schedule import Schedule, make_schedule
+from jaxattn.kernels.mla_schedule import Schedule, make_schedule, num_steps
 
 
 def decode(case, implementation, *, cuts=None, arena=None, layer=None):
@@ -37,12 +37,18 @@ def cut_at(case, cuts):
 
 def dealt_out(case, parts):
     """The schedule of more rows than parts: whole rows, in an order that is not the batch's."""
-    pages = case.block_tables.shape[1] * case.kv_cache.shape[2] // 64
+    pages = num_steps(case.block_tables.shape[1], case.kv_cache.shape[2])
     schedule = make_schedule(
         case.seq_lens, parts=parts, max_pages=pages, row_cost=3, merge_cost=3, piece=pages
     )
     assert not schedule.pages.any() and (jnp.diff(schedule.order) < 0).any()
     return schedule
+
+
+def in_the_batchs_order(schedule):
+    """The same, as a schedule of more rows than parts says it where rows are cut."""
+    order = jnp.arange(schedule.slots.shape[1], dtype=jnp.int32)
+    return dataclasses.replace(schedule, order=order)
 
 
 def even_cuts(lens, parts):
@@ -271,6 +277,22 @@ def test_more_rows_than_parts(q_len, implementation):
     out, lse = (step if interpret else jax.jit(step))(*case.args, **traced)
     assert_mla_close(case, out, lse)
     assert not (interpret and get_races().races_found)
+
+
+def test_no_race_where_more_rows_than_parts_are_cut():
+    """With an order, the batch's own, and a row that is cut."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    case = mla_case([5, 0, 70], heads=3)
+    schedule = cut_at(case, [(0, 0), (2, 1)])
+    assert schedule.slots[1].tolist() == [0, 0, 2]
+    out, lse = mla_decode_mosaic(
+        *case.args, scale=case.scale, layer=case.layer, columns=False,
+        schedule=in_the_batchs_order(schedule),
+        interpret=True, detect_races=True,
+    )  # fmt: skip
+    assert_mla_close(case, out, lse)
+    assert not get_races().races_found
 
 
 @pytest.mark.gpu
