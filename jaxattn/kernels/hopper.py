@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
 # elsewhere, and round its result otherwise.
 NUM_SMS = 132
-# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion;
-# jax's own attention_mgpu refuses the same range.
+# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion,
+# which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
+# refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)
 
 
@@ -43,7 +44,7 @@ def require_hopper(op: str, *, interpret: bool) -> None:
     if MISCOMPILING_CUDA[0] <= version < MISCOMPILING_CUDA[1]:
         raise NotImplementedError(
             f"{op}: ptxas of CUDA 12.8.0 to 12.9.1 miscompiles masked kernels, and this is CUDA "
-            f"runtime {version}; install jaxattn[cuda13] or a later CUDA 12"
+            f"runtime {version}; install jaxattn[cuda13]"
         )
 
 
