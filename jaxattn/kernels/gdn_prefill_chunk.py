@@ -18,13 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from jaxattn.kernels.gdn_prefill_gates import BETAS, DECAYS, sum_decays
-from jaxattn.kernels.gdn_prefill_inverse import fragments, mma, pairs, unit_lower_inverse
+from jaxattn.kernels.gdn_prefill_inverse import unit_lower_inverse
 from jaxattn.kernels.gdn_prefill_tiles import (
     BETA,
     BY_COLUMN,
@@ -47,6 +45,19 @@ from jaxattn.kernels.gdn_prefill_tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper import NUM_SMS, interpret_mode, swizzled
+from jaxattn.kernels.registers import (
+    Thread,
+    element,
+    fragmented,
+    i32,
+    joined,
+    mma,
+    number,
+    pairs,
+    plus,
+    times,
+    word,
+)
 
 WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and its shared memory
 
@@ -63,23 +74,18 @@ def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
     )
     def filled(ctx: Any, x: Any) -> Any:
         del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = mgpu.utils.thread_idx()
-        warp = arith.remui(arith.shrui(thread, mgpu.c(5, i32)), mgpu.c(4, i32))
-        row = arith.shrui(arith.andi(thread, mgpu.c(31, i32)), mgpu.c(2, i32))
-        column = arith.muli(arith.andi(thread, mgpu.c(3, i32)), mgpu.c(2, i32))
-        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row)
-        lead = arith.subi(row, column)
+        thread = Thread()
+        row = plus(times(thread.warp, 16), thread.g)
+        lead = arith.subi(row, times(thread.t, 2))
         registers = []
         for i, pair in enumerate(x.registers.flat):  # columns 8 (i // 2) on, rows 8 (i % 2) on
             values = []
             for j in range(2):
-                reach = mgpu.c(8 * (i // 2) - 8 * (i % 2) + j, i32)
+                reach = word(8 * (i // 2) - 8 * (i % 2) + j)
                 inside = arith.cmpi(arith.CmpIPredicate.sge, lead, reach)
-                value = vector.extract(pair, [], [j])
-                values.append(arith.select(inside, value, mgpu.c(fill, f32)))
-            registers.append(vector.from_elements(pair.type, values))
-        return fragments(registers, x.registers.shape, x.layout)
+                values.append(arith.select(inside, element(pair, j), number(fill)))
+            registers.append(joined(values))
+        return fragmented(registers, x.shape, x.layout)
 
     return filled(x)
 
@@ -101,17 +107,15 @@ def own_products(rows: list[jax.Array], *, interpret: bool) -> jax.Array:
     )
     def products(ctx: Any, *rows: Any) -> Any:
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        halves = [[mgpu.c(0.0, ir.F32Type.get())] * 4 for _ in range(2)]
+        halves = [[number(0.0)] * 4 for _ in range(2)]
         for part in rows:
-            registers = [llvm.bitcast(i32, pair) for pair in part.registers.flat]
+            registers = [llvm.bitcast(i32(), pair) for pair in part.registers.flat]
             for first in range(0, len(registers), 4):
                 left = registers[first : first + 4]
                 for half in range(2):  # what is a row on the left is a column on the right
                     right = [left[half], left[2 + half]]
                     halves[half] = mma(kind, left, right, halves[half])
-        shape = (1, 2, *rows[0].registers.shape[2:])
-        return fragments(pairs([*halves[0], *halves[1]]), shape, rows[0].layout)
+        return fragmented(pairs([*halves[0], *halves[1]]), (CHUNK, 16), rows[0].layout)
 
     return products(*rows)
 

@@ -7,13 +7,13 @@ of a warpgroup's heads at once.
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxattn.kernels.gdn_prefill_inverse import asm
 from jaxattn.kernels.gdn_prefill_tiles import CHUNK
+from jaxattn.kernels.registers import Thread, asm, f32, i32, plus, times, word
 
 DECAYS, BETAS = 0, 1  # rows of a head's gates in shared memory, float32 [2, 64]
 
@@ -28,22 +28,20 @@ def sum_decays(gates: Any, *, interpret: bool) -> None:
 
 def _sum(ctx: Any, gates: Any) -> None:
     del ctx
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    heads, thread = ir.MemRefType(gates.type).shape[0], mgpu.utils.thread_idx()
-    warp = arith.remui(arith.shrui(thread, mgpu.c(5, i32)), mgpu.c(4, i32))
-    token = arith.muli(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(2, i32))
-    index = arith.addi(arith.muli(warp, mgpu.c(2 * CHUNK, i32)), token)
-    place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(gates), [index], f32)
-    place = llvm.ptrtoint(i32, place)
+    heads, thread = ir.MemRefType(gates.type).shape[0], Thread()
+    lane = arith.remui(utils.thread_idx(), word(32))
+    index = plus(times(thread.warp, 2 * CHUNK), times(lane, 2))
+    place = utils.getelementptr(utils.memref_ptr(gates), [index], f32())
+    place = llvm.ptrtoint(i32(), place)
     # Without a branch: behind one, ptxas takes nothing for uniform any more.
     code = (
         f"{{ .reg .pred p; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
         f"setp.lt.u32 p, $3, {heads}; @p ld.shared.v2.f32 {{$0, $1}}, [$2]; }}"
     )
-    pair = asm(llvm.StructType.get_literal([f32] * 2), [place, warp], code, "=&f,=&f,r,r")
-    sums = _running(*(llvm.extractvalue(f32, pair, [i]) for i in range(2)))
+    pair = asm(code, [f32()] * 2, [place, thread.warp], "=&f,=&f,r,r")
+    sums = _running(*pair)
     code = f"{{ .reg .pred p; setp.lt.u32 p, $3, {heads}; @p st.shared.v2.f32 [$0], {{$1, $2}}; }}"
-    asm(ir.Type.parse("!llvm.void"), [place, *sums, warp], code, "r,f,f,r,~{memory}")
+    asm(code, [], [place, *sums, thread.warp], "r,f,f,r,~{memory}")
 
 
 def _running(first: Any, second: Any) -> tuple[Any, Any]:
@@ -55,7 +53,7 @@ def _running(first: Any, second: Any) -> tuple[Any, Any]:
             f"{{ .reg .f32 y; .reg .pred p; shfl.sync.up.b32 y|p, $2, {lanes}, 0, 0xffffffff; "
             "mov.f32 $0, $1; @p add.f32 $0, $0, y; }"
         )
-        return asm(ir.F32Type.get(), [x, y], code, "=&f,f,f")
+        return asm(code, [f32()], [x, y], "=&f,f,f")[0]
 
     total = arith.addf(first, second)
     for lanes in (1, 2, 4, 8, 16):

@@ -16,42 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
 from jaxattn.kernels.gdn_prefill_tiles import CHUNK, TILE, iota
-
-
-def fragments(registers: list[Any], shape: tuple[int, ...], layout: Any) -> Any:
-    array = np.array(registers, dtype=object).reshape(shape)
-    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
-
-
-def asm(result: Any, operands: list[Any], code: str, constraints: str) -> Any:
-    return llvm.inline_asm(result, operands, code, constraints, has_side_effects=True)
-
-
-def mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[Any]:
-    """A warp's [16, 8] float32: sums + left [16, 16] right [16, 8], in registers of two numbers."""
-    f32 = ir.F32Type.get()
-    product = asm(
-        llvm.StructType.get_literal([f32] * 4),
-        [*left, *right, *sums],
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, "
-        "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-    )
-    return [llvm.extractvalue(f32, product, [i]) for i in range(4)]
-
-
-def pairs(values: list[Any]) -> list[Any]:
-    pair_type = ir.VectorType.get((2,), ir.F32Type.get())
-    return [vector.from_elements(pair_type, values[i : i + 2]) for i in range(0, len(values), 2)]
+from jaxattn.kernels.registers import asm, asm_word, element, fragmented, i32, mma, number, pairs
 
 
 def block_product(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
@@ -71,23 +41,21 @@ def block_product(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
 
 def _block_product(ctx: Any, x: Any, y: Any) -> Any:
     del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    zero = mgpu.c(0.0, ir.F32Type.get())
 
     def half(pair: Any) -> Any:
-        low, high = (vector.extract(pair, [], [i]) for i in range(2))
-        return asm(i32, [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+        low, high = (element(pair, i) for i in range(2))
+        return asm("cvt.rn.f16x2.f32 $0, $1, $2;", [i32()], [high, low], "=r,f,f")[0]
 
     def transposed(piece: Any) -> Any:
-        return asm(i32, [piece], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
+        return asm_word("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", piece)
 
     # Registers in order: columns 0 to 7 of rows 0 to 7 and 8 to 15, then columns 8 to 15.
     left = [half(pair) for pair in x.registers.flat]
     right = [transposed(half(pair)) for pair in y.registers.flat]
     values = []
     for column in range(2):
-        values += mma("f16", left, right[2 * column : 2 * column + 2], [zero] * 4)
-    return fragments(pairs(values), x.registers.shape, x.layout)
+        values += mma("f16", left, right[2 * column : 2 * column + 2], [number(0.0)] * 4)
+    return fragmented(pairs(values), x.shape, x.layout)
 
 
 def unit_lower_inverse(

@@ -28,11 +28,27 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from jaxattn.kernels.hopper import swizzled
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_schedule import PAGE
+from jaxattn.kernels.registers import (
+    Thread,
+    asm,
+    asm_word,
+    element,
+    f32,
+    fragmented,
+    i32,
+    joined,
+    load,
+    over_lanes,
+    plus,
+    store,
+    times,
+    word,
+)
 from jaxattn.mla_cache import BLOCK, BYTES
 
 BLOCKS = RANK // BLOCK
@@ -83,73 +99,20 @@ def order_queries(q: jax.Array) -> jax.Array:
     return jnp.concatenate([blocks, rope], axis=-1)
 
 
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _word(value: int) -> Any:
-    return mgpu.c(value - 2**32 if value >= 2**31 else value, _i32())
-
-
-def _asm(code: str, *words: Any) -> Any:
-    constraints = ",".join(["=r"] + ["r"] * len(words))
-    return llvm.inline_asm(_i32(), list(words), code, constraints)
-
-
-def _wide(word: Any, half: int) -> Any:
+def _wide(four: Any, half: int) -> Any:
     """Two e4m3 numbers, the lower or upper half of a word, as float16."""
     code = "{ .reg .b16 x<2>; mov.b32 {x0, x1}, $1; cvt.rn.f16x2.e4m3x2 $0, "
-    return _asm(code + f"x{half}; }}", word)
+    return asm_word(code + f"x{half}; }}", four, movable=True)
 
 
 def _turns(first: Any, second: Any, which: int) -> Any:
-    return _asm(f"prmt.b32 $0, $1, $2, {which};", first, second)
-
-
-class _Thread:
-    """The thread's place: warp of its warpgroup, and lane 4 g + t."""
-
-    def __init__(self) -> None:
-        index = utils.thread_idx()
-        self.warp = arith.andi(arith.shrui(index, _word(5)), _word(3))
-        self.g = arith.andi(arith.shrui(index, _word(2)), _word(7))
-        self.t = arith.andi(index, _word(3))
-
-
-def _sum(*terms: Any) -> Any:
-    total = terms[0]
-    for term in terms[1:]:
-        total = arith.addi(total, term)
-    return total
-
-
-def _scaled(x: Any, by: int) -> Any:
-    return arith.muli(x, _word(by))
-
-
-def _at(base: Any, offset: Any, fixed: int = 0) -> Any:
-    """`offset` + `fixed` bytes behind `base`."""
-    byte = ir.IntegerType.get_signless(8)
-    for dynamic, static in (([offset], -(2**31)), ([], fixed)):
-        flags = llvm.GEPNoWrapFlags.none
-        base = llvm.getelementptr(base.type, base, dynamic, [static], byte, flags)
-    return base
-
-
-def _load(ref: Any, offset: Any, fixed: int, words: int) -> list[Any]:
-    """Words of shared memory, that many bytes behind the beginning of `ref`."""
-    at = _at(utils.memref_ptr(ref), offset, fixed)
-    loaded = llvm.load(ir.VectorType.get((words,), _i32()), at)
-    return [vector.extract(loaded, [], [i]) for i in range(words)]
+    return asm_word(f"prmt.b32 $0, $1, $2, {which};", first, second, movable=True)
 
 
 def _fragment(words: list[Any], shape: tuple[int, int], dtype: Any) -> Any:
-    layout = mgpu.WGMMA_LAYOUT
-    pair, one = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), _i32())
-    registers = np.array(
-        [vector.bitcast(pair, vector.broadcast(one, word)) for word in words], dtype=object
-    ).reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    """Words of two numbers each as an array."""
+    pair = ir.VectorType.get((2,), dtype)
+    return fragmented([vector.bitcast(pair, joined([x])) for x in words], shape, mgpu.WGMMA_LAYOUT)
 
 
 def _wide_keys(words: list[list[Any]]) -> list[Any]:
@@ -163,22 +126,22 @@ def _wide_keys(words: list[list[Any]]) -> list[Any]:
 
 
 def _chunks(
-    page: Any, lines: Lines, place: _Thread, row: int, of_thread: Any, first: int
+    page: Any, lines: Lines, place: Thread, row: int, of_thread: Any, first: int
 ) -> list[Any]:
     """The words of a 16-byte chunk of the thread's token g + 8 * row, counted from the token's byte
     `first`, where a block or the rope numbers begin."""
-    token = arith.addi(_scaled(place.warp, 16), place.g)
+    token = plus(times(place.warp, 16), place.g)
     first_chunk = first % BLOCK // 16 if lines.swizzled else 0
-    chunk = arith.addi(of_thread, _word(first_chunk)) if first_chunk else of_thread
+    chunk = plus(of_thread, word(first_chunk)) if first_chunk else of_thread
     if lines.swizzled:
         chunk = arith.xori(chunk, place.g)
-    at = arith.addi(_scaled(token, lines.pitch), _scaled(chunk, 16))
-    return _load(page, at, first - 16 * first_chunk + 8 * row * lines.pitch, 4)
+    at = plus(times(token, lines.pitch), times(chunk, 16))
+    return load(page, at, first - 16 * first_chunk + 8 * row * lines.pitch, 4)
 
 
 def _keys(page: Any, lines: Lines, block: int) -> Any:
-    place, first = _Thread(), block * lines.block
-    chunks = [arith.addi(_scaled(place.t, 2), _word(j)) for j in range(2)]
+    place, first = Thread(), block * lines.block
+    chunks = [plus(times(place.t, 2), word(j)) for j in range(2)]
     words = [
         sum((_chunks(page, lines, place, row, c, first) for c in chunks), []) for row in range(2)
     ]
@@ -186,11 +149,11 @@ def _keys(page: Any, lines: Lines, block: int) -> Any:
 
 
 def _rope(page: Any, lines: Lines, scaled: bool) -> Any:
-    place = _Thread()
+    place = Thread()
     if not scaled:
         words = [_chunks(page, lines, place, row, place.t, lines.rope) for row in range(2)]
         return _fragment(_wide_keys(words), (PAGE, ROPE), ir.F16Type.get())
-    chunks = [arith.addi(_scaled(place.t, 2), _word(j)) for j in range(2)]
+    chunks = [plus(times(place.t, 2), word(j)) for j in range(2)]
     words = [
         sum((_chunks(page, lines, place, row, c, lines.rope) for c in chunks), [])
         for row in range(2)
@@ -200,61 +163,54 @@ def _rope(page: Any, lines: Lines, scaled: bool) -> Any:
 
 
 def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
-    place, f32 = _Thread(), ir.F32Type.get()
-    two, contract = ir.VectorType.get((2,), f32), arith.FastMathFlags.contract
-    token = _scaled(arith.addi(_scaled(place.warp, 16), place.g), ROW_BYTES)
+    place = Thread()
+    two, contract = ir.VectorType.get((2,), f32()), arith.FastMathFlags.contract
+    token = times(plus(times(place.warp, 16), place.g), ROW_BYTES)
     of_rows = []
     for row in range(2):
-        (word,) = _load(page, token, RANK + 8 * row * ROW_BYTES + 4 * block, 1)
-        of_rows.append(vector.broadcast(two, arith.bitcast(f32, word)))
+        (scale,) = load(page, token, RANK + 8 * row * ROW_BYTES + 4 * block, 1)
+        of_rows.append(vector.broadcast(two, arith.bitcast(f32(), scale)))
     total = scores.registers.reshape(-1, 2).copy()
     for at, x in np.ndenumerate(product.registers.reshape(-1, 2)):
         x = arith.mulf(x, of_rows[at[1]], fastmath=contract)
         total[at] = arith.addf(total[at], x, fastmath=contract)
-    registers = total.reshape(scores.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=None)
+    return fragmented(total.flat, scores.shape, scores.layout)
 
 
 def _scales_of_keys(page: Any, tokens: Any, largest: Any) -> Any:
     """A thread has the same four tokens of each row, and half a warp all of them."""
-    f32, four = ir.F32Type.get(), ir.VectorType.get((4,), ir.F32Type.get())
-    first = vector.extract(tokens.registers.flat[0], [], [0])
+    first = element(tokens.registers.flat[0], 0)
     of_tokens = []
     for i in range(4):
-        words = _load(page, _scaled(first, ROW_BYTES), RANK + i * ROW_BYTES, BLOCKS)
-        of_tokens.append([arith.bitcast(f32, word) for word in words])
+        words = load(page, times(first, ROW_BYTES), RANK + i * ROW_BYTES, BLOCKS)
+        of_tokens.append([arith.bitcast(f32(), x) for x in words])
     most = of_tokens[0][0]
     for x in sum(of_tokens, [])[1:]:
         most = arith.maxnumf(most, x)
-    for distance in (1, 2, 4, 8):
-        most = arith.maxnumf(most, utils.shfl_bfly(most, distance))
+    most = over_lanes(arith.maxnumf, most, 16)
 
     def same(x: Any, like: Any) -> Any:
-        registers = np.full(like.registers.shape, x, dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+        return fragmented([x] * like.registers.size, like.shape, like.layout)
 
-    of_blocks = [
-        same(vector.from_elements(four, [x[block] for x in of_tokens]), tokens)
-        for block in range(BLOCKS)
-    ]
-    return *of_blocks, same(vector.broadcast(ir.VectorType.get((1,), f32), most), largest)
+    of_blocks = [same(joined([x[block] for x in of_tokens]), tokens) for block in range(BLOCKS)]
+    return *of_blocks, same(joined([most]), largest)
 
 
 def _values(page: Any, lines: Lines, block: int) -> Any:
     """[128, 64]"""
-    place = _Thread()
-    chunk = arith.addi(_scaled(place.warp, 2), arith.shrui(place.g, _word(2)))
-    inside = _scaled(arith.andi(place.g, _word(3)), 4)
+    place = Thread()
+    chunk = plus(times(place.warp, 2), arith.shrui(place.g, word(2)))
+    inside = times(arith.andi(place.g, word(3)), 4)
     pairs = []
     for pair in range(PAGE // 8):
         words = []
         for i in range(2):
             here = chunk
             if lines.swizzled:
-                here = arith.xori(chunk, arith.ori(_scaled(place.t, 2), _word(i)))
-            at = _sum(inside, _scaled(here, 16), _scaled(place.t, 2 * lines.pitch))
+                here = arith.xori(chunk, arith.ori(times(place.t, 2), word(i)))
+            at = plus(inside, times(here, 16), times(place.t, 2 * lines.pitch))
             fixed = block * lines.block + (8 * pair + i) * lines.pitch
-            words += _load(page, at, fixed, 1)
+            words += load(page, at, fixed, 1)
         pairs.append([_turns(words[0], words[1], which) for which in (LOW_BYTES, HIGH_BYTES)])
     wide = [
         _wide(pairs[pair][j], h)
@@ -267,31 +223,28 @@ def _values(page: Any, lines: Lines, block: int) -> Any:
 
 def _clear(page: Any, lines: Lines, left: Any) -> None:
     """Zeros in place of the tokens behind the first `left`, every other chunk a thread."""
-    index = arith.andi(utils.thread_idx(), _word(127))
-    token, half = arith.shrui(index, _word(1)), arith.andi(index, _word(1))
-    here = arith.addi(_scaled(token, lines.pitch), _scaled(half, 16))
-    zero = vector.broadcast(ir.VectorType.get((4,), _i32()), _word(0))
+    index = Thread().index
+    token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
+    here = plus(times(token, lines.pitch), times(half, 16))
+    zeros = joined([word(0)] * 4)
     # With a block-scaled token's last block its scales, and so a chunk of its rope numbers.
     last = 0 if lines.swizzled else 2 * SCALE_BYTES
     with utils.when(arith.cmpi(arith.CmpIPredicate.sge, token, left)):
         for block in range(BLOCKS):
             for at in range(0, BLOCK + (last if block == BLOCKS - 1 else 0), 32):
-                base = utils.memref_ptr(page)
-                llvm.store(zero, _at(base, here, block * lines.block + at))
+                store(zeros, page, here, block * lines.block + at)
 
 
 def _store(target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
-    place = _Thread()
-    base = utils.memref_ptr(target)
+    place = Thread()
     registers = out.registers.reshape(2, columns // 8, 2)
-    four = ir.VectorType.get((4,), ir.F32Type.get())
-    first = _sum(_word(BLOCK * block), _scaled(place.warp, 32), _scaled(place.g, 4))
+    first = plus(word(BLOCK * block), times(place.warp, 32), times(place.g, 4))
     for n in range(columns // 8):
         for i in range(2):
-            numbers = [vector.extract(x, [], [i]) for x in registers[:, n, :].flat]
-            column = arith.addi(_scaled(place.t, 2), _word(8 * n + i))
-            at = _scaled(arith.addi(_scaled(column, pitch), first), 4)
-            llvm.store(vector.from_elements(four, numbers), _at(base, at))
+            numbers = [element(x, i) for x in registers[:, n, :].flat]
+            column = plus(times(place.t, 2), word(8 * n + i))
+            at = times(plus(times(column, pitch), first), 4)
+            store(joined(numbers), target, at)
 
 
 class Fragments:
@@ -335,7 +288,7 @@ class Fragments:
         tiles = plgpu.RefType(swizzled(jnp.bfloat16))
 
         def run(ctx: Any, queries: Any, rope: Any, factors: Any, wide: Any) -> None:
-            wg = vector.extract(wide.registers.flat[0], [], [0])
+            wg = element(wide.registers.flat[0], 0)
             _half_queries(queries, rope, factors, wg, columns, self.scaled)
 
         types = (tiles, tiles, self.plain, plgpu.Layout.WGMMA)
@@ -377,68 +330,65 @@ class Fragments:
         wide = plgpu.layout_cast(jnp.full((PAGE, 8), left, jnp.int32), plgpu.Layout.WGMMA)
 
         def run(ctx: Any, wide: Any, page: Any) -> None:
-            _clear(page, self.lines, vector.extract(wide.registers.flat[0], [], [0]))
+            _clear(page, self.lines, element(wide.registers.flat[0], 0))
 
         plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, self.page))(run)(wide, page)
 
 
 def _row_exponent(words: list[Any]) -> Any:
     """Biased, of the largest of a warp's bfloat16 numbers."""
-    most = _word(0)
-    for word in words:
-        for x in (word, arith.shli(word, _word(16))):
-            most = arith.maxui(most, arith.andi(x, _word(0x7FFFFFFF)))
-    for distance in (1, 2, 4, 8, 16):
-        most = arith.maxui(most, utils.shfl_bfly(most, distance))
-    return arith.shrui(most, _word(23))
+    most = word(0)
+    for pair in words:
+        for x in (pair, arith.shli(pair, word(16))):
+            most = arith.maxui(most, arith.andi(x, word(0x7FFFFFFF)))
+    return arith.shrui(over_lanes(arith.maxui, most, 32), word(23))
 
 
 def _power(biased: Any) -> Any:
-    return arith.bitcast(ir.F32Type.get(), arith.shli(biased, _word(23)))
+    return arith.bitcast(f32(), arith.shli(biased, word(23)))
 
 
-def _times(word: Any, by: Any, kind: str) -> Any:
+def _narrowed(pair: Any, by: Any, kind: str) -> Any:
     """Two bfloat16 numbers times a float32 one, as two of another kind."""
-    pair = (arith.shli(word, _word(16)), arith.andi(word, _word(0xFFFF0000)))
-    low, high = (arith.mulf(arith.bitcast(ir.F32Type.get(), x), by) for x in pair)
-    return llvm.inline_asm(_i32(), [low, high], f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f")
+    both = (arith.shli(pair, word(16)), arith.andi(pair, word(0xFFFF0000)))
+    low, high = (arith.mulf(arith.bitcast(f32(), x), by) for x in both)
+    code = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+    return asm(code, [i32()], [low, high], "=r,f,f", movable=True)[0]
 
 
 def _half_queries(
     queries: Any, rope: Any, factors: Any, wg: Any, columns: int, scaled: bool
 ) -> None:
     """A row a warp, half of the rows a warpgroup; 16-byte chunks may lie in any order in a row."""
-    index = utils.thread_idx()
-    warp, lane = _Thread().warp, arith.andi(index, _word(31))
+    thread = Thread()
+    warp, lane = thread.warp, arith.andi(thread.index, word(31))
     # Tiles of 8 rows of 128 bytes: four lanes have a row of one, and there are eight of them.
-    tile = arith.shrui(lane, _word(2))
-    inside = _scaled(arith.andi(lane, _word(3)), 32)
+    tile = arith.shrui(lane, word(2))
+    inside = times(arith.andi(lane, word(3)), 32)
     for i in range(columns // 8):
-        row = _sum(_scaled(wg, columns // 2), warp, _word(4 * i))
-        line = _scaled(arith.andi(row, _word(7)), BLOCK)
-        row_tile = arith.shrui(row, _word(3))
-        at = _sum(_scaled(row_tile, 8 * 1024), _scaled(tile, 1024), line, inside)
-        of_rope = _sum(_scaled(row_tile, 1024), line, _scaled(lane, 4))
-        words = _load(queries, at, 0, 4) + _load(queries, at, 16, 4)
-        rope_words = _load(rope, of_rope, 0, 1)
+        row = plus(times(wg, columns // 2), warp, word(4 * i))
+        line = times(arith.andi(row, word(7)), BLOCK)
+        row_tile = arith.shrui(row, word(3))
+        at = plus(times(row_tile, 8 * 1024), times(tile, 1024), line, inside)
+        of_rope = plus(times(row_tile, 1024), line, times(lane, 4))
+        words = load(queries, at, 0, 4) + load(queries, at, 16, 4)
+        rope_words = load(rope, of_rope, 0, 1)
 
-        found = arith.subi(_row_exponent(rope_words), _word(ROPE_EXCESS))
+        found = arith.subi(_row_exponent(rope_words), word(ROPE_EXCESS))
         found = arith.maxsi(_row_exponent(words), found)
-        found = arith.maxsi(found, _word(QUERY_EXPONENT + 1))
-        found = arith.minsi(found, _word(2 * FLOAT_BIAS))
+        found = arith.maxsi(found, word(QUERY_EXPONENT + 1))
+        found = arith.minsi(found, word(2 * FLOAT_BIAS))
 
-        by = _power(arith.subi(_word(2 * FLOAT_BIAS + QUERY_EXPONENT), found))
+        by = _power(arith.subi(word(2 * FLOAT_BIAS + QUERY_EXPONENT), found))
 
-        halves = [_times(word, by, "f16") for word in words]
-        four = ir.VectorType.get((4,), _i32())
+        halves = [_narrowed(pair, by, "f16") for pair in words]
         for k in range(2):
-            chunk = vector.from_elements(four, halves[4 * k : 4 * k + 4])
-            llvm.store(chunk, _at(utils.memref_ptr(queries), at, 16 * k))
-        of_row = _times(rope_words[0], by, "bf16" if scaled else "f16")
-        llvm.store(of_row, _at(utils.memref_ptr(rope), of_rope))
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _word(0))):
-            factor = _power(arith.subi(found, _word(QUERY_EXPONENT)))
-            llvm.store(factor, _at(utils.memref_ptr(factors), _scaled(row, 4)))
+            store(joined(halves[4 * k : 4 * k + 4]), queries, at, 16 * k)
+        of_row = _narrowed(rope_words[0], by, "bf16" if scaled else "f16")
+        store(of_row, rope, of_rope)
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, word(0))):
+            factor = _power(arith.subi(found, word(QUERY_EXPONENT)))
+            store(factor, factors, times(row, 4))
 
 
 def unknown_zero() -> jax.Array:
@@ -450,7 +400,7 @@ def unknown_zero() -> jax.Array:
     splat = plgpu.Layout.WG_SPLAT
 
     def run(ctx: Any) -> Any:
-        zero = llvm.inline_asm(_i32(), [], "mov.b32 $0, 0;", "=r", has_side_effects=True)
+        zero = asm_word("mov.b32 $0, 0;")
         return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
 
     out = plgpu.ShapeDtypeStruct((), jnp.int32, splat)

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, scf
+
+from jaxattn.kernels.registers import asm_word, element, fragmented, i32, number, word
 
 
 def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:
@@ -51,8 +52,7 @@ def _emptied(ctx: Any, acc: Any, totals: Any) -> Any:
 
     def change() -> Any:
         wide = totals.broadcast_in_dim(acc.shape, (0,), acc.layout)
-        zero = mgpu.c(0.0, ir.F32Type.get())
-        zero = mgpu.FragmentedArray.splat(zero, acc.shape, acc.layout)
+        zero = mgpu.FragmentedArray.splat(number(0.0), acc.shape, acc.layout)
         return (wide < zero).select(zero, acc)
 
     return _where_any(totals, arith.CmpFPredicate.OLT, 0.0, acc, change)
@@ -63,23 +63,18 @@ def _where_any(rows: Any, predicate: Any, bound: float, acc: Any, change: Any) -
 
     A branch and not a select: what a warp's other threads need decides for all of them.
     """
-    limit = mgpu.c(bound, ir.F32Type.get())
-    each = [vector.extract(x, [], [0]) for x in rows.registers.flat]
-    found = [arith.cmpf(predicate, x, limit) for x in each]
-    mine = arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, found))
-    anyone = llvm.inline_asm(
-        mine.type,
-        [mine],
+    each = [element(x, 0) for x in rows.registers.flat]
+    found = [arith.cmpf(predicate, x, number(bound)) for x in each]
+    mine = arith.extui(i32(), functools.reduce(arith.ori, found))
+    anyone = asm_word(
         "{ .reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; "
         "selp.u32 $0, 1, 0, q; }",
-        "=r,r",
-        has_side_effects=True,
+        mine,
     )
-    some = arith.cmpi(arith.CmpIPredicate.ne, anyone, mgpu.c(0, mine.type))
+    some = arith.cmpi(arith.CmpIPredicate.ne, anyone, word(0))
     branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(list(change().registers.flat))
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(list(acc.registers.flat))
-    registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+    return fragmented(branch.results, acc.shape, acc.layout)

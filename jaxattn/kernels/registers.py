@@ -1,0 +1,142 @@
+"""Single registers of a thread, for what Pallas has no operation for: words, PTX, fragments.
+
+All of it runs inside `plgpu.inline_mgpu`, where an array is a `FragmentedArray`: the registers that
+the thread has of it, each an MLIR value, mostly a vector of two numbers. A word is an int32 value.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+
+def i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def f32() -> Any:
+    return ir.F32Type.get()
+
+
+def word(value: int) -> Any:
+    """A constant, of 0 to 2**32 - 1 or negative."""
+    return mgpu.c(value - 2**32 if value >= 2**31 else value, i32())
+
+
+def number(value: float) -> Any:
+    """A float32 constant."""
+    return mgpu.c(value, f32())
+
+
+def plus(*terms: Any) -> Any:
+    """The sum of words."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = arith.addi(total, term)
+    return total
+
+
+def times(x: Any, by: int) -> Any:
+    """A word times a constant."""
+    return arith.muli(x, word(by))
+
+
+class Thread:
+    """The thread's place: `index` in its warpgroup, `warp` of it, and lane 4 `g` + `t`."""
+
+    def __init__(self) -> None:
+        index = utils.thread_idx()
+        self.index = arith.andi(index, word(127))
+        self.warp = arith.andi(arith.shrui(index, word(5)), word(3))
+        self.g = arith.andi(arith.shrui(index, word(2)), word(7))
+        self.t = arith.andi(index, word(3))
+
+
+def joined(values: list[Any]) -> Any:
+    """A vector of values of one type."""
+    return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+
+def pairs(values: list[Any]) -> list[Any]:
+    """Vectors of two, as most fragments have them."""
+    return [joined(values[i : i + 2]) for i in range(0, len(values), 2)]
+
+
+def element(of: Any, index: int) -> Any:
+    """A vector's element."""
+    return vector.extract(of, [], [index])
+
+
+def fragmented(registers: Any, shape: tuple[int, ...], layout: Any) -> Any:
+    """The array [*shape] of which the thread has these registers, in the layout's order."""
+    registers = np.array(list(registers), dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def pointer(ref: Any, offset: Any, fixed: int = 0) -> Any:
+    """To what lies `offset` + `fixed` bytes behind the beginning of `ref`, in shared memory."""
+    byte = ir.IntegerType.get_signless(8)
+    place = utils.memref_ptr(ref)
+    for dynamic, static in (([offset], -(2**31)), ([], fixed)):
+        flags = llvm.GEPNoWrapFlags.none
+        place = llvm.getelementptr(place.type, place, dynamic, [static], byte, flags)
+    return place
+
+
+def load(ref: Any, offset: Any, fixed: int, words: int) -> list[Any]:
+    """So many words of shared memory, from `pointer` on."""
+    loaded = llvm.load(ir.VectorType.get((words,), i32()), pointer(ref, offset, fixed))
+    return [element(loaded, i) for i in range(words)]
+
+
+def store(value: Any, ref: Any, offset: Any, fixed: int = 0) -> None:
+    """A value or a vector to shared memory, from `pointer` on."""
+    llvm.store(value, pointer(ref, offset, fixed))
+
+
+def asm(
+    code: str, results: list[Any], operands: list[Any], constraints: str, *, movable: bool = False
+) -> list[Any]:
+    """A line of PTX: `results` are types, and so many values are returned.
+
+    Args:
+        constraints: LLVM's, of results and then operands: r is a word, f a float32 number.
+        movable: whether it may be moved, done once for several, or left out if nothing is made of
+            it.
+    """
+    if not results:
+        of_all = ir.Type.parse("!llvm.void")
+    else:
+        of_all = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    out = llvm.inline_asm(of_all, operands, code, constraints, has_side_effects=not movable)
+    if len(results) <= 1:
+        return [out] * len(results)
+    return [llvm.extractvalue(of_one, out, [i]) for i, of_one in enumerate(results)]
+
+
+def asm_word(code: str, *words: Any, movable: bool = False) -> Any:
+    """A line of PTX that makes a word, $0, of words."""
+    constraints = ",".join(["=r"] + ["r"] * len(words))
+    return asm(code, [i32()], list(words), constraints, movable=movable)[0]
+
+
+def mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[Any]:
+    """A warp's [16, 8] float32: sums + left [16, 16] right [16, 8], in registers of two numbers."""
+    code = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, "
+        "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    return asm(code, [f32()] * 4, [*left, *right, *sums], "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+
+
+def over_lanes(combine: Callable[[Any, Any], Any], x: Any, lanes: int) -> Any:
+    """What `combine` makes of the x of so many neighbouring lanes, a power of two, in each."""
+    distance = 1
+    while distance < lanes:
+        x = combine(x, utils.shfl_bfly(x, distance))
+        distance *= 2
+    return x
