@@ -6,8 +6,8 @@ Heads are the columns of both products, so that a few of them cost a few columns
     out^T    [512, N]      += V^T P^T        V the same 64 tokens, seen transposed
 
 The softmax runs over the scores turned round through shared memory, so that a head's lie in half a
-warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and the
-two meet at the end of a row's piece, in shared memory again.
+warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and at
+the end of a row's piece mla_columns_merge.py makes one result of the two.
 
 Pages come by TMA as they are stored. K and V of a 16-bit cache are read by wgmma where they lie;
 those of an FP8 one are widened on their way through registers, by mla_fragments.py, without their
@@ -30,13 +30,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla_body import EMPTY, LOG2E, MASKED, RANK, ROPE
-from jaxattn.kernels.mla_columns_memory import DEPTH, OUTPUTS, SCORES, TILES, WARPGROUPS
-from jaxattn.kernels.mla_fragments import (
-    BLOCKS,
-    Fragments,
-    store_output,
-    unknown_zero,
+from jaxattn.kernels.mla_columns_memory import (
+    BY_COLUMN,
+    BY_ROW,
+    DEPTH,
+    SCORES,
+    TILES,
+    WARPGROUPS,
+    over_out,
+    store_turned,
 )
+from jaxattn.kernels.mla_columns_merge import Outputs, Shared, merge
+from jaxattn.kernels.mla_fragments import BLOCKS, Fragments, unknown_zero
 from jaxattn.kernels.mla_part import Part, Place, visible_keys
 from jaxattn.kernels.mla_plain_fragments import (
     half_queries,
@@ -96,27 +101,14 @@ def make_body(
         ragged: whether rows have lengths of their own among the S tokens.
     """
     product_layout = plgpu.Layout.WGMMA
-    by_row, by_column = SCORES.reduce(1), product_layout.reduce(0)
     tokens = min(page_size, PAGE)
 
     def over_keys(vector: jax.Array) -> jax.Array:
         """Of each packed row, for its scores."""
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, (columns, PAGE), [0]), SCORES)
 
-    def over_out(vector: jax.Array) -> jax.Array:
-        """Of each column, for a block of its output."""
-        wide = lax.broadcast_in_dim(vector, (BLOCK, columns), [1])
-        return plgpu.layout_cast(wide, product_layout)
-
     def iota(dimension: int) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, (columns, PAGE), dimension, layout=SCORES)
-
-    def store_turned(target: Any, value: jax.Array) -> None:
-        if interpret:
-            target[...] = value.T
-        else:
-            value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-            target.transpose((1, 0))[...] = value
 
     def body(first_rows, *every):
         refs = iter(every)
@@ -134,9 +126,8 @@ def make_body(
         ) = refs  # fmt: skip
         q_loads, q_smem = q_refs if quantized else (q_refs, q_refs)
         q_rope_loads, q_rope_smem = q_rope_refs if quantized else (q_rope_refs, q_rope_refs)
-        rescale_smem, top_smem, total_smem = (stats_smem.at[i] for i in range(3))
+        rescale_smem = stats_smem.at[0]
         q_factor_smem = stats_smem.at[3, 0]
-        unit_smem = rescale_smem  # after a piece's last page
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part.of(
             cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages
@@ -144,6 +135,12 @@ def make_body(
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
+        # At a piece's end, in the place of its rescaling and its pages: units and outputs.
+        tops, totals, units = (stats_smem.at[i] for i in (1, 2, 0))
+        shared = Shared(wg, both_there, tops, totals, units, sum_smem)
+        outputs = Outputs(
+            part, first_rows, out_rows, mine, out_ref, partial_ref, lse_ref, partial_lse_ref
+        )
         kv: Any = None if quantized else kv_smem.at[wg]
         rope: Any = None if quantized else rope_smem.at[wg]
         fragments: Any = Fragments(kv_ref.dtype) if quantized else None
@@ -152,12 +149,6 @@ def make_body(
         # Many columns leave room for a block's 32 registers, and not for the next one's.
         lag = 0 if latents.block_scaled and columns > 16 else 1
         blocks_ahead = AHEAD if columns <= 16 and not interpret else 0
-
-        def meet() -> None:
-            """The two warpgroups wait for each other, and see what each has written."""
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(both_there)
-            plgpu.barrier_wait(both_there)
 
         def load(numbers: list[jax.Array], page: jax.Array) -> None:
             for j, source in enumerate(part.sources(numbers, page)):
@@ -215,8 +206,8 @@ def make_body(
                     *plain_queries, of_rows = half_queries(both, latents.block_scaled)
                 else:
                     fragments.halve_queries(q_loads.at[0], q_rope_loads.at[0], q_factor_smem, wg)
-                    meet()
-                    of_rows = plgpu.load(q_factor_smem, layout=by_row, optimized=False)
+                    shared.meet()
+                    of_rows = plgpu.load(q_factor_smem, layout=BY_ROW, optimized=False)
                 of_rows = over_keys(of_rows * factor)
 
             def place_of(zero: jax.Array) -> tuple[Any, Any]:
@@ -271,7 +262,7 @@ def make_body(
                 """Maxima and sums, page i's P and rescaling, and what was done meanwhile."""
                 page = first + WARPGROUPS * i
                 here = score_smem.at[wg, :, pl.ds(0, PAGE)]
-                store_turned(here, scores)
+                store_turned(here, scores, interpret=interpret)
                 plgpu.commit_smem()
 
                 # What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes
@@ -299,7 +290,7 @@ def make_body(
                 return new_top, total * over_keys(rescale) + p, p, rescale, done
 
             def rescaled(accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=by_column))
+                rescale = over_out(plgpu.load(rescale_smem.at[wg], layout=BY_COLUMN))
                 return tuple(acc * rescale for acc in accs)
 
             def of_p(version: int, zero: Any = 0) -> Any:
@@ -420,9 +411,9 @@ def make_body(
             out_type = plgpu.ACC((BLOCK, columns), jnp.float32)
             nothing = plgpu.layout_cast(jnp.zeros((BLOCK, columns), jnp.float32), product_layout)
             sums = (
-                plgpu.layout_cast(jnp.full((columns,), EMPTY, jnp.float32), by_row),
+                plgpu.layout_cast(jnp.full((columns,), EMPTY, jnp.float32), BY_ROW),
                 plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES),
-                plgpu.layout_cast(jnp.full((columns,), LEAST_UNIT, jnp.float32), by_row),
+                plgpu.layout_cast(jnp.full((columns,), LEAST_UNIT, jnp.float32), BY_ROW),
                 (nothing,) * BLOCKS,
             )
             ahead = WARPGROUPS * (DEPTH if quantized else 1)
@@ -430,72 +421,16 @@ def make_body(
             each = each_fp8_page if quantized else each_page
             ends = lax.fori_loop(0, taken, each, (*sums, following))
             top, total, unit, accs = ends[:4]
-            top_smem[wg], total_smem[wg] = top, total.sum(axis=1)
+            tops[wg], totals[wg] = top, total.sum(axis=1)
             if latents.block_scaled:
-                unit_smem[wg] = unit
-            meet()
-            merge(row, start, steps, accs)
+                units[wg] = unit
+            shared.meet()
+            unit_of_all: Any = kv_scale / ROOM if quantized else 1.0
+            merge(
+                accs, None if latents.block_scaled else unit_of_all, shared, outputs,
+                row, start, steps, as_values=quantized and not interpret, interpret=interpret,
+            )  # fmt: skip
             return carry
-
-        def merge(
-            row: jax.Array, start: jax.Array, steps: jax.Array, accs: tuple[jax.Array, ...]
-        ) -> None:
-            """Both warpgroups' results in one, written to the output or as a partial result."""
-            whole = steps == part.pages_of(row)
-
-            def merged(layout: Any) -> tuple[Any, Any]:
-                """Maximum and sum of each column."""
-                tops = [plgpu.load(top_smem.at[i], layout=layout) for i in range(WARPGROUPS)]
-                totals = [plgpu.load(total_smem.at[i], layout=layout) for i in range(WARPGROUPS)]
-                top = functools.reduce(jnp.maximum, tops)
-                parts = [n * jnp.exp2(t - top) for n, t in zip(totals, tops, strict=True)]
-                return top, functools.reduce(jnp.add, parts)
-
-            # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
-            # sees no key the product is 0 * V, NaN where V is.
-            top, total = merged(by_column)
-            own = plgpu.load(top_smem.at[wg], layout=by_column)
-            share = jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total)
-            share = over_out(share)
-            unit: Any = kv_scale / ROOM if quantized else 1.0
-            if latents.block_scaled:
-                unit = over_out(plgpu.load(unit_smem.at[wg], layout=by_column))
-            for i, acc in enumerate(accs):
-                mine_of_it = jnp.where(share < 0, 0.0, acc * share * unit)
-                if quantized and not interpret:
-                    store_output(sum_smem.at[wg], mine_of_it, i)
-                else:
-                    store_turned(sum_smem.at[wg, :, pl.ds(i * BLOCK, BLOCK)], mine_of_it)
-            meet()
-            half = columns // WARPGROUPS
-            some = pl.ds(wg * half, half)
-            shares = [
-                plgpu.load(sum_smem.at[i, some, pl.ds(0, RANK)], layout=OUTPUTS, optimized=False)
-                for i in range(WARPGROUPS)
-            ]
-            out = functools.reduce(jnp.add, shares)
-            at = tile * columns + wg * half
-
-            @pl.when(whole)
-            def _():
-                first = first_rows[0] + row * out_rows + at
-                out_ref[pl.ds(first, half), :] = out.astype(dtype)
-
-            if split:
-
-                @pl.when(jnp.logical_not(whole))
-                def _():
-                    first = first_rows[1] + part.partial_slot(row, start) * out_rows + at
-                    partial_ref[pl.ds(first, half), :] = out
-
-            @pl.when(wg == 0)
-            def _lse():
-                top, total = merged(by_row)
-                lse = (top + jnp.log2(total)) * (1 / LOG2E)
-                lse = jnp.where(total == 0, -jnp.inf, lse)
-                part.write_lse(lse_ref, partial_lse_ref, mine, row, start, whole, lse)
-
-            meet()
 
         part.each_piece(piece)
 
@@ -503,9 +438,6 @@ def make_body(
         def _each_empty_row(row):
             @pl.when((part.pages_of(row) <= 0) & (wg == 0))
             def _():
-                first = first_rows[0] + row * out_rows + tile * columns
-                nothing = plgpu.layout_cast(jnp.zeros((columns, RANK), dtype), OUTPUTS)
-                out_ref[pl.ds(first, columns), :] = nothing
-                lse_ref[row, mine] = plgpu.layout_cast(jnp.full((columns,), -jnp.inf), by_row)
+                outputs.write_nothing(row)
 
     return body

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper import swizzled
@@ -28,6 +30,23 @@ def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
 # of scores, a warp 128 columns of an output's row.
 SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
 OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
+# A number of each packed row, beside its scores and beside the columns of its products.
+BY_ROW, BY_COLUMN = SCORES.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+def over_out(vector: jax.Array) -> jax.Array:
+    """Of each packed row, for a block of its output [128, N]."""
+    wide = lax.broadcast_in_dim(vector, (BLOCK, *vector.shape), [1])
+    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+
+
+def store_turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
+    """A product, packed rows its columns, to shared memory of which they are the rows."""
+    if interpret:
+        target[...] = product.T
+    else:
+        product = plgpu.layout_cast(product, plgpu.Layout.WGMMA_TRANSPOSED)
+        target.transpose((1, 0))[...] = product
 
 
 def fp8_pages(cache_dtype: Any) -> Any:
