@@ -1,4 +1,5 @@
-"""What `mla_decode_columns` keeps in shared memory, and the barriers of its two warpgroups."""
+"""What `mla_decode_columns` keeps in shared memory, its layouts in registers and how one becomes
+the other, and the barriers of its two warpgroups."""
 
 from typing import Any
 
