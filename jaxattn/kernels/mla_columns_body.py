@@ -252,7 +252,7 @@ def make_body(
                 """Of each block the scales of the scores' tokens, and the largest for each row."""
                 if not interpret:
                     here = kv_smem.at[wg, slot]
-                    return fragments.scales_of_keys(here, iota(1), unit, SCORES)
+                    return fragments.scales_of_keys(here, score_smem.at[wg], iota(1), unit, SCORES)
                 inside = jnp.arange(PAGE)[:, None] < left
                 numbers = jnp.where(inside, plain_scales(kv_smem[wg, slot]), 0)
                 wide = [jnp.broadcast_to(x, (columns, PAGE)) for x in numbers.T]
@@ -372,6 +372,8 @@ def make_body(
                 else:
                     # Before the scores are exchanged, and so before the tail is a value.
                     pl.when(left < PAGE)(lambda: fragments.clear(kv_smem.at[wg, slot], left))
+                    if latents.block_scaled:
+                        fragments.turn_scales(kv_smem.at[wg, slot], score_smem.at[wg])
                     run = functools.partial(fp8_scores_of, slot=slot)
                     count = 1 + BLOCKS * latents.block_scaled
                     scores = pl.run_scoped(run, *[scores_type] * count)

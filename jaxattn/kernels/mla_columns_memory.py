@@ -16,6 +16,7 @@ from jaxattn.mla_cache import BLOCK, BYTES, LatentFormat
 
 WARPGROUPS = 2  # which take a piece's pages in turns
 # Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
+# That of the first row of scores also has each warp's largest scale of a block-scaled page.
 MARGIN = 4
 # Of a page with one scale, of 128 bytes of its tokens: the blocks, then the rope numbers.
 TILES = 1 + BLOCKS

@@ -2,8 +2,9 @@
 
 Widened numbers never go through shared memory, which has time for little else. They are what is
 stored, in float16, which one conversion makes of two of them; scales meet other numbers:
-`plus_scaled` multiplies scores, and P is multiplied by `scales_of_keys`. Queries become float16,
-a power of two apart, by `halve_queries`.
+`plus_scaled` multiplies scores, and P is multiplied by `scales_of_keys`, both once `turn_scales`
+has put a page's scales side by side. Queries become float16, a power of two apart, by
+`halve_queries`.
 
 A page's 64 tokens lie there in one of two ways, `Lines`: block-scaled ones as in the cache, 656
 bytes a token, so that the same 16 bytes of eight tokens lie in banks of their own; others 128
@@ -57,6 +58,8 @@ TILE = PAGE * BLOCK  # bytes
 ROW_BYTES = RANK + SCALE_BYTES + 2 * ROPE  # of a block-scaled token
 # Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
 LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
+# In bytes, where the first row of the scores ends: its margin has each warp's largest scale.
+LARGEST = 4 * PAGE
 # Float16 keeps a query's numbers down to 2**-33 of the largest of the 512; rope numbers may be 64
 # times as large before they decide.
 QUERY_EXPONENT, ROPE_EXCESS = 8, 6
@@ -162,13 +165,46 @@ def _rope(page: Any, lines: Lines, scaled: bool) -> Any:
     return _fragment(in_order, (PAGE, ROPE), ir.BF16Type.get())
 
 
+def _turned(warp: Any, block: Any, four: Any) -> Any:
+    """Bytes from a warp's first scale to those of four of its tokens for a block, once turned: in
+    the place of its token 4 (block ^ warp) + four. Of lanes that read 16 bytes each, eight are
+    served at a time; theirs are two neighbouring warps' for a block, in banks of their own."""
+    return times(plus(times(arith.xori(block, warp), 4), four), ROW_BYTES)
+
+
+def _sync_warp() -> None:
+    """What a warp's lanes have written before is there for all of them."""
+    asm("bar.warp.sync 0xffffffff;", [], [], "~{memory}")
+
+
+def _turn_scales(page: Any, scores: Any) -> None:
+    """A warp turns those of its 16 tokens, which are also those that it may have cleared: a thread
+    has block t's of tokens g and g + 8."""
+    place = Thread()
+    tokens = times(place.warp, 16 * ROW_BYTES)
+    mine = plus(tokens, times(place.g, ROW_BYTES), times(place.t, 4))
+    _sync_warp()
+    words = [load(page, mine, RANK + 8 * row * ROW_BYTES, 1)[0] for row in range(2)]
+    _sync_warp()  # all of them have been read
+    to = plus(tokens, _turned(place.warp, place.t, arith.shrui(place.g, word(2))))
+    to = plus(to, times(arith.andi(place.g, word(3)), 4))
+    for row, x in enumerate(words):
+        store(x, page, to, RANK + 2 * row * ROW_BYTES)
+    both = [arith.bitcast(f32(), x) for x in words]
+    most = over_lanes(arith.maxnumf, arith.maxnumf(*both), 32)
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, plus(place.g, place.t), word(0))):
+        store(most, scores, times(place.warp, 4), LARGEST)
+    _sync_warp()
+
+
 def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
     place = Thread()
     two, contract = ir.VectorType.get((2,), f32()), arith.FastMathFlags.contract
-    token = times(plus(times(place.warp, 16), place.g), ROW_BYTES)
+    token = plus(times(place.warp, 16 * ROW_BYTES), times(arith.andi(place.g, word(3)), 4))
+    token = plus(token, _turned(place.warp, word(block), arith.shrui(place.g, word(2))))
     of_rows = []
     for row in range(2):
-        (scale,) = load(page, token, RANK + 8 * row * ROW_BYTES + 4 * block, 1)
+        (scale,) = load(page, token, RANK + 2 * row * ROW_BYTES, 1)
         of_rows.append(vector.broadcast(two, arith.bitcast(f32(), scale)))
     total = scores.registers.reshape(-1, 2).copy()
     for at, x in np.ndenumerate(product.registers.reshape(-1, 2)):
@@ -177,23 +213,22 @@ def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
     return fragmented(total.flat, scores.shape, scores.layout)
 
 
-def _scales_of_keys(page: Any, tokens: Any, largest: Any) -> Any:
-    """A thread has the same four tokens of each row, and half a warp all of them."""
+def _scales_of_keys(page: Any, scores: Any, tokens: Any, largest: Any) -> Any:
+    """A thread has the same four tokens of each row, 4 `four` and on of the 16 of `warp`."""
     first = element(tokens.registers.flat[0], 0)
-    of_tokens = []
-    for i in range(4):
-        words = load(page, times(first, ROW_BYTES), RANK + i * ROW_BYTES, BLOCKS)
-        of_tokens.append([arith.bitcast(f32(), x) for x in words])
-    most = of_tokens[0][0]
-    for x in sum(of_tokens, [])[1:]:
+    warp, four = arith.shrui(first, word(4)), arith.andi(arith.shrui(first, word(2)), word(3))
+    of_blocks = []
+    for block in range(BLOCKS):
+        at = plus(times(warp, 16 * ROW_BYTES), _turned(warp, word(block), four))
+        of_blocks.append([arith.bitcast(f32(), x) for x in load(page, at, RANK, 4)])
+    most, *others = (arith.bitcast(f32(), x) for x in load(scores, word(0), LARGEST, 4))
+    for x in others:
         most = arith.maxnumf(most, x)
-    most = over_lanes(arith.maxnumf, most, 16)
 
     def same(x: Any, like: Any) -> Any:
         return fragmented([x] * like.registers.size, like.shape, like.layout)
 
-    of_blocks = [same(joined([x[block] for x in of_tokens]), tokens) for block in range(BLOCKS)]
-    return *of_blocks, same(joined([most]), largest)
+    return *(same(joined(x), tokens) for x in of_blocks), same(joined([most]), largest)
 
 
 def _values(page: Any, lines: Lines, block: int) -> Any:
@@ -222,7 +257,8 @@ def _values(page: Any, lines: Lines, block: int) -> Any:
 
 
 def _clear(page: Any, lines: Lines, left: Any) -> None:
-    """Zeros in place of the tokens behind the first `left`, every other chunk a thread."""
+    """Zeros in place of the tokens behind the first `left`, every other chunk a thread, and 16
+    tokens a warp: those that it reads as keys and turns the scales of."""
     index = Thread().index
     token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
     here = plus(times(token, lines.pitch), times(half, 16))
@@ -302,27 +338,50 @@ class Fragments:
     def plus_scaled(
         self, scores: jax.Array, product: jax.Array, page: Any, block: int
     ) -> jax.Array:
-        """`scores` + a block's product [64 tokens, N] times its scale of each token."""
+        """`scores` + a block's product [64 tokens, N] times its scale of each token.
+
+        Args:
+            page: as `turn_scales` has left it.
+        """
         layout = plgpu.Layout.WGMMA
         out = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout)
         run = plgpu.inline_mgpu(arg_types=(layout, layout, self.page), return_type=out)
         return run(lambda ctx, x, y, s: _plus_scaled(x, y, s, block))(scores, product, page)
 
-    def scales_of_keys(self, page: Any, tokens: jax.Array, unit: jax.Array, layout: Any) -> Any:
+    def turn_scales(self, page: Any, scores: Any) -> None:
+        """Once a page, after `clear`: its scales of each block side by side, where scales lie.
+
+        `plus_scaled` reads those of the warp's own tokens. `scales_of_keys` reads all: the four
+        warps have to meet before it, and after it before the next page's scales are turned.
+
+        Args:
+            page: uint8 [64, 656].
+            scores: float32 [N, 64 and a margin of 4]. To the margin of the first row goes the
+                largest scale of each warp's 16 tokens, NaN only if all are.
+        """
+        run = lambda ctx, *args: _turn_scales(*args)  # noqa: E731
+        plgpu.inline_mgpu(arg_types=(self.page, self.plain))(run)(page, scores)
+
+    def scales_of_keys(
+        self, page: Any, scores: Any, tokens: jax.Array, unit: jax.Array, layout: Any
+    ) -> Any:
         """Of each block the tokens' scales [N, 64], and the largest of all [N].
 
         Args:
+            page, scores: as `turn_scales` has left them.
             tokens: of each score, int32 [N, 64].
             unit: any numbers [N].
-            layout: of `tokens`, four of them a thread and all of a row in half a warp.
+            layout: of `tokens`: a thread has four neighbours, the same of each row.
         """
         by_row = layout.reduce(1)
         wide = plgpu.ShapeDtypeStruct(tokens.shape, jnp.float32, layout)
         most = plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, by_row)
         run = plgpu.inline_mgpu(
-            arg_types=(self.page, layout, by_row), return_type=(wide,) * BLOCKS + (most,)
+            arg_types=(self.page, self.plain, layout, by_row),
+            return_type=(wide,) * BLOCKS + (most,),
         )
-        *found, most = run(lambda ctx, *args: _scales_of_keys(*args))(page, tokens, unit)
+        args = (page, scores, tokens, unit)
+        *found, most = run(lambda ctx, *args: _scales_of_keys(*args))(*args)
         return found, most
 
     def clear(self, page: Any, left: jax.Array) -> None:
