@@ -8,8 +8,6 @@ Limits: Dk = Dv = 128, chunks of 64 tokens, q, k and v in bfloat16 or float16, s
 float32. Reference: `jaxattn.gdn_chunk`; tests: tests/test_gdn_prefill_kernel.py.
 """
 
-import math
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +22,8 @@ from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, output_pass
 from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM
 from jaxattn.kernels.hopper import NUM_SMS, require_hopper
 
-LOG2E = math.log2(math.e)
-# exp2 of this is 0 in float32, and sums of 64 of them keep a small decay beside them to 1e-3.
-LOWEST_LOG2_DECAY = -150.0
+# Sequences whose plan is one kernel of XLA's.
+WRITTEN_OUT = 16
 
 
 class Pool(NamedTuple):
@@ -56,23 +53,38 @@ class Plan(NamedTuple):
 def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, ...]:
     """Ranges [n] cut in pieces of `size`, at least one each: of every piece its range, where it
     starts and how long it is; of every range its first piece and how many it has."""
-    number = xp.maximum((ends - starts + (size - 1)) // size, 1)
     count, piece = starts.shape[0], xp.arange(pieces, dtype=xp.int32)
+    number: Any
     last: Any
+    if xp is jnp and count <= WRITTEN_OUT:
+        return _cut_written_out(starts, ends, size, piece)
+    number = xp.maximum((ends - starts + (size - 1)) // size, 1)
+    last = xp.cumsum(number, dtype=xp.int32)
     if xp is np:
-        last = np.cumsum(number, dtype=np.int32)
         owner = np.searchsorted(last, piece, side="right").astype(np.int32)
-    elif count <= 16:  # sums that are written out are no kernels of their own
-        last = jnp.stack(list(accumulate(number)))
-        owner = sum((piece >= last[i]).astype(jnp.int32) for i in range(count))
     else:  # one kernel, where a search is a loop
-        last = jnp.cumsum(number, dtype=jnp.int32)
         owner = jnp.sum(piece[:, None] >= last, axis=1, dtype=jnp.int32)
     first = last - number
     used, owner = owner < count, xp.minimum(owner, count - 1)
     start = starts[owner] + (piece - first[owner]) * size
     length = xp.where(used, xp.clip(ends[owner] - start, 0, size), 0)
     return owner, xp.where(used, start, 0), length, first, number
+
+
+def _cut_written_out(starts: Any, ends: Any, size: int, piece: Any) -> tuple[Any, ...]:
+    """The same of few ranges, number by number: then it is no kernel of its own."""
+    owner = begin = start = end = jnp.zeros_like(piece)
+    firsts, numbers, first = [], [], jnp.int32(0)
+    for i in range(starts.shape[0]):
+        here = piece >= first
+        owner, begin = (jnp.where(here, x, old) for x, old in ((i, owner), (first, begin)))
+        start, end = (jnp.where(here, x[i], old) for x, old in ((starts, start), (ends, end)))
+        firsts.append(first)
+        numbers.append(jnp.maximum((ends[i] - starts[i] + (size - 1)) // size, 1))
+        first = first + numbers[-1]
+    start, used = start + (piece - begin) * size, piece < first
+    length = jnp.where(used, jnp.clip(end - start, 0, size), 0)
+    return owner, jnp.where(used, start, 0), length, jnp.stack(firsts), jnp.stack(numbers)
 
 
 def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool) -> Plan:
@@ -167,30 +179,6 @@ def segment_tokens(length: int, count: int, value_heads: int) -> int:
     return -(-chunks // best) * CHUNK if best and split(best) < 0.9 * whole else 0
 
 
-def chunk_gates(
-    g: jax.Array, beta: jax.Array, chunks: jax.Array, sequences: int | None
-) -> jax.Array:
-    """float32 [N, Hv, 2, 64]: log2 decay and beta of every chunk's tokens, 0 past its end.
-
-    Args:
-        g, beta: [T, Hv].
-        chunks: int32 [N, 2 or more], first token of a chunk and its tokens.
-        sequences: their number if they are equally long and all there is, or None.
-    """
-    g = jnp.maximum(g.astype(jnp.float32) * LOG2E, LOWEST_LOG2_DECAY)
-    gates = jnp.stack([g, beta.astype(jnp.float32)], axis=-1)  # [T, Hv, 2]
-    if sequences is None:
-        place = lax.iota(jnp.int32, CHUNK)
-        start, length = chunks[:, :1], chunks[:, 1:2]
-        gates = gates.at[start + place].get(mode="clip")  # [N, 64, Hv, 2]
-        gates = jnp.where((place < length)[..., None, None], gates, 0)
-    else:
-        gates = gates.reshape(sequences, -1, *gates.shape[1:])
-        gates = jnp.pad(gates, ((0, 0), (0, -gates.shape[1] % CHUNK), (0, 0), (0, 0)))
-        gates = gates.reshape(-1, CHUNK, *gates.shape[2:])
-    return jnp.transpose(gates, (0, 2, 3, 1))
-
-
 def refuse_prefill(
     op: str,
     q: jax.Array,
@@ -240,7 +228,6 @@ def gdn_prefill_mosaic(
     """
     batch, length = v.shape[:2]
     tokens = batch * length
-    equal = None
     if cu_seqlens is None:
         offsets: Any = length * np.arange(batch + 1, dtype=np.int32)
     elif isinstance(cu_seqlens, jax.core.Tracer):
@@ -248,16 +235,12 @@ def gdn_prefill_mosaic(
     else:
         offsets = np.asarray(cu_seqlens, np.int32)
     count = offsets.shape[0] - 1
-    if isinstance(offsets, np.ndarray):
-        every = tokens // count * np.arange(count + 1)
-        equal = count if offsets[-1] == tokens and (offsets == every).all() else None
     q, k, v, g, beta = (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
     slots = _arrays_as_pool(initial_state, count, v.shape[1]) if pool is None else pool
     with jax.named_scope("plan"):
         if segment is None:
             segment = segment_tokens(tokens, count, v.shape[1])
         table = plan(offsets, tokens, segment, slots)
-        gates = chunk_gates(g, beta, table.table[: table.num_chunks], equal)
     # A copy takes 64 rows, and no array may be shorter than that.
     short = ((0, max(0, CHUNK - tokens)), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, short) for x in (q, k, v))
@@ -265,8 +248,10 @@ def gdn_prefill_mosaic(
     x, p, vectors = chunk_matrices(
         q,
         k,
-        gates,
+        g.astype(jnp.float32),
+        beta.astype(jnp.float32),
         table.table,
+        table.num_chunks,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
         **mode,

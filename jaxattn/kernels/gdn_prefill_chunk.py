@@ -3,7 +3,7 @@
 With `G` the running sum of the log decay inside a chunk and rows i, j of it,
 
     A_ij = beta_i (k_i . k_j) exp(G_i - G_j)            for i > j, else 0
-    X    = (I + A)^-1                                   by `gdn_prefill_inverse`
+    X    = (I + A)^-1 diag(beta)                        by `gdn_prefill_inverse`
     P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
 
 and vectors that scale rows and columns of the products in `gdn_prefill_state`. Everything is masked
@@ -19,12 +19,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxattn.kernels.gdn_prefill_gates import BETAS, DECAYS, sum_decays
+from jaxattn.kernels.gdn_prefill_gates import (
+    BETAS,
+    COPIED_HEADS,
+    DECAYS,
+    beta_by_column,
+    copied_shape,
+    copy_gates,
+    sum_gates,
+)
 from jaxattn.kernels.gdn_prefill_inverse import unit_lower_inverse
 from jaxattn.kernels.gdn_prefill_tiles import (
-    BETA,
     BY_COLUMN,
     BY_ROW,
     CHUNK,
@@ -47,6 +56,7 @@ from jaxattn.kernels.gdn_prefill_tiles import (
 from jaxattn.kernels.hopper import NUM_SMS, interpret_mode, swizzled
 from jaxattn.kernels.registers import (
     Thread,
+    asm,
     element,
     fragmented,
     i32,
@@ -120,6 +130,31 @@ def own_products(rows: list[jax.Array], *, interpret: bool) -> jax.Array:
     return products(*rows)
 
 
+def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None:
+    """Asks for the first `length` of rows [64, 128] of global memory to come to L2."""
+    if interpret:
+        return
+    wide = plgpu.layout_cast(jnp.full((CHUNK, 8), length, jnp.int32), TILE)
+
+    def run(ctx: Any, k: Any, q: Any, wide: Any) -> None:
+        del ctx
+        long = ir.IntegerType.get_signless(64)
+        pitch = ir.MemRefType(k.type).get_strides_and_offset()[0][0]
+        index = Thread().index
+        token = arith.andi(index, word(CHUNK - 1))
+        of_keys = arith.cmpi(arith.CmpIPredicate.ult, index, word(CHUNK))
+        places = (llvm.ptrtoint(long, utils.memref_ptr(x)) for x in (k, q))
+        place = arith.addi(arith.select(of_keys, *places), arith.extui(long, times(token, 2 * pitch)))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, token, element(wide.registers.flat[0], 0))
+        code = (
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p prefetch.global.L2 [$0]; "
+            "@p prefetch.global.L2 [$0+128]; }"
+        )
+        asm(code, [], [place, arith.extui(i32(), inside)], "l,r")
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (TILE,))(run)(k, q, wide)
+
+
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
     """Value heads that a warpgroup takes of a chunk, of the `group` that share a key head.
 
@@ -131,14 +166,16 @@ def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
         turns = -(-chunks * value_heads // (share * NUM_SMS * WARPGROUPS))
         return turns * (share + 0.3)
 
-    return min((n for n in range(1, min(group, 4) + 1) if group % n == 0), key=time)
+    return min((n for n in (1, 2, COPIED_HEADS) if group % n == 0), key=time)
 
 
 def chunk_matrices(
     q: jax.Array,
     k: jax.Array,
-    gates: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
     chunks: jax.Array,
+    count: int,
     *,
     scale: float,
     use_qk_l2norm: bool,
@@ -149,16 +186,16 @@ def chunk_matrices(
 
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
-        gates: float32 [N, Hv, 2, 64], log2 decay and beta of each chunk's tokens; 0 past its end.
+        g, beta: float32 [T, Hv], log decay and beta; what lies outside the chunks likewise.
         chunks: int32 [N + 1 or more, 8], first token of a chunk and its tokens, 0 to 64; and in
             row N how many chunks from the first are to be done.
+        count: N.
 
     Returns:
-        X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 5, 64]; undefined for
+        X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
         chunks without a token.
     """
-    count, value_heads = gates.shape[:2]
-    dtype = q.dtype
+    value_heads, dtype = g.shape[1], q.dtype
     group = value_heads // k.shape[1]
     # Most of N: there is one more for every sequence, in case its last chunk is not full.
     share = value_heads_at_once(-(-k.shape[0] // CHUNK), value_heads, group)
@@ -166,6 +203,7 @@ def chunk_matrices(
     items = count * (value_heads // share)
     blocks = min(-(-items // WARPGROUPS), NUM_SMS)
     body = _body(
+        count=count,
         group=group,
         share=share,
         workers=blocks * WARPGROUPS,
@@ -183,13 +221,14 @@ def chunk_matrices(
         scratch_types=[
             token_tiles((each, 2), dtype, interpret=interpret),  # K
             token_tiles((each, 2), dtype, interpret=interpret),  # Q
-            plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),  # log2 decay, beta
+            plgpu.SMEM((each, 2, CHUNK, COPIED_HEADS), jnp.float32),  # log decay, beta
+            plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),  # running sums of log2 decay, beta
             plgpu.SMEM((each, CHUNK), jnp.float32),  # running sums less log2 |k|^-1
             triangles(each, dtype),  # P, then X
             plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
             *[plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=swizzled(jnp.float16, 32))] * 2,
             plgpu.SMEM((each,), jnp.int32),
-            plgpu.Barrier(num_arrivals=5, num_barriers=each),
+            plgpu.Barrier(num_arrivals=6, num_barriers=each),
         ],
         grid=(blocks,),
         grid_names=("block",),
@@ -199,12 +238,15 @@ def chunk_matrices(
         compiler_params=compiler_params(),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
+    more = [(0, new - old) for new, old in zip(copied_shape(*g.shape), g.shape, strict=True)]
+    g, beta = (jnp.pad(x, more) for x in (g, beta))
     with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(q, k, gates, chunks)
+        return kernel(q, k, g, beta, chunks)
 
 
 def _body(
     *,
+    count: int,
     group: int,
     share: int,
     workers: int,
@@ -228,8 +270,8 @@ def _body(
         return lax.rsqrt(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 
     def body(
-        q_ref, k_ref, gates_ref, chunks_ref, x_ref, p_ref, vectors_ref,
-        k_union, q_union, all_gates, all_sums, all_out, all_vectors, *rest,
+        q_ref, k_ref, g_ref, beta_ref, chunks_ref, x_ref, p_ref, vectors_ref,
+        k_union, q_union, all_copied, all_gates, all_sums, all_out, all_vectors, *rest,
     ):  # fmt: skip
         *all_half, own_smem, loaded = rest
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
@@ -244,22 +286,21 @@ def _body(
             there need no register from chunk to chunk, of which there are none left."""
             return own_smem[wg]
 
-        each = gates_ref.shape[1] // share
-        items = chunks_ref[gates_ref.shape[0], 0] * each
+        each = x_ref.shape[1] // share
+        items = chunks_ref[count, 0] * each
         steps = lax.div(items - worker + (workers - 1), jnp.int32(workers))
 
         def place(i):
             """Chunk and first value head of the warpgroup's item i, which may be one too many."""
-            item = jnp.minimum(worker + i * workers, items - 1)
+            item = jnp.minimum(worker + i * workers, count * each - 1)
             return lax.div(item, jnp.int32(each)), lax.rem(item, jnp.int32(each)) * share
 
-        def issue(chunk, first_head, start):
+        def issue(first_head, start):
             wg, rows = own(), pl.ds(start, CHUNK)
             barrier = loaded.at[wg]
             key_head = lax.div(first_head, jnp.int32(group))
             copy_rows(k_ref.at[rows, key_head], k_copied.at[wg], barrier)
-            gates = gates_ref.at[chunk, pl.ds(first_head, share)]
-            plgpu.copy_gmem_to_smem(gates, all_gates.at[wg], barrier)
+            copy_gates(g_ref, beta_ref, start, first_head, all_copied.at[wg], barrier)
             copy_rows(q_ref.at[rows, key_head], q_copied.at[wg], barrier)
 
         def keep(wg, *halves):
@@ -289,13 +330,17 @@ def _body(
                     keys.at[half][...] = jnp.where(inside, kept, jnp.zeros((), dtype))
                 plgpu.commit_smem()
 
-            sum_decays(all_gates.at[own()], interpret=interpret)
+            gates = all_gates.at[own()]
+            sum_gates(all_copied.at[own()], first_head, length, gates, interpret=interpret)
             plgpu.commit_smem()
             if l2norm:
                 k_scale, factor = inverse_length(keys), inverse_length(queries) * scale
                 log_scale = jnp.log2(k_scale)
             else:
                 factor = plgpu.layout_cast(jnp.full((CHUNK,), scale, jnp.float32), BY_ROW)
+
+            next_rows = pl.ds(next_start, CHUNK), lax.div(next_head, jnp.int32(group))
+            prefetch_rows(k_ref.at[next_rows], q_ref.at[next_rows], next_length, interpret=interpret)
 
             @pl.loop(0, share)
             def _value_head(n):
@@ -317,8 +362,7 @@ def _body(
                     gamma, to_end = jnp.exp2(running), jnp.exp2(total - running)
                     weight = beta * k_scale if l2norm else beta
                     every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
-                    vectors_smem[BETA, :] = beta
-                    vectors_smem[READ, :] = gamma * -weight
+                    vectors_smem[READ, :] = -gamma * k_scale if l2norm else -gamma
                     vectors_smem[OUT, :] = gamma * factor
                     vectors_smem[WRITE, :] = to_end * k_scale if l2norm else to_end
                     vectors_smem[DECAY, :] = every
@@ -343,11 +387,15 @@ def _body(
 
                 @pl.when((n == share - 1) & (i + 1 < steps))
                 def _():
-                    issue(next_chunk, next_head, next_start)
+                    issue(next_head, next_start)
 
                 wg = own()
                 half_smem = [ref.at[wg] for ref in all_half]
-                x = unit_lower_inverse(a, half_smem, interpret=interpret)
+
+                def betas():
+                    return beta_by_column(all_gates.at[own(), n], interpret=interpret)
+
+                x = unit_lower_inverse(a, betas, half_smem, interpret=interpret)
                 wg = own()
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 keep(wg, *x)
@@ -357,12 +405,13 @@ def _body(
             return next_length
 
         first_chunk, first_head = place(0)
+        first_start, first_length = chunks_ref[first_chunk, 0], chunks_ref[first_chunk, 1]
 
         @pl.when(steps > 0)
         def _():
-            issue(first_chunk, first_head, chunks_ref[first_chunk, 0])
+            issue(first_head, first_start)
 
-        lax.fori_loop(0, steps, item_step, chunks_ref[first_chunk, 1])
+        lax.fori_loop(0, steps, item_step, first_length)
         plgpu.wait_smem_to_gmem(0)
 
     return body

@@ -1,47 +1,131 @@
-"""The gates of a chunk's value heads in shared memory: running sums of the log decays.
+"""The gates of a chunk's value heads, from memory to running sums of the log decays.
 
-A warp has a value head, and each thread two neighbouring tokens: the sum is six shuffles, for all
-of a warpgroup's heads at once.
+They are stored token by token, and needed head by head. A row of TMA's copies has 16 bytes at
+least, four heads. Of what came, a warp takes a value head, and each thread two neighbouring tokens:
+the sum is six shuffles, for all of a warpgroup's heads at once.
 """
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxattn.kernels.gdn_prefill_tiles import CHUNK
-from jaxattn.kernels.registers import Thread, asm, f32, i32, plus, times, word
+from jaxattn.kernels.gdn_prefill_tiles import CHUNK, TILE
+from jaxattn.kernels.registers import (
+    Thread,
+    asm,
+    element,
+    f32,
+    fragmented,
+    i32,
+    number,
+    plus,
+    pointer,
+    times,
+    word,
+)
 
 DECAYS, BETAS = 0, 1  # rows of a head's gates in shared memory, float32 [2, 64]
+COPIED_HEADS = 4
+LOG2E = math.log2(math.e)
+# exp2 of this is 0 in float32, and sums of 64 of them keep a small decay beside them to 1e-3.
+LOWEST_LOG2_DECAY = -150.0
 
 
-def sum_decays(gates: Any, *, interpret: bool) -> None:
-    """Replaces the decays in `gates`, shared memory [at most 4, 2, 64], by their running sums."""
+def copied_shape(tokens: int, heads: int) -> tuple[int, int]:
+    """What gates [tokens, heads] are to be padded to before they can be copied."""
+    return max(tokens, CHUNK), -(-heads // COPIED_HEADS) * COPIED_HEADS
+
+
+def copy_gates(g: Any, beta: Any, start: Any, head: Any, copied: Any, barrier: Any) -> None:
+    """Two copies, of 64 tokens' log decays and betas, float32 [T, Hv], those of `head` among them,
+    to `copied`, shared memory [2, 64, 4]."""
+    first = lax.div(head, jnp.int32(COPIED_HEADS)) * COPIED_HEADS
+    for row, ref in ((DECAYS, g), (BETAS, beta)):
+        source = ref.at[pl.ds(start, CHUNK), pl.ds(first, COPIED_HEADS)]
+        plgpu.copy_gmem_to_smem(source, copied.at[row], barrier)
+
+
+def sum_gates(copied: Any, head: Any, length: Any, gates: Any, *, interpret: bool) -> None:
+    """Running sums of the log2 decays, and betas, of the value heads from `head` on.
+
+    Args:
+        copied: by `copy_gates`.
+        length: tokens of the chunk; both gates are 0 for the others.
+        gates: shared memory [1, 2 or 4 heads, 2, 64].
+    """
+    place = lax.rem(head, jnp.int32(COPIED_HEADS))
     if interpret:
-        gates[:, DECAYS, :] = jnp.cumsum(gates[:, DECAYS, :], axis=1)
-    else:
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_sum)(gates)
+        inside = jnp.arange(CHUNK)[:, None] < length
+        heads = pl.ds(place, gates.shape[0])
+        decays, betas = (jnp.where(inside, copied[row, :, heads], 0.0) for row in (DECAYS, BETAS))
+        decays = jnp.maximum(decays * LOG2E, LOWEST_LOG2_DECAY)
+        gates[:, DECAYS, :] = jnp.cumsum(decays, axis=0).T
+        gates[:, BETAS, :] = betas.T
+        return
+    wide = [plgpu.layout_cast(jnp.full((CHUNK, 8), x, jnp.int32), TILE) for x in (place, length)]
+    plain = plgpu.RefType()
+    plgpu.inline_mgpu(arg_types=(plain, plain, TILE, TILE))(_sum)(copied, gates, *wide)
 
 
-def _sum(ctx: Any, gates: Any) -> None:
+def _sum(ctx: Any, copied: Any, gates: Any, head: Any, length: Any) -> None:
     del ctx
-    heads, thread = ir.MemRefType(gates.type).shape[0], Thread()
-    lane = arith.remui(utils.thread_idx(), word(32))
-    index = plus(times(thread.warp, 2 * CHUNK), times(lane, 2))
-    place = utils.getelementptr(utils.memref_ptr(gates), [index], f32())
-    place = llvm.ptrtoint(i32(), place)
+    heads, warp = ir.MemRefType(gates.type).shape[0], Thread().warp
+    head, length = (element(x.registers.flat[0], 0) for x in (head, length))
+    token = times(arith.andi(utils.thread_idx(), word(31)), 2)  # and the next one
+    pitch = 4 * COPIED_HEADS
+    first = plus(times(token, pitch), times(plus(head, warp), 4))
+    first = llvm.ptrtoint(i32(), pointer(copied, first))
     # Without a branch: behind one, ptxas takes nothing for uniform any more.
-    code = (
-        f"{{ .reg .pred p; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
-        f"setp.lt.u32 p, $3, {heads}; @p ld.shared.v2.f32 {{$0, $1}}, [$2]; }}"
+    is_head = f"{{ .reg .pred p; setp.lt.u32 p, $%d, {heads}; "
+    places = [pitch * (CHUNK * row + i) for row in range(2) for i in range(2)]
+    code = is_head % 5 + "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(4))
+    code += "".join(f"@p ld.shared.f32 ${i}, [$4+{at}]; " for i, at in enumerate(places)) + "}"
+    loaded = asm(code, [f32()] * 4, [first, warp], "=&f,=&f,=&f,=&f,r,r,~{memory}")
+    for i, x in enumerate(loaded):
+        inside = arith.cmpi(arith.CmpIPredicate.slt, plus(token, word(i % 2)), length)
+        loaded[i] = arith.select(inside, x, number(0.0))
+    *decays, beta, next_beta = loaded
+    decays = [arith.mulf(x, number(LOG2E)) for x in decays]
+    decays = [arith.maximumf(x, number(LOWEST_LOG2_DECAY)) for x in decays]
+    place = plus(times(warp, 2 * 4 * CHUNK), times(token, 4))
+    place = llvm.ptrtoint(i32(), pointer(gates, place))
+    code = is_head % 5 + "@p st.shared.v2.f32 [$0], {$1, $2}; "
+    code += f"@p st.shared.v2.f32 [$0+{4 * CHUNK}], {{$3, $4}}; }}"
+    values = [*_running(*decays), beta, next_beta]
+    asm(code, [], [place, *values, warp], "r,f,f,f,f,r,~{memory}")
+
+
+def beta_by_column(gates: Any, *, interpret: bool) -> jax.Array:
+    """The betas of a head's `gates` [2, 64] as float32 [64, 32]: in rows 0 to 31 those of tokens 0
+    to 31, in the others those of tokens 32 to 63."""
+    if interpret:
+        return jnp.repeat(gates[BETAS].reshape(2, 32), 32, axis=0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, 32), jnp.float32, layout=TILE),
     )
-    pair = asm(code, [f32()] * 2, [place, thread.warp], "=&f,=&f,r,r")
-    sums = _running(*pair)
-    code = f"{{ .reg .pred p; setp.lt.u32 p, $3, {heads}; @p st.shared.v2.f32 [$0], {{$1, $2}}; }}"
-    asm(code, [], [place, *sums, thread.warp], "r,f,f,r,~{memory}")
+    def read(ctx: Any, gates: Any) -> Any:
+        del ctx
+        thread = Thread()
+        lower = arith.shrui(thread.warp, word(1))
+        at = plus(times(lower, 4 * 32), times(thread.t, 8))
+        pair = ir.VectorType.get((2,), f32())
+        registers = []
+        for column in range(0, 32, 8):
+            found = pointer(gates, at, 4 * (CHUNK * BETAS + column))
+            registers += [llvm.load(pair, found)] * 2  # rows g and g + 8
+        return fragmented(registers, (CHUNK, 32), TILE.to_mgpu())
+
+    return read(gates)
 
 
 def _running(first: Any, second: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ M is kept as two bfloat16 arrays, its rounded value and what the rounding left: 
 16-bit operands then have 16 bits, where one would round the whole state once a segment.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -44,7 +45,9 @@ from jaxattn.kernels.gdn_prefill_state import (
 from jaxattn.kernels.gdn_prefill_tiles import (
     CHUNK,
     DIM,
+    READ,
     VECTORS,
+    WRITE,
     both_views,
     clear_triangles,
     compiler_params,
@@ -150,17 +153,19 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                     operand, decayed = step.rounded(state), step.decayed(state)
                     step.times_transposed(seen, operand, step.k)
                     # Not 0 times the values, which may be NaN.
-                    written = lax.cond(kind == VALUES, step.written, zero_tile)
-                    u.add_transposed(step.residual(seen.read(), written), step.x)
+                    zeros = functools.partial(zero_tile, dtype)
+                    values = lax.cond(kind == VALUES, step.values, zeros)
+                    read_by = step.vector(READ)
+                    u.add_transposed(step.residual(read_by, seen.read(), values), step.x)
+                    weight = step.vector(WRITE)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)
                     ]
-                    step.write(accs, added)
+                    step.write(accs, added, weight)
                     return tuple(acc.read() for acc in accs)
 
                 state = with_accumulators(with_refs, 4, interpret=interpret)
-                plgpu.commit_smem()  # what was read here is overwritten by a copy
                 plgpu.barrier_arrive(read.at[slot])
                 return state, next_slot(slot)
 
@@ -291,7 +296,6 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                     return tuple(acc.read() + half for acc, half in zip(accs, end, strict=True))
 
                 state = with_accumulators(with_refs, 2, interpret=interpret)
-                plgpu.commit_smem()  # what was read here is overwritten by a copy
                 plgpu.barrier_arrive(read.at[slot])
                 return state
 

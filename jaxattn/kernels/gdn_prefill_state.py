@@ -5,7 +5,7 @@ channel, and rows never meet. The two of a state share a block, or have one each
 no SM without work; a further one issues the TMA copies. With everything
 transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
 
-    W^T = beta V^T + read * (S K^T)                     S [64, Dk] float32, rounded to be an operand
+    W^T = V^T + read * (S K^T)                          S [64, Dk] float32, rounded to be an operand
     U^T = W^T X^T
     O^T = out * (S Q^T) + U^T P^T
     S   = decay S + (write * U^T) K
@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn_prefill_tiles import (
-    BETA,
     BY_COLUMN,
     CHUNK,
     DECAY,
@@ -267,22 +266,21 @@ class Step:
         for half in range(2):
             acc.add(state[half], rows.at[half].transpose((1, 0)))
 
-    def written(self) -> jax.Array:
-        """beta V^T"""
-        values = plgpu.load(self.v.transpose((1, 0)), layout=TILE).astype(jnp.float32)
-        return self.vector(BETA) * values
+    def values(self) -> jax.Array:
+        """V^T"""
+        return plgpu.load(self.v.transpose((1, 0)), layout=TILE)
 
-    def residual(self, seen: jax.Array, written: jax.Array) -> jax.Array:
-        """W^T = written + read * (S K^T)"""
-        return (written + self.vector(READ) * seen).astype(self.dtype)
+    def residual(self, read: jax.Array, seen: jax.Array, values: jax.Array) -> jax.Array:
+        """W^T = V^T + read * (S K^T)"""
+        return (values.astype(jnp.float32) + read * seen).astype(self.dtype)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         decay = self.vectors[DECAY, 0]
         return tuple(decay * half for half in state)
 
-    def write(self, accs: list[Accumulator], u: jax.Array) -> None:
+    def write(self, accs: list[Accumulator], u: jax.Array, weight: jax.Array) -> None:
         """accs += (write * U^T) K"""
-        weighted = (u * self.vector(WRITE)).astype(self.dtype)
+        weighted = (u * weight).astype(self.dtype)
         for half in range(2):
             accs[half].add(weighted, self.k.at[half])
 
@@ -394,25 +392,28 @@ def _output_body(
                     # Before the first product: ptxas waits for all that are in flight where
                     # registers change that a product of the last iteration wrote.
                     operand, decayed = step.rounded(state), step.decayed(state)
-                    seen, out, u = (Accumulator(ref) for ref in refs[:3])
+                    seen, out, u, inside = (Accumulator(ref) for ref in refs[:4])
                     step.times_transposed(seen, operand, keys)
                     step.times_transposed(out, operand, q_smem.at[slot])
                     # What needs no product, here, where products run.
-                    written = step.written()
+                    values, read_by = step.values(), step.vector(READ)
                     wait_for_copies()
-                    w = step.residual(seen.read(pending=2), written)
+                    w = step.residual(read_by, seen.read(pending=2), values)
                     u.add_transposed(w, step.x)
+                    weight = step.vector(WRITE)
                     added = u.read()
                     accs = [
-                        Accumulator(ref, half) for ref, half in zip(refs[3:], decayed, strict=True)
+                        Accumulator(ref, half) for ref, half in zip(refs[4:], decayed, strict=True)
                     ]
-                    step.write(accs, added)
-                    out = Accumulator(refs[1], out.read(pending=2) * step.vector(OUT))
-                    out.add_transposed(added.astype(dtype), p_smem.at[slot])
-                    return tuple(acc.read() for acc in accs), out.read()
+                    inside.add_transposed(added.astype(dtype), p_smem.at[slot])
+                    step.write(accs, added, weight)
+                    before = out.read(pending=4) * step.vector(OUT)
+                    out = before + inside.read(pending=2)
+                    write_out(out.astype(dtype), start + i * CHUNK, left)
+                    return tuple(acc.read() for acc in accs)
 
-                state, out = with_accumulators(with_refs, 5, interpret=interpret)
-                write_out(out.astype(dtype), start + i * CHUNK, left, slot)
+                state = with_accumulators(with_refs, 6, interpret=interpret)
+                plgpu.barrier_arrive(read.at[slot])
                 if keeps:
                     store_if(kept_ref[first_chunk + i], state)
                 return state, next_slot(slot)

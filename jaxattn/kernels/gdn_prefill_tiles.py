@@ -12,10 +12,10 @@ from jaxattn.kernels.hopper import swizzled
 
 DIM = 128  # Dk and Dv
 CHUNK = 64
-# Rows of the vectors: beta, -exp(G) beta |k|^-1, scale exp(G) |q|^-1, exp(G_last - G) |k|^-1, and
-# exp(G_last) in every place. Without l2norm the inverse lengths are 1.
-BETA, READ, OUT, WRITE, DECAY = range(5)
-VECTORS = 5
+# Rows of the vectors: -exp(G) |k|^-1, scale exp(G) |q|^-1, exp(G_last - G) |k|^-1, and exp(G_last)
+# in every place. Without l2norm the inverse lengths are 1.
+READ, OUT, WRITE, DECAY = range(4)
+VECTORS = 4
 
 # X and P are lower triangular and kept as [96, 32], a quarter less to write and read: columns 0 to
 # 31 of all rows, then columns 32 to 63 of rows 32 to 63.
@@ -95,5 +95,5 @@ def over_rows(vector: jax.Array) -> jax.Array:
 
 
 def over_columns(vector: jax.Array) -> jax.Array:
-    """[64] by column -> [64, 64]."""
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
+    """[n] by column -> [64, n]."""
+    return lax.broadcast_in_dim(vector, (CHUNK, *vector.shape), [1])
