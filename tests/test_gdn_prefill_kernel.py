@@ -262,7 +262,8 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
 
 
 def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
-    """Without a GPU: every operation has a lowering, and one kernel writes the donated pool."""
+    """Without a GPU: every operation has a lowering, and one kernel writes the donated pool, and
+    counts in one number."""
     monkeypatch.setattr(gdn_prefill, "require_hopper", lambda *args, **kwargs: None)
     pooled = on_a_pool(make_case([130]), [1], [2], [[0]], num_slots=3)
     step = functools.partial(
@@ -273,7 +274,8 @@ def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
     kernels = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     aliased = [line for line in kernels if "output_operand_alias<" in line]
     assert len(kernels) == 4 and len(aliased) == 1
-    assert aliased[0].count("output_operand_alias<") == 1
+    assert aliased[0].count("output_operand_alias<") == 2
+    assert aliased[0].count("tensor<2x3x2x128x128xf32>") == 2
 
 
 @both_devices

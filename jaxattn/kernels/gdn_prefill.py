@@ -41,9 +41,9 @@ class Pool(NamedTuple):
 class Plan(NamedTuple):
     """Which tokens each chunk and each run of chunks has; a chunk belongs to one sequence."""
 
-    # int32 [N + 1 + R + 1, 8], one array so that one kernel of XLA's makes it: in N rows the first
-    # token and the tokens of a chunk; how many of those rows are used; in R rows the runs, whose
-    # columns are in gdn_prefill_state; and as one more run the padding.
+    # int32 [7, N + 1 + R + 1], one array so that one kernel of XLA's makes it: in N columns the
+    # first token and the tokens of a chunk; how many of those columns are used; in R columns the
+    # runs, whose rows are in gdn_prefill_state; and as one more run the padding.
     table: jax.Array
     num_chunks: int  # N
     kept: jax.Array | None  # int32 [N], the slot that takes the state after the chunk, or -1
@@ -137,10 +137,10 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     write = xp.where(is_last, writes[owner], -1) if segment else writes
     columns = (start, tokens, chunk, steps, is_last, read if segment else reads, write)
     runs = [xp.append(column, last) for column, last in zip(columns, fill, strict=True)]
-    # Eight columns, and both numbers of a chunk are one load.
-    zeros = np.zeros(num_chunks + 1, np.int32), np.zeros(len(runs[0]), np.int32)
-    table = zip([*chunks, *[zeros[0]] * 6], [*runs, zeros[1]], strict=True)
-    rows = xp.stack([xp.concatenate(column) for column in table], axis=1)
+    # Runs' numbers side by side: of threads that differ a GPU takes one after another.
+    zeros = np.zeros(num_chunks + 1, np.int32)
+    table = zip([*chunks, *[zeros] * (len(runs) - 2)], runs, strict=True)
+    rows = xp.stack([xp.concatenate(row) for row in table])
     sequences = xp.stack([first, number, reads], axis=1)
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (rows, kept, sequences))
     # Or XLA works them out once more where they are read.
@@ -245,7 +245,7 @@ def gdn_prefill_mosaic(
     short = ((0, max(0, CHUNK - tokens)), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, short) for x in (q, k, v))
     mode = {"interpret": interpret, "detect_races": detect_races}
-    x, p, vectors = chunk_matrices(
+    x, p, vectors, drawn = chunk_matrices(
         q,
         k,
         g.astype(jnp.float32),
@@ -273,6 +273,7 @@ def gdn_prefill_mosaic(
         p,
         vectors,
         table.table,
+        drawn,
         starts=starts,
         layer=slots.layer,
         finals=count if pool is None else pool.states,

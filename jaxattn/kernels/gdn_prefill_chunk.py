@@ -12,14 +12,15 @@ alone, their copies and lengths, is done once for several value heads of a key h
 leave no warpgroup idle; the next keys and queries are on their way while the last of them inverts.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -144,7 +145,9 @@ def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None
         token = arith.andi(index, word(CHUNK - 1))
         of_keys = arith.cmpi(arith.CmpIPredicate.ult, index, word(CHUNK))
         places = (llvm.ptrtoint(long, utils.memref_ptr(x)) for x in (k, q))
-        place = arith.addi(arith.select(of_keys, *places), arith.extui(long, times(token, 2 * pitch)))
+        place = arith.addi(
+            arith.select(of_keys, *places), arith.extui(long, times(token, 2 * pitch))
+        )
         inside = arith.cmpi(arith.CmpIPredicate.slt, token, element(wide.registers.flat[0], 0))
         code = (
             "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p prefetch.global.L2 [$0]; "
@@ -181,19 +184,19 @@ def chunk_matrices(
     use_qk_l2norm: bool,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """X, P and the vectors of every chunk.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """X, P and the vectors of every chunk, and a 0 for `gdn_prefill_turns`.
 
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
         g, beta: float32 [T, Hv], log decay and beta; what lies outside the chunks likewise.
-        chunks: int32 [N + 1 or more, 8], first token of a chunk and its tokens, 0 to 64; and in
-            row N how many chunks from the first are to be done.
+        chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
+            and in column N how many chunks from the first are to be done.
         count: N.
 
     Returns:
         X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
-        chunks without a token.
+        chunks without a token. The 0 is int32 [1].
     """
     value_heads, dtype = g.shape[1], q.dtype
     group = value_heads // k.shape[1]
@@ -217,7 +220,7 @@ def chunk_matrices(
     each = WARPGROUPS
     kernel = plgpu.kernel(
         body,
-        out_type=(matrix, matrix, vectors),
+        out_type=(matrix, matrix, vectors, jax.ShapeDtypeStruct((1,), jnp.int32)),
         scratch_types=[
             token_tiles((each, 2), dtype, interpret=interpret),  # K
             token_tiles((each, 2), dtype, interpret=interpret),  # Q
@@ -270,7 +273,7 @@ def _body(
         return lax.rsqrt(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 
     def body(
-        q_ref, k_ref, g_ref, beta_ref, chunks_ref, x_ref, p_ref, vectors_ref,
+        q_ref, k_ref, g_ref, beta_ref, chunks_ref, x_ref, p_ref, vectors_ref, zero_ref,
         k_union, q_union, all_copied, all_gates, all_sums, all_out, all_vectors, *rest,
     ):  # fmt: skip
         *all_half, own_smem, loaded = rest
@@ -287,16 +290,19 @@ def _body(
             return own_smem[wg]
 
         each = x_ref.shape[1] // share
-        items = chunks_ref[count, 0] * each
+        items = chunks_ref[0, count] * each
         steps = lax.div(items - worker + (workers - 1), jnp.int32(workers))
 
-        def place(i):
-            """Chunk and first value head of the warpgroup's item i, which may be one too many."""
-            item = jnp.minimum(worker + i * workers, count * each - 1)
+        def place(worker, i):
+            """Chunk and first value head of a warpgroup's item i, which may be one too many.
+
+            The last chunks come first: what was written last is still in L2 where it is read first.
+            """
+            item = jnp.maximum(items - 1 - worker - i * workers, 0)
             return lax.div(item, jnp.int32(each)), lax.rem(item, jnp.int32(each)) * share
 
-        def issue(first_head, start):
-            wg, rows = own(), pl.ds(start, CHUNK)
+        def issue(wg, first_head, start):
+            rows = pl.ds(start, CHUNK)
             barrier = loaded.at[wg]
             key_head = lax.div(first_head, jnp.int32(group))
             copy_rows(k_ref.at[rows, key_head], k_copied.at[wg], barrier)
@@ -313,11 +319,11 @@ def _body(
             plgpu.copy_smem_to_gmem(out_smem.at[1, pl.ds(32, 32)], matrix_ref.at[pl.ds(CHUNK, 32)])
 
         def item_step(i, length):
-            chunk, first_head = place(i)
+            chunk, first_head = place(worker, i)
             keys, queries = k_smem.at[own()], q_smem.at[own()]
             # Long before they are used: they come from global memory.
-            next_chunk, next_head = place(i + 1)
-            next_start, next_length = chunks_ref[next_chunk, 0], chunks_ref[next_chunk, 1]
+            next_chunk, next_head = place(worker, i + 1)
+            next_start, next_length = chunks_ref[0, next_chunk], chunks_ref[1, next_chunk]
             plgpu.barrier_wait(loaded.at[wg])
 
             # What lies past the end may be NaN, and 0 * NaN is NaN. Queries there are left: they
@@ -340,7 +346,9 @@ def _body(
                 factor = plgpu.layout_cast(jnp.full((CHUNK,), scale, jnp.float32), BY_ROW)
 
             next_rows = pl.ds(next_start, CHUNK), lax.div(next_head, jnp.int32(group))
-            prefetch_rows(k_ref.at[next_rows], q_ref.at[next_rows], next_length, interpret=interpret)
+            prefetch_rows(
+                k_ref.at[next_rows], q_ref.at[next_rows], next_length, interpret=interpret
+            )
 
             @pl.loop(0, share)
             def _value_head(n):
@@ -387,7 +395,7 @@ def _body(
 
                 @pl.when((n == share - 1) & (i + 1 < steps))
                 def _():
-                    issue(next_head, next_start)
+                    issue(own(), next_head, next_start)
 
                 wg = own()
                 half_smem = [ref.at[wg] for ref in all_half]
@@ -404,12 +412,20 @@ def _body(
 
             return next_length
 
-        first_chunk, first_head = place(0)
-        first_start, first_length = chunks_ref[first_chunk, 0], chunks_ref[first_chunk, 1]
+        first = [place(block * WARPGROUPS + i, 0) for i in range(WARPGROUPS)]
+        starts = [chunks_ref[0, chunk] for chunk, _ in first]
+        first_length = chunks_ref[1, place(worker, 0)[0]]
 
-        @pl.when(steps > 0)
+        @pl.when((block == 0) & (wg == 0))
         def _():
-            issue(first_head, first_start)
+            zero_ref[0] = 0
+
+        # One warpgroup's copies after another's, so that the first does not wait for all of them.
+        @pl.when(wg == 0)
+        def _():
+            for i, ((_, head), start) in enumerate(zip(first, starts, strict=True)):
+                copies = functools.partial(issue, jnp.int32(i), head, start)
+                pl.when(block * WARPGROUPS + i < items)(copies)
 
         lax.fori_loop(0, steps, item_step, first_length)
         plgpu.wait_smem_to_gmem(0)

@@ -31,6 +31,7 @@ from jaxattn.kernels.gdn_prefill_state import (
     TOKENS,
     Accumulator,
     Step,
+    drain,
     first_half,
     first_run,
     first_state,
@@ -79,7 +80,7 @@ def transition_pass(
     Of runs that end a sequence nobody asks for theirs, and they stay undefined.
     About `busy` of the others have chunks; that is known when traced.
     """
-    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[0] - first_run(x) - 1
+    value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[1] - first_run(x) - 1
     halves = halves_in_a_block(busy * value_heads * 2)
     kernel = plgpu.kernel(
         _transition_body(
@@ -125,9 +126,9 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
         kind, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
         run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         row = first_run(x_ref) + run
-        start, tokens = runs_ref[row, START], runs_ref[row, TOKENS]
-        inner = (runs_ref[row, LAST] == 0) & (tokens > 0)
-        steps = jnp.where(inner, runs_ref[row, STEPS], 0)
+        start, tokens = runs_ref[START, row], runs_ref[TOKENS, row]
+        inner = (runs_ref[LAST, row] == 0) & (tokens > 0)
+        steps = jnp.where(inner, runs_ref[STEPS, row], 0)
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
 
@@ -193,7 +194,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
         @pl.when(wg == halves)
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
-            first_chunk = runs_ref[row, FIRST_CHUNK]
+            first_chunk = runs_ref[FIRST_CHUNK, row]
             key_head = lax.div(head, jnp.int32(group))
 
             def issue(i, slot, barrier):
@@ -206,7 +207,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
 
             clear_triangles(x_smem)
             plgpu.commit_smem()
-            stream(loaded, read, steps, issue)
+            drain(read, stream(loaded, read, jnp.int32(0), steps, issue))
 
     return body
 
@@ -314,6 +315,6 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                         source = transitions_ref.at[first + i, head, part, :, columns]
                         plgpu.copy_gmem_to_smem(source, smem.at[slot, half], barrier)
 
-            stream(loaded, read, steps, issue)
+            drain(read, stream(loaded, read, jnp.int32(0), steps, issue))
 
     return body

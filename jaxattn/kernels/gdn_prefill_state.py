@@ -42,10 +42,12 @@ from jaxattn.kernels.gdn_prefill_tiles import (
     token_tiles,
     triangles,
 )
+from jaxattn.kernels.gdn_prefill_turns import Turns
+from jaxattn.kernels.gdn_prefill_turns import scratch as turns_scratch
 from jaxattn.kernels.hopper import NUM_SMS, interpret_mode
 
 STAGES = 3  # chunks in shared memory
-# Columns of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
+# Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
 # output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
 START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
 
@@ -62,7 +64,7 @@ def first_half(block: Any, halves: int) -> tuple[Any, Any]:
 
 
 def first_run(x: Any) -> int:
-    """The row of the plan where the runs begin, given what is there for each chunk."""
+    """The column of the plan where the runs begin, given what is there for each chunk."""
     return x.shape[0] + 1
 
 
@@ -116,6 +118,7 @@ def output_pass(
     p: jax.Array,
     vectors: jax.Array,
     runs: jax.Array,
+    drawn: jax.Array,
     *,
     starts: jax.Array | None,
     layer: jax.Array,
@@ -130,9 +133,10 @@ def output_pass(
     Args:
         q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
         x, p, vectors: from `gdn_prefill_chunk.chunk_matrices`.
-        runs: int32 [N + 1 + R, 8], a row for each chunk of x and one more, and then the runs, with
-            the columns above, padding last.
+        runs: int32 [7, N + 1 + R], a column for each chunk of x and one more, and then the runs,
+            with the rows above, padding last.
         starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
+        drawn: int32 [1], 0: for `gdn_prefill_turns`.
         layer: int32 [1], of the pool.
         finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
             in place; or the number of states of a new one of a single layer.
@@ -144,7 +148,12 @@ def output_pass(
     """
     value_heads, dtype = v.shape[1], v.dtype
     halves = halves_in_a_block(busy * value_heads)
+    # The heads of a run share keys in L2.
+    items = (runs.shape[1] - first_run(x)) * value_heads * 2 // halves
+    blocks = min(items, NUM_SMS)
     body = _output_body(
+        blocks=blocks,
+        items=items,
         halves=halves,
         heads=value_heads,
         group=value_heads // k.shape[1],
@@ -173,9 +182,9 @@ def output_pass(
             plgpu.Barrier(num_arrivals=9 + halves, num_barriers=STAGES),  # loaded
             plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # read by all
             plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
+            *turns_scratch(halves),
         ],
-        # One axis, since CUDA counts others to 65,535. The heads of a run share keys in L2.
-        grid=((runs.shape[0] - first_run(x)) * value_heads * 2 // halves,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=halves + 1,
         thread_name="wg",
@@ -187,7 +196,7 @@ def output_pass(
         starts = jnp.zeros((1, 0, value_heads, DIM, DIM), jnp.float32)
     if kept is None:
         kept = jnp.zeros(1, jnp.int32)
-    operands = (q, k, v, x, p, vectors, runs, layer, kept, starts)
+    operands = (q, k, v, x, p, vectors, runs, layer, kept, starts, jax.new_ref(drawn))
     with jax.enable_x64(False):  # the kernel's integers are int32
         if pool is None:
             new, o = kernel(*operands)
@@ -290,27 +299,35 @@ def next_slot(slot: Any) -> Any:
     return jnp.where(slot == STAGES - 1, 0, slot + 1)
 
 
-def stream(loaded: Any, read: Any, steps: Any, issue: Any) -> None:
-    """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free."""
+def stream(loaded: Any, read: Any, before: Any, steps: Any, issue: Any) -> jax.Array:
+    """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free, after
+    so many chunks before. Returns how many it has copied in all."""
 
     @pl.loop(0, steps)
     def _(i):
-        slot = lax.rem(i, jnp.int32(STAGES))
+        slot = lax.rem(before + i, jnp.int32(STAGES))
 
-        @pl.when(i >= STAGES)
+        @pl.when(before + i >= STAGES)
         def _():
             plgpu.barrier_wait(read.at[slot])
 
         issue(i, slot, loaded.at[slot])
 
-    # A thread that waits on a barrier has to see each of its completions.
-    @pl.loop(jnp.maximum(steps - STAGES, 0), steps)
+    return before + steps
+
+
+def drain(read: Any, copied: Any) -> None:
+    """At the end: a thread that waits on a barrier has to see each of its completions."""
+
+    @pl.loop(jnp.maximum(copied - STAGES, 0), copied)
     def _(i):
         plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(STAGES))])
 
 
 def _output_body(
     *,
+    blocks: int,
+    items: int,
     halves: int,
     heads: int,
     group: int,
@@ -321,30 +338,30 @@ def _output_body(
 ) -> Any:
     def body(
         q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, layer_ref, kept_ref, starts_ref,
-        pool_ref, o_ref,
-        k_union, q_union, v_union, x_smem, p_smem, vectors_smem, o_union, loaded, read, cleared,
+        drawn_ref, pool_ref, o_ref, *scratch_refs,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        index, first_part = first_half(block, halves)
-        part = first_part + wg  # of a warpgroup that computes
-        run, head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-        run += first_run(x_ref)
-        start, tokens = runs_ref[run, START], runs_ref[run, TOKENS]
-        steps, first_chunk = runs_ref[run, STEPS], runs_ref[run, FIRST_CHUNK]
+        k_union, q_union, v_union, x_smem, p_smem, vectors_smem, o_union, *rest = scratch_refs
+        loaded, read, cleared, *turns_refs = rest
+        turns = Turns(drawn_ref, turns_refs, block, blocks=blocks, items=items, interpret=interpret)
         layer = layer_ref[0]
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         q_copied, q_smem = both_views(q_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
         o_copied, o_smem, o_plain = (o_union,) * 3 if interpret else o_union
 
+        def place(item):
+            """Column of the run, value head, and the first of the state's halves."""
+            index, first_part = first_half(item, halves)
+            run = lax.div(index, jnp.int32(heads)) + first_run(x_ref)
+            return run, lax.rem(index, jnp.int32(heads)), first_part
+
         def wait_for_copies() -> None:
             """Until the last output has left shared memory."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def write_out(tile: jax.Array, first: Any, left: Any, slot: Any = None) -> None:
-            """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them.
-
-            What was read from a slot, or written here, is then copied over or out."""
+        def write_out(tile: jax.Array, first: Any, left: Any, head: Any, part: Any) -> None:
+            """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them."""
             channels = pl.ds(part * 64, 64)
 
             @pl.when(left >= CHUNK)
@@ -356,8 +373,6 @@ def _output_body(
                 o_plain.at[wg].transpose((1, 0))[...] = tile
 
             plgpu.commit_smem()
-            if slot is not None:
-                plgpu.barrier_arrive(read.at[slot])
 
             @pl.when(left >= CHUNK)
             def _():
@@ -374,9 +389,11 @@ def _output_body(
                         rows = o_ref.at[pl.ds(first + offset, size), head, channels]
                         plgpu.copy_smem_to_gmem(o_plain.at[wg, pl.ds(offset, size)], rows)
 
-        @pl.when(wg < halves)
-        def _compute():
-            plgpu.set_max_registers(232, action="increase")
+        def compute(item, slot):
+            run, head, first_part = place(item)
+            part = first_part + wg
+            start, tokens = runs_ref[START, run], runs_ref[TOKENS, run]
+            steps, first_chunk = runs_ref[STEPS, run], runs_ref[FIRST_CHUNK, run]
 
             def chunk_step(i, carry):
                 state, slot = carry
@@ -407,9 +424,10 @@ def _output_body(
                     ]
                     inside.add_transposed(added.astype(dtype), p_smem.at[slot])
                     step.write(accs, added, weight)
+                    # The output leaves while the state's products run.
                     before = out.read(pending=4) * step.vector(OUT)
-                    out = before + inside.read(pending=2)
-                    write_out(out.astype(dtype), start + i * CHUNK, left)
+                    out = (before + inside.read(pending=2)).astype(dtype)
+                    write_out(out, start + i * CHUNK, left, head, part)
                     return tuple(acc.read() for acc in accs)
 
                 state = with_accumulators(with_refs, 6, interpret=interpret)
@@ -423,26 +441,28 @@ def _output_body(
                 def _():
                     store_state(state, pool_ref, (layer, target, head), part)
 
+            before = runs_ref[BEFORE, run]
             if from_pool:
-                state = first_state(pool_ref, layer, runs_ref[run, BEFORE], head, part)
+                state = first_state(pool_ref, layer, before, head, part)
             else:
-                state = first_state(starts_ref, 0, runs_ref[run, BEFORE], head, part)
-            state = lax.fori_loop(0, steps, chunk_step, (state, jnp.int32(0)))[0]
-            store_if(runs_ref[run, AFTER], state)
+                state = first_state(starts_ref, 0, before, head, part)
+            state, slot = lax.fori_loop(0, steps, chunk_step, (state, slot))
+            store_if(runs_ref[AFTER, run], state)
 
             @pl.when(steps == 0)
             def _():
                 @pl.loop(0, lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK)))
                 def _(i):
                     wait_for_copies()
-                    write_out(zero_tile(dtype), start + i * CHUNK, tokens - i * CHUNK)
+                    first, left = start + i * CHUNK, tokens - i * CHUNK
+                    write_out(zero_tile(dtype), first, left, head, part)
 
-            plgpu.wait_smem_to_gmem(0)
+            return slot
 
-        @pl.when(wg == halves)
-        def _memory():
-            plgpu.set_max_registers(40, action="decrease")
+        def copy(item, copied):
+            run, head, first_part = place(item)
             key_head = lax.div(head, jnp.int32(group))
+            start, first_chunk = runs_ref[START, run], runs_ref[FIRST_CHUNK, run]
 
             def issue(i, slot, barrier):
                 rows = pl.ds(start + i * CHUNK, CHUNK)
@@ -454,9 +474,20 @@ def _output_body(
                 copy_triangle(p_ref.at[chunk, head], p_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 
+            return stream(loaded, read, copied, runs_ref[STEPS, run], issue)
+
+        @pl.when(wg < halves)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            turns.each(False, compute, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == halves)
+        def _memory():
+            plgpu.set_max_registers(40, action="decrease")
             clear_triangles(x_smem)
             clear_triangles(p_smem)
             plgpu.commit_smem()
-            stream(loaded, read, steps, issue)
+            drain(read, turns.each(True, copy, jnp.int32(0)))
 
     return body
