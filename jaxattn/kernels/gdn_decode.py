@@ -58,15 +58,19 @@ class Config:
             raise ValueError(f"tile must be 32, 64 or 128 and stages at least 2, got {self}")
 
     @classmethod
-    def choose(cls, group: int, states: int, *, interpret: bool) -> "Config":
+    def choose(cls, group: int, states: int, dtype: Any, *, interpret: bool) -> "Config":
         """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
         A cluster has at most 8 blocks; the interpreter may not have the threads for one. Where
         there are more states than multiprocessors, tiles are small: four blocks share one, of
-        float32 states and one token, and not three.
+        float32 states and one token, and not three. A key head's two states of 16 bits have one
+        block where those fill the places for four a multiprocessor once, and more than half.
         """
         if interpret:
             return cls()
+        once = 2 * NUM_SMS < states // group <= 4 * NUM_SMS
+        if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
+            return cls(32, 6)
         parts = max(parts for parts in range(1, 9) if group % parts == 0)
         return cls(32, 3, parts) if states > NUM_SMS else cls(parts=parts)
 
@@ -182,7 +186,7 @@ def gdn_decode_mosaic(
         eps=eps or 0.0,
     )
     states = batch * num_value_heads
-    config = config or Config.choose(op.group, states, interpret=interpret)
+    config = config or Config.choose(op.group, states, state.dtype, interpret=interpret)
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
     if conv_state is not None:
