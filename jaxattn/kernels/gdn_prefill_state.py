@@ -426,8 +426,8 @@ def _output_body(
                     step.write(accs, added, weight)
                     # The output leaves while the state's products run.
                     before = out.read(pending=4) * step.vector(OUT)
-                    out = (before + inside.read(pending=2)).astype(dtype)
-                    write_out(out, start + i * CHUNK, left, head, part)
+                    result = (before + inside.read(pending=2)).astype(dtype)
+                    write_out(result, start + i * CHUNK, left, head, part)
                     return tuple(acc.read() for acc in accs)
 
                 state = with_accumulators(with_refs, 6, interpret=interpret)
