@@ -52,6 +52,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
     )
     parser.add_argument(
+        "--no-xla", action="store_true", help="not XLA's times, which take most of a run"
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows here as they come"
     )
     parser.add_argument(
@@ -133,7 +136,7 @@ def measure(
 ) -> Iterator[dict]:
     """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
     for shape in shapes_of(module, args):
-        xla = not args.no_peers and args.implementation != "xla"
+        xla = not (args.no_peers or args.no_xla or args.implementation == "xla")
         row = module.measure(shape, args.implementation, xla=xla)
         if "copy_GB_s" in facts:
             row |= of_ceilings(row, facts)
