@@ -40,13 +40,14 @@ randn = rand = empty = made
 def tensor(values, dtype, device):
     return np.array(values)
 no_grad = contextlib.nullcontext
+replayed = []
 class Event:
     def __init__(self, enable_timing): pass
-    def record(self): pass
-    def elapsed_time(self, end): return 32.0
+    def record(self): self.at = len(replayed)
+    def elapsed_time(self, end): return 32.0 * (end.at - self.at)
 cuda = types.SimpleNamespace(
     synchronize=lambda: None, Event=Event, graph=lambda graph: contextlib.nullcontext(),
-    CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: None),
+    CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: replayed.append(1)),
 )
 """
 # FlashInfer's words, checked; it refuses 20 heads.

@@ -6,8 +6,9 @@ Peers are PyTorch programs. Each runs in a process of its own, which starts befo
 
 prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
 loop of calls. A call is timed by CUDA events around a graph of calls (or around the calls, where a
-peer cannot be captured), after warm-up, median: what lies between its kernels counts, as in our
-`call us`. Plans are made before, as our schedule is.
+peer cannot be captured), after warm-up, median, and for as long as our loops run, since a card that
+is kept busy gets slower: what lies between its kernels counts, as in our `call us`. Plans are made
+before, as our schedule is.
 """
 
 import argparse
@@ -27,10 +28,9 @@ from typing import Any
 import numpy as np
 
 from jaxattn.bench import mla
-from jaxattn.bench.timing import rotation
+from jaxattn.bench.timing import LOOP_SECONDS, WARMUP, rotation
 
-CALLS, REPEATS = 32, 7  # calls of a graph, its replays
-WARMUP = 0.025  # seconds of replays before, as timing.py has
+CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
 DIM = 128  # of the delta rule's keys and values
 
@@ -230,18 +230,21 @@ def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
         run, how = graph.replay, "CUDA events around a graph"
     except RuntimeError as error:
         print(f"not captured: {error}", file=sys.stderr)
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < WARMUP:
-        run()
-        cuda.synchronize()
-    times = []
-    for _ in range(REPEATS):
+
+    def timed(replays: int) -> float:
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         start.record()
-        run()
+        for _ in range(replays):
+            run()
         end.record()
         cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / CALLS)
+        return start.elapsed_time(end) * 1e-3 / replays
+
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARMUP:
+        timed(1)
+    replays = max(1, round(LOOP_SECONDS / timed(1)))
+    times = [timed(replays) / CALLS for _ in range(REPEATS)]
     return statistics.median(times), how
 
 
