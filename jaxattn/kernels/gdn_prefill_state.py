@@ -2,8 +2,9 @@
 
 A warpgroup owns 64 of the 128 rows of a (run of chunks, value head)'s state: a row is one value
 channel, and rows never meet. The two of a state share a block, or have one each where that leaves
-no SM without work; a further one issues the TMA copies. With everything
-transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
+no SM without work; a further one issues the TMA copies, and draws what the block does next from
+`gdn_prefill_turns`. With everything transposed, so that the value channels are the rows of every
+wgmma, per chunk of 64 tokens
 
     W^T = V^T + read * (S K^T)                          S [64, Dk] float32, rounded to be an operand
     U^T = W^T X^T
@@ -196,6 +197,7 @@ def output_pass(
         starts = jnp.zeros((1, 0, value_heads, DIM, DIM), jnp.float32)
     if kept is None:
         kept = jnp.zeros(1, jnp.int32)
+    # A new ref is one for each row of a vmap, whatever it is that has rows.
     operands = (q, k, v, x, p, vectors, runs, layer, kept, starts, jax.new_ref(drawn))
     with jax.enable_x64(False):  # the kernel's integers are int32
         if pool is None:
@@ -254,7 +256,8 @@ class Step:
         """Keys and values past the end of the run may be NaN, and 0 * NaN is NaN: a block's
         `halves` warpgroups clear the keys together, and each its values.
 
-        Only the last chunk of a run has such tokens, so `cleared` completes at most once."""
+        Only the last chunk of a run has such tokens. `cleared` completes once for each such run,
+        and every warpgroup waits for each: none can be two ahead of another."""
 
         @pl.when(left < CHUNK)
         def _():
@@ -426,8 +429,8 @@ def _output_body(
                     step.write(accs, added, weight)
                     # The output leaves while the state's products run.
                     before = out.read(pending=4) * step.vector(OUT)
-                    result = (before + inside.read(pending=2)).astype(dtype)
-                    write_out(result, start + i * CHUNK, left, head, part)
+                    tile = (before + inside.read(pending=2)).astype(dtype)
+                    write_out(tile, start + i * CHUNK, left, head, part)
                     return tuple(acc.read() for acc in accs)
 
                 state = with_accumulators(with_refs, 6, interpret=interpret)
