@@ -22,7 +22,7 @@ from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, output_pass
 from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM
 from jaxattn.kernels.hopper import NUM_SMS, require_hopper
 
-# Sequences whose plan is one kernel of XLA's.
+# Up to so many sequences are cut number by number: then the plan is one kernel of XLA's.
 WRITTEN_OUT = 16
 
 
