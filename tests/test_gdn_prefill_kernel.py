@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -103,9 +104,9 @@ def assert_matches(case, out, states, *, bound=BOUND, **options):
 
 
 @both_devices
-@pytest.mark.parametrize("lens", [[1, 0, 64], [63], [65, 2]])
-def test_packed_sequences_before_nan(lens, implementation):
-    case = make_case(lens)
+@pytest.mark.parametrize("lens, value_heads", [([1, 0, 64], 2), ([63], 3), ([65, 2], 2)])
+def test_packed_sequences_before_nan(lens, value_heads, implementation):
+    case = make_case(lens, value_heads=value_heads)
     assert_matches(case, *run(case, implementation))
 
 
@@ -239,13 +240,14 @@ def test_states_by_slot_beside_padding(implementation):
 @pytest.mark.parametrize("segment, crowded", [(0, False), (64, True)])
 def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     """With a checkpoint over the slot that the sequence started from. Crowded: more to do than
-    there are multiprocessors, so a warpgroup takes several chunks, and both value heads of one."""
+    there are multiprocessors, so a warpgroup takes several chunks, and both value heads of one; and
+    three blocks ten heads of runs, with ends in the middle of a chunk, no tokens, and padding."""
     if crowded:
         monkeypatch.setattr(gdn_prefill_chunk, "WARPGROUPS", 1)
-        for module in (gdn_prefill_chunk, gdn_prefill_state):
-            monkeypatch.setattr(module, "NUM_SMS", 1)
+        monkeypatch.setattr(gdn_prefill_chunk, "NUM_SMS", 1)
+        monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
         assert gdn_prefill_chunk.value_heads_at_once(3, 2, 2) == 2
-        assert gdn_prefill_state.halves_in_a_block(1) == 2
+        assert gdn_prefill_state.halves_in_a_block(2) == 2
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     pooled = on_a_pool(make_case([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
@@ -276,6 +278,34 @@ def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
     assert len(kernels) == 4 and len(aliased) == 1
     assert aliased[0].count("output_operand_alias<") == 2
     assert aliased[0].count("tensor<2x3x2x128x128xf32>") == 2
+
+
+def test_under_vmap_each_row_counts_for_itself():
+    """The interpreter deals out the items in another way: seen in what is traced."""
+    case = make_case([2], padding=0)
+    states = jnp.stack([case.initial_state] * 3)
+    step = functools.partial(
+        gdn.chunk_gated_delta_rule, *case.args, implementation="mosaic_gpu_interpret"
+    )
+    rows = jax.vmap(lambda state: step(initial_state=state))
+    assert re.findall(r"Ref{(\S+)} = new_ref", str(jax.make_jaxpr(rows)(states))) == ["i32[3,1]"]
+
+
+@pytest.mark.gpu
+def test_vmap_of_more_states_than_blocks_equals_each_alone():
+    case = make_case([70, 0, 3] * 4, key_heads=4, value_heads=16)
+    states = jnp.stack([case.initial_state, 2 * case.initial_state])
+
+    @jax.jit
+    def step(state):
+        return gdn.chunk_gated_delta_rule(
+            *case.args, initial_state=state, cu_seqlens=case.cu_seqlens, use_qk_l2norm=True,
+            output_final_state=True, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    for row, both in zip(states, zip(*jax.vmap(step)(states), strict=True), strict=True):
+        for one, alone in zip(both, step(row), strict=True):
+            np.testing.assert_array_equal(one, alone)
 
 
 @both_devices
