@@ -126,7 +126,11 @@ def test_a_batch_of_rows_in_float16(implementation):
 
 @both_devices
 def test_gates_from_nothing_to_minus_1000(implementation):
+    """And betas of 1e-6 before those of 1, with nothing beside what they wrote."""
     case = make_case([67], value_heads=4)
+    case.beta = case.beta.at[:, :32, 0].set(1e-6).at[:, 32:67, 0].set(1.0)
+    case.v = case.v.at[:, 32:67, 0].set(0.0)
+    case.initial_state = case.initial_state.at[:, 0].set(0.0)
     sparse = 1e-3 * case.g[..., 2:]
     sparse = jnp.where(jnp.arange(77)[:, None] % 5 > 0, sparse, -1000.0 + sparse)
     case.g = case.g.at[..., 0].set(0.0).at[..., 1].set(-1000.0).at[..., 2:].set(sparse)
@@ -134,7 +138,7 @@ def test_gates_from_nothing_to_minus_1000(implementation):
     out, states = run(case, implementation)
     assert_matches(case, out, states)
     expected, expected_states = oracle(case)
-    for head in range(4):  # without decay the outputs are larger: each head has to be right
+    for head in range(4):  # outputs differ in size: each head has to be right
         assert relative(out[:, :67, head], expected[:, :, head]) < BOUND
         assert relative(states[:, head], expected_states[:, head]) < BOUND
 

@@ -28,7 +28,6 @@ from jaxattn.kernels.gdn_prefill_gates import (
     BETAS,
     COPIED_HEADS,
     DECAYS,
-    beta_by_column,
     copied_shape,
     copy_gates,
     sum_gates,
@@ -400,8 +399,9 @@ def _body(
                 wg = own()
                 half_smem = [ref.at[wg] for ref in all_half]
 
-                def betas():
-                    return beta_by_column(all_gates.at[own(), n], interpret=interpret)
+                def betas(first):
+                    row = all_gates.at[own(), n, BETAS, pl.ds(first, CHUNK // 2)]
+                    return over_columns(load(row, BY_COLUMN))
 
                 x = unit_lower_inverse(a, betas, half_smem, interpret=interpret)
                 wg = own()

@@ -8,7 +8,6 @@ the sum is six shuffles, for all of a warpgroup's heads at once.
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,7 +22,6 @@ from jaxattn.kernels.registers import (
     asm,
     element,
     f32,
-    fragmented,
     i32,
     number,
     plus,
@@ -101,31 +99,6 @@ def _sum(ctx: Any, copied: Any, gates: Any, head: Any, length: Any) -> None:
     code += f"@p st.shared.v2.f32 [$0+{4 * CHUNK}], {{$3, $4}}; }}"
     values = [*_running(*decays), beta, next_beta]
     asm(code, [], [place, *values, warp], "r,f,f,f,f,r,~{memory}")
-
-
-def beta_by_column(gates: Any, *, interpret: bool) -> jax.Array:
-    """The betas of a head's `gates` [2, 64] as float32 [64, 32]: in rows 0 to 31 those of tokens 0
-    to 31, in the others those of tokens 32 to 63."""
-    if interpret:
-        return jnp.repeat(gates[BETAS].reshape(2, 32), 32, axis=0)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, 32), jnp.float32, layout=TILE),
-    )
-    def read(ctx: Any, gates: Any) -> Any:
-        del ctx
-        thread = Thread()
-        lower = arith.shrui(thread.warp, word(1))
-        at = plus(times(lower, 4 * 32), times(thread.t, 8))
-        pair = ir.VectorType.get((2,), f32())
-        registers = []
-        for column in range(0, 32, 8):
-            found = pointer(gates, at, 4 * (CHUNK * BETAS + column))
-            registers += [llvm.load(pair, found)] * 2  # rows g and g + 8
-        return fragmented(registers, (CHUNK, 32), TILE.to_mgpu())
-
-    return read(gates)
 
 
 def _running(first: Any, second: Any) -> tuple[Any, Any]:

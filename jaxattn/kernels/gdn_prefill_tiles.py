@@ -95,5 +95,5 @@ def over_rows(vector: jax.Array) -> jax.Array:
 
 
 def over_columns(vector: jax.Array) -> jax.Array:
-    """[64] by column -> [64, 64]."""
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
+    """[n] by column -> [64, n]."""
+    return lax.broadcast_in_dim(vector, (CHUNK, *vector.shape), [1])
