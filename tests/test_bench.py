@@ -372,6 +372,12 @@ def test_only_the_named_shapes_are_measured_and_an_unknown_one_is_an_error(measu
     assert "no shape 1,2 in mla; there are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
 
 
+def test_shapes_of_a_gpu_have_names_of_their_own():
+    for module in sum(bench.MODULES.values(), []):
+        names = bench.known(module, small=False)
+        assert len(names) == len(module.SHAPES + module.MORE_SHAPES)
+
+
 def test_a_run_that_is_cut_short_keeps_its_rows(measured, monkeypatch, tmp_path):
     file, whole = tmp_path / "run.json", mla.measure
 

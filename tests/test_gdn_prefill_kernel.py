@@ -117,11 +117,11 @@ def test_a_batch_of_rows_in_float16(implementation):
     norm = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)  # noqa: E731
     case.q, case.k = (norm(x).astype(jnp.float16) for x in (case.q, case.k))
     rows = (x.reshape(2, 70, *x.shape[2:]) for x in case.args)
-    step = functools.partial(gdn.chunk_gated_delta_rule, implementation=implementation, scale=0.5)
+    step = functools.partial(gdn.chunk_gated_delta_rule, implementation=implementation, scale=-0.5)
     out, states = jax.jit(functools.partial(step, output_final_state=True))(*rows)
     assert states.shape == (2, 2, 128, 128) and states.dtype == jnp.float32
     out = out.reshape(1, 140, 2, 128)
-    assert_matches(case, out, states, l2norm=False, scale=0.5, bound=2e-3)
+    assert_matches(case, out, states, l2norm=False, scale=-0.5, bound=2e-3)
 
 
 @both_devices

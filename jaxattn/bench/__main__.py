@@ -71,7 +71,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.what == "step" and args.plot is not None:
         parser.error("--plot draws mla, mla-prefill and gdn")
     if args.only:
-        labels = [name for module in MODULES.get(args.what, []) for name in known(module, args)]
+        labels = [
+            name for module in MODULES.get(args.what, []) for name in known(module, args.small)
+        ]
         if unknown := sorted({spelled(name) for name in args.only} - set(labels)):
             parser.error(
                 f"--only: no shape {' '.join(unknown)} in {args.what}; there are "
@@ -103,16 +105,16 @@ def spelled(label: str) -> str:
     return label.strip().replace(" ", ":")
 
 
-def known(module: Any, args: argparse.Namespace) -> dict[str, Any]:
+def known(module: Any, small: bool) -> dict[str, Any]:
     """All shapes of a module by their names."""
-    shapes = module.SMALL_SHAPES if args.small else module.SHAPES + module.MORE_SHAPES
+    shapes = module.SMALL_SHAPES if small else module.SHAPES + module.MORE_SHAPES
     return {spelled(" ".join(module.label(shape).values())): shape for shape in shapes}
 
 
 def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     if args.only:
         wanted = set(map(spelled, args.only))
-        return tuple(shape for name, shape in known(module, args).items() if name in wanted)
+        return tuple(shape for name, shape in known(module, args.small).items() if name in wanted)
     shapes = module.SMALL_SHAPES if args.small else module.SHAPES
     return shapes + (module.MORE_SHAPES if args.all and not args.small else ())
 

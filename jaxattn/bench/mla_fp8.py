@@ -21,6 +21,7 @@ def _with_caches(*shapes: tuple[int, int, int, int]) -> tuple[Shape, ...]:
 
 
 SHAPES = _with_caches((128, 16, 4096, 1), (128, 128, 4096, 1))
+MORE_SHAPES = _with_caches()
 SMALL_SHAPES = _with_caches((1, 4, 70, 1))
 FASTER = 1.5  # block-scaled than bfloat16, with 16 heads
 

@@ -252,7 +252,7 @@ def gdn_prefill_mosaic(
         beta.astype(jnp.float32),
         table.table,
         table.num_chunks,
-        scale=scale,
+        scale=scale if scale > 0 else 1.0,
         use_qk_l2norm=use_qk_l2norm,
         **mode,
     )
@@ -282,6 +282,8 @@ def gdn_prefill_mosaic(
         **mode,
     )
     o = o[:tokens].reshape(batch, length, *o.shape[1:])
+    if scale <= 0:  # of which the kernel has no logarithm
+        o = o * jnp.asarray(scale, o.dtype)
     return o, states if pool is not None else states[0]
 
 

@@ -13,6 +13,7 @@ leave no warpgroup idle; the next keys and queries are on their way while the la
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -192,6 +193,7 @@ def chunk_matrices(
         chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
             and in column N how many chunks from the first are to be done.
         count: N.
+        scale: greater than 0.
 
     Returns:
         X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
@@ -265,11 +267,11 @@ def _body(
         for half in range(2):
             plgpu.wgmma(acc, left.at[half], right.at[half].transpose((1, 0)))
 
-    def inverse_length(rows: Any) -> jax.Array:
+    def log_inverse_length(rows: Any) -> jax.Array:
         halves = [plgpu.load(rows.at[half], layout=TILE) for half in range(2)]
         products = own_products(halves, interpret=interpret)
         own = lax.rem(iota((CHUNK, 16), 0), jnp.int32(16)) == iota((CHUNK, 16), 1)
-        return lax.rsqrt(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
+        return -0.5 * jnp.log2(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 
     def body(
         q_ref, k_ref, g_ref, beta_ref, chunks_ref, x_ref, p_ref, vectors_ref, zero_ref,
@@ -338,11 +340,14 @@ def _body(
             gates = all_gates.at[own()]
             sum_gates(all_copied.at[own()], first_head, length, gates, interpret=interpret)
             plgpu.commit_smem()
+            # What multiplies a key, and what a query, as logarithms: one exponential has both and
+            # the decay between them. The tail's queries may be NaN, and their rows of A are 0.
+            log_q = plgpu.layout_cast(jnp.full((CHUNK,), math.log2(scale), jnp.float32), BY_ROW)
+            log_k = jnp.zeros_like(log_q)
             if l2norm:
-                k_scale, factor = inverse_length(keys), inverse_length(queries) * scale
-                log_scale = jnp.log2(k_scale)
-            else:
-                factor = plgpu.layout_cast(jnp.full((CHUNK,), scale, jnp.float32), BY_ROW)
+                log_k, log_q = log_inverse_length(keys), log_q + log_inverse_length(queries)
+                token = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=BY_ROW)
+                log_q = jnp.where(token < length, log_q, 0.0)
 
             next_rows = pl.ds(next_start, CHUNK), lax.div(next_head, jnp.int32(group))
             prefetch_rows(
@@ -357,7 +362,7 @@ def _body(
                 running, beta = load(sums_smem, BY_ROW), load(gates_smem.at[BETAS], BY_ROW)
                 if l2norm:
                     sums_smem = all_sums.at[wg]
-                    sums_smem[...] = running - log_scale
+                    sums_smem[...] = running - log_k
                 # What was copied out before; and a barrier, for the sums are read again by column.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -366,23 +371,22 @@ def _body(
                     keys, vectors_smem = k_smem.at[wg], all_vectors.at[wg]
                     start_scores(qk, q_smem.at[wg], keys)
                     total = gates_smem[DECAYS, CHUNK - 1]
-                    gamma, to_end = jnp.exp2(running), jnp.exp2(total - running)
-                    weight = beta * k_scale if l2norm else beta
                     every = plgpu.layout_cast(jnp.full((CHUNK,), jnp.exp2(total)), BY_ROW)
-                    vectors_smem[READ, :] = -gamma * k_scale if l2norm else -gamma
-                    vectors_smem[OUT, :] = gamma * factor
-                    vectors_smem[WRITE, :] = to_end * k_scale if l2norm else to_end
+                    vectors_smem[READ, :] = -jnp.exp2(running + log_k)
+                    vectors_smem[OUT, :] = jnp.exp2(running + log_q)
+                    vectors_smem[WRITE, :] = jnp.exp2(total - running + log_k)
                     vectors_smem[DECAY, :] = every
-                    # exp(G_i - G_j), times the inverse length of key j; 0 above the diagonal,
+                    # exp(G_i - G_j), times what multiplies query i and key j; 0 above the diagonal,
                     # where it might be inf.
                     columns = over_columns(load(sums_smem, BY_COLUMN))
-                    between = fill_above(over_rows(running) - columns, -1e30, interpret=interpret)
-                    decay = jnp.exp2(between)
+                    between = over_rows(running + log_q) - columns
+                    decay = jnp.exp2(fill_above(between, -1e30, interpret=interpret))
                     p = plgpu.wgmma_accumulator_load(qk)
                     start_scores(kk, keys, keys)
-                    p = p * decay * over_rows(factor)
+                    p = p * decay
                     keep(wg, *(lax.slice(p, (0, at), (CHUNK, at + 32)) for at in (0, 32)))
-                    decay = decay * over_rows(-weight)
+                    # Row i of A has key i where P has query i.
+                    decay = decay * over_rows(-beta * jnp.exp2(log_k - log_q))
                     return plgpu.wgmma_accumulator_load(kk) * decay
 
                 acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
