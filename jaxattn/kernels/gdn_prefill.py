@@ -54,8 +54,6 @@ def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, 
     """Ranges [n] cut in pieces of `size`, at least one each: of every piece its range, where it
     starts and how long it is; of every range its first piece and how many it has."""
     count, piece = starts.shape[0], xp.arange(pieces, dtype=xp.int32)
-    number: Any
-    last: Any
     if xp is jnp and count <= WRITTEN_OUT:
         return _cut_written_out(starts, ends, size, piece)
     number = xp.maximum((ends - starts + (size - 1)) // size, 1)
@@ -242,8 +240,8 @@ def gdn_prefill_mosaic(
             segment = segment_tokens(tokens, count, v.shape[1])
         table = plan(offsets, tokens, segment, slots)
     # A copy takes 64 rows, and no array may be shorter than that.
-    short = ((0, max(0, CHUNK - tokens)), (0, 0), (0, 0))
-    q, k, v = (jnp.pad(x, short) for x in (q, k, v))
+    short = (0, max(0, CHUNK - tokens))
+    q, k, v, g, beta = (jnp.pad(x, (short, *[(0, 0)] * (x.ndim - 1))) for x in (q, k, v, g, beta))
     mode = {"interpret": interpret, "detect_races": detect_races}
     x, p, vectors, drawn = chunk_matrices(
         q,

@@ -29,8 +29,8 @@ from jaxattn.kernels.gdn_prefill_gates import (
     BETAS,
     COPIED_HEADS,
     DECAYS,
-    copied_shape,
     copy_gates,
+    copyable,
     sum_gates,
 )
 from jaxattn.kernels.gdn_prefill_inverse import unit_lower_inverse
@@ -66,6 +66,7 @@ from jaxattn.kernels.registers import (
     number,
     pairs,
     plus,
+    single,
     times,
     word,
 )
@@ -135,9 +136,8 @@ def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None
     """Asks for the first `length` of rows [64, 128] of global memory to come to L2."""
     if interpret:
         return
-    wide = plgpu.layout_cast(jnp.full((CHUNK, 8), length, jnp.int32), TILE)
 
-    def run(ctx: Any, k: Any, q: Any, wide: Any) -> None:
+    def run(ctx: Any, k: Any, q: Any, length: Any) -> None:
         del ctx
         long = ir.IntegerType.get_signless(64)
         pitch = ir.MemRefType(k.type).get_strides_and_offset()[0][0]
@@ -148,14 +148,15 @@ def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None
         place = arith.addi(
             arith.select(of_keys, *places), arith.extui(long, times(token, 2 * pitch))
         )
-        inside = arith.cmpi(arith.CmpIPredicate.slt, token, element(wide.registers.flat[0], 0))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, token, single(length))
         code = (
             "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p prefetch.global.L2 [$0]; "
             "@p prefetch.global.L2 [$0+128]; }"
         )
         asm(code, [], [place, arith.extui(i32(), inside)], "l,r")
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (TILE,))(run)(k, q, wide)
+    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT)
+    plgpu.inline_mgpu(arg_types=types)(run)(k, q, length)
 
 
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
@@ -242,10 +243,8 @@ def chunk_matrices(
         compiler_params=compiler_params(),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    more = [(0, new - old) for new, old in zip(copied_shape(*g.shape), g.shape, strict=True)]
-    g, beta = (jnp.pad(x, more) for x in (g, beta))
     with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(q, k, g, beta, chunks)
+        return kernel(q, k, copyable(g), copyable(beta), chunks)
 
 
 def _body(

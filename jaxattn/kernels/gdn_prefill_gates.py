@@ -8,6 +8,7 @@ the sum is six shuffles, for all of a warpgroup's heads at once.
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,16 +17,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxattn.kernels.gdn_prefill_tiles import CHUNK, TILE
+from jaxattn.kernels.gdn_prefill_tiles import CHUNK
 from jaxattn.kernels.registers import (
     Thread,
     asm,
-    element,
     f32,
     i32,
     number,
     plus,
     pointer,
+    single,
     times,
     word,
 )
@@ -37,9 +38,9 @@ LOG2E = math.log2(math.e)
 LOWEST_LOG2_DECAY = -150.0
 
 
-def copied_shape(tokens: int, heads: int) -> tuple[int, int]:
-    """What gates [tokens, heads] are to be padded to before they can be copied."""
-    return max(tokens, CHUNK), -(-heads // COPIED_HEADS) * COPIED_HEADS
+def copyable(gates: jax.Array) -> jax.Array:
+    """Gates [T, Hv] with as many heads as can be copied."""
+    return jnp.pad(gates, ((0, 0), (0, -gates.shape[1] % COPIED_HEADS)))
 
 
 def copy_gates(g: Any, beta: Any, start: Any, head: Any, copied: Any, barrier: Any) -> None:
@@ -68,15 +69,15 @@ def sum_gates(copied: Any, head: Any, length: Any, gates: Any, *, interpret: boo
         gates[:, DECAYS, :] = jnp.cumsum(decays, axis=0).T
         gates[:, BETAS, :] = betas.T
         return
-    wide = [plgpu.layout_cast(jnp.full((CHUNK, 8), x, jnp.int32), TILE) for x in (place, length)]
-    plain = plgpu.RefType()
-    plgpu.inline_mgpu(arg_types=(plain, plain, TILE, TILE))(_sum)(copied, gates, *wide)
+    plain, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    types = (plain, plain, scalar, scalar)
+    plgpu.inline_mgpu(arg_types=types)(_sum)(copied, gates, place, length)
 
 
 def _sum(ctx: Any, copied: Any, gates: Any, head: Any, length: Any) -> None:
     del ctx
     heads, warp = ir.MemRefType(gates.type).shape[0], Thread().warp
-    head, length = (element(x.registers.flat[0], 0) for x in (head, length))
+    head, length = single(head), single(length)
     token = times(arith.andi(utils.thread_idx(), word(31)), 2)  # and the next one
     pitch = 4 * COPIED_HEADS
     first = plus(times(token, pitch), times(plus(head, warp), 4))

@@ -46,6 +46,7 @@ from jaxattn.kernels.registers import (
     load,
     over_lanes,
     plus,
+    single,
     store,
     times,
     word,
@@ -320,15 +321,13 @@ class Fragments:
             wg: 0 or 1.
         """
         columns = queries.shape[0]
-        wide = plgpu.layout_cast(jnp.full((PAGE, 8), wg, jnp.int32), plgpu.Layout.WGMMA)
         tiles = plgpu.RefType(swizzled(jnp.bfloat16))
 
-        def run(ctx: Any, queries: Any, rope: Any, factors: Any, wide: Any) -> None:
-            wg = element(wide.registers.flat[0], 0)
-            _half_queries(queries, rope, factors, wg, columns, self.scaled)
+        def run(ctx: Any, queries: Any, rope: Any, factors: Any, wg: Any) -> None:
+            _half_queries(queries, rope, factors, single(wg), columns, self.scaled)
 
-        types = (tiles, tiles, self.plain, plgpu.Layout.WGMMA)
-        plgpu.inline_mgpu(arg_types=types)(run)(queries, rope, factors, wide)
+        types = (tiles, tiles, self.plain, plgpu.Layout.WG_SPLAT)
+        plgpu.inline_mgpu(arg_types=types)(run)(queries, rope, factors, wg)
 
     def values(self, page: Any, block: int) -> jax.Array:
         """float16 [128, 64 tokens] of a block."""
@@ -386,12 +385,11 @@ class Fragments:
 
     def clear(self, page: Any, left: jax.Array) -> None:
         """Zeros in place of what follows the first `left` tokens, rope numbers apart."""
-        wide = plgpu.layout_cast(jnp.full((PAGE, 8), left, jnp.int32), plgpu.Layout.WGMMA)
 
-        def run(ctx: Any, wide: Any, page: Any) -> None:
-            _clear(page, self.lines, element(wide.registers.flat[0], 0))
+        def run(ctx: Any, left: Any, page: Any) -> None:
+            _clear(page, self.lines, single(left))
 
-        plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, self.page))(run)(wide, page)
+        plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, self.page))(run)(left, page)
 
 
 def _row_exponent(words: list[Any]) -> Any:

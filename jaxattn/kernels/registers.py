@@ -56,6 +56,11 @@ class Thread:
         self.t = arith.andi(index, word(3))
 
 
+def single(scalar: Any) -> Any:
+    """The value of a scalar that `inline_mgpu` was given by the layout WG_SPLAT."""
+    return scalar.registers.item()
+
+
 def joined(values: list[Any]) -> Any:
     """A vector of values of one type."""
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
