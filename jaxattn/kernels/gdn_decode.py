@@ -10,7 +10,11 @@ the other blocks on the multiprocessor as well. A tile stays in registers over t
     out   =  scale S q
 
 Both products are taken of the state before the update (S q is exp(g) S q + delta (k q)), so that
-their sums run side by side. The output is normalised and gated when its head is complete.
+their sums run side by side. The lengths of q and k are factors of delta and out: q and k stay as
+the convolution leaves them. The output is normalised and gated when its head is complete.
+
+A row of one token takes little more than its latencies, so that warps wait for each other where
+another warp's writes are read and nowhere else: Pallas would have them wait around every store.
 
 The convolution's state moves by S inputs a step, and a key head's q and k channels feed all of its
 value heads. The blocks of a key head therefore form a cluster: each reads those channels, and one
@@ -227,7 +231,10 @@ def gdn_decode_mosaic(
         num_threads=1,
         thread_name="wg",
         kernel_name="gdn_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+        ),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):  # the kernel's integers are int32
@@ -253,9 +260,10 @@ def _scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     types = [
         plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
         plgpu.SMEM((2, op.q_len, DIM), jnp.float32),  # q and k
-        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # v, and then the output
+        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # v
+        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # the output before its norm
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # what the normed output is times
-        plgpu.SMEM((2 * heads + 1, op.q_len), jnp.float32),  # decays, betas, k q
+        plgpu.SMEM((2 * heads, op.q_len), jnp.float32),  # decays, betas
         plgpu.Barrier(num_barriers=stages),  # tile loaded
     ]
     if config.parts > 1 and op.conv:
@@ -310,9 +318,17 @@ def _body(op: Op, config: Config, first_row: int) -> Any:
     def columns(ref: Any) -> jax.Array:
         return lax.broadcast_in_dim(plgpu.load(ref, layout=by_key), (tile, DIM), [1])
 
+    def factors_of(qk_smem: Any, token: int) -> tuple[Any, Any, jax.Array]:
+        """What a token's q and k are times, and k q. Every warp adds up whole vectors for itself."""
+        q, k = (plgpu.load(qk_smem.at[i, token], layout=by_key) for i in range(2))
+        if not op.l2norm:
+            return op.scale, 1.0, jnp.sum(q * k)
+        q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
+        return q_factor * op.scale, k_factor, jnp.sum(q * k)
+
     def body(
         qkvz_ref, ba_ref, weights_ref, layer_ref, reads_ref, writes_ref, pool_ref, conv_ref,
-        out_ref, ring, qk_smem, v_smem, gate_smem, scalars, loaded, all_read=None,
+        out_ref, ring, qk_smem, v_smem, out_smem, gate_smem, scalars, loaded, all_read=None,
     ):  # fmt: skip
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         part = lax.axis_index("part") if config.parts > 1 else 0
@@ -411,31 +427,20 @@ def _body(op: Op, config: Config, first_row: int) -> Any:
                     scalars[heads + head, token] = 1.0 / (1.0 + jnp.exp(-b))
 
             for token in range(q_len):
-                q, k = (convolved(*inputs, token) for inputs in keys)
-                if op.l2norm:
-                    q *= lax.rsqrt(jnp.sum(q * q) + 1e-6)
-                    k *= lax.rsqrt(jnp.sum(k * k) + 1e-6)
-                q *= op.scale
-                qk_smem.at[0, token][...] = q
-                qk_smem.at[1, token][...] = k
-                scalars[2 * heads, token] = jnp.sum(q * k)
+                for i, inputs in enumerate(keys):
+                    qk_smem.at[i, token][...] = convolved(*inputs, token)
                 for head in range(heads):
                     at = pl.ds(head * DIM, DIM)
                     v_smem.at[token, at][...] = convolved(*values[head], token)
                     if op.norm:
                         gate_smem.at[token, at][...] = norm * silu(z[token][head])
-
             if op.conv:
                 for first, (window, _) in zip(value_channels, values, strict=True):
                     keep_inputs(first, window)
-                if config.parts > 1:
-                    plgpu.barrier_arrive(all_read)
-                    plgpu.barrier_wait(all_read)
-
-                @pl.when(part == 0)
-                def _():
-                    for first, (window, _) in zip(key_channels, keys, strict=True):
-                        keep_inputs(first, window)
+            plgpu.commit_smem()  # vectors are there for every warp, and every warp has its inputs
+            if all_read is not None:
+                plgpu.barrier_arrive(all_read)
+            factors = [factors_of(qk_smem, token) for token in range(q_len)]
 
             @pl.loop(0, steps)
             def _tile(step):
@@ -446,12 +451,13 @@ def _body(op: Op, config: Config, first_row: int) -> Any:
                 here = pl.ds(step * tile, tile)
                 for token in range(q_len):
                     q, k = columns(qk_smem.at[0, token]), columns(qk_smem.at[1, token])
+                    q_factor, k_factor, k_q = factors[token]
                     decay, beta = scalars[head, token], scalars[heads + head, token]
                     v = plgpu.load(v_smem.at[token, here], layout=by_value)
-                    delta = beta * (v - decay * (state * k).sum(axis=1))
-                    out = decay * (state * q).sum(axis=1) + delta * scalars[2 * heads, token]
+                    delta = beta * k_factor * (v - decay * k_factor * (state * k).sum(axis=1))
+                    out = q_factor * (decay * (state * q).sum(axis=1) + delta * k_q)
                     state = state * decay + rows(delta) * k
-                    v_smem.at[token, here][...] = out
+                    out_smem.at[token, here][...] = out
                     if token not in targets:
                         continue
 
@@ -459,7 +465,7 @@ def _body(op: Op, config: Config, first_row: int) -> Any:
                     def _store(token=token, target=targets[token], state=state):
                         if op.keep and token > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        ring.at[at][...] = state.astype(ring.dtype)
+                        ring.at[at][...] = state.astype(ring.dtype)  # a warp writes what it read
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(ring.at[at], states(target, step))
 
@@ -467,17 +473,30 @@ def _body(op: Op, config: Config, first_row: int) -> Any:
 
                     @pl.when((step > 0) & (step - 1 + stages < steps))
                     def _refill():
+                        # Every warp is past the tile before this one, and waits here for its store.
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         fetch(step - 1 + stages)
 
+            plgpu.commit_smem()  # the output is there for every warp
             for head in range(heads):
                 for token in range(q_len):
-                    out = per_channel(v_smem.at[token, pl.ds(head * DIM, DIM)])
+                    head_out = out_smem.at[token, pl.ds(head * DIM, DIM)]
+                    out = per_channel(head_out)
                     if op.norm:
-                        mean_square = jnp.sum(out * out) * (1.0 / DIM)
+                        whole = plgpu.load(head_out, layout=by_key)
+                        mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
                         gate = per_channel(gate_smem.at[token, pl.ds(head * DIM, DIM)])
                         out = out * lax.rsqrt(mean_square + op.eps) * gate
                     out_at(token, head)[...] = out.astype(out_ref.dtype)
+            if all_read is not None:
+                plgpu.barrier_wait(all_read)
+            if op.conv:
+
+                @pl.when(part == 0)
+                def _():
+                    for first, (window, _) in zip(key_channels, keys, strict=True):
+                        keep_inputs(first, window)
+
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(jnp.logical_not(in_pool(slot)))
