@@ -299,6 +299,16 @@ def test_a_slot_outside_the_pools_is_padding(slot, implementation):
 
 
 @implementations
+@pytest.mark.parametrize("layer", [2, 2**31 - 1, -1])
+def test_a_layer_outside_the_stacks_changes_nothing(layer, implementation):
+    case = make([1, 0, -1])
+    case.layer = layer
+    _, conv_state, state = decode(case, implementation)
+    np.testing.assert_array_equal(bits(conv_state), bits(case.conv_state))
+    np.testing.assert_array_equal(bits(state), bits(case.state))
+
+
+@implementations
 def test_pools_and_weights_without_a_stack(implementation):
     stacked = make([1, 0], num_slots=2, layers=1, layer=0)
     step = step_of(implementation)

@@ -151,7 +151,11 @@ def fla_prefill(*shape: int) -> Callable[[int], Any]:
 
 
 def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
+    """FlashQLA without the norm of q and k, which it leaves to torch.compile."""
     flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
+    normalize = torch().nn.functional.normalize
+    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
+    operands["use_qk_l2norm_in_kernel"] = False
     return lambda i: flash_qla.chunk_gated_delta_rule(**operands)
 
 
