@@ -75,7 +75,7 @@ def gated_delta_net_decode(
             `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
             it writes.
         layer: index into the stacks, a Python int or traced, or where it is in a repeated pattern.
-            A traced one outside of them changes no pool.
+            A traced one outside of them changes no pool, and y says nothing.
         scale: factor on the delta rule's output, Dk**-0.5 if None.
         eps: of the norm over Dv.
         arena: scratch that holds at least `scratch(...)`; y is then a view of it, valid until the

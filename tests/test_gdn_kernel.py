@@ -51,6 +51,13 @@ def test_float32(implementation):
 
 
 @both_devices
+def test_a_key_of_zeros_adds_nothing(implementation):
+    case = gdn_case([1, 0], num_slots=2, key_heads=2, value_heads=2, dtype=jnp.float32)
+    case.k, case.v = jnp.zeros_like(case.k), jnp.full_like(case.v, 1e36)
+    assert_matches(case, *decode(case, implementation), bound=1e-5)
+
+
+@both_devices
 def test_a_batch_of_padding_touches_nothing(implementation):
     case = gdn_case([-1, -1], num_slots=3)
     out, state = decode(case, implementation)

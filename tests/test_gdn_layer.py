@@ -12,7 +12,8 @@ from kernel_cases import relative, x64
 
 from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
 from jaxattn.arena import Arena
-from jaxattn.kernels.gdn_decode import Config, gdn_decode_mosaic
+from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
+from jaxattn.kernels.gdn_decode_body import Config
 
 implementations = pytest.mark.parametrize(
     "implementation",

@@ -1,0 +1,340 @@
+"""The body of the delta rule's decode: what a block does for the value heads that it has.
+
+It convolves the channels of its q, k and v, prepares the gates, and takes the states [Dv, Dk] tile
+by tile through a ring in shared memory, so that loads, arithmetic and stores overlap, with those of
+the other blocks on the multiprocessor as well. A tile stays in registers over the S tokens. Both
+products with it are of the state before a token's update (S q is exp(g) S q + delta (k q)), so that
+their sums run side by side. The output is normalised and gated when all of its head is there.
+
+A row of one token takes little more than its latencies. So warps wait for each other only where one
+reads or overwrites what another, or a copy, has to do with: Pallas would have them wait around
+every store. And q and k are in shared memory as the convolution leaves them; every warp adds up for
+itself what makes them unit vectors.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper import swizzled
+
+DIM = 128  # Dk and Dv
+WIDTH = 4  # taps of the convolution
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the states are cut up.
+
+    Attributes:
+        tile: rows of a state [Dv, Dk] that are in registers at a time.
+        stages: tiles in the ring.
+        parts: blocks that share a key head's value heads, a cluster.
+    """
+
+    tile: int = 64
+    stages: int = 2
+    parts: int = 1
+
+    def __post_init__(self):
+        if self.tile not in (32, 64, 128) or self.stages < 2:
+            raise ValueError(f"tile must be 32, 64 or 128 and stages at least 2, got {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
+
+    `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
+    token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
+    """
+
+    q_len: int
+    key_heads: int
+    value_heads: int
+    conv: bool
+    norm: bool
+    l2norm: bool
+    stacked: bool
+    keep: bool
+    affine: tuple[int, int]
+    scale: float
+    eps: float
+
+    @property
+    def group(self) -> int:
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * DIM
+
+
+def steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
+    """Tiles that a block takes, and places in its ring: no more than it has tiles."""
+    steps = op.group // config.parts * DIM // config.tile
+    return steps, min(config.stages, steps)
+
+
+def scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
+    heads = op.group // config.parts
+    _, stages = steps_and_stages(op, config)
+    ring = (stages, config.tile, DIM)
+    types = [
+        plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
+        plgpu.SMEM((2, op.q_len, DIM), jnp.float32),  # q and k
+        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # v
+        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # the output before its norm
+        plgpu.SMEM((2 * heads, op.q_len), jnp.float32),  # decays, betas
+        plgpu.Barrier(num_barriers=stages),  # tile loaded
+    ]
+    if config.parts > 1 and op.conv:
+        types.append(plgpu.ClusterBarrier(collective_axes=("part",)))
+    return types
+
+
+def _tile_transforms(state_dtype: Any) -> Any:
+    """A tile of float32 is row-major, so that a copy is of whole rows, one piece of memory; left to
+    itself, JAX would choose a swizzle. One of bfloat16 is swizzled, and copied 128 bytes of a row
+    at a time: row-major, with 16 bytes a thread, it is slower."""
+    if state_dtype == jnp.float32:
+        return (plgpu.TilingTransform((8, DIM)),)  # type: ignore[abstract]
+    return swizzled(state_dtype)
+
+
+def _layout(tile: int) -> Any:
+    """Registers of a tile [tile, Dk]: a warp a quarter of its rows, eight threads a row.
+
+    A float32 row's 32 keys are 128 bytes of shared memory, so that a warp's 16-byte loads meet no
+    bank conflict; and of k and q, held beside the states, a thread has an eighth.
+    """
+    tiling = plgpu.Tiling(((tile, DIM), (tile // 4, DIM), (4, 32), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    """log(1 + e^x). The GPU's logarithm is good to 2^-22 of 1, not of a result near 0."""
+    t = jnp.exp(-jnp.abs(x))
+    series = t * (1 - t * (1 / 2 - t * (1 / 3 - t * (1 / 4))))
+    return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
+
+
+def make_body(op: Op, config: Config, first_row: int) -> Any:
+    q_len, group, tile = op.q_len, op.group, config.tile
+    heads = group // config.parts
+    steps, stages = steps_and_stages(op, config)
+    matrix = _layout(tile)
+    by_value, by_key = matrix.reduce(1), matrix.reduce(0)
+    channel = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a thread a channel
+
+    def per_channel(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=channel, optimized=False)
+
+    def silu(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return x / (1.0 + jnp.exp(-x))
+
+    def rows(vector: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(vector, (tile, DIM), [0])
+
+    def columns(ref: Any) -> jax.Array:
+        return lax.broadcast_in_dim(plgpu.load(ref, layout=by_key), (tile, DIM), [1])
+
+    def factors_of(qk_smem: Any, token: int) -> tuple[Any, Any, jax.Array]:
+        """What a token's q and k are times, and the product of both."""
+        q, k = (plgpu.load(qk_smem.at[i, token], layout=by_key) for i in range(2))
+        if not op.l2norm:
+            return op.scale, 1.0, jnp.sum(q * k) * op.scale
+        q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
+        q_factor *= op.scale
+        return q_factor, k_factor, jnp.sum(q * (k * k_factor)) * q_factor
+
+    def body(
+        qkvz_ref, ba_ref, weights_ref, layer_ref, reads_ref, writes_ref, pool_ref, conv_ref,
+        out_ref, ring, qk_smem, v_smem, out_smem, scalars, loaded, all_read=None,
+    ):  # fmt: skip
+        row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
+        part = lax.axis_index("part") if config.parts > 1 else 0
+        layer, slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
+        own = layer if op.stacked else 0  # row of weights
+        first_head = key_head * group + part * heads
+        slots = pool_ref.shape[1]
+
+        if op.keep:
+            targets = {token: writes_ref[row, token] for token in range(q_len)}
+        else:
+            targets = {q_len - 1: writes_ref[row]}
+
+        def in_pool(slot: Any) -> Any:
+            # One past the layer's slots would be the next layer's: TMA sees them as one axis.
+            return (slot >= 0) & (slot < slots)
+
+        # Both numbers are asked for at once: one after the other would take twice as long.
+        live = in_pool(slot) & (layer >= 0) & (layer < pool_ref.shape[0])
+
+        def states(slot: Any, step: Any) -> Any:
+            return pool_ref.at[layer, slot, pl.ds(first_head * DIM + step * tile, tile)]
+
+        def fetch(step: Any) -> None:
+            at = lax.rem(step, stages)
+            plgpu.copy_gmem_to_smem(states(slot, step), ring.at[at], loaded.at[at])
+
+        def out_at(token: int, head: int) -> Any:
+            at = (row * q_len + token) * op.value_heads + first_head + head
+            return out_ref.at[first_row + at]
+
+        def inputs_of(first: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+            """128 channels from `first` on: (their W - 1 + S inputs, their W taps)."""
+            new = [
+                per_channel(qkvz_ref.at[row, token, pl.ds(first, DIM)]) for token in range(q_len)
+            ]
+            if not op.conv:
+                return new, []
+            old = [
+                per_channel(conv_ref.at[layer, slot, j, pl.ds(first, DIM)])
+                for j in range(WIDTH - 1)
+            ]
+            start = 2 * op.value_heads + DIM + first
+            taps = [
+                per_channel(weights_ref.at[own, pl.ds(start + j * op.channels, DIM)])
+                for j in range(WIDTH)
+            ]
+            return old + [x.astype(conv_ref.dtype) for x in new], taps
+
+        def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax.Array:
+            if not taps:
+                return window[token].astype(jnp.float32)
+            terms = [tap * window[token + j].astype(jnp.float32) for j, tap in enumerate(taps)]
+            return silu(functools.reduce(operator.add, terms))
+
+        def keep_inputs(first: Any, window: list[jax.Array]) -> None:
+            for token, target in targets.items():
+
+                @pl.when(in_pool(target))
+                def _(token=token, target=target):
+                    for j, x in enumerate(window[token + 1 : token + WIDTH]):
+                        conv_ref.at[layer, target, j, pl.ds(first, DIM)][...] = x
+
+        @pl.when(live)
+        def _update():
+            for step in range(stages):
+                fetch(step)
+
+            # Every load comes before what waits for the first one: latencies run side by side.
+            key_channels = (key_head * DIM, (op.key_heads + key_head) * DIM)
+            value_channels = [(2 * op.key_heads + first_head + head) * DIM for head in range(heads)]
+            keys = [inputs_of(first) for first in key_channels]
+            values = [inputs_of(first) for first in value_channels]
+            if op.norm:
+                norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
+                z_at = op.channels + first_head * DIM
+                z = [
+                    [
+                        per_channel(qkvz_ref.at[row, token, pl.ds(z_at + head * DIM, DIM)])
+                        for head in range(heads)
+                    ]
+                    for token in range(q_len)
+                ]
+            gates = [
+                (
+                    weights_ref[own, index],
+                    weights_ref[own, op.value_heads + index],
+                    [ba_ref[row, token, index] for token in range(q_len)],
+                    [ba_ref[row, token, op.value_heads + index] for token in range(q_len)],
+                )
+                for index in (first_head + head for head in range(heads))
+            ]
+
+            for head, (A_log, bias, bs, as_) in enumerate(gates):
+                rate = jnp.exp(A_log)
+                for token in range(q_len):
+                    a, b = (x[token].astype(jnp.float32) for x in (as_, bs))
+                    scalars[head, token] = jnp.exp(-rate * _softplus(a + bias))
+                    scalars[heads + head, token] = 1.0 / (1.0 + jnp.exp(-b))
+
+            for token in range(q_len):
+                for i, inputs in enumerate(keys):
+                    qk_smem.at[i, token][...] = convolved(*inputs, token)
+                for head in range(heads):
+                    at = pl.ds(head * DIM, DIM)
+                    v_smem.at[token, at][...] = convolved(*values[head], token)
+            if op.conv:
+                for first, (window, _) in zip(value_channels, values, strict=True):
+                    keep_inputs(first, window)
+            plgpu.commit_smem()  # vectors are there for every warp, and every warp has its inputs
+            if all_read is not None:
+                plgpu.barrier_arrive(all_read)
+            factors = [factors_of(qk_smem, token) for token in range(q_len)]
+
+            @pl.loop(0, steps)
+            def _tile(step):
+                at = lax.rem(step, stages)
+                head = lax.div(step * tile, DIM)
+                plgpu.barrier_wait(loaded.at[at])
+                state = plgpu.load(ring.at[at], layout=matrix).astype(jnp.float32)
+                here = pl.ds(step * tile, tile)
+                for token in range(q_len):
+                    q, k = columns(qk_smem.at[0, token]), columns(qk_smem.at[1, token])
+                    q_factor, k_factor, k_q = factors[token]
+                    k *= k_factor
+                    decay, beta = scalars[head, token], scalars[heads + head, token]
+                    v = plgpu.load(v_smem.at[token, here], layout=by_value)
+                    delta = beta * (v - decay * (state * k).sum(axis=1))
+                    out = q_factor * decay * (state * q).sum(axis=1) + delta * k_q
+                    state = state * decay + rows(delta) * k
+                    out_smem.at[token, here][...] = out
+                    if token not in targets:
+                        continue
+
+                    @pl.when(in_pool(targets[token]))
+                    def _store(token=token, target=targets[token], state=state):
+                        if op.keep and token > 0:
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        ring.at[at][...] = state.astype(ring.dtype)  # a thread writes what it read
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(ring.at[at], states(target, step))
+
+                if stages < steps:
+
+                    @pl.when((step > 0) & (step - 1 + stages < steps))
+                    def _refill():
+                        # Behind this wait, the tile before this one is read and stored.
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        fetch(step - 1 + stages)
+
+            plgpu.commit_smem()  # the output is there for every warp
+            for head in range(heads):
+                for token in range(q_len):
+                    head_out = out_smem.at[token, pl.ds(head * DIM, DIM)]
+                    out = per_channel(head_out)
+                    if op.norm:
+                        whole = plgpu.load(head_out, layout=by_key)
+                        mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
+                        out *= lax.rsqrt(mean_square + op.eps) * norm * silu(z[token][head])
+                    out_at(token, head)[...] = out.astype(out_ref.dtype)
+            if all_read is not None:
+                plgpu.barrier_wait(all_read)
+            if op.conv:
+
+                @pl.when(part == 0)
+                def _():
+                    for first, (window, _) in zip(key_channels, keys, strict=True):
+                        keep_inputs(first, window)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(jnp.logical_not(live))
+        def _padding():
+            zeros = plgpu.layout_cast(jnp.zeros((DIM,), jnp.float32), channel)
+            for head in range(heads):
+                for token in range(q_len):
+                    out_at(token, head)[...] = zeros.astype(out_ref.dtype)
+
+    return body
