@@ -68,14 +68,28 @@ class BatchMLAPagedAttentionWrapper:
         assert q_nope.shape[0] == q_pe.shape[0] == self.rows
         assert ckv_cache.shape[1:] == (64, 512) and kpe_cache.shape[1:] == (64, 64)
 """
+# FlagGems' words, which are by place.
+FAKE_FLAGGEMS = """
+import numpy as np
+__version__ = "5.0"
+def flash_mla(q, tables, blocks, longest, page_size, batch, q_len, lengths, heads, kv_heads, dim,
+              rank, causal):
+    assert q.shape == (batch, q_len, heads, dim) and blocks.shape[1:] == (page_size, kv_heads, dim)
+    assert (page_size, q_len, kv_heads, dim, rank, causal) == (64, 1, 1, 576, 512, True)
+    pages = -(-lengths // page_size)
+    assert tables.shape == (batch, longest // page_size) and pages.max() == tables.shape[1]
+    used = [page for row, count in zip(tables, pages) for page in row[:count]]
+    assert sorted(used) == list(range(blocks.shape[0]))
+"""
 
 
 @pytest.fixture
-def fake_flashinfer(tmp_path, monkeypatch):
+def fake_packages(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(FAKE_TORCH)
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").write_text("__version__ = '9.9'")
     (tmp_path / "flashinfer" / "mla.py").write_text(FAKE_FLASHINFER)
+    (tmp_path / "flag_gems.py").write_text(FAKE_FLAGGEMS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
@@ -325,7 +339,7 @@ def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch
 
 
 def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
-    measured, fake_flashinfer, tmp_path, capsys
+    measured, fake_packages, tmp_path, capsys
 ):
     file = tmp_path / "run.json"
     assert bench.main(["mla", "--small", "--json", str(file)]) == 0
@@ -335,9 +349,12 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
     assert [row["cache"] for row in run["rows"] if "cache" in row] == list(mla_fp8.CACHES)
     times = [row["flashinfer call us"] for row in run["rows"] if "cache" not in row]
     assert times == [pytest.approx(1000), "", pytest.approx(1000), pytest.approx(1000)]
+    assert times == [row["flaggems call us"] for row in run["rows"] if "cache" not in row]
     assert run["peers"] == [
         "flashinfer-mla: flashinfer-python 9.9, by CUDA events around a graph",
         "flashinfer-mla [1, 20, 130, 2]: ValueError: 20 heads",
+        "flaggems-mla: flag_gems 5.0, by CUDA events around a graph",
+        "flaggems-mla [1, 20, 130, 2]: ValueError: it takes one token a row, not 2",
     ]
 
 

@@ -1,6 +1,7 @@
 """What others take for the same shapes on the same GPU, in the same run.
 
-Peers are PyTorch programs. Each runs in a process of its own, which starts before JAX takes memory:
+Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
+runs in a process of its own, which starts before JAX takes memory:
 
     python -m jaxattn.bench.peers flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
 
@@ -33,6 +34,7 @@ from jaxattn.bench.timing import LOOP_SECONDS, WARMUP, rotation
 CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
 DIM = 128  # of the delta rule's keys and values
+DEVICE = "cuda"
 
 # Seconds of each peer, by its column and by the shape's JSON.
 Times = dict[str, dict[str, float]]
@@ -70,14 +72,14 @@ def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Cal
     pages = -(-lens // mla.PAGE)
     total = int(pages.sum())
     layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device="cuda")
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
     rank, rope = mla.RANK, mla.DIM - mla.RANK
     latents = [normal(total, mla.PAGE, rank) for _ in range(layers)]
     rotated = [normal(total, mla.PAGE, rope) for _ in range(layers)]
     q_nope, q_pe = normal(batch * q_len, heads, rank), normal(batch * q_len, heads, rope)
-    index = functools.partial(t.tensor, dtype=t.int32, device="cuda")
+    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
-        t.empty(128 * 2**20, dtype=t.int8, device="cuda")
+        t.empty(128 * 2**20, dtype=t.int8, device=DEVICE)
     )
     wrapper.plan(
         qo_indptr=index([q_len * row for row in range(batch + 1)]),
@@ -98,11 +100,34 @@ def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Cal
     )
 
 
+def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
+    """FlagGems' kernel, which is written in Triton and does not cut rows."""
+    if q_len != 1:
+        raise ValueError(f"it takes one token a row, not {q_len}")
+    t, flag_gems = torch(), importlib.import_module("flag_gems")
+    lens = mla.lengths(batch, tokens)
+    pages = -(-lens // mla.PAGE)
+    total, most = int(pages.sum()), int(pages.max())
+    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
+    caches = [normal(total, mla.PAGE, 1, mla.DIM) for _ in range(layers)]
+    q = normal(batch, 1, heads, mla.DIM)
+    shuffled = np.random.default_rng(0).permutation(total)
+    table = np.zeros((batch, most), np.int32)
+    table[np.arange(most) < pages[:, None]] = shuffled
+    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
+    tables, lengths = index(table.tolist()), index(lens.tolist())
+    return lambda i: flag_gems.flash_mla(
+        q, tables, caches[i % layers], most * mla.PAGE, mla.PAGE, batch, 1, lengths, heads, 1,
+        mla.DIM, mla.RANK, True,
+    )  # fmt: skip
+
+
 def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict[str, Any]:
     """q, k, v, g, beta as in gdn_prefill's inputs: gates of log sigmoid(uniform)."""
     t = torch()
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device="cuda")
-    uniform = functools.partial(t.rand, dtype=t.float32, device="cuda")
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
+    uniform = functools.partial(t.rand, dtype=t.float32, device=DEVICE)
     return {
         "q": normal(rows, tokens, key_heads, DIM),
         "k": normal(rows, tokens, key_heads, DIM),
@@ -121,7 +146,7 @@ def fla_decode(
     t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     size = batch * value_heads * DIM * DIM * 4
     layers = rotation(size)
-    states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device="cuda")
+    states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device=DEVICE)
     operands = delta_rule(batch, tokens, key_heads, value_heads)
     return lambda i: fla.fused_recurrent_gated_delta_rule(
         **operands,
@@ -137,7 +162,7 @@ def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[s
     return {
         **delta_rule(1, count * length, key_heads, value_heads),
         "cu_seqlens": t.tensor(
-            [length * i for i in range(count + 1)], dtype=t.int64, device="cuda"
+            [length * i for i in range(count + 1)], dtype=t.int64, device=DEVICE
         ),
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
@@ -169,6 +194,7 @@ def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
 
 PEERS = {
     "flashinfer-mla": Peer("flashinfer", "mla", "flashinfer", "flashinfer-python", flashinfer_mla),
+    "flaggems-mla": Peer("flaggems", "mla", "flag_gems", "flag_gems", flaggems_mla),
     "fla-decode": Peer("fla", "gdn_decode", "fla", "fla-core", fla_decode),
     "fla-prefill": Peer("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
     "flashqla-prefill": Peer("flashqla", "gdn_prefill", "flash_qla", "flash-qla", flashqla_prefill),
