@@ -2,7 +2,8 @@
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls, and so are the times of FlashInfer, FlagGems, FLA and FlashQLA,
-where they are installed. Every row says what fraction it is of the copy and matmul ceilings of the same run.
+where they are installed. Every row says what fraction it is of the copy and matmul ceilings of the
+same run.
 `python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
 """
 
