@@ -27,6 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.paged import CACHES, Arguments
+from jaxattn.rope import RopeConfig, Rotation, rope
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
 BLOCK = 128  # dims that share a scale
@@ -99,20 +100,18 @@ class LatentFormat:
         """What the cache stores for `latent`."""
         if not self.quantized:
             return latent.astype(self.dtype)
-        # Before anything is divided or narrowed: a finite number that overflows there saturates.
-        numbers = jnp.where(jnp.isinf(latent), jnp.nan, latent).astype(jnp.float32)
         if self.per_tensor:
-            return _to_fp8(numbers / kv_scale)
+            return _to_fp8(_without_inf(latent) / kv_scale)
+        # Sliced before anything else, so that XLA sees that no scale is of the rotated dims.
         rank, tokens = self.kv_lora_rank, latent.shape[:-1]
-        blocks = numbers[..., :rank].reshape(*tokens, rank // BLOCK, BLOCK)
+        blocks = _without_inf(latent[..., :rank]).reshape(*tokens, rank // BLOCK, BLOCK)
         scales = _block_scales(blocks)
         parts = (
             _to_fp8(blocks / scales[..., None]),
             scales,
             latent[..., rank:].astype(jnp.bfloat16),
         )
-        as_bytes = [lax.bitcast_convert_type(x, BYTES).reshape(*tokens, -1) for x in parts]
-        return jnp.concatenate(as_bytes, axis=-1)
+        return jnp.concatenate([_as_bytes(x).reshape(*tokens, -1) for x in parts], axis=-1)
 
     def unpack(self, stored: Num[Array, "*t Ds"], kv_scale: Any = None) -> Float[Array, "*t D"]:
         """The latents of what is stored: float32, or as they are where they are not quantized.
@@ -131,6 +130,17 @@ class LatentFormat:
         rope = lax.bitcast_convert_type(rope.reshape(*tokens, -1, 2), jnp.bfloat16)
         values = numbers.reshape(*tokens, blocks, BLOCK) * scales[..., None]
         return jnp.concatenate([values.reshape(*tokens, rank), rope.astype(jnp.float32)], axis=-1)
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+    """uint8 [*x.shape, itemsize], least first; by shifts, which XLA joins with what is around."""
+    word = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.itemsize}"))
+    return jnp.stack([(word >> 8 * i).astype(BYTES) for i in range(x.itemsize)], axis=-1)
+
+
+def _without_inf(latent: jax.Array) -> jax.Array:
+    # Before anything is divided or narrowed: a finite number that overflows there saturates.
+    return jnp.where(jnp.isinf(latent), jnp.nan, latent).astype(jnp.float32)
 
 
 def _to_fp8(x: jax.Array) -> jax.Array:
@@ -226,6 +236,8 @@ def mla_cache_write(
     query_lens: Int[Array, "B"] | None = None,
     layer: Array | int | None = None,
     kv_scale: Array | float | None = None,
+    rotation: Rotation | None = None,
+    config: RopeConfig | None = None,
 ) -> Array:
     """The cache with the new tokens' latents written; in place, where the cache is donated.
 
@@ -235,20 +247,23 @@ def mla_cache_write(
     with seq_lens 0, for t >= query_lens[b], for a negative position, or where the table does
     not name a page from 0 to N - 1. No two rows may share a page that is written.
 
-    Rotating `latent`'s last P dims (`jaxattn.rope.rope`) is the caller's; inside one `jax.jit` XLA
-    joins it with the quantization.
+    On a GPU, rotation, quantization and write are one kernel; a block-scaled cache has one before
+    it, which finds the scales.
 
     Args:
         kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
             D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). FP8 numbers saturate, and
             Inf is NaN among them.
-        latent: of the new tokens, R dims and P rotated ones.
+        latent: of the new tokens, R dims and P rotated ones, or P to be rotated.
         block_tables: int32 page ids.
         seq_lens: int32 tokens of each row, the new ones included.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: for a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
             latent / kv_scale is stored.
+        rotation: `jaxattn.rope.rotation` of the tokens' positions [B, S], by which the last P dims
+            are rotated on the way; None: they are already.
+        config: of that rotation; P is `config.dim`.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
@@ -259,6 +274,8 @@ def mla_cache_write(
         kv_cache, block_tables, seq_lens, layer
     )
     format, kv_scale = _written_format(arguments, kv_cache, latent, kv_scale)
+    if rotation is not None or config is not None:
+        latent = _rotated(arguments.op, latent, rotation, config, format)
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, latent.shape[1])
     else:
@@ -266,6 +283,31 @@ def mla_cache_write(
     return _write(
         kv_cache, latent, block_tables, seq_lens, query_lens, layer, kv_scale, format=format
     )
+
+
+def _rotated(
+    op: str,
+    latent: jax.Array,
+    rotation: Rotation | None,
+    config: RopeConfig | None,
+    format: LatentFormat,
+) -> jax.Array:
+    """`latent` with its last dims rotated, if all that is given fits."""
+    if rotation is None or config is None:
+        raise ValueError(f"{op}: rotation= and config= go together, got {rotation=} and {config=}")
+    batch, tokens, dim = latent.shape
+    if config.dim > dim or format.block_scaled and config.dim != format.qk_rope_head_dim:
+        raise ValueError(
+            f"{op}: {config.dim=} dims are to be rotated, but latent {latent.shape} has "
+            f"{format.qk_rope_head_dim if format.block_scaled else dim} that can be"
+        )
+    if rotation.angles.shape != (batch, tokens, 2 * config.dim):
+        raise ValueError(
+            f"{op}: rotation must be of positions [B, S] = {[batch, tokens]} and {config.dim=}, "
+            f"got angles {rotation.angles.shape}"
+        )
+    compressed, rotated = jnp.split(latent, [dim - config.dim], axis=-1)
+    return jnp.concatenate([compressed, rope(rotated, rotation, config)], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames="format")

@@ -16,6 +16,7 @@ from mla_cases import assert_same_bits, decode_numpy, normal, prefill_numpy
 
 from jaxattn import mla
 from jaxattn.mla_cache import LatentFormat
+from jaxattn.rope import RopeConfig, Rotation, rope, rotation
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 BLOCK_SCALED = LatentFormat(np.uint8)
@@ -386,6 +387,67 @@ def test_a_scale_may_be_traced_and_a_layers_own():
         expected, expected_lse = decode_numpy(q, [means], 0.1, RANK)
         np.testing.assert_allclose(out[layer], expected, atol=1e-5)
         np.testing.assert_allclose(lse[layer], expected_lse, atol=1e-5)
+
+
+CONFIG = RopeConfig(ROPE)
+
+
+def write_three_tokens(cache, latent, angles, kv_scale, *, rotated_before):
+    tables, lens = np.array([[1, 0], [-1, -1]], np.int32), np.array([18, 0], np.int32)
+    kwargs = dict(rotation=Rotation(angles), config=CONFIG)
+    if rotated_before:
+        turned = rope(latent[..., RANK:], Rotation(angles), CONFIG)
+        latent, kwargs = jnp.concatenate([latent[..., :RANK], turned], axis=-1), {}
+    return mla.mla_cache_write(cache, latent, tables, lens, kv_scale=kv_scale, **kwargs)
+
+
+@pytest.mark.parametrize("_", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8"])
+def test_rotation_on_the_way_is_rotation_before(dtype, _):
+    format = LatentFormat(dtype, RANK, ROPE)
+    empty = jnp.zeros((2, 16, format.width), dtype)
+    angles = rotation(jnp.array([[15, 16, 17], [0, 1, 2]]), CONFIG).angles
+    operands = empty, jnp.asarray(normal(2, 3, RANK + ROPE), jnp.bfloat16), angles
+    kv_scale = KV_SCALE if format.per_tensor else None
+    write = functools.partial(write_three_tokens, kv_scale=kv_scale)
+    cache, expected = (
+        jax.jit(functools.partial(write, rotated_before=before))(*operands)
+        for before in (False, True)
+    )
+    assert_same_bits(np.asarray(cache), np.asarray(expected))
+    written = np.asarray(cache).view(np.uint8).any(axis=-1)
+    assert written[1, 15] and written[0, :2].all() and written.sum() == 3
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (dict(config=None), "rotation= and config= go together"),
+        (dict(rotation=None), "rotation= and config= go together"),
+        (dict(config=RopeConfig(32)), r"config.dim=32 dims .*latent \(2, 3, 192\) has 64"),
+        (dict(rotation=Rotation(np.zeros((2, 1, 128)))), r"\[B, S\] = \[2, 3\].*\(2, 1, 128\)"),
+    ],
+)
+def test_a_rotation_that_does_not_fit_is_named(changed, words):
+    kwargs = dict(rotation=Rotation(np.zeros((2, 3, 128))), config=CONFIG) | changed
+    with pytest.raises(ValueError, match="mla_cache_write: .*" + words):
+        mla.mla_cache_write(BYTE_CACHE, TOKENS, **ADDRESSES, **kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, kernels", [("bfloat16", 1), ("float8_e4m3fn", 1), ("uint8", 2)])
+def test_rotation_quantization_and_write_are_one_kernel_behind_the_scales(dtype, kernels):
+    format = LatentFormat(dtype, RANK, ROPE)
+    shapes = (2, 16, format.width), (2, 3, RANK + ROPE), (2, 3, 2 * ROPE)
+    operands = [
+        jax.ShapeDtypeStruct(shape, kind)
+        for shape, kind in zip(shapes, (dtype, jnp.bfloat16, jnp.float32), strict=True)
+    ]
+    write = functools.partial(write_three_tokens, rotated_before=False)
+    write = functools.partial(write, kv_scale=KV_SCALE if format.per_tensor else None)
+    compiled = jax.jit(write, donate_argnums=0).lower(*operands).compile()
+    entry = compiled.as_text().partition("ENTRY")[2]
+    assert len(re.findall(r" (?:fusion|copy|custom-call)\(", entry)) == kernels
 
 
 # Validation
