@@ -20,7 +20,7 @@ from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_prefill import Config, attend_mosaic, refuse
 from jaxattn.merge import merge_attention_states
 from jaxattn.mla_cache import LatentFormat, check_format
-from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
+from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot, known_max
 from jaxattn.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
 
 
@@ -90,8 +90,9 @@ def causal_attention(
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
         scale: factor of the scores, a Python number.
-        lengths: int32, valid tokens of each row (all, if None). The rest is padding: whatever it
-            holds, its output is 0, its lse -inf, and it receives and causes no gradient.
+        lengths: int32, valid tokens of each row, at most T (all, if None). The rest is padding:
+            whatever it holds, its output is 0, its lse -inf, and it receives and causes no
+            gradient.
         k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
         implementation: "mosaic_gpu" (Dqk 128 + 64, Dv 128, bfloat16 or float16, forward only in
             the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret", "xla", or
@@ -123,10 +124,16 @@ def causal_attention(
         )
     scale = arguments.check_scale(scale)
     batch, tokens = q.shape[:2]
-    config = Config() if lengths is not None else Config.resident()
     if lengths is None:
-        lengths = jnp.full(batch, tokens, jnp.int32)
-    lengths = arguments.check("lengths", lengths, "B", INT32)
+        config, lengths = Config.resident(), jnp.full(batch, tokens, jnp.int32)
+    else:
+        config, given = Config(), lengths
+        lengths = arguments.check("lengths", given, "B", INT32)
+        if (most := known_max(given)) > tokens:
+            raise ValueError(
+                f"causal_attention: lengths {given.shape} holds {most}, but q {q.shape} has "
+                f"{tokens} tokens a row; give lengths of at most {tokens}"
+            )
 
     def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
         *operands, lengths = args

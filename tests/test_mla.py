@@ -857,6 +857,39 @@ def test_decode_names_the_argument_that_does_not_fit(changed, error, words):
             mla.mla_decode(**(GOOD | changed), implementation=implementation)
 
 
+SIZES = dict(q_len=1, num_heads=3, max_pages=4)
+
+
+@pytest.mark.parametrize(
+    "changed, error, words",
+    [
+        (dict(seq_lens=np.zeros(2, np.float32)), TypeError, "seq_lens must be int32, got float32"),
+        (dict(seq_lens=np.zeros((2, 1), np.int32)), ValueError, r"seq_lens \[B\].*\(2, 1\)"),
+        (dict(seq_lens=np.zeros(0, np.int32)), ValueError, r"seq_lens \[B\].*none.*\(0,\)"),
+        (dict(seq_lens=[3, 4]), TypeError, "seq_lens must be an array, got list"),
+        (
+            dict(seq_lens=np.array([65, 0], np.int32), page_size=16),
+            ValueError,
+            r"seq_lens \(2,\) holds 65, but max_pages=4 of page_size=16 tokens reach 64; give",
+        ),
+        (dict(page_size=0), ValueError, "page_size must be a positive integer, got 0"),
+        (dict(page_size=64.0), ValueError, "page_size must be a positive integer, got 64.0"),
+        (dict(max_pages=0), ValueError, "max_pages must be a positive integer, got 0"),
+        (dict(num_heads=0), ValueError, "num_heads must be a positive integer, got 0"),
+        (dict(num_heads=True), ValueError, "num_heads must be a positive integer, got True"),
+        (dict(q_len=-1), ValueError, "q_len must be a positive integer, got -1"),
+        (dict(batch=0), ValueError, "batch must be a positive integer, got 0"),
+    ],
+)
+def test_schedule_and_scratch_name_the_argument_that_does_not_fit(changed, error, words):
+    if "batch" not in changed:
+        with pytest.raises(error, match=rf"mla\.decode_schedule: {words}"):
+            mla.decode_schedule(**(SIZES | dict(seq_lens=GOOD["seq_lens"]) | changed))
+    if "seq_lens" not in changed:
+        with pytest.raises(error, match=rf"mla\.scratch: {words}"):
+            mla.scratch(**(SIZES | dict(batch=2) | changed))
+
+
 def test_scale_has_no_default():
     with pytest.raises(TypeError, match="scale"):
         mla.mla_decode(**{k: v for k, v in GOOD.items() if k != "scale"})
@@ -869,6 +902,10 @@ def test_lengths_are_checked_only_where_they_are_known():
     constant = jax.jit(lambda: decode(**(GOOD | dict(seq_lens=lens))))
     with pytest.raises(ValueError, match="reach 64"):
         constant()
+    jax.jit(lambda lens: mla.decode_schedule(lens, **SIZES, page_size=16))(lens)
+    q = np.zeros((2, 1, 3, 24), np.float32)
+    out, _ = jax.jit(lambda lens: mla.causal_attention(q, q, q, scale=1.0, lengths=lens))(lens)
+    assert np.isfinite(out).all()
 
 
 def test_the_other_ops_name_the_argument_that_does_not_fit():
@@ -894,6 +931,11 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
         mla.absorb_output(np.zeros((2, 1, 3, 16), np.float32), np.zeros((3, 8, 5), np.float32))
     with pytest.raises(TypeError, match="causal_attention: .*one dtype, got float32, bfloat16 and"):
         mla.causal_attention(GOOD["q"], jnp.bfloat16(GOOD["q"]), GOOD["q"], scale=1.0)
+    with pytest.raises(
+        ValueError,
+        match=r"causal_attention: lengths \(2,\) holds 2, but q \(2, 1, 3, 24\) has 1 tokens a row",
+    ):
+        mla.causal_attention(*[GOOD["q"]] * 3, scale=1.0, lengths=np.array([2, 0], np.int32))
     q = np.zeros((2, 3, HEADS, NOPE + ROPE), np.float32)
     ok = dict(
         q=q, latent=latent, w_uk=W_UK, w_uv=W_UV, kv_cache=cache, block_tables=tables,

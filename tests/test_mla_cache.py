@@ -22,6 +22,13 @@ E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 BLOCK_SCALED = LatentFormat(np.uint8)
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """A test runs on both, and on a machine that has both not twice on one."""
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield
+
+
 def encode_block(block):
     """128 numbers -> (power-of-two scale, 128 bytes): the smallest scale that 448 of it holds."""
     finite = block[np.isfinite(block)].astype(np.float64)
@@ -118,6 +125,7 @@ def hard_latents(rank, rope, seed=0):
     return latents
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rank, rope", [(512, 64), (128, 0), (256, 32)])
 def test_block_scaled_packs_and_unpacks_byte_by_byte(rank, rope):
     format = LatentFormat(np.uint8, rank, rope)
@@ -146,14 +154,15 @@ def test_block_scaled_packs_and_unpacks_byte_by_byte(rank, rope):
     assert (error <= np.maximum(np.abs(ordinary) / 16, scale * 2.0**-10)).all()
 
 
+@pytest.mark.usefixtures("device")
 def test_per_tensor_numbers_saturate_and_what_is_not_finite_is_nan():
     format, latents = LatentFormat("float8_e4m3fn"), hard_latents(512, 64)
-    stored = np.asarray(format.pack(jnp.asarray(latents), jnp.float32(0.25)))
+    stored = np.asarray(jax.jit(format.pack)(latents, jnp.float32(0.25)))
     assert stored.dtype == E4M3
     expected, finite = saturated(latents, 0.25), np.isfinite(latents)
     assert_same_bits(stored[finite], expected[finite])
     assert np.isnan(np.float32(stored)[~finite]).all()
-    values = np.asarray(format.unpack(jnp.asarray(stored), jnp.float32(0.25)))
+    values = np.asarray(jax.jit(format.unpack)(stored, jnp.float32(0.25)))
     assert values.dtype == np.float32 and np.nanmax(np.abs(values)) == 448 * 0.25
     np.testing.assert_array_equal(values, np.float32(expected) * 0.25)
 

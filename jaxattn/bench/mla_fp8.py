@@ -6,8 +6,6 @@ The columns are those of `jaxattn.bench.mla`. GB/s counts the bytes that the cac
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxattn.bench import mla
 from jaxattn.dispatch import Implementation
 
@@ -36,8 +34,6 @@ def measure(
     """A row of the table; with `xla` also XLA's time."""
     *sizes, cache = shape
     batch, heads, tokens, q_len = sizes
-    if implementation is None and cache != "bfloat16" and jax.default_backend() == "gpu":
-        implementation = "mosaic_gpu"  # reads FP8 only where it is named
     row = mla.measure((batch, heads, tokens, q_len), implementation, xla=xla, cache=CACHES[cache])
     return {**label(shape), **{name: value for name, value in row.items() if name != "B,H,T,S"}}
 
