@@ -25,16 +25,16 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.absorb import absorb_output as absorb_output
 from jaxattn.absorb import absorb_query as absorb_query
 from jaxattn.dispatch import Implementation, dispatch
-from jaxattn.kernels import mla_scratch
+from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_decode import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode import scratch as scratch
-from jaxattn.kernels.mla_schedule import PAGE, check_sizes, num_steps
 from jaxattn.kernels.mla_schedule import Schedule as Schedule
+from jaxattn.kernels.mla_schedule import num_steps
 from jaxattn.merge import merge_attention_states as merge_attention_states
 from jaxattn.mla_cache import LatentFormat as LatentFormat
 from jaxattn.mla_cache import check_format
 from jaxattn.mla_cache import mla_cache_write as mla_cache_write
-from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot, known_max
+from jaxattn.paged import Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill import causal_attention as causal_attention
 from jaxattn.prefill import mla_prefill as mla_prefill
 
@@ -43,52 +43,6 @@ if TYPE_CHECKING:
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
-
-
-def decode_schedule(
-    seq_lens: Int[Array, "B"],
-    *,
-    q_len: int,
-    num_heads: int,
-    max_pages: int,
-    page_size: int = PAGE,
-    batch_invariant: bool = False,
-    interpret: bool = False,
-) -> Schedule:
-    """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
-
-    Args:
-        seq_lens: int32, as for `mla_decode`.
-        q_len: S.
-        num_heads: H.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
-            other in XLA, which does not read the schedule.
-        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
-            by B and M alone, as if all of them had M pages; a few rows much shorter than that
-            keep fewer blocks busy. Of more rows than blocks none is cut.
-        interpret: for the interpreter, which takes fewer blocks.
-
-    Raises:
-        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
-    """
-    op = "mla.decode_schedule"
-    lengths = Arguments(op).check("seq_lens", seq_lens, "B", INT32)
-    check_sizes(op, q_len=q_len, num_heads=num_heads, max_pages=max_pages, page_size=page_size)
-    if (longest := known_max(seq_lens)) > max_pages * page_size:
-        raise ValueError(
-            f"{op}: seq_lens {seq_lens.shape} holds {longest}, but {max_pages=} of {page_size=} "
-            f"tokens reach {max_pages * page_size}; give wider block_tables, and their width"
-        )
-    return mla_scratch.decode_schedule(
-        lengths,
-        q_len=q_len,
-        num_heads=num_heads,
-        max_pages=max_pages,
-        page_size=page_size,
-        batch_invariant=batch_invariant,
-        interpret=interpret,
-    )
 
 
 @overload

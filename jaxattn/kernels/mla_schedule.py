@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 TILE = 64  # packed rows (query token, head) of a block
 PAGE = 64  # tokens that a block takes at a time; what is called a page here, whatever the cache has
@@ -146,17 +145,8 @@ def copies_of(page_size: int) -> int:
     return max(1, PAGE // page_size)
 
 
-def check_sizes(op: str, **sizes: int) -> None:
-    """Raises ValueError unless all are positive integers. `jaxattn.mla.decode_schedule` has asked
-    before anything here does, in its own name: here it is `scratch`'s arguments that may be bad."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{op}: {name} must be a positive integer, got {size!r}")
-
-
 def num_steps(max_pages: int, page_size: int) -> int:
     """64 tokens at a time, `max_pages` pages of the cache."""
-    check_sizes("mla.scratch", max_pages=max_pages, page_size=page_size)
     return -(-max_pages * page_size // PAGE)
 
 
@@ -175,7 +165,6 @@ def merge_cost(q_len: int, num_heads: int) -> int:
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
     """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
     fewer where `batch` rows of `max_pages` pages are not worth as many."""
-    check_sizes("mla.scratch", batch=batch, q_len=q_len, num_heads=num_heads)
     worth = batch * (max_pages + row_cost(q_len, num_heads)) // MIN_PART
     return max(1, min(num_sms // num_tiles(q_len, num_heads), worth))
 

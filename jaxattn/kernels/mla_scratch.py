@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.kernels.hopper import NUM_SMS
@@ -21,9 +22,16 @@ from jaxattn.kernels.mla_schedule import (
     piece_pages,
     row_cost,
 )
+from jaxattn.paged import INT32, Arguments, known_max
 
 PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
+
+
+def _check_sizes(op: str, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"{op}: {name} must be a positive integer, got {size!r}")
 
 
 def decode_schedule(
@@ -43,12 +51,24 @@ def decode_schedule(
         q_len: S.
         num_heads: H.
         max_pages: M, width of the block tables.
-        page_size: C, tokens of a page.
+        page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
+            other in XLA, which does not read the schedule.
         batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
             by B and M alone, as if all of them had M pages; a few rows much shorter than that
             keep fewer blocks busy. Of more rows than blocks none is cut.
         interpret: for the interpreter, which takes fewer blocks.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
     """
+    op, given = "mla.decode_schedule", seq_lens
+    seq_lens = Arguments(op).check("seq_lens", given, "B", INT32)
+    _check_sizes(op, q_len=q_len, num_heads=num_heads, max_pages=max_pages, page_size=page_size)
+    if (longest := known_max(given)) > max_pages * page_size:
+        raise ValueError(
+            f"{op}: seq_lens {seq_lens.shape} holds {longest}, but {max_pages=} of {page_size=} "
+            f"tokens reach {max_pages * page_size}; give wider block_tables, and their width"
+        )
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
@@ -88,7 +108,12 @@ def scratch(
         Regions `out` [B, tiles * 64, R] with row s * H + h and, for a batch that may be split,
         `partial_out` float32 [parts, 2, tiles * 64, R]: at most 33 MiB, whatever the batch.
         DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named.
     """
+    sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
+    _check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
     tiles = num_tiles(q_len, num_heads)
     steps = num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
