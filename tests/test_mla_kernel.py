@@ -79,9 +79,9 @@ def even_cuts(lens, parts):
 @pytest.mark.parametrize(
     "lens, q_len, heads",
     [
-        ([70, 0, 128], 1, 64),  # tail page, padding row, whole pages
+        ([140, 0, 128], 1, 2),  # tail page, padding row, whole pages
         ([1, 63, 64, 65], 1, 3),
-        ([65, 2], 3, 20),  # a row with fewer keys than query tokens; a tile across tokens
+        ([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
         ([130], 2, 96),  # three tiles, the last one shared by both tokens
     ],
 )
@@ -91,7 +91,10 @@ def test_matches_float64(lens, q_len, heads, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("lens, q_len, heads", [([1, 0], 2, 64), ([66], 1, 128), ([3], 1, 20)])
+@pytest.mark.parametrize(
+    "lens, q_len, heads",
+    [([1, 0], 2, 64), pytest.param([66], 1, 128, marks=pytest.mark.gpu), ([3], 1, 20)],
+)
 def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implementation):
     case = mla_case(lens, q_len=q_len, heads=heads)
     schedule = cut_at(case, [(0, 0)])
@@ -116,7 +119,7 @@ def test_latents_without_rotated_dims(lens, q_len, heads):
 @both_devices
 @pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
 def test_splits_that_see_nothing(lens, implementation):
-    case = mla_case(lens, heads=20)
+    case = mla_case(lens, heads=2)
     cuts = [(0, 0), (0, 2), (0, 3), (0, 5), (1, 0), (4, 0)]
     assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
@@ -150,7 +153,7 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
 
 @both_devices
 def test_a_row_has_the_bits_that_it_has_beside_others(implementation):
-    lens = [[450, 0], [450, 70]]
+    lens = [[390, 0], [390, 3]]
     cases = [mla_case(both, heads=2) for both in lens]
     # One row of queries and one set of pages for the first row of both.
     first = cases[1]
@@ -178,14 +181,14 @@ def test_float16(heads, implementation):
 @both_devices
 @pytest.mark.parametrize("cuts", [None, [(0, 0), (0, 1), (0, 3)]])
 def test_writes_into_a_poisoned_arena(cuts, implementation):
-    case = mla_case([200, 0], heads=20, q_len=2)
+    case = mla_case([200, 0], heads=3, q_len=2)
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 10)), constant_values=-1)
     pages = case.block_tables.shape[1]  # as many as may be split into three parts
-    spec = mla.scratch(batch=2, q_len=2, num_heads=20, max_pages=pages)
+    spec = mla.scratch(batch=2, q_len=2, num_heads=3, max_pages=pages)
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
     out, lse, arena = decode(case, implementation, arena=arena, cuts=cuts)
     assert_mla_close(case, out, lse)
-    kept = arena.read(spec, "out")[:, :40].reshape(out.shape)
+    kept = arena.read(spec, "out")[:, :6].reshape(out.shape)
     np.testing.assert_array_equal(kept, out)
 
 
@@ -205,7 +208,7 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     page = int(case.block_tables[0, 0])
     case.q = case.q.at[0, 0, 0].set(0).at[0, 0, 0, 7].set(-1e16)
     case.kv_cache = case.kv_cache.at[case.layer, page, 0, 7].set(1e16)
-    out, lse = decode(case, implementation)
+    out, lse = decode(case, implementation, cuts=[(0, 0)])
     np.testing.assert_array_equal(out[0, 0, 0], case.kv_cache[case.layer, page, 0, :512])
     score = float(case.q[0, 0, 0, 7]) * float(case.kv_cache[case.layer, page, 0, 7]) * case.scale
     np.testing.assert_allclose(lse[0, 0, 0], score, rtol=1e-5)
@@ -240,11 +243,11 @@ def test_with_x64_enabled(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("q_len, heads", [(1, 9), (4, 5)])  # heads as columns, and as rows
 @pytest.mark.parametrize("padding", [3, pytest.param(127, marks=pytest.mark.gpu)])
-def test_one_real_row_among_padding(q_len, padding, implementation):
-    alone = mla_case([70], heads=16, q_len=q_len)
-    beside = mla_case([70] + [0] * padding, heads=16, q_len=q_len)
+def test_one_real_row_among_padding(q_len, heads, padding, implementation):
+    alone = mla_case([70], heads=heads, q_len=q_len)
+    beside = mla_case([70] + [0] * padding, heads=heads, q_len=q_len)
     out, lse = decode(alone, implementation)
     beside.kv_cache, layer = alone.kv_cache, alone.layer
     beside.q = beside.q.at[0].set(alone.q[0]).at[1:].set(jnp.nan)
@@ -265,7 +268,7 @@ def test_one_real_row_among_padding(q_len, padding, implementation):
     ],
 )
 def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
-    case = mla_case(lens, heads=20, q_len=q_len, dim=dim)
+    case = mla_case(lens, heads=3, q_len=q_len, dim=dim)
     outs = decode(case, "mosaic_gpu_interpret", cuts=cuts, output_by_tma=output_by_tma)
     assert_mla_close(case, *outs)
 
@@ -275,7 +278,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
 def test_more_rows_than_parts(q_len, implementation):
     """Places in another order than the rows', the last one's without tokens; with q_len 2 rows of
     one token too."""
-    case = mla_case([3, 0, 130, 5], heads=20, q_len=q_len)
+    case = mla_case([3, 0, 130, 5], heads=3, q_len=q_len)
     if q_len > 1:
         case.query_lens = jnp.asarray([2, 0, 1, 2], jnp.int32)
     assert_mla_close(case, *run(case, implementation, schedule=dealt_out(case, 2)))
@@ -295,7 +298,7 @@ def test_more_rows_than_parts_that_are_cut(implementation):
 def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation):
     """Two of three see nothing of the second piece. One layer's cache, and a table that is wider
     than it has pages."""
-    case = mla_case([65], heads=9, q_len=3)
+    case = mla_case([65], heads=2, q_len=3)
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 8)), constant_values=-1)
     lone = dataclasses.replace(case, kv_cache=case.kv_cache[case.layer], layer=None)
     assert lone.block_tables.shape[1] > lone.kv_cache.shape[0]
