@@ -207,7 +207,8 @@ def test_scales_far_apart_and_growing(implementation, heads):
         case.q = case.q * jnp.asarray(powers[:, None], case.q.dtype)
     some.case.kv_cache = jnp.asarray(cache)
     some.held.kv_cache = Held(some.case.kv_cache, None)
-    assert_mla_close(some.held, *decode(some, implementation, schedule=cut_at(some.case, [(0, 0)])))
+    outs = decode(some, implementation, schedule=cut_at(some.case, [(0, 0)]))
+    assert_mla_close(some.held, *outs, lse_rtol=2e-6)  # the LSE is up to 460
 
 
 @both_devices
@@ -356,7 +357,7 @@ def test_a_row_keeps_its_bits_whoever_is_beside_it(heads, format):
     "lens, heads",
     [
         *(([4096, 1000, 77, 0] * 16, heads) for heads in (16, 20, 128)),
-        ([65536], 128),  # so many parts that several warpgroups merge them
+        *(([65536], heads) for heads in (16, 128)),  # parts that several warpgroups merge
     ],
 )
 def test_the_same_bits_every_run(lens, heads, format):
