@@ -604,6 +604,24 @@ def test_merging_is_associative_and_in_float32():
     assert_same_bits(merge(outs[:1], lses[:1])[0][1], outs[0][1])
 
 
+@pytest.mark.parametrize("dtype, eps", [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_merging_many_tokens_rounds_once(dtype, eps):
+    rng = np.random.default_rng(1)
+    outs = jnp.asarray(rng.standard_normal((3, 256, 4, 32)), dtype)
+    lses = np.float32(rng.uniform(-20, 20, (3, 256, 4)))
+    lses[rng.random(lses.shape) < 0.3] = -np.inf
+    lses[:, 7] = -np.inf
+    out, lse = jax.jit(mla.merge_attention_states)(outs, lses)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    seen = np.isfinite(lses).any(axis=0)
+    weight = np.exp(np.float64(lses) - np.where(seen, lses.max(axis=0), 0))
+    total = np.where(seen, weight.sum(axis=0), 1)
+    expected = (np.float64(outs) * weight[..., None]).sum(axis=0) / total[..., None]
+    np.testing.assert_allclose(np.float64(out), expected, rtol=1.01 * eps, atol=1e-6)
+    expected_lse = np.where(seen, lses.max(axis=0) + np.log(total), -np.inf)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=0)
+
+
 def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
     outs = [np.full((3, 2), np.nan, np.float32), np.ones((3, 2), np.float32)]
     lses = [
