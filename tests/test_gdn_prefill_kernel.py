@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from kernel_cases import both_devices, relative
+from kernel_cases import both_devices, no_races, relative
 
 from jaxattn import gdn
 from jaxattn.gdn_prefill import gated_delta_rule_prefill
@@ -252,18 +252,19 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
         monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
         assert gdn_prefill_chunk.value_heads_at_once(3, 2, 2) == 2
         assert gdn_prefill_state.halves_in_a_block(2) == 2
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-
     pooled = on_a_pool(make_case([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
     live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
     pool = Pool(
         pooled.pool, jnp.ones(1, jnp.int32), live, reads, writes, jnp.array(pooled.kept), 64
     )
-    out, new = gdn_prefill_mosaic(
-        *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens, pool=pool, segment=segment,
-        scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True,
-    )  # fmt: skip
-    assert not get_races().races_found
+    options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)
+    with no_races():
+        out, new = jax.block_until_ready(
+            gdn_prefill_mosaic(
+                *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens, pool=pool, segment=segment,
+                **options,
+            )
+        )  # fmt: skip
     assert_pool_matches(pooled, out, new)
 
 

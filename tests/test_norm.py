@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import both_devices
+from kernel_cases import both_devices, no_races
 
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
 from jaxattn.layer_of import LayerOf
@@ -57,13 +57,10 @@ def test_real_widths_and_more_blocks_than_65535(features):
 
 
 def test_no_race_in_the_interpreter():
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-
     x, weights = operands((2,), 256)
-    rms_norm_mosaic(
-        x, weights, layer=0, eps=1e-6, dtype=jnp.bfloat16, interpret=True, detect_races=True
-    )
-    assert not get_races().races_found
+    options = dict(eps=1e-6, dtype=jnp.bfloat16, interpret=True, detect_races=True)
+    with no_races():
+        jax.block_until_ready(rms_norm_mosaic(x, weights, layer=0, **options))
 
 
 @pytest.mark.parametrize("features", [100, 16384])
