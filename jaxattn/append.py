@@ -15,7 +15,7 @@ from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
 from jaxattn.mla_cache import check_format, mla_cache_write
 from jaxattn.norm import rms_norm
 from jaxattn.paged import FLOATS, Arguments
-from jaxattn.rope import RopeConfig, Rotation, rope
+from jaxattn.rope import RopeConfig, Rotation, check_rotation, rope
 
 
 def pack_mla_weights(
@@ -96,11 +96,7 @@ def mla_append(
             f"as pack_mla_weights returns them; kv is {kv.shape}, P {config.dim}, Q {query_rank}"
         )
     check_format(arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=config.dim)
-    if rotation.angles.shape != (batch, q_len, 2 * config.dim):
-        raise ValueError(
-            f"{op}: rotation must be of positions [B, S] = {[batch, q_len]} and {config.dim=}, got "
-            f"angles {rotation.angles.shape}"
-        )
+    check_rotation(op, rotation, config, (batch, q_len))
     out_dtype = jnp.dtype(kv.dtype if dtype is None else dtype)
 
     def mosaic(interpret: bool) -> tuple[Array | None, Array]:

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.paged import CACHES, Arguments
-from jaxattn.rope import RopeConfig, Rotation, rope
+from jaxattn.rope import RopeConfig, Rotation, check_rotation, rope
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
 BLOCK = 128  # dims that share a scale
@@ -301,11 +301,7 @@ def _rotated(
             f"{op}: {config.dim=} dims are to be rotated, but latent {latent.shape} has "
             f"{format.qk_rope_head_dim if format.block_scaled else dim} that can be"
         )
-    if rotation.angles.shape != (batch, tokens, 2 * config.dim):
-        raise ValueError(
-            f"{op}: rotation must be of positions [B, S] = {[batch, tokens]} and {config.dim=}, "
-            f"got angles {rotation.angles.shape}"
-        )
+    check_rotation(op, rotation, config, (batch, tokens))
     compressed, rotated = jnp.split(latent, [dim - config.dim], axis=-1)
     return jnp.concatenate([compressed, rope(rotated, rotation, config)], axis=-1)
 

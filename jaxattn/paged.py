@@ -95,27 +95,31 @@ class Arguments:
         tables = self.check("block_tables", block_tables, "B M", INT32)
         lengths = self.check("seq_lens", seq_lens, "B", INT32)
         capacity = tables.shape[1] * cache.shape[-2]
-        if (longest := known_max(seq_lens)) > capacity:
-            raise ValueError(
-                f"{self.op}: seq_lens holds {longest}, but block_tables {tables.shape} with pages "
-                f"of {cache.shape[-2]} tokens reach {capacity}; give wider block_tables"
-            )
+        self.check_most(
+            "seq_lens",
+            seq_lens,
+            capacity,
+            f"block_tables {tables.shape} with pages of {cache.shape[-2]} tokens reach {capacity}; "
+            "give wider block_tables",
+        )
         return cache, tables, lengths
 
     def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
         """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding."""
         lengths = self.check("query_lens", query_lens, "B", INT32)
-        if (most := known_max(query_lens)) > tokens.shape[1]:
-            raise ValueError(
-                f"{self.op}: query_lens holds {most}, but {name} {tokens.shape} has "
-                f"{tokens.shape[1]} tokens a row"
-            )
+        most = tokens.shape[1]
+        self.check_most(
+            "query_lens", query_lens, most, f"{name} {tokens.shape} has {most} tokens a row"
+        )
         return lengths
 
-
-def known_max(x: Any) -> int:
-    """The largest element, or 0 if `x` is traced: what is known now is checked now."""
-    return 0 if isinstance(x, jax.core.Tracer) else int(np.asarray(x).max())
+    def check_most(self, described: str, lengths: Any, most: int, but: str) -> None:
+        """Refuses lengths beyond `most`, for the reason that `but` gives, unless they are traced:
+        what is known now is checked now."""
+        if isinstance(lengths, jax.core.Tracer):
+            return
+        if (longest := int(np.asarray(lengths).max())) > most:
+            raise ValueError(f"{self.op}: {described} holds {longest}, but {but}")
 
 
 def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

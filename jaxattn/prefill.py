@@ -20,7 +20,7 @@ from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_prefill import Config, attend_mosaic, refuse
 from jaxattn.merge import merge_attention_states
 from jaxattn.mla_cache import LatentFormat, check_format
-from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot, known_max
+from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
 
 
@@ -129,11 +129,12 @@ def causal_attention(
     else:
         config, given = Config(), lengths
         lengths = arguments.check("lengths", given, "B", INT32)
-        if (most := known_max(given)) > tokens:
-            raise ValueError(
-                f"causal_attention: lengths {given.shape} holds {most}, but q {q.shape} has "
-                f"{tokens} tokens a row; give lengths of at most {tokens}"
-            )
+        arguments.check_most(
+            f"lengths {lengths.shape}",
+            given,
+            tokens,
+            f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}",
+        )
 
     def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
         *operands, lengths = args

@@ -151,6 +151,15 @@ def rotation(
     return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
 
 
+def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[int, int]) -> None:
+    """Raises ValueError, in the op's name, unless it is of `tokens` [B, S] and of `config.dim`."""
+    if given.angles.shape != (*tokens, 2 * config.dim):
+        raise ValueError(
+            f"{op}: rotation must be of positions [B, S] = {[*tokens]} and {config.dim=}, got "
+            f"angles {given.angles.shape}"
+        )
+
+
 @jax.named_scope("rope")
 def rope(
     x: Float[Array, "... P"], positions: Int[Array, "..."] | Rotation, config: RopeConfig

@@ -22,7 +22,7 @@ from jaxattn.kernels.mla_schedule import (
     piece_pages,
     row_cost,
 )
-from jaxattn.paged import INT32, Arguments, known_max
+from jaxattn.paged import INT32, Arguments
 
 PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
@@ -61,14 +61,17 @@ def decode_schedule(
     Raises:
         TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
     """
-    op, given = "mla.decode_schedule", seq_lens
-    seq_lens = Arguments(op).check("seq_lens", given, "B", INT32)
-    _check_sizes(op, q_len=q_len, num_heads=num_heads, max_pages=max_pages, page_size=page_size)
-    if (longest := known_max(given)) > max_pages * page_size:
-        raise ValueError(
-            f"{op}: seq_lens {seq_lens.shape} holds {longest}, but {max_pages=} of {page_size=} "
-            f"tokens reach {max_pages * page_size}; give wider block_tables, and their width"
-        )
+    arguments, given = Arguments("mla.decode_schedule"), seq_lens
+    seq_lens = arguments.check("seq_lens", given, "B", INT32)
+    sizes = {"max_pages": max_pages, "page_size": page_size}
+    _check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
+    arguments.check_most(
+        f"seq_lens {seq_lens.shape}",
+        given,
+        max_pages * page_size,
+        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
+        "block_tables, and their width",
+    )
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
