@@ -65,17 +65,24 @@ def torch() -> Any:
     return importlib.import_module("torch")
 
 
-def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlashInfer's wrapper, planned beforehand as our schedule is."""
-    t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
+def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Tokens and pages of each row, the pages' shuffled numbers row after row, and how many caches
+    of them do not fit in L2."""
     lens = mla.lengths(batch, tokens)
     pages = -(-lens // mla.PAGE)
     total = int(pages.sum())
     layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
+    return lens, pages, np.random.default_rng(0).permutation(total), layers
+
+
+def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
+    """FlashInfer's wrapper, planned beforehand as our schedule is."""
+    t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
+    lens, pages, numbers, layers = paged(batch, tokens)
     normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
     rank, rope = mla.RANK, mla.DIM - mla.RANK
-    latents = [normal(total, mla.PAGE, rank) for _ in range(layers)]
-    rotated = [normal(total, mla.PAGE, rope) for _ in range(layers)]
+    latents = [normal(len(numbers), mla.PAGE, rank) for _ in range(layers)]
+    rotated = [normal(len(numbers), mla.PAGE, rope) for _ in range(layers)]
     q_nope, q_pe = normal(batch * q_len, heads, rank), normal(batch * q_len, heads, rope)
     index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
@@ -84,7 +91,7 @@ def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Cal
     wrapper.plan(
         qo_indptr=index([q_len * row for row in range(batch + 1)]),
         kv_indptr=index([0, *pages.cumsum().tolist()]),
-        kv_indices=index(np.random.default_rng(0).permutation(total).tolist()),
+        kv_indices=index(numbers.tolist()),
         kv_len_arr=index(lens.tolist()),
         num_heads=heads,
         head_dim_ckv=rank,
@@ -105,16 +112,13 @@ def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Calla
     if q_len != 1:
         raise ValueError(f"it takes one token a row, not {q_len}")
     t, flag_gems = torch(), importlib.import_module("flag_gems")
-    lens = mla.lengths(batch, tokens)
-    pages = -(-lens // mla.PAGE)
-    total, most = int(pages.sum()), int(pages.max())
-    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
+    lens, pages, numbers, layers = paged(batch, tokens)
+    most = int(pages.max())
     normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    caches = [normal(total, mla.PAGE, 1, mla.DIM) for _ in range(layers)]
+    caches = [normal(len(numbers), mla.PAGE, 1, mla.DIM) for _ in range(layers)]
     q = normal(batch, 1, heads, mla.DIM)
-    shuffled = np.random.default_rng(0).permutation(total)
     table = np.zeros((batch, most), np.int32)
-    table[np.arange(most) < pages[:, None]] = shuffled
+    table[np.arange(most) < pages[:, None]] = numbers
     index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
     tables, lengths = index(table.tolist()), index(lens.tolist())
     return lambda i: flag_gems.flash_mla(

@@ -77,7 +77,7 @@ class Op:
         return (2 * self.key_heads + self.value_heads) * DIM
 
 
-def steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
+def _steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
     """Tiles that a block takes, and places in its ring: no more than it has tiles."""
     steps = op.group // config.parts * DIM // config.tile
     return steps, min(config.stages, steps)
@@ -85,7 +85,7 @@ def steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
 
 def scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     heads = op.group // config.parts
-    _, stages = steps_and_stages(op, config)
+    _, stages = _steps_and_stages(op, config)
     ring = (stages, config.tile, DIM)
     types = [
         plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
@@ -129,7 +129,7 @@ def _softplus(x: jax.Array) -> jax.Array:
 def make_body(op: Op, config: Config, first_row: int) -> Any:
     q_len, group, tile = op.q_len, op.group, config.tile
     heads = group // config.parts
-    steps, stages = steps_and_stages(op, config)
+    steps, stages = _steps_and_stages(op, config)
     matrix = _layout(tile)
     by_value, by_key = matrix.reduce(1), matrix.reduce(0)
     channel = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a thread a channel
