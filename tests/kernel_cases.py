@@ -111,8 +111,8 @@ def assert_mla_close(
 ) -> None:
     """Each row of the output within 2/128 of its largest value and 4e-3 in relative L2, since P is
     rounded to the queries' dtype before it meets the values; `each` number, where those of a case
-    are `clamped`, within 2/128 of itself or 1e-3. The LSE
-    within 1e-5, and `lse_rtol` of it where it is so large that float32 is no finer."""
+    are `clamped`, within 2/128 of itself or 1e-3. The LSE within 1e-5, and `lse_rtol` of it where
+    it is so large that float32 is no finer."""
     expected, expected_lse = mla_oracle(case)
     error = np.abs(np.asarray(out, np.float64) - expected)
     if each:

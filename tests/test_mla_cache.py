@@ -410,9 +410,9 @@ def write_three_tokens(cache, latent, angles, kv_scale, *, rotated_before):
     return mla.mla_cache_write(cache, latent, tables, lens, kv_scale=kv_scale, **kwargs)
 
 
-@pytest.mark.parametrize("_", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8"])
-def test_rotation_on_the_way_is_rotation_before(dtype, _):
+def test_rotation_on_the_way_is_rotation_before(dtype):
     format = LatentFormat(dtype, RANK, ROPE)
     empty = jnp.zeros((2, 16, format.width), dtype)
     angles = rotation(jnp.array([[15, 16, 17], [0, 1, 2]]), CONFIG).angles
@@ -452,8 +452,8 @@ def test_rotation_quantization_and_write_are_one_kernel_behind_the_scales(dtype,
         jax.ShapeDtypeStruct(shape, kind)
         for shape, kind in zip(shapes, (dtype, jnp.bfloat16, jnp.float32), strict=True)
     ]
-    write = functools.partial(write_three_tokens, rotated_before=False)
-    write = functools.partial(write, kv_scale=KV_SCALE if format.per_tensor else None)
+    kv_scale = KV_SCALE if format.per_tensor else None
+    write = functools.partial(write_three_tokens, kv_scale=kv_scale, rotated_before=False)
     compiled = jax.jit(write, donate_argnums=0).lower(*operands).compile()
     entry = compiled.as_text().partition("ENTRY")[2]
     assert len(re.findall(r" (?:fusion|copy|custom-call)\(", entry)) == kernels

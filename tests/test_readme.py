@@ -21,6 +21,7 @@ PEERS = SAME | {
     "FLA 0.6.0, call us": "fla call us",
     "FlashQLA 0.1.3, call us": "flashqla call us",
 }
+PREFILL = SAME | {"jax's at 128": "jax's, 128, TFLOP/s", "at 256": "jax's, 256, TFLOP/s"}
 STEP = {
     "us a layer": "profiled us",
     "MLA/GDN kernels": "kernels us",
@@ -35,8 +36,19 @@ TABLES = {
     "| `python -m jaxattn.bench gdn --all --no-peers`": ("gdn", SAME),
     "| `python -m jaxattn.bench gdn --no-xla --only`": ("gdn-peers", PEERS),
     "| `python -m jaxattn.bench step`": ("step", STEP),
+    "| `python -m jaxattn.bench mla-prefill`": ("mla-prefill", PREFILL),
 }
-LABELS = ("B,H,T,S", "cache", "B,Hk,Hv,S", "state", "Hk/Hv", "sequences", "model", "T")
+LABELS = (
+    "B,H,T,S",
+    "B,T,H,prefix",
+    "cache",
+    "B,Hk,Hv,S",
+    "state",
+    "Hk/Hv",
+    "sequences",
+    "model",
+    "T",
+)
 
 
 def test_one_example_uses_a_kernel_and_one_a_module():
