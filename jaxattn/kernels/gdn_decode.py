@@ -29,10 +29,10 @@ MAX_TOKENS = 8  # that a row may have: all of them are unrolled
 def choose_config(group: int, states: int, dtype: Any, *, interpret: bool) -> Config:
     """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
-    A cluster has at most 8 blocks; the interpreter may not have the threads for one. Where
-    there are more states than multiprocessors, tiles are small: four blocks share one, of
-    float32 states and one token, and not three. A key head's two states of 16 bits have one
-    block where those fill the places for four a multiprocessor once, and more than half.
+    A cluster has at most 8 blocks; the interpreter may not have the threads for one. Of more than
+    three states a multiprocessor, which has room for three rings of large tiles, tiles are small:
+    four blocks share one, of float32 states and one token. A key head's two states of 16 bits have
+    one block where those fill the places for four a multiprocessor once, and more than half.
     """
     if interpret:
         return Config()
@@ -40,7 +40,7 @@ def choose_config(group: int, states: int, dtype: Any, *, interpret: bool) -> Co
     if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
         return Config(32, 6)
     parts = max(parts for parts in range(1, 9) if group % parts == 0)
-    return Config(32, 3, parts) if states > NUM_SMS else Config(parts=parts)
+    return Config(32, 3, parts) if states > 3 * NUM_SMS else Config(parts=parts)
 
 
 def scratch(

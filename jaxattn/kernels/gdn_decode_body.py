@@ -89,8 +89,7 @@ def scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     ring = (stages, config.tile, DIM)
     types = [
         plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
-        plgpu.SMEM((2, op.q_len, DIM), jnp.float32),  # q and k
-        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # v
+        plgpu.SMEM((op.q_len, (2 + heads) * DIM), jnp.float32),  # q, k and the values
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # the output before its norm
         plgpu.SMEM((2 * heads, op.q_len), jnp.float32),  # decays, betas
         plgpu.Barrier(num_barriers=stages),  # tile loaded
@@ -144,21 +143,24 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
     def rows(vector: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(vector, (tile, DIM), [0])
 
-    def columns(ref: Any) -> jax.Array:
-        return lax.broadcast_in_dim(plgpu.load(ref, layout=by_key), (tile, DIM), [1])
+    def columns(vector: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(vector, (tile, DIM), [1])
 
-    def factors_of(qk_smem: Any, token: int) -> tuple[Any, Any, jax.Array]:
+    def factors_of(q: jax.Array, k: jax.Array) -> tuple[Any, Any, jax.Array]:
         """What a token's q and k are times, and the product of both."""
-        q, k = (plgpu.load(qk_smem.at[i, token], layout=by_key) for i in range(2))
         if not op.l2norm:
             return op.scale, 1.0, jnp.sum(q * k) * op.scale
         q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
         q_factor *= op.scale
-        return q_factor, k_factor, jnp.sum(q * (k * k_factor)) * q_factor
+        return q_factor, k_factor, jnp.sum(q * k) * q_factor * k_factor
+
+    def q_and_k(vectors: Any, token: int) -> list[jax.Array]:
+        at = (pl.ds(i * DIM, DIM) for i in range(2))
+        return [plgpu.load(vectors.at[token, some], layout=by_key) for some in at]
 
     def body(
         qkvz_ref, ba_ref, weights_ref, layer_ref, reads_ref, writes_ref, pool_ref, conv_ref,
-        out_ref, ring, qk_smem, v_smem, out_smem, scalars, loaded, all_read=None,
+        out_ref, ring, vectors, out_smem, scalars, loaded, all_read=None,
     ):  # fmt: skip
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         part = lax.axis_index("part") if config.parts > 1 else 0
@@ -222,26 +224,23 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     for j, x in enumerate(window[token + 1 : token + WIDTH]):
                         conv_ref.at[layer, target, j, pl.ds(first, DIM)][...] = x
 
+        def norm_and_z(head: int) -> list[jax.Array]:
+            """What the head's normed output is times, of each token."""
+            norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
+            at = pl.ds(op.channels + (first_head + head) * DIM, DIM)
+            z = [per_channel(qkvz_ref.at[row, token, at]) for token in range(q_len)]
+            return [norm * silu(x) for x in z]
+
         @pl.when(live)
         def _update():
             for step in range(stages):
                 fetch(step)
 
             # Every load comes before what waits for the first one: latencies run side by side.
-            key_channels = (key_head * DIM, (op.key_heads + key_head) * DIM)
-            value_channels = [(2 * op.key_heads + first_head + head) * DIM for head in range(heads)]
-            keys = [inputs_of(first) for first in key_channels]
-            values = [inputs_of(first) for first in value_channels]
-            if op.norm:
-                norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
-                z_at = op.channels + first_head * DIM
-                z = [
-                    [
-                        per_channel(qkvz_ref.at[row, token, pl.ds(z_at + head * DIM, DIM)])
-                        for head in range(heads)
-                    ]
-                    for token in range(q_len)
-                ]
+            some_heads = [key_head, op.key_heads + key_head]  # q's, k's and the values'
+            some_heads += [2 * op.key_heads + first_head + head for head in range(heads)]
+            firsts = [head * DIM for head in some_heads]
+            inputs = [inputs_of(first) for first in firsts]
             gates = [
                 (
                     weights_ref[own, index],
@@ -251,6 +250,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 )
                 for index in (first_head + head for head in range(heads))
             ]
+            factors: Any = [norm_and_z(head) if op.norm else None for head in range(heads)]
 
             for head, (A_log, bias, bs, as_) in enumerate(gates):
                 rate = jnp.exp(A_log)
@@ -259,19 +259,16 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     scalars[head, token] = jnp.exp(-rate * _softplus(a + bias))
                     scalars[heads + head, token] = 1.0 / (1.0 + jnp.exp(-b))
 
-            for token in range(q_len):
-                for i, inputs in enumerate(keys):
-                    qk_smem.at[i, token][...] = convolved(*inputs, token)
-                for head in range(heads):
-                    at = pl.ds(head * DIM, DIM)
-                    v_smem.at[token, at][...] = convolved(*values[head], token)
-            if op.conv:
-                for first, (window, _) in zip(value_channels, values, strict=True):
-                    keep_inputs(first, window)
+            for i, (window, taps) in enumerate(inputs):
+                for token in range(q_len):
+                    vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
             plgpu.commit_smem()  # vectors are there for every warp, and every warp has its inputs
             if all_read is not None:
                 plgpu.barrier_arrive(all_read)
-            factors = [factors_of(qk_smem, token) for token in range(q_len)]
+            if op.conv:
+                for first, (window, _) in zip(firsts[2:], inputs[2:], strict=True):
+                    keep_inputs(first, window)
+            qk_factors = [factors_of(*q_and_k(vectors, token)) for token in range(q_len)]
 
             @pl.loop(0, steps)
             def _tile(step):
@@ -281,11 +278,12 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 state = plgpu.load(ring.at[at], layout=matrix).astype(jnp.float32)
                 here = pl.ds(step * tile, tile)
                 for token in range(q_len):
-                    q, k = columns(qk_smem.at[0, token]), columns(qk_smem.at[1, token])
-                    q_factor, k_factor, k_q = factors[token]
+                    q, k = (columns(x) for x in q_and_k(vectors, token))
+                    q_factor, k_factor, k_q = qk_factors[token]
                     k *= k_factor
                     decay, beta = scalars[head, token], scalars[heads + head, token]
-                    v = plgpu.load(v_smem.at[token, here], layout=by_value)
+                    values = vectors.at[token, pl.ds(2 * DIM + step * tile, tile)]
+                    v = plgpu.load(values, layout=by_value)
                     delta = beta * (v - decay * (state * k).sum(axis=1))
                     out = q_factor * decay * (state * q).sum(axis=1) + delta * k_q
                     state = state * decay + rows(delta) * k
@@ -317,7 +315,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     if op.norm:
                         whole = plgpu.load(head_out, layout=by_key)
                         mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
-                        out *= lax.rsqrt(mean_square + op.eps) * norm * silu(z[token][head])
+                        out *= lax.rsqrt(mean_square + op.eps) * factors[head][token]
                     out_at(token, head)[...] = out.astype(out_ref.dtype)
             if all_read is not None:
                 plgpu.barrier_wait(all_read)
@@ -325,7 +323,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
 
                 @pl.when(part == 0)
                 def _():
-                    for first, (window, _) in zip(key_channels, keys, strict=True):
+                    for first, (window, _) in zip(firsts[:2], inputs[:2], strict=True):
                         keep_inputs(first, window)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
