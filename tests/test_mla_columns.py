@@ -150,8 +150,8 @@ def test_pieces_and_rows_one_after_another(implementation):
     some = stored("uint8", [290, 20, 100], heads=2)
     pages = some.case.block_tables.shape[1]
     rows, begun = jnp.asarray([0] + [3] * 5, jnp.int32), jnp.zeros(6, jnp.int32)
-    number = jnp.asarray([2, 1, 1], jnp.int32)
-    schedule = Schedule.of_pieces(rows, begun, number, 3, pages)
+    number, piece = (jnp.asarray(x, jnp.int32) for x in ([2, 1, 1], [3, 3, 3]))
+    schedule = Schedule.of_pieces(rows, begun, number, piece, 2, pages)
     assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
 
 

@@ -1,4 +1,7 @@
-"""The Mosaic GPU kernel of `mla_decode` against float64, in the interpreter and on a Hopper GPU."""
+"""The Mosaic GPU kernel of `mla_decode` against float64, in the interpreter and on a Hopper GPU.
+
+Of up to 16 packed rows the op takes the one of tests/test_mla_columns.py, so most cases have more.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +25,7 @@ kernel = jax.jit(
 )
 schedule_of = jax.jit(Schedule.of, static_argnames=("batch", "max_pages"))
 made_schedule = jax.jit(
-    make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "piece")
+    make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "pieces")
 )
 decode_schedule = jax.jit(
     mla.decode_schedule,
@@ -57,7 +60,7 @@ def dealt_out(case, parts):
     """The schedule of more rows than parts: whole rows, in an order that is not the batch's."""
     pages = num_steps(case.block_tables.shape[1], case.kv_cache.shape[2])
     schedule = made_schedule(
-        case.seq_lens, parts=parts, max_pages=pages, row_cost=3, merge_cost=3, piece=pages
+        case.seq_lens, parts=parts, max_pages=pages, row_cost=3, merge_cost=3, pieces=1
     )
     assert not schedule.pages.any() and (jnp.diff(schedule.order) < 0).any()
     return schedule
@@ -79,8 +82,8 @@ def even_cuts(lens, parts):
 @pytest.mark.parametrize(
     "lens, q_len, heads",
     [
-        ([140, 0, 128], 1, 2),  # tail page, padding row, whole pages
-        ([1, 63, 64, 65], 1, 3),
+        ([140, 0, 128], 1, 18),  # tail page, padding row, whole pages
+        ([1, 63, 64, 65], 1, 3),  # heads as columns
         ([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
         ([130], 2, 96),  # three tiles, the last one shared by both tokens
     ],
@@ -119,7 +122,7 @@ def test_latents_without_rotated_dims(lens, q_len, heads):
 @both_devices
 @pytest.mark.parametrize("lens", [[330, 64, 0, 1]])
 def test_splits_that_see_nothing(lens, implementation):
-    case = mla_case(lens, heads=2)
+    case = mla_case(lens, heads=18)
     cuts = [(0, 0), (0, 2), (0, 3), (0, 5), (1, 0), (4, 0)]
     assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
@@ -127,21 +130,21 @@ def test_splits_that_see_nothing(lens, implementation):
 @both_devices
 @pytest.mark.parametrize("table_tail", [-1, 2147480000])
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
-    case = mla_case([65, 3], heads=4, table_tail=table_tail)
+    case = mla_case([65, 3], heads=20, table_tail=table_tail)
     assert_mla_close(case, *decode(case, implementation))
 
 
 @both_devices
 @pytest.mark.parametrize("page", [16, 128])  # 32 in the next test
 def test_pages_of_other_sizes(page, implementation):
-    case = mla_case([page + 1, 0, 145], heads=3, page=page)
+    case = mla_case([page + 1, 0, 145], heads=19, page=page)
     cuts = [(0, 0), (2, 1)]  # in 64 tokens
     assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
 @both_devices
 def test_rows_with_fewer_query_tokens_than_others(implementation):
-    case = mla_case([70, 130, 2, 64], heads=2, q_len=3, page=32)
+    case = mla_case([70, 130, 2, 64], heads=7, q_len=3, page=32)
     case.query_lens = jnp.asarray([1, 2, 3, 0], jnp.int32)
     # A token beyond a row's own may hold anything.
     beyond = jnp.arange(3) >= case.query_lens[:, None]
@@ -154,14 +157,14 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
 @both_devices
 def test_a_row_has_the_bits_that_it_has_beside_others(implementation):
     lens = [[390, 0], [390, 3]]
-    cases = [mla_case(both, heads=2) for both in lens]
+    cases = [mla_case(both, heads=18) for both in lens]
     # One row of queries and one set of pages for the first row of both.
     first = cases[1]
     cases[0] = dataclasses.replace(first, seq_lens=jnp.asarray(lens[0], jnp.int32))
     outs = []
     for case in cases:
         schedule = decode_schedule(
-            case.seq_lens, q_len=1, num_heads=2, max_pages=case.block_tables.shape[1],
+            case.seq_lens, q_len=1, num_heads=18, max_pages=case.block_tables.shape[1],
             batch_invariant=True, interpret=implementation != "mosaic_gpu",
         )  # fmt: skip
         assert schedule.slots[1, 0] > 1
@@ -181,20 +184,20 @@ def test_float16(heads, implementation):
 @both_devices
 @pytest.mark.parametrize("cuts", [None, [(0, 0), (0, 1), (0, 3)]])
 def test_writes_into_a_poisoned_arena(cuts, implementation):
-    case = mla_case([200, 0], heads=3, q_len=2)
+    case = mla_case([200, 0], heads=9, q_len=2)
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 10)), constant_values=-1)
     pages = case.block_tables.shape[1]  # as many as may be split into three parts
-    spec = mla.scratch(batch=2, q_len=2, num_heads=3, max_pages=pages)
+    spec = mla.scratch(batch=2, q_len=2, num_heads=9, max_pages=pages)
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
     out, lse, arena = decode(case, implementation, arena=arena, cuts=cuts)
     assert_mla_close(case, out, lse)
-    kept = arena.read(spec, "out")[:, :6].reshape(out.shape)
+    kept = arena.read(spec, "out")[:, :18].reshape(out.shape)
     np.testing.assert_array_equal(kept, out)
 
 
 @both_devices
 def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
-    case = mla_case([70, 70], heads=4)
+    case = mla_case([70, 70], heads=20)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 1], 3, 5].set(jnp.nan)
     out, lse = decode(case, implementation)
     assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
@@ -202,7 +205,7 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("heads", [2, pytest.param(8, marks=pytest.mark.gpu), 64])
+@pytest.mark.parametrize("heads", [18, pytest.param(8, marks=pytest.mark.gpu), 64])
 def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     case = mla_case([1, 3], heads=heads)
     page = int(case.block_tables[0, 0])
@@ -217,7 +220,7 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
 @both_devices
 @pytest.mark.parametrize("cuts", [None, [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
-    case = mla_case([2, 70], heads=2, q_len=3)
+    case = mla_case([2, 70], heads=7, q_len=3)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 5].set(jnp.nan)
     out, lse = decode(case, implementation, cuts=cuts)
     assert (np.asarray(out[0, 0]) == 0).all() and np.isneginf(lse[0, 0]).all()
@@ -226,7 +229,7 @@ def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, im
 
 @both_devices
 def test_a_length_beyond_the_table_reads_no_further_than_the_table(implementation):
-    case = mla_case([64, 128], heads=3)
+    case = mla_case([64, 128], heads=19)
     case.block_tables, case.seq_lens = case.block_tables[:, :2], case.seq_lens + 100
     case.block_tables = case.block_tables.at[0, 1].set(case.block_tables[1, 1])
     expected, expected_lse = decode(case, "xla")
@@ -237,7 +240,7 @@ def test_a_length_beyond_the_table_reads_no_further_than_the_table(implementatio
 
 @both_devices
 def test_with_x64_enabled(implementation):
-    case = mla_case([70, 0], heads=4, q_len=2)
+    case = mla_case([70, 0], heads=10, q_len=2)
     with x64():
         assert_mla_close(case, *decode(case, implementation, cuts=[(0, 0), (0, 1)]))
 
@@ -268,7 +271,7 @@ def test_one_real_row_among_padding(q_len, heads, padding, implementation):
     ],
 )
 def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
-    case = mla_case(lens, heads=3, q_len=q_len, dim=dim)
+    case = mla_case(lens, heads=9, q_len=q_len, dim=dim)
     outs = decode(case, "mosaic_gpu_interpret", cuts=cuts, output_by_tma=output_by_tma)
     assert_mla_close(case, *outs)
 
@@ -278,7 +281,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
 def test_more_rows_than_parts(q_len, implementation):
     """Places in another order than the rows', the last one's without tokens; with q_len 2 rows of
     one token too."""
-    case = mla_case([3, 0, 130, 5], heads=3, q_len=q_len)
+    case = mla_case([3, 0, 130, 5], heads=18, q_len=q_len)
     if q_len > 1:
         case.query_lens = jnp.asarray([2, 0, 1, 2], jnp.int32)
     assert_mla_close(case, *run(case, implementation, schedule=dealt_out(case, 2)))
@@ -287,7 +290,7 @@ def test_more_rows_than_parts(q_len, implementation):
 @both_devices
 def test_more_rows_than_parts_that_are_cut(implementation):
     """With an order, the batch's own, and a row that is cut."""
-    case = mla_case([5, 0, 70], heads=3)
+    case = mla_case([5, 0, 70], heads=18)
     schedule = cut_at(case, [(0, 0), (2, 1)])
     assert schedule.slots[1].tolist() == [0, 0, 2]
     schedule = in_the_batchs_order(schedule)
@@ -298,7 +301,7 @@ def test_more_rows_than_parts_that_are_cut(implementation):
 def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation):
     """Two of three see nothing of the second piece. One layer's cache, and a table that is wider
     than it has pages."""
-    case = mla_case([65], heads=2, q_len=3)
+    case = mla_case([65], heads=7, q_len=3)
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 8)), constant_values=-1)
     lone = dataclasses.replace(case, kv_cache=case.kv_cache[case.layer], layer=None)
     assert lone.block_tables.shape[1] > lone.kv_cache.shape[0]
@@ -335,7 +338,7 @@ def test_a_schedule_of_another_batch_is_an_error():
 
 
 def test_a_schedule_whose_partial_results_would_lie_elsewhere_is_an_error():
-    """A wider table has more pieces a row: the last row's would be written past the region."""
+    """As is one whose partial results would not fit the region."""
     case = mla_case([800, 3], heads=2)
     schedule = mla.decode_schedule(
         case.seq_lens, q_len=1, num_heads=2, max_pages=13, batch_invariant=True
@@ -344,9 +347,10 @@ def test_a_schedule_whose_partial_results_would_lie_elsewhere_is_an_error():
     words = "schedule is of rows of up to 13 times 64 tokens, block_tables and kv_cache have 215"
     with pytest.raises(ValueError, match=words):
         run(case, None, layer=0, schedule=schedule)
-    unsaid = dataclasses.replace(schedule, max_pages=0)
-    with pytest.raises(ValueError, match=f"2 rows of up to 31 pieces .* {schedule.parts} parts"):
-        run(case, None, layer=0, schedule=unsaid)
+    more = dataclasses.replace(schedule, max_pages=0, pieces=schedule.parts + 1)
+    words = f"2 rows of up to {more.pieces} pieces .* {schedule.parts} parts"
+    with pytest.raises(ValueError, match=words):
+        run(case, None, layer=0, schedule=more)
 
 
 def test_refuses_what_it_has_no_code_for():

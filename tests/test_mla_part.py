@@ -10,17 +10,18 @@ from jaxattn.kernels.mla_part import Part
 ROWS, PAGES = 4, 7
 
 
-def walks(begin, end, lens, order, piece_pages):
+def walks(begin, end, lens, order, piece):
     """How many pages there are and their (row, page): piece by piece, and ahead."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
-    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, piece_pages, 0, order)
+    pieces = 0 if piece is None else PAGES
+    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, 0, order, piece, pieces)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
 
     def add(taken, row, page):
         count, pages = taken
         return count + 1, pages.at[count].set(jnp.stack([row, page]))
 
-    def piece(place, start, steps, taken):
+    def take(place, start, steps, taken):
         each = lambda i, taken: add(taken, place.row, start + i)  # noqa: E731
         return jax.lax.fori_loop(0, steps, each, taken)
 
@@ -31,37 +32,35 @@ def walks(begin, end, lens, order, piece_pages):
 
     some_left = lambda state: state[0][1] < state[0][2]  # noqa: E731
     first = part.first(), nothing
-    return part.each_piece(piece, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
+    return part.each_piece(take, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
 
 
-def expected(begin, end, lens, order, piece_pages):
+def expected(begin, end, lens, order, piece):
     pages = []
     for place in range(begin[0], min(end[0] + 1, ROWS)):
         row = place if order is None else order[place]
         start = begin[1] if place == begin[0] else 0
         stop = min(-(-lens[row] // 64), end[1] if place == end[0] else PAGES)
-        size = piece_pages or max(stop - start, 1)
+        size = max(stop - start, 1) if piece is None else piece[row]
         for first in range(start, stop, size):
             pages += [(row, page) for page in range(first, min(first + size, stop))]
     return pages
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("piece_pages", [0, 3])
-def test_ahead_and_behind_agree_for_any_lengths_and_cuts(piece_pages, ordered):
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_ahead_and_behind_agree_for_any_lengths_and_cuts(in_pieces, ordered):
     """Cuts that know nothing of the lengths: rows may have shrunk since a schedule was made."""
-    rng = np.random.default_rng(piece_pages)
-    cases, size = 300, piece_pages or 1
+    rng, cases = np.random.default_rng(int(in_pieces)), 300
     lens = rng.integers(0, PAGES * 64 + 1, (cases, ROWS)) * rng.integers(0, 2, (cases, ROWS))
     line = np.sort(rng.integers(0, ROWS * PAGES + 1, (cases, 2)), axis=1)
-    rows, pages = line // PAGES, line % PAGES // size * size
+    rows, pages = line // PAGES, line % PAGES
     cuts = np.stack([rows, pages], axis=-1)  # [cases, begin and end, (row, page)]
     order = rng.permuted(np.tile(np.arange(ROWS), (cases, 1)), axis=1) if ordered else None
-    args = [jnp.asarray(x, jnp.int32) for x in (cuts[:, 0], cuts[:, 1], lens)]
-    args.append(None if order is None else jnp.asarray(order, jnp.int32))
-    run = jax.jit(jax.vmap(lambda *args: walks(*args, piece_pages)))
-    for count, taken in run(*args):
+    piece = rng.integers(1, PAGES, (cases, ROWS)) if in_pieces else None
+    given = [cuts[:, 0], cuts[:, 1], lens, order, piece]
+    args = [None if x is None else jnp.asarray(x, jnp.int32) for x in given]
+    for count, taken in jax.jit(jax.vmap(walks))(*args):
         for i in range(cases):
-            mine = None if order is None else order[i]
-            wanted = expected(cuts[i, 0], cuts[i, 1], lens[i], mine, piece_pages)
+            wanted = expected(*(None if x is None else x[i] for x in given))
             assert [tuple(x) for x in np.asarray(taken[i, : int(count[i])])] == wanted

@@ -16,11 +16,11 @@ from jaxattn.kernels.mla_schedule import (
     ROW_COST,
     make_schedule,
     may_split,
-    piece_pages,
+    most_pieces,
 )
 
 schedule_of = jax.jit(
-    make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "piece")
+    make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "pieces")
 )
 # Few batch sizes, since each is compiled.
 lengths = st.sampled_from([1, 4, 12]).flatmap(
@@ -28,7 +28,7 @@ lengths = st.sampled_from([1, 4, 12]).flatmap(
 )
 
 
-def pieces(lens, parts, max_pages, piece=0, row_cost=ROW_COST, merge_cost=MERGE_COST):
+def pieces(lens, parts, max_pages, most=0, row_cost=ROW_COST, merge_cost=MERGE_COST):
     """[(row, first page, end)] of each part, as the kernel's blocks walk them."""
     schedule = schedule_of(
         jnp.asarray(lens, jnp.int32),
@@ -36,7 +36,7 @@ def pieces(lens, parts, max_pages, piece=0, row_cost=ROW_COST, merge_cost=MERGE_
         max_pages=max_pages,
         row_cost=row_cost,
         merge_cost=merge_cost,
-        piece=piece,
+        pieces=most,
     )
     places, pages = np.asarray(schedule.places), np.asarray(schedule.pages)
     assert (schedule.order is not None) == (len(lens) > parts)
@@ -50,8 +50,8 @@ def pieces(lens, parts, max_pages, piece=0, row_cost=ROW_COST, merge_cost=MERGE_
             start = pages[part] if place == places[part] else 0
             whole = min(-(-lens[row] // 64), max_pages)
             end = pages[part + 1] if place == places[part + 1] else whole
-            for first in range(start, end, piece or max(1, end - start)):
-                mine.append((row, first, min(end, first + piece) if piece else end))
+            size = max(1, end - start) if schedule.piece is None else int(schedule.piece[row])
+            mine += [(row, first, min(end, first + size)) for first in range(start, end, size)]
         held.append(mine)
     return held, jax.tree.map(np.asarray, schedule)
 
@@ -137,14 +137,14 @@ def test_padding_rows_do_not_move_the_cuts(lens, data):
     st.sampled_from([1, 5]),
     st.sampled_from([4, 32]),
 )
-def test_pieces_of_a_fixed_size_do_not_depend_on_the_other_rows(lens, parts, max_pages):
-    piece = piece_pages(len(lens), parts, max_pages)
-    held, schedule = pieces(lens, parts, max_pages, piece)
-    expected = [
-        (row, first, min(first + piece, pages))
-        for row, pages in enumerate(min(-(-n // 64), max_pages) for n in lens)
-        for first in range(0, pages, piece)
-    ]
+def test_equal_pieces_do_not_depend_on_the_other_rows(lens, parts, max_pages):
+    most = most_pieces(len(lens), parts)
+    held, schedule = pieces(lens, parts, max_pages, most)
+    expected = []
+    for row, n in enumerate(lens):
+        pages = min(-(-n // 64), max_pages)
+        size = max(-(-pages // most), MIN_PART)
+        expected += [(row, at, min(at + size, pages)) for at in range(0, pages, size)]
     walked = [one for mine in held for one in mine]
     assert (walked if schedule.order is None else sorted(walked)) == expected
     numbers = [sum(row == r for r, _, _ in expected) for row in range(len(lens))]
@@ -152,19 +152,22 @@ def test_pieces_of_a_fixed_size_do_not_depend_on_the_other_rows(lens, parts, max
     if len(lens) > parts:
         assert [[row for row, _, _ in mine] for mine in held] == dealt(lens, parts, max_pages)[0]
         return
-    most = -(-max_pages // piece)
     for row, number in enumerate(numbers):
+        assert number <= most
         slots = [int(schedule.slot_of(schedule.slots[:, row], i)) for i in range(number)]
         assert slots == [row * most + i for i in range(number)]
     assert most == 1 or len(lens) * most <= 2 * parts
     assert may_split(len(lens), parts) or most == 1
 
 
-def test_pieces_of_a_fixed_size_keep_every_part_busy_where_rows_are_full():
-    for rows, max_pages in [(1, 1024), (16, 128), (40, 64)]:
-        piece = piece_pages(rows, 66, max_pages)
-        held, _ = pieces([max_pages * 64] * rows, 66, max_pages, piece)
-        assert sum(map(bool, held)) == rows * -(-max_pages // piece) >= 40
+@pytest.mark.parametrize("rows, pages", [(1, 1024), (16, 128), (40, 64), (8, 48)])
+@pytest.mark.parametrize("wider", [1, 16])
+def test_equal_pieces_keep_every_part_busy_however_wide_the_table(rows, pages, wider):
+    most = most_pieces(rows, 66)
+    held, schedule = pieces([pages * 64] * rows, 66, wider * pages, most)
+    number = -(-pages // int(schedule.piece[0]))
+    assert sum(map(bool, held)) == rows * number >= 40
+    assert max(len(mine) for mine in held) == 1
 
 
 @settings(max_examples=40, deadline=None)

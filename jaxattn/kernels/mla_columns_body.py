@@ -80,7 +80,7 @@ def make_body(
     scale: float,
     dtype: Any,
     page_size: int,
-    piece_pages: int,
+    pieces: int,
     quantized: bool,
     per_tensor: bool,
     split: bool,
@@ -94,7 +94,7 @@ def make_body(
         columns: N, packed rows (query token, head) of a block.
         out_rows: packed rows that the output keeps of a request.
         page_size: tokens of a page of the cache; a "page" below is 64 tokens.
-        piece_pages: `Schedule.piece`.
+        pieces: `Schedule.pieces`.
         quantized: whether the cache is FP8; `per_tensor`: with one scale for all of it.
         split: whether there are partial results.
         ordered: whether the schedule has an order.
@@ -114,6 +114,7 @@ def make_body(
         refs = iter(every)
         q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(6))
         order_ref: Any = next(refs) if ordered else None
+        piece_ref: Any = next(refs) if pieces else None
         kv_scale_ref: Any = next(refs) if per_tensor else None
         query_lens_ref: Any = next(refs) if ragged else None
         out_ref = next(refs)
@@ -130,8 +131,9 @@ def make_body(
         q_factor_smem = stats_smem.at[3, 0]
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         part = Part.of(
-            cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref, piece_pages
-        )
+            cuts_ref, order_ref, piece_ref, pieces, part_index, lens_ref, table_ref, kv_ref,
+            layer_ref,
+        )  # fmt: skip
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
@@ -430,7 +432,7 @@ def make_body(
             unit_of_all: Any = kv_scale / ROOM if quantized else 1.0
             merge(
                 accs, None if latents.block_scaled else unit_of_all, shared, outputs,
-                row, start, steps, as_values=quantized and not interpret, interpret=interpret,
+                place, start, steps, as_values=quantized and not interpret, interpret=interpret,
             )  # fmt: skip
             return carry
 

@@ -26,9 +26,8 @@ from jaxattn.kernels.mla_scratch import PAGE_SIZES
 from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_scratch import scratch as scratch
 
-# S * H of a request for which heads are columns: with 32 the other kernel is the faster, with fewer
-# than 8 nothing was measured.
-FEW_ROWS = range(8, MOST_FEW_ROWS + 1)
+# S * H of a request for which heads are columns: with 32 the other kernel is the faster.
+FEW_ROWS = range(1, MOST_FEW_ROWS + 1)
 
 
 def reads_apart(num_heads: int) -> bool:
@@ -72,7 +71,7 @@ def mla_decode_mosaic(
 
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
     takes it for FP8 caches, which this one does not read, and for so few packed rows that it is the
-    faster, by a twentieth.
+    faster, by a twentieth to a sixth.
     `output_by_tma` (see mla_body.py) is the faster by up to 8 us where most rows are whole, and by
     3 us the slower where they are cut; None chooses by B.
     """
@@ -125,6 +124,8 @@ def mla_decode_mosaic(
     operands = [*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
     if schedule.order is not None:
         operands.append(schedule.order)
+    if schedule.piece is not None:
+        operands.append(schedule.piece)
     if query_lens is not None:
         operands.append(query_lens)
 
@@ -134,7 +135,7 @@ def mla_decode_mosaic(
     output_by_tma &= results.in_whole_tiles()
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        page_size=page_size, piece_pages=schedule.piece, split=results.split, apart=apart,
+        page_size=page_size, pieces=schedule.pieces, split=results.split, apart=apart,
         ordered=schedule.order is not None, ragged=query_lens is not None, rope=rope,
         output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """What a block of the MLA decode kernels has to do: its part of the rows, in pieces, page by page.
 
-A piece is a row, or what of it lies in this part, or `piece_pages` pages of that. Warpgroups may
+A piece is a row, or what of it lies in this part, or so many pages of that. Warpgroups may
 share a piece, and take its pages in turns. Who multiplies walks its pieces one by one; who loads
 ahead of that finds the page behind a page, or behind a piece, with `settle`.
 
@@ -27,10 +27,12 @@ class Place:
     Attributes:
         number: of the place in the line.
         ordered: the row there, read once; None in a schedule without an order.
+        piece: pages of the row's pieces, read once; None in a schedule without pieces.
     """
 
     number: jax.Array
     ordered: jax.Array | None
+    piece: jax.Array | None
 
     @property
     def row(self) -> jax.Array:
@@ -46,9 +48,9 @@ class Part:
         table_ref: block tables [B, M].
         kv_ref: the cache [L, N, C, Ds].
         layer: of the cache.
-        piece_pages: `Schedule.piece`.
         index: of the part.
         order_ref: `Schedule.order` [B], or None.
+        piece_ref: `Schedule.piece` [B], or None; `pieces`: `Schedule.pieces`.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -57,19 +59,22 @@ class Part:
     table_ref: Any
     kv_ref: Any
     layer: jax.Array
-    piece_pages: int
     index: jax.Array
-    order_ref: Any
+    order_ref: Any = None
+    piece_ref: Any = None
+    pieces: int = 0
 
     @classmethod
     def of(
-        cls, cuts_ref: Any, order_ref: Any, index: jax.Array, lens_ref: Any, table_ref: Any,
-        kv_ref: Any, layer_ref: Any, piece_pages: int,
+        cls, cuts_ref: Any, order_ref: Any, piece_ref: Any, pieces: int, index: jax.Array,
+        lens_ref: Any, table_ref: Any, kv_ref: Any, layer_ref: Any,
     ) -> "Part":  # fmt: skip
         """The part `index` of a `Schedule`'s cuts, of the layer `layer_ref[0]`."""
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
-        layer = layer_ref[0]
-        return cls(begin, end, lens_ref, table_ref, kv_ref, layer, piece_pages, index, order_ref)
+        return cls(
+            begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], index, order_ref, piece_ref,
+            pieces,
+        )  # fmt: skip
 
     @property
     def page_size(self) -> int:
@@ -85,9 +90,11 @@ class Part:
 
     def place(self, number: jax.Array) -> Place:
         """With some row where the part ends behind the last place."""
-        if self.order_ref is None:
-            return Place(number, None)
-        return Place(number, self.order_ref[self.some_row(number)])
+        row = self.some_row(number)
+        ordered, piece = (
+            None if ref is None else ref[row] for ref in (self.order_ref, self.piece_ref)
+        )
+        return Place(number, ordered, piece)
 
     def pages_of(self, row: jax.Array) -> jax.Array:
         return self.pages_in(self.lens_ref[self.some_row(row)])
@@ -108,16 +115,16 @@ class Part:
             place = self.place(first_place + i)
             start = jnp.where(i == 0, first_page, 0)
             steps = jnp.maximum(self._stop_of(place) - start, 0)
-            some = self.piece_pages or jnp.maximum(steps, 1)
+            some = jnp.maximum(steps, 1) if place.piece is None else place.piece
 
             def take(j, carry):
                 done = j * some
                 return piece(place, start + done, jnp.minimum(steps - done, some), carry)
 
-            if self.piece_pages:
-                pieces = lax.div(steps + some - 1, some)
-            else:
+            if place.piece is None:
                 pieces = (steps > 0).astype(jnp.int32)
+            else:
+                pieces = lax.div(steps + some - 1, some)
             return lax.fori_loop(0, pieces, take, carry)
 
         places = last_place - first_place + (last_page > 0).astype(jnp.int32)
@@ -135,7 +142,7 @@ class Part:
 
     def _piece_stop(self, place: Place, start: jax.Array) -> jax.Array:
         stop = self._stop_of(place)
-        return jnp.minimum(start + self.piece_pages, stop) if self.piece_pages else stop
+        return stop if place.piece is None else jnp.minimum(start + place.piece, stop)
 
     def settle(self, at: Any) -> Any:
         """The same, or where its piece has no such page the first of a later one."""
@@ -143,14 +150,14 @@ class Part:
         def passed(at):
             place, page, stop, _ = at
             later = place.number < self.end[0]
-            if self.piece_pages:
+            if self.pieces:
                 later |= stop < self._stop_of(place)
             return (page >= stop) & later
 
         def next_piece(at):
             place, _, stop, _ = at
             goes_on = jnp.bool_(False)
-            if self.piece_pages:
+            if self.pieces:
                 goes_on = stop < self._stop_of(place)
             place = self.place(jnp.where(goes_on, place.number, place.number + 1))
             start = jnp.where(goes_on, stop, 0)
@@ -158,29 +165,32 @@ class Part:
 
         return lax.while_loop(passed, next_piece, at)
 
-    def partial_slot(self, row: jax.Array, start: jax.Array) -> jax.Array:
+    def partial_slot(self, place: Place, start: jax.Array) -> jax.Array:
         """Where the partial result of the row's piece from page `start` on goes; nothing is read
         for it, since what is read early stays in registers for the whole piece."""
-        if self.piece_pages:
-            return row * (-(-self.max_pages // self.piece_pages)) + lax.div(start, self.piece_pages)
         # With partial results there is no order but the batch's: the place is the row.
-        return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
+        if place.piece is None:
+            return 2 * self.index + (place.number != self.begin[0]).astype(jnp.int32)
+        # Of a row that has grown since, too many pieces would be another row's.
+        return place.number * self.pieces + jnp.minimum(
+            lax.div(start, place.piece), self.pieces - 1
+        )
 
     def write_lse(
-        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, start: jax.Array,
+        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, place: Place, start: jax.Array,
         whole: jax.Array, lse: jax.Array,
     ) -> None:  # fmt: skip
         """The LSE of a whole row, or of a piece to its partial result's if there are such."""
 
         @pl.when(whole)
         def _whole():
-            lse_ref[row, columns] = lse
+            lse_ref[place.row, columns] = lse
 
         if partial_lse_ref is not None:
 
             @pl.when(jnp.logical_not(whole))
             def _piece():
-                partial_lse_ref[self.partial_slot(row, start), columns] = lse
+                partial_lse_ref[self.partial_slot(place, start), columns] = lse
 
     def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
         """Where in the cache a page is; from `stop` on, the page before it."""

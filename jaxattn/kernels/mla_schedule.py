@@ -12,8 +12,9 @@ shortest they are dealt out to the parts in turns, in even turns from the first 
 in odd ones back, so that long rows lie beside short ones. Where that leaves a part much longer than
 the others, as one very long row does, the rows stand in the batch's order and the line is cut.
 
-Where a row is cut depends on the others, and so does the rounding of what is merged. With `piece`
-rows are cut at its multiples alone, and of more rows than parts none is: a row's bits are its own.
+Where a row is cut depends on the others, and so does the rounding of what is merged. With `pieces`
+a row is cut in as many equal ones, whatever the others are, and of more rows than parts none is: a
+row's bits are its own.
 """
 
 import dataclasses
@@ -54,15 +55,17 @@ class Schedule:
             is written whole), and where the others are counted from, see `slot_of`.
         order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
             inside of a row. None: row i is always at place i.
-        piece: pages at whose multiples rows are cut, wherever parts begin; 0 cuts them there alone,
-            if at all.
+        piece: int32 [B], pages at whose multiples each row is cut, wherever parts begin; None: rows
+            are cut there alone, if at all.
+        pieces: of a row, at most, where there is a `piece`.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.
     """
 
     cuts: jax.Array
     slots: jax.Array
     order: jax.Array | None = None
-    piece: int = dataclasses.field(default=0, metadata={"static": True})
+    piece: jax.Array | None = None
+    pieces: int = dataclasses.field(default=0, metadata={"static": True})
     max_pages: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
@@ -80,8 +83,8 @@ class Schedule:
         return self.cuts.shape[1] - 1
 
     def check(self, op: str, queries: tuple[int, ...], max_pages: int) -> None:
-        """Raises ValueError unless it was made for such rows: from their number and `max_pages`
-        follows where partial results go, and that there is room for them."""
+        """Raises ValueError unless it was made for such rows, and there is room for their partial
+        results."""
         made_for, batch = self.slots.shape[-1], queries[0]
         if made_for != batch:
             raise ValueError(
@@ -94,11 +97,12 @@ class Schedule:
                 f"block_tables and kv_cache have {max_pages}; make it with decode_schedule from "
                 "these max_pages and page_size"
             )
-        most = -(-max_pages // self.piece) if self.piece else 1
-        if most > 1 and (not may_split(batch, self.parts) or batch * most > 2 * self.parts):
+        if self.pieces > 1 and not (
+            may_split(batch, self.parts) and batch * self.pieces <= 2 * self.parts
+        ):
             raise ValueError(
-                f"{op}: {batch} rows of up to {most} pieces do not fit a schedule of {self.parts} "
-                "parts, which keep two pieces each; make it with decode_schedule"
+                f"{op}: {batch} rows of up to {self.pieces} pieces do not fit a schedule of "
+                f"{self.parts} parts, which keep two pieces each; make it with decode_schedule"
             )
 
     @classmethod
@@ -127,16 +131,18 @@ class Schedule:
 
     @classmethod
     def of_pieces(
-        cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: int, max_pages: int
-    ) -> "Schedule":
-        """The schedule with these cuts, of rows cut in `number` [B] pieces."""
-        first = -(-max_pages // piece) * jnp.arange(number.shape[0], dtype=jnp.int32)
+        cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: jax.Array, pieces: int,
+        max_pages: int,
+    ) -> "Schedule":  # fmt: skip
+        """The schedule with these cuts, of rows cut in `number` [B] of at most `pieces` pieces."""
+        first = pieces * jnp.arange(number.shape[0], dtype=jnp.int32)
         slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
-        return cls(jnp.stack([places, pages]), slots, piece=piece, max_pages=max_pages)
+        cuts = jnp.stack([places, pages])
+        return cls(cuts, slots, piece=piece, pieces=pieces, max_pages=max_pages)
 
     def slot_of(self, slots: Any, index: Any) -> Any:
         """The partial result of a row's piece `index`, `slots` being the row's three."""
-        stride = 1 if self.piece else 2
+        stride = 1 if self.pieces else 2
         return jnp.where(index == 0, slots[0], slots[2] + stride * index)
 
 
@@ -174,11 +180,10 @@ def may_split(batch: int, parts: int) -> bool:
     return parts > 1 and batch < WHOLE_ROWS * parts
 
 
-def piece_pages(batch: int, parts: int, max_pages: int) -> int:
-    """Pages of a piece where rows are cut alike in every batch, from static shapes: as many pieces
-    to a row of `max_pages` as there are parts for it, so that no more than `parts` are merged."""
-    each = max(1, parts // batch) if may_split(batch, parts) else 1
-    return max(MIN_PART, -(-max_pages // each))
+def most_pieces(batch: int, parts: int) -> int:
+    """Pieces of a row where rows are cut alike in every batch, from static shapes: as many as there
+    are parts for it, so that no more than `parts` are merged."""
+    return max(1, parts // batch) if may_split(batch, parts) else 1
 
 
 def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
@@ -213,23 +218,27 @@ def make_schedule(
     max_pages: int,
     row_cost: int,
     merge_cost: int,
-    piece: int = 0,
+    pieces: int = 0,
 ) -> Schedule:
-    """Cuts the pages of all rows into `parts`, with `piece` into whole pieces of so many pages.
+    """Cuts the pages of all rows into `parts`, with `pieces` into whole pieces: up to so many equal
+    ones of each row, no shorter than a part is worth.
 
-    Of more rows than parts a `piece` is at least `max_pages`, a whole row. No part has a row
-    without tokens: the others are cut alike with and without it.
+    Of more rows than parts each is one piece. No part has a row without tokens: the others are cut
+    alike with and without it.
     """
     batch = seq_lens.shape[0]
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
     real = pages > 0
-    number = (pages + piece - 1) // piece if piece else real.astype(jnp.int32)
+    number, piece = real.astype(jnp.int32), None
+    if pieces:
+        piece = jnp.maximum((pages + pieces - 1) // pieces, MIN_PART)
+        number = (pages + piece - 1) // piece
     cost = pages + row_cost * number
     order = None
     if batch > parts:
         order, firsts = deal_out(cost, parts)
-        if piece or not may_split(batch, parts):
-            assert not 0 < piece < max_pages, "of more rows than parts none has a second piece"
+        if pieces or not may_split(batch, parts):
+            assert pieces <= 1, "of more rows than parts none has a second piece"
             return Schedule.whole(firsts, order, max_pages)
 
     end = jnp.cumsum(cost)
@@ -242,12 +251,14 @@ def make_schedule(
     rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
     inside = jnp.minimum(rows, batch - 1)
     into = at - (end - cost)[inside]
-    if piece:
-        begun = (into + (piece + row_cost) // 2) // (piece + row_cost) * piece
+    if piece is not None:
+        here = piece[inside]
+        begun = (into + (here + row_cost) // 2) // (here + row_cost) * here
         rows = jnp.where(begun >= pages[inside], rows + 1, rows)
         begun = jnp.where(begun >= pages[inside], 0, begun)
         begun = jnp.where(rows < batch, begun, 0)
-        return Schedule.of_pieces(jnp.minimum(rows, batch), begun, number, piece, max_pages)
+        rows = jnp.minimum(rows, batch)
+        return Schedule.of_pieces(rows, begun, number, piece, pieces, max_pages)
     begun = jnp.maximum(into - row_cost, 0)
     begun = jnp.where(rows < batch, begun, 0)
 

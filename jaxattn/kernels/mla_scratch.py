@@ -16,10 +16,10 @@ from jaxattn.kernels.mla_schedule import (
     make_schedule,
     may_split,
     merge_cost,
+    most_pieces,
     num_parts,
     num_steps,
     num_tiles,
-    piece_pages,
     row_cost,
 )
 from jaxattn.paged import INT32, Arguments
@@ -54,8 +54,8 @@ def decode_schedule(
         page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
             other in XLA, which does not read the schedule.
         batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
-            by B and M alone, as if all of them had M pages; a few rows much shorter than that
-            keep fewer blocks busy. Of more rows than blocks none is cut.
+            by their own length, B and M, each in as many pieces as there are blocks for it: short
+            rows beside a long one do not leave it theirs. Of more rows than blocks none is cut.
         interpret: for the interpreter, which takes fewer blocks.
 
     Raises:
@@ -75,14 +75,13 @@ def decode_schedule(
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
-    piece = piece_pages(batch, parts, steps) if batch_invariant else 0
     return make_schedule(
         seq_lens,
         parts=parts,
         max_pages=steps,
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
-        piece=piece,
+        pieces=most_pieces(batch, parts) if batch_invariant else 0,
     )
 
 
