@@ -21,6 +21,7 @@ PEERS = SAME | {
     "FLA 0.6.0, call us": "fla call us",
     "FlashQLA 0.1.3, call us": "flashqla call us",
 }
+TRITON = SAME | {"FlagGems 5.0.2, call us": "flaggems call us"}
 PREFILL = SAME | {"jax's at 128": "jax's, 128, TFLOP/s", "at 256": "jax's, 256, TFLOP/s"}
 STEP = {
     "us a layer": "profiled us",
@@ -31,6 +32,7 @@ STEP = {
 }
 TABLES = {
     "| `python -m jaxattn.bench mla --no-xla`": ("mla", DECODE),
+    "| `python -m jaxattn.bench mla --no-xla --only`": ("mla-triton", TRITON),
     "| B, H, T, S | cache |": ("mla", SAME),
     "| `python -m jaxattn.bench gdn --no-peers`": ("gdn", SAME),
     "| `python -m jaxattn.bench gdn --all --no-peers`": ("gdn", SAME),

@@ -23,7 +23,7 @@ PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5
 KV_SCALE = 2.0**-6  # of e4m3 caches: normal data stays below 448 of it
 # B, H, T, S. T is every row's, or "1-8192", drawn from there, or "even 1-8192", as many tokens
-# spread evenly.
+# spread evenly, or "2048 of 65536", every row's under a block table for more.
 Shape = tuple[int, int, int | str, int]
 SHAPES: tuple[Shape, ...] = (
     (128, 128, 4096, 1),
@@ -43,12 +43,16 @@ MORE_SHAPES: tuple[Shape, ...] = (
     (512, 128, 1024, 1),
     (128, 16, "even 1-8192", 1),
     (128, 16, "1-8192", 1),
+    (8, 128, "2048 of 65536", 1),
+    (32, 128, "2048 of 65536", 1),
+    (32, 16, "2048 of 65536", 1),
 )
 SMALL_SHAPES: tuple[Shape, ...] = (
     (2, 16, 256, 1),
     (1, 20, 130, 2),
     (3, 16, "even 1-200", 1),
     (3, 16, "1-200", 1),
+    (2, 16, "70 of 512", 1),
 )
 EVENLY = 1.08  # what drawn lengths may take of the time of as many tokens spread evenly
 
@@ -57,10 +61,19 @@ def label(shape: Shape) -> dict[str, str]:
     return {"B,H,T,S": ",".join(map(str, shape))}
 
 
+def room(tokens: int | str) -> tuple[int, int]:
+    """The most tokens that a row has, and that a block table has room for."""
+    if isinstance(tokens, int):
+        return tokens, tokens
+    some, of, more = tokens.partition(" of ")
+    most = int(some if of else tokens.split("-")[1])
+    return most, int(more) if of else most
+
+
 def lengths(batch: int, tokens: int | str) -> np.ndarray:
     """int32 [B], the tokens of each row: the same ones in every run."""
-    if isinstance(tokens, int):
-        return np.full(batch, tokens, np.int32)
+    if isinstance(tokens, int) or " of " in tokens:
+        return np.full(batch, room(tokens)[0], np.int32)
     low, high = map(int, tokens.removeprefix("even ").split("-"))
     drawn = np.random.default_rng(0).integers(low, high, batch, np.int32, endpoint=True)
     if not tokens.startswith("even "):
@@ -75,8 +88,7 @@ def inputs(
 ) -> tuple[jax.Array, ...]:
     """Normal data on shuffled pages, in as many layers as keep the caches out of L2."""
     latents = LatentFormat(cache)
-    longest = tokens if isinstance(tokens, int) else int(tokens.split("-")[1])
-    pages = -(-longest // PAGE)
+    pages, width = (-(-most // PAGE) for most in room(tokens))
     layers = rotation(batch * pages * PAGE * latents.nbytes, most=32)
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
@@ -84,6 +96,7 @@ def inputs(
     if latents.quantized:
         stored = latents.pack(stored, scale_of(cache))
     tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
+    tables = jnp.pad(tables, ((0, 0), (0, width - pages)))
     return q, stored, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
 
 

@@ -210,6 +210,13 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     return ranked[jnp.where(place < number, rank, place)], firsts
 
 
+def _inside(end: jax.Array, length: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The row that lies across each place `at` of a line, by counting the rows before it, B where no
+    row is left; and how far into the row that is. The rows are so long, and end there."""
+    rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
+    return rows, at - (end - length)[jnp.minimum(rows, end.shape[0] - 1)]
+
+
 @jax.named_scope("mla_schedule")
 def make_schedule(
     seq_lens: jax.Array,
@@ -229,11 +236,7 @@ def make_schedule(
     batch = seq_lens.shape[0]
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
     real = pages > 0
-    number, piece = real.astype(jnp.int32), None
-    if pieces:
-        piece = jnp.maximum((pages + pieces - 1) // pieces, MIN_PART)
-        number = (pages + piece - 1) // piece
-    cost = pages + row_cost * number
+    cost = jnp.where(real, pages + row_cost, 0)
     order = None
     if batch > parts:
         order, firsts = deal_out(cost, parts)
@@ -241,24 +244,20 @@ def make_schedule(
             assert pieces <= 1, "of more rows than parts none has a second piece"
             return Schedule.whole(firsts, order, max_pages)
 
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    if pieces:
+        # Each piece has a part to itself, of which there are enough.
+        piece = jnp.maximum((pages + pieces - 1) // pieces, MIN_PART)
+        number = (pages + piece - 1) // piece
+        rows, into = _inside(jnp.cumsum(number), number, part)
+        begun = jnp.where(rows < batch, into * piece[jnp.minimum(rows, batch - 1)], 0)
+        return Schedule.of_pieces(rows, begun, number, piece, pieces, max_pages)
+
     end = jnp.cumsum(cost)
     total = end[-1]
     used = jnp.clip(total // MIN_PART, 1, parts)
     size = (total + used - 1) // used
-    part = jnp.arange(parts + 1, dtype=jnp.int32)
-    at = jnp.minimum(part * size, total)
-    # The row that lies across a cut, by counting the rows before it; B where no row is left.
-    rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
-    inside = jnp.minimum(rows, batch - 1)
-    into = at - (end - cost)[inside]
-    if piece is not None:
-        here = piece[inside]
-        begun = (into + (here + row_cost) // 2) // (here + row_cost) * here
-        rows = jnp.where(begun >= pages[inside], rows + 1, rows)
-        begun = jnp.where(begun >= pages[inside], 0, begun)
-        begun = jnp.where(rows < batch, begun, 0)
-        rows = jnp.minimum(rows, batch)
-        return Schedule.of_pieces(rows, begun, number, piece, pieces, max_pages)
+    rows, into = _inside(end, cost, jnp.minimum(part * size, total))
     begun = jnp.maximum(into - row_cost, 0)
     begun = jnp.where(rows < batch, begun, 0)
 
