@@ -211,8 +211,8 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _inside(end: jax.Array, length: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The row that lies across each place `at` of a line, by counting the rows before it, B where no
-    row is left; and how far into the row that is. The rows are so long, and end there."""
+    """The row that lies across each place `at` of a line, by counting the rows before it, B where
+    none is left; and how far into the row that is. The rows are so long, and end there."""
     rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
     return rows, at - (end - length)[jnp.minimum(rows, end.shape[0] - 1)]
 
