@@ -58,6 +58,19 @@ def test_a_key_of_zeros_adds_nothing(implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("q, k", [(1e20, 1e20), (1e25, 1e14), (1, 1e30), (1e18, 1e18)])
+def test_queries_and_keys_whose_squares_overflow(q, k, implementation):
+    """A norm that is infinite leaves zeros, as in XLA, and no NaN."""
+    case = gdn_case([1, 0], num_slots=2, dtype=jnp.float32)
+    case.q, case.k = case.q * q, case.k * k
+    out, state = decode(case, implementation)
+    expected, expected_state = decode(case, "xla")
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state[case.layer], expected_state[case.layer], rtol=1e-4, atol=1e-5)
+
+
+@both_devices
 def test_a_batch_of_padding_touches_nothing(implementation):
     case = gdn_case([-1, -1], num_slots=3)
     out, state = decode(case, implementation)

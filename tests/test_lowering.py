@@ -64,7 +64,6 @@ def test_mla_decode(options):
             lens, q_len=q_len, num_heads=heads, max_pages=pages, page_size=page,
             batch_invariant=invariant,
         )  # fmt: skip
-        assert bool(schedule.pieces) == invariant
         return mla_decode_mosaic(
             q, cache, tables, lens, scale=0.1, query_lens=query_lens, schedule=schedule, **options
         )

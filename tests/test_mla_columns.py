@@ -14,7 +14,6 @@ from test_mla_kernel import cut_at, dealt_out, even_cuts, in_the_batchs_order, k
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
-from jaxattn.kernels.mla_schedule import Schedule
 from jaxattn.mla_cache import LatentFormat
 
 KV_SCALE = 0.013
@@ -145,13 +144,10 @@ def test_many_tokens_and_many_heads(format, q_len, heads, lens, cuts, implementa
 
 
 @both_devices
-def test_pieces_and_rows_one_after_another(implementation):
-    """Pieces of 3, 2, 1 and 2 pages in one part: the second warpgroup has 1, 1, 0 and 1."""
+def test_rows_one_after_another(implementation):
+    """Of 5, 1 and 2 pages in one part: the second warpgroup has 2, 0 and 1."""
     some = stored("uint8", [290, 20, 100], heads=2)
-    pages = some.case.block_tables.shape[1]
-    rows, begun = jnp.asarray([0] + [3] * 5, jnp.int32), jnp.zeros(6, jnp.int32)
-    number, piece = (jnp.asarray(x, jnp.int32) for x in ([2, 1, 1], [3, 3, 3]))
-    schedule = Schedule.of_pieces(rows, begun, number, piece, 2, pages)
+    schedule = cut_at(some.case, [(0, 0)])
     assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
 
 

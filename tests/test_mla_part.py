@@ -10,11 +10,10 @@ from jaxattn.kernels.mla_part import Part
 ROWS, PAGES = 4, 7
 
 
-def walks(begin, end, lens, order, piece):
+def walks(begin, end, lens, order):
     """How many pages there are and their (row, page): piece by piece, and ahead."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
-    pieces = 0 if piece is None else PAGES
-    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, 0, order, piece, pieces)
+    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, 0, order)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
 
     def add(taken, row, page):
@@ -35,30 +34,26 @@ def walks(begin, end, lens, order, piece):
     return part.each_piece(take, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
 
 
-def expected(begin, end, lens, order, piece):
+def expected(begin, end, lens, order):
     pages = []
     for place in range(begin[0], min(end[0] + 1, ROWS)):
         row = place if order is None else order[place]
         start = begin[1] if place == begin[0] else 0
         stop = min(-(-lens[row] // 64), end[1] if place == end[0] else PAGES)
-        size = max(stop - start, 1) if piece is None else piece[row]
-        for first in range(start, stop, size):
-            pages += [(row, page) for page in range(first, min(first + size, stop))]
+        pages += [(row, page) for page in range(start, stop)]
     return pages
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_ahead_and_behind_agree_for_any_lengths_and_cuts(in_pieces, ordered):
+def test_ahead_and_behind_agree_for_any_lengths_and_cuts(ordered):
     """Cuts that know nothing of the lengths: rows may have shrunk since a schedule was made."""
-    rng, cases = np.random.default_rng(int(in_pieces)), 300
+    rng, cases = np.random.default_rng(0), 300
     lens = rng.integers(0, PAGES * 64 + 1, (cases, ROWS)) * rng.integers(0, 2, (cases, ROWS))
     line = np.sort(rng.integers(0, ROWS * PAGES + 1, (cases, 2)), axis=1)
     rows, pages = line // PAGES, line % PAGES
     cuts = np.stack([rows, pages], axis=-1)  # [cases, begin and end, (row, page)]
     order = rng.permuted(np.tile(np.arange(ROWS), (cases, 1)), axis=1) if ordered else None
-    piece = rng.integers(1, PAGES, (cases, ROWS)) if in_pieces else None
-    given = [cuts[:, 0], cuts[:, 1], lens, order, piece]
+    given = [cuts[:, 0], cuts[:, 1], lens, order]
     args = [None if x is None else jnp.asarray(x, jnp.int32) for x in given]
     for count, taken in jax.jit(jax.vmap(walks))(*args):
         for i in range(cases):

@@ -26,13 +26,14 @@ from jaxattn.kernels.hopper import NUM_SMS, interpret_mode, require_hopper
 MAX_TOKENS = 8  # that a row may have: all of them are unrolled
 
 
-def choose_config(group: int, states: int, dtype: Any, *, interpret: bool) -> Config:
+def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:
     """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
     A cluster has at most 8 blocks; the interpreter may not have the threads for one. Of more than
-    three states a multiprocessor, which has room for three rings of large tiles, tiles are small:
-    four blocks share one, of float32 states and one token. A key head's two states of 16 bits have
-    one block where those fill the places for four a multiprocessor once, and more than half.
+    three states a multiprocessor, which has room for three rings of large tiles (two beside more
+    than five tokens), tiles are small: four blocks share one, of one token. A key head's two states
+    of 16 bits have one block where those fill the places for four a multiprocessor once, and more
+    than half.
     """
     if interpret:
         return Config()
@@ -40,7 +41,8 @@ def choose_config(group: int, states: int, dtype: Any, *, interpret: bool) -> Co
     if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
         return Config(32, 6)
     parts = max(parts for parts in range(1, 9) if group % parts == 0)
-    return Config(32, 3, parts) if states > 3 * NUM_SMS else Config(parts=parts)
+    large = states <= (3 if q_len <= 5 else 2) * NUM_SMS
+    return Config(parts=parts) if large else Config(32, 3, parts)
 
 
 def scratch(
@@ -125,7 +127,7 @@ def gdn_decode_mosaic(
         eps=eps or 0.0,
     )
     states = batch * num_value_heads
-    config = config or choose_config(op.group, states, state.dtype, interpret=interpret)
+    config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
     if conv_state is not None:

@@ -152,7 +152,9 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             return op.scale, 1.0, jnp.sum(q * k) * op.scale
         q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
         q_factor *= op.scale
-        return q_factor, k_factor, jnp.sum(q * k) * q_factor * k_factor
+        # Of a vector too long for its norm the factor is 0, and the product may be inf.
+        k_q = jnp.sum(q * k) * q_factor * k_factor
+        return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
 
     def q_and_k(vectors: Any, token: int) -> list[jax.Array]:
         at = (pl.ds(i * DIM, DIM) for i in range(2))
@@ -224,13 +226,6 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     for j, x in enumerate(window[token + 1 : token + WIDTH]):
                         conv_ref.at[layer, target, j, pl.ds(first, DIM)][...] = x
 
-        def norm_and_z(head: int) -> list[jax.Array]:
-            """What the head's normed output is times, of each token."""
-            norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
-            at = pl.ds(op.channels + (first_head + head) * DIM, DIM)
-            z = [per_channel(qkvz_ref.at[row, token, at]) for token in range(q_len)]
-            return [norm * silu(x) for x in z]
-
         @pl.when(live)
         def _update():
             for step in range(stages):
@@ -250,7 +245,13 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 )
                 for index in (first_head + head for head in range(heads))
             ]
-            factors: Any = [norm_and_z(head) if op.norm else None for head in range(heads)]
+            if op.norm:
+                norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
+                z_at = [op.channels + (first_head + head) * DIM for head in range(heads)]
+                z = [
+                    [per_channel(qkvz_ref.at[row, token, pl.ds(at, DIM)]) for at in z_at]
+                    for token in range(q_len)
+                ]
 
             for head, (A_log, bias, bs, as_) in enumerate(gates):
                 rate = jnp.exp(A_log)
@@ -262,6 +263,8 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             for i, (window, taps) in enumerate(inputs):
                 for token in range(q_len):
                     vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
+            if op.norm:  # what the normed output is times
+                times = [[norm * silu(x) for x in of_heads] for of_heads in z]
             plgpu.commit_smem()  # vectors are there for every warp, and every warp has its inputs
             if all_read is not None:
                 plgpu.barrier_arrive(all_read)
@@ -315,7 +318,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     if op.norm:
                         whole = plgpu.load(head_out, layout=by_key)
                         mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
-                        out *= lax.rsqrt(mean_square + op.eps) * factors[head][token]
+                        out *= lax.rsqrt(mean_square + op.eps) * times[token][head]
                     out_at(token, head)[...] = out.astype(out_ref.dtype)
             if all_read is not None:
                 plgpu.barrier_wait(all_read)

@@ -79,7 +79,6 @@ def make_body(
     scale: float,
     dtype: Any,
     page_size: int,
-    pieces: int,
     split: bool,
     apart: bool,
     ordered: bool,
@@ -92,7 +91,6 @@ def make_body(
 
     Args:
         page_size: tokens of a page of the cache; a "page" below is 64 tokens.
-        pieces: `Schedule.pieces`.
         split: whether there are partial results.
         apart: whether Q comes as the absorbed product and the rotation write it, two refs
             [H, B, S, R] and [B, S, H, P] with whole tiles of heads, or as one [B, rows, D].
@@ -117,7 +115,6 @@ def make_body(
         q_refs = [next(refs) for _ in range(1 + apart)]
         kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(5))
         order_ref: Any = next(refs) if ordered else None
-        piece_ref: Any = next(refs) if pieces else None
         query_lens_ref: Any = next(refs) if ragged else None
         out_ref = next(refs)
         partial_ref: Any = next(refs) if split else None
@@ -127,10 +124,7 @@ def make_body(
         q_smem, q_rope_smem, q_loaded, shared = refs
         assert isinstance(shared, Shared)
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part.of(
-            cuts_ref, order_ref, piece_ref, pieces, part_index, lens_ref, table_ref, kv_ref,
-            layer_ref,
-        )  # fmt: skip
+        part = Part.of(cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref)
         packed = pl.ds(tile * TILE, TILE)
 
         def each_empty_row(write: Any) -> None:
@@ -252,7 +246,7 @@ def make_body(
             q = load_q(part.after(place, start, steps))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
             whole = steps == part.pages_in(length)
-            part.write_lse(lse_ref, partial_lse_ref, packed, place, start, whole, lse)
+            part.write_lse(lse_ref, partial_lse_ref, packed, row, whole, lse)
             return pages_before + steps, pieces_before + 1, q
 
         def write_nothing(row: jax.Array) -> None:
@@ -277,8 +271,8 @@ def make_body(
             multiply(
                 part, shared, wg - 1, out_ref, partial_ref,
                 rows_of=lambda row: pl.ds(first_rows[0] + (row * tiles + tile) * TILE, TILE),
-                partial_rows_of=lambda place, start: pl.ds(
-                    first_rows[1] + (part.partial_slot(place, start) * tiles + tile) * TILE, TILE
+                partial_rows_of=lambda row: pl.ds(
+                    first_rows[1] + (part.partial_slot(row) * tiles + tile) * TILE, TILE
                 ),
                 each_empty_row=each_empty_row, dtype=dtype, rope=rope,
                 output_by_tma=output_by_tma, interpret=interpret,

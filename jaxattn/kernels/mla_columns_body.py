@@ -80,7 +80,6 @@ def make_body(
     scale: float,
     dtype: Any,
     page_size: int,
-    pieces: int,
     quantized: bool,
     per_tensor: bool,
     split: bool,
@@ -94,7 +93,6 @@ def make_body(
         columns: N, packed rows (query token, head) of a block.
         out_rows: packed rows that the output keeps of a request.
         page_size: tokens of a page of the cache; a "page" below is 64 tokens.
-        pieces: `Schedule.pieces`.
         quantized: whether the cache is FP8; `per_tensor`: with one scale for all of it.
         split: whether there are partial results.
         ordered: whether the schedule has an order.
@@ -114,7 +112,6 @@ def make_body(
         refs = iter(every)
         q_ref, kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(6))
         order_ref: Any = next(refs) if ordered else None
-        piece_ref: Any = next(refs) if pieces else None
         kv_scale_ref: Any = next(refs) if per_tensor else None
         query_lens_ref: Any = next(refs) if ragged else None
         out_ref = next(refs)
@@ -130,10 +127,7 @@ def make_body(
         rescale_smem = stats_smem.at[0]
         q_factor_smem = stats_smem.at[3, 0]
         wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part.of(
-            cuts_ref, order_ref, piece_ref, pieces, part_index, lens_ref, table_ref, kv_ref,
-            layer_ref,
-        )  # fmt: skip
+        part = Part.of(cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref)
         kv_scale = kv_scale_ref[0] if per_tensor else 1.0
         factor = kv_scale * (scale * LOG2E)
         mine = pl.ds(tile * columns, columns)
@@ -432,7 +426,7 @@ def make_body(
             unit_of_all: Any = kv_scale / ROOM if quantized else 1.0
             merge(
                 accs, None if latents.block_scaled else unit_of_all, shared, outputs,
-                place, start, steps, as_values=quantized and not interpret, interpret=interpret,
+                row, steps, as_values=quantized and not interpret, interpret=interpret,
             )  # fmt: skip
             return carry
 

@@ -25,7 +25,7 @@ from jaxattn.kernels.mla_columns_memory import (
     store_turned,
 )
 from jaxattn.kernels.mla_fragments import store_output
-from jaxattn.kernels.mla_part import Part, Place
+from jaxattn.kernels.mla_part import Part
 from jaxattn.mla_cache import BLOCK
 
 
@@ -85,26 +85,24 @@ class Outputs:
     lse: Any
     partial_lse: Any
 
-    def write(
-        self, place: Place, start: jax.Array, whole: jax.Array, first: jax.Array, out: jax.Array
-    ) -> None:
+    def write(self, row: jax.Array, whole: jax.Array, first: jax.Array, out: jax.Array) -> None:
         """`out` [n, 512], of the block's packed rows from `first` on."""
         at, count = self.columns.start + first, out.shape[0]
 
         @pl.when(whole)
         def _whole():
-            begin = self.first_rows[0] + place.row * self.rows + at
+            begin = self.first_rows[0] + row * self.rows + at
             self.out[pl.ds(begin, count), :] = out.astype(self.out.dtype)
 
         if self.partial is not None:
 
             @pl.when(jnp.logical_not(whole))
             def _piece():
-                begin = self.first_rows[1] + self.part.partial_slot(place, start) * self.rows + at
+                begin = self.first_rows[1] + self.part.partial_slot(row) * self.rows + at
                 self.partial[pl.ds(begin, count), :] = out
 
-    def write_lse(self, place: Place, start: jax.Array, whole: jax.Array, lse: jax.Array) -> None:
-        self.part.write_lse(self.lse, self.partial_lse, self.columns, place, start, whole, lse)
+    def write_lse(self, row: jax.Array, whole: jax.Array, lse: jax.Array) -> None:
+        self.part.write_lse(self.lse, self.partial_lse, self.columns, row, whole, lse)
 
     def write_nothing(self, row: jax.Array) -> None:
         """Of a row without keys: 0, and an LSE of -inf."""
@@ -120,8 +118,7 @@ def merge(
     unit: Any,
     shared: Shared,
     outputs: Outputs,
-    place: Place,
-    start: jax.Array,
+    row: jax.Array,
     steps: jax.Array,
     *,
     as_values: bool,
@@ -132,10 +129,10 @@ def merge(
     Args:
         accs: this warpgroup's output, blocks of [128, N] float32.
         unit: what 1 stands for there; None: `shared.units`.
-        place, start, steps: the piece: of a row, its first page and how many.
+        row, steps: the piece's, its pages.
         as_values: whether the output's dims are in the order of FP8 values.
     """
-    wg, whole = shared.wg, steps == outputs.part.pages_of(place.row)
+    wg, whole = shared.wg, steps == outputs.part.pages_of(row)
     # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
     # sees no key the product is 0 * V, NaN where V is.
     top, total = shared.of_both(BY_COLUMN)
@@ -158,12 +155,12 @@ def merge(
         plgpu.load(shared.outputs.at[i, mine, pl.ds(0, RANK)], layout=OUTPUTS, optimized=False)
         for i in range(WARPGROUPS)
     ]
-    outputs.write(place, start, whole, wg * half, functools.reduce(jnp.add, both))
+    outputs.write(row, whole, wg * half, functools.reduce(jnp.add, both))
 
     @pl.when(wg == 0)
     def _lse():
         top, total = shared.of_both(BY_ROW)
         lse = (top + jnp.log2(total)) * (1 / LOG2E)
-        outputs.write_lse(place, start, whole, jnp.where(total == 0, -jnp.inf, lse))
+        outputs.write_lse(row, whole, jnp.where(total == 0, -jnp.inf, lse))
 
     shared.meet()

@@ -124,8 +124,6 @@ def mla_decode_mosaic(
     operands = [*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
     if schedule.order is not None:
         operands.append(schedule.order)
-    if schedule.piece is not None:
-        operands.append(schedule.piece)
     if query_lens is not None:
         operands.append(query_lens)
 
@@ -135,7 +133,7 @@ def mla_decode_mosaic(
     output_by_tma &= results.in_whole_tiles()
     body = make_body(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        page_size=page_size, pieces=schedule.pieces, split=results.split, apart=apart,
+        page_size=page_size, split=results.split, apart=apart,
         ordered=schedule.order is not None, ragged=query_lens is not None, rope=rope,
         output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip

@@ -88,8 +88,6 @@ def mla_decode_columns(
     operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
     if schedule.order is not None:
         operands.append(schedule.order)
-    if schedule.piece is not None:
-        operands.append(schedule.piece)
     if kv_scale is not None:
         operands.append(kv_scale.reshape(1))
     if query_lens is not None:
@@ -98,7 +96,7 @@ def mla_decode_columns(
     results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
     body = make_body(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
-        scale=scale, dtype=dtype, page_size=page_size, pieces=schedule.pieces,
+        scale=scale, dtype=dtype, page_size=page_size,
         quantized=format.quantized, per_tensor=format.per_tensor,
         split=results.split, ordered=schedule.order is not None, ragged=query_lens is not None,
         interpret=interpret,

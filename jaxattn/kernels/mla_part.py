@@ -1,8 +1,8 @@
 """What a block of the MLA decode kernels has to do: its part of the rows, in pieces, page by page.
 
-A piece is a row, or what of it lies in this part, or so many pages of that. Warpgroups may
-share a piece, and take its pages in turns. Who multiplies walks its pieces one by one; who loads
-ahead of that finds the page behind a page, or behind a piece, with `settle`.
+A piece is a row, or what of it lies in this part. Warpgroups may share a piece, and take its pages
+in turns. Who multiplies walks its pieces one by one; who loads ahead of that finds the page behind
+a page, or behind a piece, with `settle`.
 
 The walk is from place to place of the schedule's line. What a place has, its tokens, pages, queries
 and output, is of the row that stands there: `Place.row`.
@@ -27,12 +27,10 @@ class Place:
     Attributes:
         number: of the place in the line.
         ordered: the row there, read once; None in a schedule without an order.
-        piece: pages of the row's pieces, read once; None in a schedule without pieces.
     """
 
     number: jax.Array
     ordered: jax.Array | None
-    piece: jax.Array | None
 
     @property
     def row(self) -> jax.Array:
@@ -50,7 +48,6 @@ class Part:
         layer: of the cache.
         index: of the part.
         order_ref: `Schedule.order` [B], or None.
-        piece_ref: `Schedule.piece` [B], or None; `pieces`: `Schedule.pieces`.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -60,21 +57,16 @@ class Part:
     kv_ref: Any
     layer: jax.Array
     index: jax.Array
-    order_ref: Any = None
-    piece_ref: Any = None
-    pieces: int = 0
+    order_ref: Any
 
     @classmethod
     def of(
-        cls, cuts_ref: Any, order_ref: Any, piece_ref: Any, pieces: int, index: jax.Array,
-        lens_ref: Any, table_ref: Any, kv_ref: Any, layer_ref: Any,
+        cls, cuts_ref: Any, order_ref: Any, index: jax.Array, lens_ref: Any, table_ref: Any,
+        kv_ref: Any, layer_ref: Any,
     ) -> "Part":  # fmt: skip
         """The part `index` of a `Schedule`'s cuts, of the layer `layer_ref[0]`."""
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
-        return cls(
-            begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], index, order_ref, piece_ref,
-            pieces,
-        )  # fmt: skip
+        return cls(begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], index, order_ref)
 
     @property
     def page_size(self) -> int:
@@ -90,11 +82,9 @@ class Part:
 
     def place(self, number: jax.Array) -> Place:
         """With some row where the part ends behind the last place."""
-        row = self.some_row(number)
-        ordered, piece = (
-            None if ref is None else ref[row] for ref in (self.order_ref, self.piece_ref)
-        )
-        return Place(number, ordered, piece)
+        if self.order_ref is None:
+            return Place(number, None)
+        return Place(number, self.order_ref[self.some_row(number)])
 
     def pages_of(self, row: jax.Array) -> jax.Array:
         return self.pages_in(self.lens_ref[self.some_row(row)])
@@ -115,17 +105,10 @@ class Part:
             place = self.place(first_place + i)
             start = jnp.where(i == 0, first_page, 0)
             steps = jnp.maximum(self._stop_of(place) - start, 0)
-            some = jnp.maximum(steps, 1) if place.piece is None else place.piece
-
-            def take(j, carry):
-                done = j * some
-                return piece(place, start + done, jnp.minimum(steps - done, some), carry)
-
-            if place.piece is None:
-                pieces = (steps > 0).astype(jnp.int32)
-            else:
-                pieces = lax.div(steps + some - 1, some)
-            return lax.fori_loop(0, pieces, take, carry)
+            there = (steps > 0).astype(jnp.int32)
+            return lax.fori_loop(
+                0, there, lambda _, carry: piece(place, start, steps, carry), carry
+            )
 
         places = last_place - first_place + (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, places, each, carry)
@@ -134,63 +117,45 @@ class Part:
         """The first page: (place, page, stop, piece's start). There is none if page >= stop."""
         number, start = self.begin
         place = self.place(number)
-        return self.settle((place, start, self._piece_stop(place, start), start))
+        return self.settle((place, start, self._stop_of(place), start))
 
     def after(self, place: Place, start: jax.Array, steps: jax.Array) -> Any:
         """Behind a piece, as `settle` takes it."""
         return place, start + steps, start + steps, start
-
-    def _piece_stop(self, place: Place, start: jax.Array) -> jax.Array:
-        stop = self._stop_of(place)
-        return stop if place.piece is None else jnp.minimum(start + place.piece, stop)
 
     def settle(self, at: Any) -> Any:
         """The same, or where its piece has no such page the first of a later one."""
 
         def passed(at):
             place, page, stop, _ = at
-            later = place.number < self.end[0]
-            if self.pieces:
-                later |= stop < self._stop_of(place)
-            return (page >= stop) & later
+            return (page >= stop) & (place.number < self.end[0])
 
         def next_piece(at):
-            place, _, stop, _ = at
-            goes_on = jnp.bool_(False)
-            if self.pieces:
-                goes_on = stop < self._stop_of(place)
-            place = self.place(jnp.where(goes_on, place.number, place.number + 1))
-            start = jnp.where(goes_on, stop, 0)
-            return place, start, self._piece_stop(place, start), start
+            place, start = self.place(at[0].number + 1), jnp.int32(0)
+            return place, start, self._stop_of(place), start
 
         return lax.while_loop(passed, next_piece, at)
 
-    def partial_slot(self, place: Place, start: jax.Array) -> jax.Array:
-        """Where the partial result of the row's piece from page `start` on goes; nothing is read
-        for it, since what is read early stays in registers for the whole piece."""
+    def partial_slot(self, row: jax.Array) -> jax.Array:
+        """Where the partial result of the row's piece goes."""
         # With partial results there is no order but the batch's: the place is the row.
-        if place.piece is None:
-            return 2 * self.index + (place.number != self.begin[0]).astype(jnp.int32)
-        # Of a row that has grown since, too many pieces would be another row's.
-        return place.number * self.pieces + jnp.minimum(
-            lax.div(start, place.piece), self.pieces - 1
-        )
+        return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
 
     def write_lse(
-        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, place: Place, start: jax.Array,
-        whole: jax.Array, lse: jax.Array,
+        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, whole: jax.Array,
+        lse: jax.Array,
     ) -> None:  # fmt: skip
         """The LSE of a whole row, or of a piece to its partial result's if there are such."""
 
         @pl.when(whole)
         def _whole():
-            lse_ref[place.row, columns] = lse
+            lse_ref[row, columns] = lse
 
         if partial_lse_ref is not None:
 
             @pl.when(jnp.logical_not(whole))
             def _piece():
-                partial_lse_ref[self.partial_slot(place, start), columns] = lse
+                partial_lse_ref[self.partial_slot(row), columns] = lse
 
     def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
         """Where in the cache a page is; from `stop` on, the page before it."""

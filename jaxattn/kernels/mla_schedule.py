@@ -55,17 +55,12 @@ class Schedule:
             is written whole), and where the others are counted from, see `slot_of`.
         order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
             inside of a row. None: row i is always at place i.
-        piece: int32 [B], pages at whose multiples each row is cut, wherever parts begin; None: rows
-            are cut there alone, if at all.
-        pieces: of a row, at most, where there is a `piece`.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.
     """
 
     cuts: jax.Array
     slots: jax.Array
     order: jax.Array | None = None
-    piece: jax.Array | None = None
-    pieces: int = dataclasses.field(default=0, metadata={"static": True})
     max_pages: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
@@ -83,8 +78,7 @@ class Schedule:
         return self.cuts.shape[1] - 1
 
     def check(self, op: str, queries: tuple[int, ...], max_pages: int) -> None:
-        """Raises ValueError unless it was made for such rows, and there is room for their partial
-        results."""
+        """Raises ValueError unless it was made for such rows."""
         made_for, batch = self.slots.shape[-1], queries[0]
         if made_for != batch:
             raise ValueError(
@@ -96,13 +90,6 @@ class Schedule:
                 f"{op}: the schedule is of rows of up to {self.max_pages} times {PAGE} tokens, "
                 f"block_tables and kv_cache have {max_pages}; make it with decode_schedule from "
                 "these max_pages and page_size"
-            )
-        if self.pieces > 1 and not (
-            may_split(batch, self.parts) and batch * self.pieces <= 2 * self.parts
-        ):
-            raise ValueError(
-                f"{op}: {batch} rows of up to {self.pieces} pieces do not fit a schedule of "
-                f"{self.parts} parts, which keep two pieces each; make it with decode_schedule"
             )
 
     @classmethod
@@ -129,21 +116,9 @@ class Schedule:
         cuts = jnp.stack([places, jnp.zeros_like(places)])
         return cls(cuts, jnp.zeros((3, order.shape[0]), jnp.int32), order, max_pages=max_pages)
 
-    @classmethod
-    def of_pieces(
-        cls, places: jax.Array, pages: jax.Array, number: jax.Array, piece: jax.Array, pieces: int,
-        max_pages: int,
-    ) -> "Schedule":  # fmt: skip
-        """The schedule with these cuts, of rows cut in `number` [B] of at most `pieces` pieces."""
-        first = pieces * jnp.arange(number.shape[0], dtype=jnp.int32)
-        slots = jnp.stack([first, jnp.where(number > 1, number, 0), first])
-        cuts = jnp.stack([places, pages])
-        return cls(cuts, slots, piece=piece, pieces=pieces, max_pages=max_pages)
-
     def slot_of(self, slots: Any, index: Any) -> Any:
         """The partial result of a row's piece `index`, `slots` being the row's three."""
-        stride = 1 if self.pieces else 2
-        return jnp.where(index == 0, slots[0], slots[2] + stride * index)
+        return jnp.where(index == 0, slots[0], slots[2] + 2 * index)
 
 
 def copies_of(page_size: int) -> int:
@@ -227,11 +202,10 @@ def make_schedule(
     merge_cost: int,
     pieces: int = 0,
 ) -> Schedule:
-    """Cuts the pages of all rows into `parts`, with `pieces` into whole pieces: up to so many equal
-    ones of each row, no shorter than a part is worth.
+    """Cuts the pages of all rows into `parts`; with `pieces` each row into up to so many equal
+    pieces, which are a part each, and of more rows than parts none.
 
-    Of more rows than parts each is one piece. No part has a row without tokens: the others are cut
-    alike with and without it.
+    No part has a row without tokens: the others are cut alike with and without it.
     """
     batch = seq_lens.shape[0]
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
@@ -247,11 +221,12 @@ def make_schedule(
     part = jnp.arange(parts + 1, dtype=jnp.int32)
     if pieces:
         # Each piece has a part to itself, of which there are enough.
-        piece = jnp.maximum((pages + pieces - 1) // pieces, MIN_PART)
+        wanted = jnp.clip(pages // MIN_PART, 1, pieces)
+        piece = jnp.maximum((pages + wanted - 1) // wanted, 1)
         number = (pages + piece - 1) // piece
         rows, into = _inside(jnp.cumsum(number), number, part)
         begun = jnp.where(rows < batch, into * piece[jnp.minimum(rows, batch - 1)], 0)
-        return Schedule.of_pieces(rows, begun, number, piece, pieces, max_pages)
+        return Schedule.of(rows, begun, batch, max_pages)
 
     end = jnp.cumsum(cost)
     total = end[-1]

@@ -54,8 +54,8 @@ def decode_schedule(
         page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
             other in XLA, which does not read the schedule.
         batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
-            by their own length, B and M, each in as many pieces as there are blocks for it: short
-            rows beside a long one do not leave it theirs. Of more rows than blocks none is cut.
+            by B, M and their own length alone, into as many pieces as each has blocks: a long row
+            has no more of them than short ones beside it. Of more rows than blocks none is cut.
         interpret: for the interpreter, which takes fewer blocks.
 
     Raises:

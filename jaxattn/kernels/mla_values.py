@@ -70,7 +70,7 @@ def multiply(
     partial_ref: Any,
     *,
     rows_of: Callable[[jax.Array], Any],
-    partial_rows_of: Callable[[Place, jax.Array], Any],
+    partial_rows_of: Callable[[jax.Array], Any],
     each_empty_row: Callable[[Callable[[jax.Array], None]], None],
     dtype: Any,
     rope: bool,
@@ -273,7 +273,7 @@ def multiply(
             @pl.when(jnp.logical_not(whole))
             def _():
                 for some, acc in zip(columns, accs, strict=True):
-                    partial_ref[partial_rows_of(place, start), some] = acc * factor
+                    partial_ref[partial_rows_of(row), some] = acc * factor
 
         return pages_before + steps, pages
 
