@@ -25,9 +25,8 @@ def walks(begin, end, lens, order):
         return jax.lax.fori_loop(0, steps, each, taken)
 
     def ahead(state):
-        (place, page, stop, start), taken = state
-        behind = part.after(place, page, 1)[:2]
-        return part.settle((*behind, stop, start)), add(taken, place.row, page)
+        (place, page, stop), taken = state
+        return part.settle((place, page + 1, stop)), add(taken, place.row, page)
 
     some_left = lambda state: state[0][1] < state[0][2]  # noqa: E731
     first = part.first(), nothing

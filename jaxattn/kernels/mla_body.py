@@ -146,7 +146,7 @@ def make_body(
         def load_q(at: Any) -> Any:
             """The queries of the part's first row from there on, if there is one. Returns the
             quarters in registers; if there is none, those of some row."""
-            place, page, stop = part.settle(at)[:3]
+            place, page, stop = part.settle(at)
             row = place.row
 
             @pl.when(page < stop)
@@ -243,7 +243,8 @@ def make_body(
             shared.sums[...] = total
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.sums_written)
-            q = load_q(part.after(place, start, steps))
+            stop = start + steps
+            q = load_q((place, stop, stop))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
             whole = steps == part.pages_in(length)
             part.write_lse(lse_ref, partial_lse_ref, packed, row, whole, lse)

@@ -114,25 +114,21 @@ class Part:
         return lax.fori_loop(0, places, each, carry)
 
     def first(self) -> Any:
-        """The first page: (place, page, stop, piece's start). There is none if page >= stop."""
-        number, start = self.begin
+        """The first page: (place, page, the piece's stop). There is none if page >= stop."""
+        number, page = self.begin
         place = self.place(number)
-        return self.settle((place, start, self._stop_of(place), start))
-
-    def after(self, place: Place, start: jax.Array, steps: jax.Array) -> Any:
-        """Behind a piece, as `settle` takes it."""
-        return place, start + steps, start + steps, start
+        return self.settle((place, page, self._stop_of(place)))
 
     def settle(self, at: Any) -> Any:
         """The same, or where its piece has no such page the first of a later one."""
 
         def passed(at):
-            place, page, stop, _ = at
+            place, page, stop = at
             return (page >= stop) & (place.number < self.end[0])
 
         def next_piece(at):
-            place, start = self.place(at[0].number + 1), jnp.int32(0)
-            return place, start, self._stop_of(place), start
+            place = self.place(at[0].number + 1)
+            return place, jnp.int32(0), self._stop_of(place)
 
         return lax.while_loop(passed, next_piece, at)
 

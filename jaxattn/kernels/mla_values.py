@@ -129,20 +129,20 @@ def multiply(
     # next of the other columns. A page is (number in its row, whether there is one, where in the
     # cache), the second with its whole position in the part, as `settle` has it, instead.
     def found(at: Any) -> Any:
-        place, page, stop, _ = at
+        place, page, stop = at
         return at, part.numbers(place.row, page, stop)
 
     def page_of(ahead: Any) -> Any:
-        (_, page, stop, _), numbers = ahead
+        (_, page, stop), numbers = ahead
         return page, page < stop, numbers
 
     def later(pages: Any, goes_on: Any = True) -> Any:
         """The same where it does not go on. No select over what is read of the table here: it would
         wait for the load."""
         before, ahead = pages
-        place, page, stop, start = ahead[0]
+        place, page, stop = ahead[0]
         before = jax.tree.map(functools.partial(jnp.where, goes_on), page_of(ahead), before)
-        return before, found(part.settle((place, page + jnp.int32(goes_on), stop, start)))
+        return before, found(part.settle((place, page + jnp.int32(goes_on), stop)))
 
     def refill(quarter: int, pages: Any, into: jax.Array) -> None:
         """The quarter of the next page to its place, which was the page `into`'s."""
