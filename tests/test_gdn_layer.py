@@ -12,8 +12,9 @@ from kernel_cases import no_races, relative, x64
 
 from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
 from jaxattn.arena import Arena
-from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
-from jaxattn.kernels.gdn_decode_body import Config
+from jaxattn.kernels.gdn_decode import MOST_SHARED, choose_config, gdn_decode_mosaic
+from jaxattn.kernels.gdn_decode_body import Config, Op, shared_bytes
+from jaxattn.kernels.hopper import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 
 implementations = pytest.mark.parametrize(
     "implementation",
@@ -376,6 +377,22 @@ def test_no_race_in_the_interpreter(parts, stages, tile, keep):
     assert_matches(case, results, writes=writes if keep else None)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("q_len", [1, 5, 8])
+def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len, dtype):
+    for group in (1, 2, 4, 8, 11):
+        op = Op(q_len, 16, 16 * group, True, True, True, True, False, (1, 0), 1.0, EPS)
+        for states in (32, 132, 264, 396, 397, 1024, 8192):
+            config = choose_config(group, states, q_len, dtype, interpret=False)
+            block = shared_bytes(op, config, dtype)
+            assert block <= MOST_SHARED
+            if config.parts == group and config.tile == 64:
+                together = -(-states // NUM_SMS)
+                assert together * (block + RESERVED_BYTES + 256) <= SHARED_BYTES
+            if config.tile == 32 and group <= 8 and q_len == 1:
+                assert 4 * (block + RESERVED_BYTES + 256) <= SHARED_BYTES
+
+
 def test_refuses_what_it_has_no_code_for():
     case = make([0], num_slots=1, q_len=9)
     step = functools.partial(gated_delta_net_decode, implementation="mosaic_gpu_interpret")
@@ -386,6 +403,8 @@ def test_refuses_what_it_has_no_code_for():
     weights = jnp.zeros(4 + 32 + 4 * 128)
     with pytest.raises(NotImplementedError, match="Dk=32, Dv=32"):
         step(qkvz, jnp.zeros((1, 1, 4)), weights, conv_state, state, case.reads)
+    with pytest.raises(NotImplementedError, match="needs .* for S=8 tokens of 29 value heads"):
+        step(*make([0], num_slots=1, q_len=8, value_heads=29).args, layer=1)
     with pytest.raises(NotImplementedError, match="got W=3"):
         case = make([0], num_slots=1)
         weights = jnp.zeros(4 + 128 + 3 * 512)

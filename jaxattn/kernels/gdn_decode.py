@@ -20,10 +20,25 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.gdn_decode_body import DIM, WIDTH, Config, Op, make_body, scratch_types
-from jaxattn.kernels.hopper import NUM_SMS, interpret_mode, require_hopper
+from jaxattn.kernels.gdn_decode_body import (
+    DIM,
+    WIDTH,
+    Config,
+    Op,
+    make_body,
+    scratch_types,
+    shared_bytes,
+)
+from jaxattn.kernels.hopper import (
+    NUM_SMS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    interpret_mode,
+    require_hopper,
+)
 
 MAX_TOKENS = 8  # that a row may have: all of them are unrolled
+MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
 
 
 def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:
@@ -41,7 +56,7 @@ def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret:
     if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
         return Config(32, 6)
     parts = max(parts for parts in range(1, 9) if group % parts == 0)
-    large = states <= (3 if q_len <= 5 else 2) * NUM_SMS
+    large = parts == group and states <= (3 if q_len <= 5 else 2) * NUM_SMS
     return Config(parts=parts) if large else Config(32, 3, parts)
 
 
@@ -128,6 +143,12 @@ def gdn_decode_mosaic(
     )
     states = batch * num_value_heads
     config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
+    if (needed := shared_bytes(op, config, state.dtype)) > MOST_SHARED:
+        raise NotImplementedError(
+            f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
+            f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
+            "fewer tokens"
+        )
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
     if conv_state is not None:

@@ -14,6 +14,7 @@ itself what makes them unit vectors.
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
@@ -97,6 +98,12 @@ def scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
     if config.parts > 1 and op.conv:
         types.append(plgpu.ClusterBarrier(collective_axes=("part",)))
     return types
+
+
+def shared_bytes(op: Op, config: Config, state_dtype: Any) -> int:
+    """Of a block, without its barriers."""
+    arrays = (x for x in scratch_types(op, config, state_dtype) if hasattr(x, "dtype"))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
 
 def _tile_transforms(state_dtype: Any) -> Any:

@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
 # elsewhere, and round its result otherwise.
 NUM_SMS = 132
+# Shared memory of a multiprocessor in bytes, of which each block has 1 KiB that is not its own.
+SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 # CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion,
 # which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
 # refuses the same range.
