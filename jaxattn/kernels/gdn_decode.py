@@ -46,9 +46,9 @@ def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret:
 
     A cluster has at most 8 blocks; the interpreter may not have the threads for one. Of more than
     three states a multiprocessor, which has room for three rings of large tiles (two beside more
-    than five tokens), tiles are small: four blocks share one, of one token. A key head's two states
-    of 16 bits have one block where those fill the places for four a multiprocessor once, and more
-    than half.
+    than five tokens), or of several heads a block, tiles are small: four blocks share one, of one
+    token. A key head's two states of 16 bits have one block where those fill the places for four a
+    multiprocessor once, and more than half.
     """
     if interpret:
         return Config()

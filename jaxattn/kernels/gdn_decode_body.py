@@ -201,13 +201,13 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             at = (row * q_len + token) * op.value_heads + first_head + head
             return out_ref.at[first_row + at]
 
-        def inputs_of(first: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            """128 channels from `first` on: (their W - 1 + S inputs, their W taps)."""
+        def inputs_of(first: Any) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+            """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps)."""
             new = [
                 per_channel(qkvz_ref.at[row, token, pl.ds(first, DIM)]) for token in range(q_len)
             ]
             if not op.conv:
-                return new, []
+                return first, new, []
             old = [
                 per_channel(conv_ref.at[layer, slot, j, pl.ds(first, DIM)])
                 for j in range(WIDTH - 1)
@@ -217,7 +217,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 per_channel(weights_ref.at[own, pl.ds(start + j * op.channels, DIM)])
                 for j in range(WIDTH)
             ]
-            return old + [x.astype(conv_ref.dtype) for x in new], taps
+            return first, old + [x.astype(conv_ref.dtype) for x in new], taps
 
         def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax.Array:
             if not taps:
@@ -241,8 +241,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             # Every load comes before what waits for the first one: latencies run side by side.
             some_heads = [key_head, op.key_heads + key_head]  # q's, k's and the values'
             some_heads += [2 * op.key_heads + first_head + head for head in range(heads)]
-            firsts = [head * DIM for head in some_heads]
-            inputs = [inputs_of(first) for first in firsts]
+            inputs = [inputs_of(head * DIM) for head in some_heads]
             gates = [
                 (
                     weights_ref[own, index],
@@ -267,7 +266,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     scalars[head, token] = jnp.exp(-rate * _softplus(a + bias))
                     scalars[heads + head, token] = 1.0 / (1.0 + jnp.exp(-b))
 
-            for i, (window, taps) in enumerate(inputs):
+            for i, (_, window, taps) in enumerate(inputs):
                 for token in range(q_len):
                     vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
             if op.norm:  # what the normed output is times
@@ -276,7 +275,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             if all_read is not None:
                 plgpu.barrier_arrive(all_read)
             if op.conv:
-                for first, (window, _) in zip(firsts[2:], inputs[2:], strict=True):
+                for first, window, _ in inputs[2:]:
                     keep_inputs(first, window)
             qk_factors = [factors_of(*q_and_k(vectors, token)) for token in range(q_len)]
 
@@ -333,7 +332,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
 
                 @pl.when(part == 0)
                 def _():
-                    for first, (window, _) in zip(firsts[:2], inputs[:2], strict=True):
+                    for first, window, _ in inputs[:2]:
                         keep_inputs(first, window)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
