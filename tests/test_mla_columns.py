@@ -14,6 +14,8 @@ from test_mla_kernel import cut_at, dealt_out, even_cuts, in_the_batchs_order, k
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
+from jaxattn.kernels.mla_decode_columns import block_columns
+from jaxattn.kernels.mla_schedule import packed_rows
 from jaxattn.mla_cache import LatentFormat
 
 KV_SCALE = 0.013
@@ -243,6 +245,13 @@ def test_queries_of_0_subnormal_or_inf_and_large_rope_numbers(format, implementa
     nan = np.zeros((6, 1, 2), bool)
     nan[2, 0, 0] = nan[3, 0, 1] = True  # and not the head beside it
     np.testing.assert_array_equal(np.isnan(out), np.repeat(nan[..., None], 512, axis=3))
+
+
+def test_a_blocks_rows_are_no_more_than_what_is_kept():
+    for q_len in range(1, 17):
+        for heads in range(1, 140):
+            columns, blocks = block_columns(q_len, heads)
+            assert q_len * heads <= columns * blocks <= packed_rows(q_len, heads, 64)
 
 
 @both_devices

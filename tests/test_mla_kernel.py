@@ -13,7 +13,8 @@ import pytest
 from kernel_cases import assert_mla_close, both_devices, mla_case, no_races, relative, x64
 
 from jaxattn import mla
-from jaxattn.arena import Arena
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.kernels import mla_combine
 from jaxattn.kernels.mla_decode import mla_decode_mosaic
 from jaxattn.kernels.mla_schedule import Schedule, make_schedule, num_steps
 
@@ -184,16 +185,32 @@ def test_float16(heads, implementation):
 
 @both_devices
 @pytest.mark.parametrize("cuts", [None, [(0, 0), (0, 1), (0, 3)]])
-def test_writes_into_a_poisoned_arena(cuts, implementation):
-    case = mla_case([200, 0], heads=9, q_len=2)
+@pytest.mark.parametrize("q_len, heads, dim", [(2, 9, 576), (1, 9, 576), (1, 9, 512)])
+def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
+    """The regions, and not what lies behind them; few packed rows have another kernel, and fewer
+    rows of the region, where there are rotated dims."""
+    case = mla_case([200, 0, 70], heads=heads, q_len=q_len, dim=dim)
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 10)), constant_values=-1)
     pages = case.block_tables.shape[1]  # as many as may be split into three parts
-    spec = mla.scratch(batch=2, q_len=2, num_heads=9, max_pages=pages)
-    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
+    sizes = dict(batch=3, q_len=q_len, num_heads=heads, max_pages=pages)
+    spec = mla.scratch(**sizes, qk_rope_head_dim=dim - 512)
+    assert spec.region("out").shape[1] == (16 if (q_len, dim) == (1, 576) else 64)
+    behind = ArenaSpec.of("behind", **{name: ((1024,), name) for name in spec.sizes})
+    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec + behind))
     out, lse, arena = decode(case, implementation, arena=arena, cuts=cuts)
     assert_mla_close(case, out, lse)
-    kept = arena.read(spec, "out")[:, :18].reshape(out.shape)
+    kept = arena.read(spec, "out")[:, : q_len * heads].reshape(out.shape)
     np.testing.assert_array_equal(kept, out)
+    for name in spec.sizes:
+        assert np.isnan(arena.after(spec).read(behind, name)).all()
+
+
+@both_devices
+def test_rows_are_merged_side_by_side(implementation, monkeypatch):
+    monkeypatch.setattr(mla_combine, "BLOCKS", 4)
+    case = mla_case([200, 70, 0], heads=20)
+    out, lse = decode(case, implementation, cuts=[(0, 0), (0, 1), (0, 3), (1, 1)])
+    assert_mla_close(case, out, lse)
 
 
 @both_devices

@@ -17,9 +17,13 @@ from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import LOG2E, RANK
 from jaxattn.kernels.mla_schedule import Schedule
 
-AHEAD = 8  # partial results that are read at a time
-BLOCKS = 1024  # about as many warpgroups as the GPU runs at a time
-SHARERS = 4
+AHEAD = 8  # partial results that are read at a time, of a row
+# Most rows that are cut have two. Where there are no more than FEW of them, four rows are merged
+# side by side and share AHEAD; of more, two rows, each with as many.
+FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
+# Blocks without work cost more the more there are, and those with work more the longer they are.
+BLOCKS, LONGEST = 512, 16
+SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
 
 
 def combine(
@@ -48,11 +52,16 @@ def combine(
     batch, rows = lse.shape
     used = -(-used // 8) * 8
     if sharers is None:
-        sharers = 1 if interpret or batch * used > BLOCKS // SHARERS else SHARERS
-    chunk = 1
+        sharers = 1 if interpret or batch * used > SHARED_ROWS else SHARERS
+    chunk = 1  # rows of a block
     # Several warpgroups do one row and leave: none waits for the others to have read its sum, which
     # that of a second row would overwrite.
-    while sharers == 1 and chunk < 8 and batch * used // (2 * chunk) >= BLOCKS:
+    while (
+        sharers == 1
+        and chunk < LONGEST
+        and used % (2 * chunk) == 0
+        and batch * used // (2 * chunk) >= BLOCKS
+    ):
         chunk *= 2
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
@@ -82,23 +91,33 @@ def combine(
         slots = [slots_ref[i, row] for i in range(3)]
         number = slots[1]
 
-        def merged(packed: Any) -> Any:
-            """What a warpgroup has of the row's partial results: all, or every so many."""
+        def read(packed: Any, places: list[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
+            """(LSEs, pieces) of a row's partial results."""
+            at = [partial_ref.at[first_rows[1] + slot * rows + packed] for slot in places]
+            lses = [partial_lse_ref[slot, packed] for slot in places]
+            return lses, [plgpu.load(piece, layout=layout) for piece in at]
 
-            def add(j, state):
-                first = (j * sharers + wg) * AHEAD
-                lses, pieces = [], []
-                for k in range(AHEAD):
-                    slot = schedule.slot_of(slots, jnp.minimum(first + k, number - 1))
-                    lse = partial_lse_ref[slot, packed]
-                    lses.append(jnp.where(first + k < number, lse, -jnp.inf))
-                    piece = partial_ref.at[first_rows[1] + slot * rows + packed]
-                    pieces.append(plgpu.load(piece, layout=layout))
-                return merge(state, lses, pieces)
+        def merged(packed: list[Any], ahead: int) -> list[Any]:
+            """What a warpgroup has of the rows' partial results: all, or every so many."""
 
-            steps = lax.div(number + sharers * AHEAD - 1, sharers * AHEAD)
+            def add(j, states):
+                numbers = [(j * sharers + wg) * ahead + k for k in range(ahead)]
+                places = [schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
+                every = []
+                for state, (lses, pieces) in zip(
+                    states, [read(at, places) for at in packed], strict=True
+                ):
+                    there = [
+                        jnp.where(k < number, lse, -jnp.inf)
+                        for k, lse in zip(numbers, lses, strict=True)
+                    ]
+                    every.append(merge(state, there, pieces))
+                return every
+
+            steps = lax.div(number + sharers * ahead - 1, sharers * ahead)
             nothing = jnp.float32(0)
-            return lax.fori_loop(0, steps, add, (jnp.float32(-jnp.inf), nothing, full(nothing)))
+            empty = (jnp.float32(-jnp.inf), nothing, full(nothing))
+            return lax.fori_loop(0, steps, add, [empty] * len(packed))
 
         def gathered(state: Any) -> Any:
             """Of all warpgroups, for the first."""
@@ -113,22 +132,29 @@ def combine(
             total = sum(totals[i] * weight for i, weight in enumerate(weights))
             return top, total, sum(full(weights[i]) * part for i, part in enumerate(every))
 
-        @pl.when(number > 0)
-        def _():
-            @pl.loop(0, chunk)
-            def _(i):
-                packed = lax.axis_index("chunk") * chunk + i
-                state = merged(packed)
-                top, total, out = state if sharers == 1 else gathered(state)
+        def write(packed: Any, top: Any, total: Any, out: Any) -> None:
+            @pl.when(wg == 0)
+            def _():
+                empty = top == -jnp.inf
+                written = out * full(jnp.where(empty, 0.0, 1 / total))
+                at = first_rows[0] + row * rows + packed
+                out_ref.at[at][...] = written.astype(out_ref.dtype)
+                lse = top + jnp.log2(total) * (1 / LOG2E)
+                lse_ref[row, packed] = jnp.where(empty, -jnp.inf, lse)
 
-                @pl.when(wg == 0)
-                def _write():
-                    empty = top == -jnp.inf
-                    written = out * full(jnp.where(empty, 0.0, 1 / total))
-                    at = first_rows[0] + row * rows + packed
-                    out_ref.at[at][...] = written.astype(out_ref.dtype)
-                    lse = top + jnp.log2(total) * (1 / LOG2E)
-                    lse_ref[row, packed] = jnp.where(empty, -jnp.inf, lse)
+        def each(beside: int, ahead: int) -> None:
+            @pl.loop(0, chunk // beside)
+            def _(i):
+                first = lax.axis_index("chunk") * chunk + i * beside
+                packed = [first + k for k in range(beside)]
+                for at, state in zip(packed, merged(packed, ahead), strict=True):
+                    write(at, *(state if sharers == 1 else gathered(state)))
+
+        many = number > (FEW if chunk > 1 else 0)
+        pl.when(many)(lambda: each(min(MANY_BESIDE, chunk), AHEAD))
+        if chunk > 1:
+            beside = min(FEW_BESIDE, chunk)
+            pl.when((number > 0) & ~many)(lambda: each(beside, AHEAD // beside))
 
     shared: list[Any] = [
         plgpu.SMEM((sharers, RANK), jnp.float32),

@@ -127,7 +127,7 @@ def mla_decode_mosaic(
     if query_lens is not None:
         operands.append(query_lens)
 
-    results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
+    results = Results(arena, schedule, (batch, q_len, num_heads), rows, dtype)
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
     output_by_tma &= results.in_whole_tiles()

@@ -24,7 +24,7 @@ from jaxattn.kernels.mla_columns_body import make_body
 from jaxattn.kernels.mla_columns_memory import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla_fragments import order_queries
 from jaxattn.kernels.mla_results import Results
-from jaxattn.kernels.mla_schedule import Schedule
+from jaxattn.kernels.mla_schedule import Schedule, packed_rows
 from jaxattn.mla_cache import LatentFormat
 
 # The output's 512 * 32 float32 numbers are 128 registers of each of a warpgroup's threads.
@@ -93,7 +93,8 @@ def mla_decode_columns(
     if query_lens is not None:
         operands.append(query_lens)
 
-    results = Results(arena, schedule, (batch, q_len, num_heads), dtype)
+    kept = packed_rows(q_len, num_heads, ROPE)
+    results = Results(arena, schedule, (batch, q_len, num_heads), kept, dtype)
     body = make_body(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena, Region
 from jaxattn.kernels.mla_body import RANK
 from jaxattn.kernels.mla_combine import combine
-from jaxattn.kernels.mla_schedule import TILE, Schedule, may_split, num_tiles
+from jaxattn.kernels.mla_schedule import Schedule, may_split
 from jaxattn.kernels.mla_scratch import spec_of
 
 
@@ -22,18 +22,23 @@ class Results:
     """The kernel's last operands, `refs`, and the types of what it returns, `lse_types`.
 
     Attributes:
+        rows: packed rows that are kept of a request.
         first_rows: of the output, and of the partial results, in the arrays of `refs`.
         split: whether there are partial results.
     """
 
     def __init__(
-        self, arena: Arena | None, schedule: Schedule, shape: tuple[int, int, int], dtype: Any
+        self,
+        arena: Arena | None,
+        schedule: Schedule,
+        shape: tuple[int, int, int],
+        rows: int,
+        dtype: Any,
     ):
         """`shape`: (B, S, H)."""
-        self.arena, self.schedule, self.shape = arena, schedule, shape
-        batch, q_len, num_heads = shape
-        parts, self.rows = schedule.parts, num_tiles(q_len, num_heads) * TILE
-        self.spec = spec_of(batch, self.rows, RANK, dtype, parts)
+        self.arena, self.schedule, self.shape, self.rows = arena, schedule, shape, rows
+        batch, parts = shape[0], schedule.parts
+        self.spec = spec_of(batch, rows, RANK, dtype, parts)
         self.split = may_split(batch, parts)
         names = ["out", *(["partial_out"] if self.split else [])]
         regions = dict(self.spec.regions)

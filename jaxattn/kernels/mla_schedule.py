@@ -135,6 +135,13 @@ def num_tiles(q_len: int, num_heads: int) -> int:
     return -(-q_len * num_heads // TILE)
 
 
+def packed_rows(q_len: int, num_heads: int, qk_rope_head_dim: int) -> int:
+    """Rows that results keep of a request: S * H, and what a kernel writes beside them."""
+    if qk_rope_head_dim and q_len * num_heads <= MOST_FEW_ROWS:
+        return -(-q_len * num_heads // 8) * 8
+    return num_tiles(q_len, num_heads) * TILE
+
+
 def row_cost(q_len: int, num_heads: int) -> int:
     return FEW_ROWS_COST if q_len * num_heads <= MOST_FEW_ROWS else ROW_COST
 

@@ -62,7 +62,7 @@ def test_scratch_is_not_multiplied_by_the_layers():
 
 def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
     """Of the decode step: all that it needs beyond weights, caches and states."""
-    limits = Limits(batch=32, max_model_len=64)
+    limits = Limits(batch=256, max_model_len=64)
 
     def needed(layers):
         config = dataclasses.replace(SMALLEST, gdn_per_repeat=0, num_repeats=layers)
