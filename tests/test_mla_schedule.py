@@ -223,9 +223,26 @@ def test_a_very_long_row_among_more_rows_than_parts_is_cut():
 
 def test_a_long_row_alone_takes_every_part_and_a_short_one_few():
     held, schedule = pieces([65536], 66, 1024)
-    assert sum(map(bool, held)) == 65 and schedule.slots.tolist() == [[0], [65], [0]]
+    assert sum(map(bool, held)) == 64 and schedule.slots.tolist() == [[0], [64], [0]]
     held, _ = pieces([512], 66, 1024)
-    assert sum(bool(mine) for mine in held) == (8 + ROW_COST) // MIN_PART
+    assert [mine for mine in held if mine] == [[(0, 0, 4)], [(0, 4, 8)]]
+
+
+@pytest.mark.parametrize("lens", [[8192] * 16, [2048] * 32, [4096, 8192] * 7, [640, 64] * 20])
+def test_no_part_has_two_rows_where_equal_pieces_are_no_longer(lens):
+    held, _ = pieces(lens, 66, 1024)
+    assert all(len(mine) <= 1 for mine in held)
+    size = -(-sum(-(-n // 64) + ROW_COST for n in lens) // 66)
+    assert max(load_of(held)) <= size + ROW_COST
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9000), min_size=12, max_size=12))
+def test_no_part_of_fewer_rows_than_parts_is_longer_than_its_share_and_a_row(lens):
+    held, _ = pieces(lens, 20, 150)
+    total = sum(-(-n // 64) + ROW_COST for n in lens if n)
+    size = -(-total // min(max(total // MIN_PART, 1), 20))
+    assert max(load_of(held)) <= size + ROW_COST
 
 
 @pytest.mark.parametrize("batch, splits", [(1055, True), (1056, False)])

@@ -6,6 +6,9 @@ which it may have a piece: at most two partial results a part, whatever the batc
 them is known from static shapes. Lengths change without a host round trip and without a
 recompilation.
 
+A part that ends one row and begins another has what a row costs beside its pages twice. So where
+each row can be cut in equal pieces, a part for each, and no part gets longer than that, rows are.
+
 Of more rows than parts no row need be cut for the parts to be about as long. The rows then stand in
 the line in an order of their own, in which every part is whole rows: from the longest to the
 shortest they are dealt out to the parts in turns, in even turns from the first part to the last and
@@ -192,6 +195,16 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     return ranked[jnp.where(place < number, rank, place)], firsts
 
 
+def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(place, page) where each part begins if rows have up to so many equal pieces, a part each."""
+    batch = pages.shape[0]
+    wanted = jnp.maximum(wanted, 1)
+    piece = jnp.maximum((pages + wanted - 1) // wanted, 1)
+    number = (pages + piece - 1) // piece
+    rows, into = _inside(jnp.cumsum(number), number, part)
+    return rows, jnp.where(rows < batch, into * piece[jnp.minimum(rows, batch - 1)], 0)
+
+
 def _inside(end: jax.Array, length: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The row that lies across each place `at` of a line, by counting the rows before it, B where
     none is left; and how far into the row that is. The rows are so long, and end there."""
@@ -227,12 +240,7 @@ def make_schedule(
 
     part = jnp.arange(parts + 1, dtype=jnp.int32)
     if pieces:
-        # Each piece has a part to itself, of which there are enough.
-        wanted = jnp.clip(pages // MIN_PART, 1, pieces)
-        piece = jnp.maximum((pages + wanted - 1) // wanted, 1)
-        number = (pages + piece - 1) // piece
-        rows, into = _inside(jnp.cumsum(number), number, part)
-        begun = jnp.where(rows < batch, into * piece[jnp.minimum(rows, batch - 1)], 0)
+        rows, begun = _apart(pages, jnp.clip(pages // MIN_PART, 1, pieces), part)
         return Schedule.of(rows, begun, batch, max_pages)
 
     end = jnp.cumsum(cost)
@@ -242,6 +250,16 @@ def make_schedule(
     rows, into = _inside(end, cost, jnp.minimum(part * size, total))
     begun = jnp.maximum(into - row_cost, 0)
     begun = jnp.where(rows < batch, begun, 0)
+
+    # Pages of a piece: as many as leave no part longer than its share and what a row costs. The
+    # first with which there are parts enough is taken.
+    longest_piece = jnp.maximum(size - row_cost + jnp.arange(row_cost + 1), 1)
+    number = (pages[:, None] + longest_piece - 1) // longest_piece
+    fits = jnp.sum(number, axis=0, dtype=jnp.int32) <= used
+    alike = _apart(pages, number[:, jnp.argmax(fits)], part)
+    rows, begun = (
+        jnp.where(jnp.any(fits), x, y) for x, y in zip(alike, (rows, begun), strict=True)
+    )
 
     slack = size // WHOLE_ROWS_SLACK
     if order is None:  # one row a part
