@@ -201,11 +201,39 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             at = (row * q_len + token) * op.value_heads + first_head + head
             return out_ref.at[first_row + at]
 
-        def inputs_of(first: Any) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-            """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps)."""
-            new = [
-                per_channel(qkvz_ref.at[row, token, pl.ds(first, DIM)]) for token in range(q_len)
+        own_heads = [first_head + head for head in range(heads)]
+        # The first ones of q's channels, of k's and of the values'.
+        firsts = [
+            head * DIM
+            for head in (
+                key_head,
+                op.key_heads + key_head,
+                *(2 * op.key_heads + head for head in own_heads),
+            )
+        ]
+
+        def of_tokens(first: Any) -> list[jax.Array]:
+            """128 numbers of each token from `first` on."""
+            at = pl.ds(first, DIM)
+            return [per_channel(qkvz_ref.at[row, token, at]) for token in range(q_len)]
+
+        def given() -> tuple[list[Any], list[Any], list[Any]]:
+            """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
+            b_and_a = [
+                [
+                    [ba_ref[row, token, first + head] for token in range(q_len)]
+                    for first in (0, op.value_heads)
+                ]
+                for head in own_heads
             ]
+            z = [of_tokens(op.channels + head * DIM) for head in own_heads] if op.norm else []
+            return [of_tokens(first) for first in firsts], b_and_a, z
+
+        # Asked for before the slot is there, where it is enough for that to pay.
+        early = given() if heads > 1 else None
+
+        def inputs_of(first: Any, new: Any) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+            """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps)."""
             if not op.conv:
                 return first, new, []
             old = [
@@ -239,25 +267,14 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 fetch(step)
 
             # Every load comes before what waits for the first one: latencies run side by side.
-            some_heads = [key_head, op.key_heads + key_head]  # q's, k's and the values'
-            some_heads += [2 * op.key_heads + first_head + head for head in range(heads)]
-            inputs = [inputs_of(head * DIM) for head in some_heads]
+            new, b_and_a, z = early or given()
+            inputs = [inputs_of(*each) for each in zip(firsts, new, strict=True)]
             gates = [
-                (
-                    weights_ref[own, index],
-                    weights_ref[own, op.value_heads + index],
-                    [ba_ref[row, token, index] for token in range(q_len)],
-                    [ba_ref[row, token, op.value_heads + index] for token in range(q_len)],
-                )
-                for index in (first_head + head for head in range(heads))
+                (weights_ref[own, head], weights_ref[own, op.value_heads + head], *each)
+                for head, each in zip(own_heads, b_and_a, strict=True)
             ]
             if op.norm:
                 norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
-                z_at = [op.channels + (first_head + head) * DIM for head in range(heads)]
-                z = [
-                    [per_channel(qkvz_ref.at[row, token, pl.ds(at, DIM)]) for at in z_at]
-                    for token in range(q_len)
-                ]
 
             for head, (A_log, bias, bs, as_) in enumerate(gates):
                 rate = jnp.exp(A_log)
@@ -270,7 +287,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 for token in range(q_len):
                     vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
             if op.norm:  # what the normed output is times
-                times = [[norm * silu(x) for x in of_heads] for of_heads in z]
+                times = [[norm * silu(x) for x in of_head] for of_head in z]
             plgpu.commit_smem()  # vectors are there for every warp, and every warp has its inputs
             if all_read is not None:
                 plgpu.barrier_arrive(all_read)
@@ -324,7 +341,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                     if op.norm:
                         whole = plgpu.load(head_out, layout=by_key)
                         mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
-                        out *= lax.rsqrt(mean_square + op.eps) * times[token][head]
+                        out *= lax.rsqrt(mean_square + op.eps) * times[head][token]
                     out_at(token, head)[...] = out.astype(out_ref.dtype)
             if all_read is not None:
                 plgpu.barrier_wait(all_read)
