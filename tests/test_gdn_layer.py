@@ -457,6 +457,18 @@ def test_published_heads(key_heads, value_heads, q_len):
 
 
 @pytest.mark.gpu
+def test_two_heads_a_block_beside_padding():
+    slots = [int(i) for i in np.random.default_rng(0).permutation(24)] + [-1, -1]
+    config = choose_config(2, len(slots) * 32, 1, jnp.bfloat16, interpret=False)
+    assert config.parts == 1
+    case = make(
+        slots, num_slots=26, key_heads=16, value_heads=32, dtype=jnp.bfloat16,
+        state_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    assert_matches(case, decode(case, "mosaic_gpu"), bound=5e-3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (32, 4)])
 def test_the_same_bits_every_run(batch, q_len, state_dtype):

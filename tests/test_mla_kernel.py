@@ -257,10 +257,11 @@ def test_a_length_beyond_the_table_reads_no_further_than_the_table(implementatio
 
 
 @both_devices
-def test_with_x64_enabled(implementation):
+@pytest.mark.parametrize("cuts", [None, [(0, 0), (0, 1)]])
+def test_with_x64_enabled(cuts, implementation):
     case = mla_case([70, 0], heads=10, q_len=2)
     with x64():
-        assert_mla_close(case, *decode(case, implementation, cuts=[(0, 0), (0, 1)]))
+        assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
 @both_devices

@@ -1,10 +1,10 @@
 """Who attends to what: a row's pages dealt out to the blocks of `mla_decode`, on the device.
 
-The pages of all rows stand in a line, row after row, and the line is cut into equal parts, one for
-each block that the GPU runs at a time. A part is whole rows but for its first and its last, of
-which it may have a piece: at most two partial results a part, whatever the batch, so the room for
-them is known from static shapes. Lengths change without a host round trip and without a
-recompilation.
+The pages of all rows stand in a line, row after row, and the line is cut into parts about as long
+as each other, one for each block that the GPU runs at a time. A part is whole rows but for its
+first and its last, of which it may have a piece: at most two partial results a part, whatever the
+batch, so the room for them is known from static shapes. Lengths change without a host round trip
+and without a recompilation.
 
 A part that ends one row and begins another has what a row costs beside its pages twice. So where
 each row can be cut in equal pieces, a part for each, and no part gets longer than that, rows are.
@@ -196,7 +196,8 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(place, page) where each part begins if rows have up to so many equal pieces, a part each."""
+    """(place, page) where each part begins if rows have up to so many equal pieces, a part each: no
+    more of them than there are parts."""
     batch = pages.shape[0]
     wanted = jnp.maximum(wanted, 1)
     piece = jnp.maximum((pages + wanted - 1) // wanted, 1)
@@ -253,7 +254,7 @@ def make_schedule(
 
     # Pages of a piece: as many as leave no part longer than its share and what a row costs. The
     # first with which there are parts enough is taken.
-    longest_piece = jnp.maximum(size - row_cost + jnp.arange(row_cost + 1), 1)
+    longest_piece = jnp.maximum(size - row_cost + jnp.arange(row_cost + 1, dtype=jnp.int32), 1)
     number = (pages[:, None] + longest_piece - 1) // longest_piece
     fits = jnp.sum(number, axis=0, dtype=jnp.int32) <= used
     alike = _apart(pages, number[:, jnp.argmax(fits)], part)
