@@ -142,8 +142,8 @@ def mla_decode(
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar,
             by which the stored numbers are multiplied.
         schedule: `decode_schedule` of these `seq_lens` and shapes (of other lengths it gives wrong
-            numbers). The layers of a step share it; without it each call works it out, in a few
-            dozen small kernels.
+            numbers). The layers of a step share it; without it each call works it out, in one or
+            two dozen small kernels.
         arena: where the output goes, region "out" of `scratch` (with `qk_rope_head_dim` P); the
             returned `out` is a view of it, good until the arena is written again.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
