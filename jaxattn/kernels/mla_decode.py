@@ -21,13 +21,10 @@ from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE, make_body, scratch_types
 from jaxattn.kernels.mla_decode_columns import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_results import Results
-from jaxattn.kernels.mla_schedule import MOST_FEW_ROWS, TILE, Schedule, num_tiles
+from jaxattn.kernels.mla_schedule import TILE, Schedule, few_rows, num_tiles
 from jaxattn.kernels.mla_scratch import PAGE_SIZES
 from jaxattn.kernels.mla_scratch import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_scratch import scratch as scratch
-
-# S * H of a request for which heads are columns: with 32 the other kernel is the faster.
-FEW_ROWS = range(1, MOST_FEW_ROWS + 1)
 
 
 def reads_apart(num_heads: int) -> bool:
@@ -79,7 +76,7 @@ def mla_decode_mosaic(
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        few = latent.shape[1] * latent.shape[2] in FEW_ROWS and kv_cache.shape[-1] > RANK
+        few = few_rows(*latent.shape[1:3]) and kv_cache.shape[-1] > RANK
         columns = few or jnp.dtype(kv_cache.dtype).itemsize == 1
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q

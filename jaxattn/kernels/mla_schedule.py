@@ -138,19 +138,25 @@ def num_tiles(q_len: int, num_heads: int) -> int:
     return -(-q_len * num_heads // TILE)
 
 
+def few_rows(q_len: int, num_heads: int) -> bool:
+    """Whether a request has so few packed rows that they are the products' columns (with 32 the
+    kernel whose products have them as rows is the faster)."""
+    return q_len * num_heads <= MOST_FEW_ROWS
+
+
 def packed_rows(q_len: int, num_heads: int, qk_rope_head_dim: int) -> int:
     """Rows that results keep of a request: S * H, and what a kernel writes beside them."""
-    if qk_rope_head_dim and q_len * num_heads <= MOST_FEW_ROWS:
+    if qk_rope_head_dim and few_rows(q_len, num_heads):
         return -(-q_len * num_heads // 8) * 8
     return num_tiles(q_len, num_heads) * TILE
 
 
 def row_cost(q_len: int, num_heads: int) -> int:
-    return FEW_ROWS_COST if q_len * num_heads <= MOST_FEW_ROWS else ROW_COST
+    return FEW_ROWS_COST if few_rows(q_len, num_heads) else ROW_COST
 
 
 def merge_cost(q_len: int, num_heads: int) -> int:
-    return FEW_MERGE_COST if q_len * num_heads <= MOST_FEW_ROWS else MERGE_COST
+    return FEW_MERGE_COST if few_rows(q_len, num_heads) else MERGE_COST
 
 
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
