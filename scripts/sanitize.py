@@ -218,7 +218,8 @@ def watched(tool: str, program: str, name: str, environment: dict[str, str]) -> 
         return 2, f"{tool} {name}: no verdict after {SECONDS} s"
     said = done.stdout + done.stderr
     found = re.findall(TOOLS[tool], said)
-    if not found:
+    # A case that failed before its kernel ran has no error either; the tool hands its status on.
+    if not found or (done.returncode and int(found[-1]) == 0):
         return 2, f"{tool} {name}: no verdict, exit status {done.returncode}\n{said[-500:]}"
     count = int(found[-1])
     if name == "out_of_bounds":

@@ -19,20 +19,22 @@ def test_the_ops_take_its_cases(name, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, said, status",
+    "name, said, status, exits",
     [
-        ("mla_append", "ERROR SUMMARY: 0 errors", 0),
-        ("mla_append", "ERROR SUMMARY: 172 errors", 1),
-        ("mla_append", "Segmentation fault", 2),
-        ("out_of_bounds", "ERROR SUMMARY: 172 errors", 0),
-        ("out_of_bounds", "ERROR SUMMARY: 0 errors", 1),
-        ("mla_append", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
-        ("mla_append", "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 1),
+        ("mla_append", "ERROR SUMMARY: 0 errors", 0, 0),
+        ("mla_append", "ERROR SUMMARY: 0 errors", 2, 1),  # the case failed by itself
+        ("mla_append", "ERROR SUMMARY: 172 errors", 1, 0),
+        ("mla_append", "ERROR SUMMARY: 172 errors", 1, 1),
+        ("mla_append", "Segmentation fault", 2, 0),
+        ("out_of_bounds", "ERROR SUMMARY: 172 errors", 0, 0),
+        ("out_of_bounds", "ERROR SUMMARY: 0 errors", 1, 0),
+        ("mla_append", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0),
+        ("mla_append", "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 1, 0),
     ],
 )
-def test_a_tool_that_said_nothing_is_no_verdict(name, said, status, tmp_path):
+def test_a_tool_that_said_nothing_is_no_verdict(name, said, status, exits, tmp_path):
     program = tmp_path / "compute-sanitizer"
-    program.write_text(f"#!/bin/sh\necho '========= {said}'\n")
+    program.write_text(f"#!/bin/sh\necho '========= {said}'\nexit {exits}\n")
     program.chmod(0o755)
     tool = "racecheck" if "RACECHECK" in said else "memcheck"
     assert sanitize.watched(tool, str(program), name, dict(os.environ))[0] == status
