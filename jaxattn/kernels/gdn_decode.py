@@ -169,7 +169,7 @@ def gdn_decode_mosaic(
     if arena is not None:
         lane, first_row = arena.lane(spec, "out", width=DIM)
         refs.append(jax.new_ref(lane))
-    body = make_body(op, config, first_row)
+    body = make_body(op, config, first_row, interpret=interpret)
 
     def entry(*args: Any) -> None:
         inputs, pools, rest = args[:6], list(args[6 : 6 + len(refs)]), list(args[6 + len(refs) :])

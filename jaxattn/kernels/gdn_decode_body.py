@@ -9,7 +9,7 @@ their sums run side by side. The output is normalised and gated when all of its 
 A row of one token takes little more than its latencies. So warps wait for each other only where one
 reads or overwrites what another, or a copy, has to do with: Pallas would have them wait around
 every store. And q and k are in shared memory as the convolution leaves them; every warp adds up for
-itself what makes them unit vectors.
+itself what makes them unit vectors, and what they are multiplied by waits for that, not they.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper import swizzled
+from jaxattn.kernels.hopper import meet, swizzled
 
 DIM = 128  # Dk and Dv
 WIDTH = 4  # taps of the convolution
@@ -92,9 +92,10 @@ def scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
         plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
         plgpu.SMEM((op.q_len, (2 + heads) * DIM), jnp.float32),  # q, k and the values
         plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # the output before its norm
-        plgpu.SMEM((2 * heads, op.q_len), jnp.float32),  # decays, betas
         plgpu.Barrier(num_barriers=stages),  # tile loaded
     ]
+    if heads > 1:
+        types.append(plgpu.SMEM((2 * heads, op.q_len), jnp.float32))  # decays, betas
     if config.parts > 1 and op.conv:
         types.append(plgpu.ClusterBarrier(collective_axes=("part",)))
     return types
@@ -119,10 +120,14 @@ def _layout(tile: int) -> Any:
     """Registers of a tile [tile, Dk]: a warp a quarter of its rows, eight threads a row.
 
     A float32 row's 32 keys are 128 bytes of shared memory, so that a warp's 16-byte loads meet no
-    bank conflict; and of k and q, held beside the states, a thread has an eighth.
+    bank conflict; and of k and q, held beside the states, a thread has an eighth. Of bfloat16 they
+    are 64 bytes, and 16 threads have rows four apart, which lie in different halves of 128 bytes,
+    swizzled as they are: with neighbouring rows every load and store would be two and a choice.
     """
-    tiling = plgpu.Tiling(((tile, DIM), (tile // 4, DIM), (4, 32), (4,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+    tiles = ((tile, DIM), (tile // 4, DIM), (8, 32), (4, 32), (2, 32), (4,))
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=(-11,), lane_dims=(-3, -7, -2), vector_dim=-1
+    )
 
 
 def _softplus(x: jax.Array) -> jax.Array:
@@ -132,7 +137,7 @@ def _softplus(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
 
 
-def make_body(op: Op, config: Config, first_row: int) -> Any:
+def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any:
     q_len, group, tile = op.q_len, op.group, config.tile
     heads = group // config.parts
     steps, stages = _steps_and_stages(op, config)
@@ -169,8 +174,10 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
 
     def body(
         qkvz_ref, ba_ref, weights_ref, layer_ref, reads_ref, writes_ref, pool_ref, conv_ref,
-        out_ref, ring, vectors, out_smem, scalars, loaded, all_read=None,
+        out_ref, ring, vectors, out_smem, loaded, *rest,
     ):  # fmt: skip
+        scalars = rest[0] if heads > 1 else None
+        all_read = rest[-1] if config.parts > 1 and op.conv else None
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         part = lax.axis_index("part") if config.parts > 1 else 0
         layer, slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
@@ -276,25 +283,30 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
             if op.norm:
                 norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
 
+            decays, betas = [], []  # of the first head, the only one where these are read
             for head, (A_log, bias, bs, as_) in enumerate(gates):
                 rate = jnp.exp(A_log)
                 for token in range(q_len):
                     a, b = (x[token].astype(jnp.float32) for x in (as_, bs))
-                    scalars[head, token] = jnp.exp(-rate * _softplus(a + bias))
-                    scalars[heads + head, token] = 1.0 / (1.0 + jnp.exp(-b))
+                    decays.append(jnp.exp(-rate * _softplus(a + bias)))
+                    betas.append(1.0 / (1.0 + jnp.exp(-b)))
+                    if scalars is not None:
+                        scalars[head, token] = decays[-1]
+                        scalars[heads + head, token] = betas[-1]
 
             for i, (_, window, taps) in enumerate(inputs):
                 for token in range(q_len):
                     vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
             if op.norm:  # what the normed output is times
                 times = [[norm * silu(x) for x in of_head] for of_head in z]
-            plgpu.commit_smem()  # vectors are there for every warp, and every warp has its inputs
+            meet(interpret=interpret)  # vectors are there, and every warp has its inputs
             if all_read is not None:
                 plgpu.barrier_arrive(all_read)
             if op.conv:
                 for first, window, _ in inputs[2:]:
                     keep_inputs(first, window)
-            qk_factors = [factors_of(*q_and_k(vectors, token)) for token in range(q_len)]
+            qks = [q_and_k(vectors, token) for token in range(q_len)]
+            qk_factors = [factors_of(*qk) for qk in qks]
 
             @pl.loop(0, steps)
             def _tile(step):
@@ -304,15 +316,19 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                 state = plgpu.load(ring.at[at], layout=matrix).astype(jnp.float32)
                 here = pl.ds(step * tile, tile)
                 for token in range(q_len):
-                    q, k = (columns(x) for x in q_and_k(vectors, token))
+                    # Of one token they stay in registers; of several there is no room for that.
+                    qk = qks[0] if q_len == 1 else q_and_k(vectors, token)
+                    q, k = (columns(x) for x in qk)
                     q_factor, k_factor, k_q = qk_factors[token]
-                    k *= k_factor
-                    decay, beta = scalars[head, token], scalars[heads + head, token]
+                    if scalars is None:
+                        decay, beta = decays[token], betas[token]
+                    else:
+                        decay, beta = scalars[head, token], scalars[heads + head, token]
                     values = vectors.at[token, pl.ds(2 * DIM + step * tile, tile)]
                     v = plgpu.load(values, layout=by_value)
-                    delta = beta * (v - decay * (state * k).sum(axis=1))
-                    out = q_factor * decay * (state * q).sum(axis=1) + delta * k_q
-                    state = state * decay + rows(delta) * k
+                    delta = beta * (v - decay * k_factor * (state * k).sum(axis=1))
+                    out = decay * q_factor * (state * q).sum(axis=1) + delta * k_q
+                    state = state * decay + rows(delta) * (k * k_factor)
                     out_smem.at[token, here][...] = out
                     if token not in targets:
                         continue
@@ -333,7 +349,7 @@ def make_body(op: Op, config: Config, first_row: int) -> Any:
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         fetch(step - 1 + stages)
 
-            plgpu.commit_smem()  # the output is there for every warp
+            meet(interpret=interpret)  # the output is there for every warp
             for head in range(heads):
                 for token in range(q_len):
                     head_out = out_smem.at[token, pl.ds(head * DIM, DIM)]

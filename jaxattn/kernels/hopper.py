@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -54,6 +55,23 @@ def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
     """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of `width` bytes."""
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
+
+
+def meet(*, interpret: bool) -> None:
+    """A warpgroup's warps wait for each other, and see what the others stored in shared memory.
+
+    `plgpu.commit_smem` also makes that visible to TMA and wgmma, by a fence that waits for all of
+    a thread's loads and stores of global memory as well.
+    """
+    if interpret:  # which knows no other way
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_: Any) -> None:
+        utils.warpgroup_barrier()
+
+    barrier()
 
 
 def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:
