@@ -144,8 +144,8 @@ def mla_decode(
         schedule: `decode_schedule` of these `seq_lens` and shapes (of other lengths it gives wrong
             numbers). The layers of a step share it; without it each call works it out, in one or
             two dozen small kernels.
-        arena: where the output goes, region "out" of `scratch` (with `qk_rope_head_dim` P); the
-            returned `out` is a view of it, good until the arena is written again.
+        arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
+            it, good until the arena is written again.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable.
 
@@ -202,9 +202,7 @@ def mla_decode(
     def xla() -> tuple[Any, ...]:
         args = (q, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
         out, lse = _decode_xla(*args, scale=scale, format=format)
-        if arena is None:
-            return out, lse
-        return _into_arena(out, lse, q.shape[-1] - kv_lora_rank, arena)
+        return (out, lse) if arena is None else _into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):
         return dispatch(
@@ -279,9 +277,9 @@ def _decode_xla(
 
 
 def _into_arena(
-    out: jax.Array, lse: jax.Array, rope: int, arena: "Arena"
+    out: jax.Array, lse: jax.Array, arena: "Arena"
 ) -> "tuple[jax.Array, jax.Array, Arena]":
-    """Writes the output where the kernel would, and returns the view of it. `rope`: P."""
+    """Writes the output where the kernel would, and returns the view of it."""
     batch, q_len, heads, rank = out.shape
     spec = scratch(  # the output alone: nothing is split here
         batch=batch,
@@ -289,7 +287,6 @@ def _into_arena(
         num_heads=heads,
         max_pages=1,
         kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
         dtype=out.dtype,
     )
     rows = q_len * heads

@@ -908,14 +908,6 @@ def test_schedule_and_scratch_name_the_argument_that_does_not_fit(changed, error
             mla.scratch(**(SIZES | dict(batch=2) | changed))
 
 
-def test_scratch_names_rotated_dims_that_do_not_fit():
-    sizes = SIZES | dict(batch=2)
-    assert mla.scratch(**sizes) == mla.scratch(**sizes, qk_rope_head_dim=32)
-    for size in (-1, None, 0.5):
-        with pytest.raises(ValueError, match="qk_rope_head_dim must be 0 or a positive integer"):
-            mla.scratch(**sizes, qk_rope_head_dim=size)
-
-
 def test_scale_has_no_default():
     with pytest.raises(TypeError, match="scale"):
         mla.mla_decode(**{k: v for k, v in GOOD.items() if k != "scale"})

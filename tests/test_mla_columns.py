@@ -146,6 +146,24 @@ def test_many_tokens_and_many_heads(format, q_len, heads, lens, cuts, implementa
 
 
 @both_devices
+@pytest.mark.parametrize(
+    "lens, q_len, heads, dtype",
+    [
+        ([131, 0, 1], 1, 3, jnp.bfloat16),
+        pytest.param([4096, 63, 700], 2, 8, jnp.float16, marks=pytest.mark.gpu),
+        pytest.param([9000] + [130] * 140, 1, 16, jnp.bfloat16, marks=pytest.mark.gpu),
+        pytest.param([500, 64], 1, 33, jnp.bfloat16, marks=pytest.mark.gpu),  # two blocks a part
+    ],
+)
+def test_latents_without_rotated_dims(lens, q_len, heads, dtype, implementation):
+    some = stored_case(
+        jnp.dtype(dtype).name, mla_case(lens, q_len=q_len, heads=heads, dtype=dtype, dim=512)
+    )
+    schedule = cut_at(some.case, [(0, 0), (0, 2)]) if implementation != "mosaic_gpu" else None
+    assert_mla_close(some.held, *decode(some, implementation, schedule=schedule))
+
+
+@both_devices
 def test_rows_one_after_another(implementation):
     """Of 5, 1 and 2 pages in one part: the second warpgroup has 2, 0 and 1."""
     some = stored("uint8", [290, 20, 100], heads=2)
@@ -251,7 +269,7 @@ def test_a_blocks_rows_are_no_more_than_what_is_kept():
     for q_len in range(1, 17):
         for heads in range(1, 140):
             columns, blocks = block_columns(q_len, heads)
-            assert q_len * heads <= columns * blocks <= packed_rows(q_len, heads, 64)
+            assert q_len * heads <= columns * blocks <= packed_rows(q_len, heads)
 
 
 @both_devices

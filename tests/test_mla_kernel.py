@@ -193,7 +193,7 @@ def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 10)), constant_values=-1)
     pages = case.block_tables.shape[1]  # as many as may be split into three parts
     sizes = dict(batch=3, q_len=q_len, num_heads=heads, max_pages=pages)
-    spec = mla.scratch(**sizes, qk_rope_head_dim=dim - 512)
+    spec = mla.scratch(**sizes)
     assert spec.region("out").shape[1] == (16 if (q_len, dim) == (1, 576) else 64)
     behind = ArenaSpec.of("behind", **{name: ((1024,), name) for name in spec.sizes})
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec + behind))

@@ -82,6 +82,7 @@ def make_body(
     page_size: int,
     quantized: bool,
     per_tensor: bool,
+    rope: bool,
     split: bool,
     ordered: bool,
     ragged: bool,
@@ -94,12 +95,15 @@ def make_body(
         out_rows: packed rows that the output keeps of a request.
         page_size: tokens of a page of the cache; a "page" below is 64 tokens.
         quantized: whether the cache is FP8; `per_tensor`: with one scale for all of it.
+        rope: whether a latent has rotated dims behind its 512.
         split: whether there are partial results.
         ordered: whether the schedule has an order.
         ragged: whether rows have lengths of their own among the S tokens.
     """
     product_layout = plgpu.Layout.WGMMA
     tokens = min(page_size, PAGE)
+    # Where a copy of queries or of a page begins, and its width.
+    pieces = ((0, RANK), (RANK, ROPE))[: 1 + rope]
 
     def over_keys(vector: jax.Array) -> jax.Array:
         """Of each packed row, for its scores."""
@@ -137,8 +141,8 @@ def make_body(
         outputs = Outputs(
             part, first_rows, out_rows, mine, out_ref, partial_ref, lse_ref, partial_lse_ref
         )
-        kv: Any = None if quantized else kv_smem.at[wg]
-        rope: Any = None if quantized else rope_smem.at[wg]
+        # Of the page that a warpgroup has, the 512 numbers of each token, and the rotated ones.
+        page_smem: Any = None if quantized else [x.at[wg] for x in (kv_smem, rope_smem)[: 1 + rope]]
         fragments: Any = Fragments(kv_ref.dtype) if quantized else None
         latents = LatentFormat(kv_ref.dtype)
         versions = p_smem.shape[1]
@@ -148,7 +152,7 @@ def make_body(
 
         def load(numbers: list[jax.Array], page: jax.Array) -> None:
             for j, source in enumerate(part.sources(numbers, page)):
-                for first, width, target in ((0, RANK, kv), (RANK, ROPE, rope)):
+                for (first, width), target in zip(pieces, page_smem, strict=True):
                     to = target.at[pl.ds(j * tokens, tokens)]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, width)], to, loaded.at[wg])
 
@@ -173,7 +177,7 @@ def make_body(
 
             @pl.when(wg == 0)
             def _load_queries():
-                for begin, width, target in ((0, RANK, q_loads), (RANK, ROPE, q_rope_loads)):
+                for (begin, width), target in zip(pieces, (q_loads, q_rope_loads), strict=False):
                     some = q_ref.at[row, mine, pl.ds(begin, width)]
                     plgpu.copy_gmem_to_smem(some, target.at[0], q_loaded)
 
@@ -210,15 +214,16 @@ def make_body(
                 # Were the slot known to stay the same, the compiler would keep 68 descriptors of
                 # its tiles in registers.
                 slot = jnp.minimum(wg + zero, WARPGROUPS - 1)
-                return kv_smem.at[slot], rope_smem.at[slot]
+                return kv_smem.at[slot], rope_smem.at[slot] if rope else None
 
             def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
                 plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
-            def scores_of(ref: Any, kv: Any, rope: Any) -> jax.Array:
+            def scores_of(ref: Any, kv: Any, rotated: Any) -> jax.Array:
                 plgpu.barrier_wait(loaded.at[wg])
                 product(ref, kv, q_smem.at[0])
-                product(ref, rope, q_rope_smem.at[0])
+                if rope:
+                    product(ref, rotated, q_rope_smem.at[0])
                 return ref[...]
 
             def fp8_scores_of(*refs: Any, slot: jax.Array) -> jax.Array:
@@ -270,7 +275,7 @@ def make_body(
                     @pl.when(left < PAGE)
                     def _clear_tail():
                         for start in range(0, RANK, ROPE):
-                            some = kv.at[:, pl.ds(start, ROPE)]
+                            some = page_smem[0].at[:, pl.ds(start, ROPE)]
                             inside = plgpu.broadcasted_iota(
                                 jnp.int32, (PAGE, ROPE), 0, layout=product_layout
                             )
@@ -395,8 +400,8 @@ def make_body(
                 top, total, unit, accs, numbers = carry
                 # 0, as numbers of pages and lengths have no sign.
                 zero = lax.shift_right_logical(numbers[0], 31)
-                kv, rope = place_of(zero)
-                run = functools.partial(scores_of, kv=kv, rope=rope)
+                kv, rotated = place_of(zero)
+                run = functools.partial(scores_of, kv=kv, rotated=rotated)
                 scores = pl.run_scoped(run, scores_type)
                 top, total, p, rescale, _ = soften(i, top, total, scores)
                 accs = with_values(add_values, accs, p, rescale, kv)

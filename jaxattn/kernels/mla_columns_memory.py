@@ -65,9 +65,11 @@ def p_versions(columns: int, cache_dtype: Any) -> int:
     return {24: 2, 32: 1}.get(columns, BLOCKS)
 
 
-def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) -> list[Any]:
+def scratch_types(
+    dtype: Any, columns: int, page_size: int, cache_dtype: Any, *, with_rope: bool
+) -> list[Any]:
     tiles = swizzled(dtype)
-    copies = copies_of(page_size)
+    copies, pieces = copies_of(page_size), 1 + with_rope
     quantized = LatentFormat(cache_dtype).quantized
     if quantized:
         pages = fp8_pages(cache_dtype)
@@ -75,7 +77,7 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
         loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=(WARPGROUPS, DEPTH))
     else:
         pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
-        loaded = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=WARPGROUPS)
+        loaded = plgpu.Barrier(num_arrivals=pieces * copies, num_barriers=WARPGROUPS)
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
     half = jnp.float16 if quantized else dtype
     rope = dtype if cache_dtype == BYTES else half
@@ -88,9 +90,11 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
         return plgpu.RefUnion(*both) if quantized else both[0]
 
     memory = [
-        None if quantized else plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles),
+        plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles)
+        if with_rope and not quantized
+        else None,
         queries(RANK, half),
-        queries(ROPE, rope),
+        queries(ROPE, rope) if with_rope else None,
         plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
         plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),  # P
         # Of the columns, their rescaling or unit, maxima, sums; and factors of their scores.
@@ -99,7 +103,7 @@ def scratch_types(dtype: Any, columns: int, page_size: int, cache_dtype: Any) ->
     return [
         plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
         *memory,
-        plgpu.Barrier(num_arrivals=2),  # Q loaded
+        plgpu.Barrier(num_arrivals=pieces),  # Q loaded
         plgpu.Barrier(num_arrivals=WARPGROUPS),  # both warpgroups are there
         loaded,  # page loaded
     ]

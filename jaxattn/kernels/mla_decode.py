@@ -76,8 +76,7 @@ def mla_decode_mosaic(
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        few = few_rows(*latent.shape[1:3]) and kv_cache.shape[-1] > RANK
-        columns = few or jnp.dtype(kv_cache.dtype).itemsize == 1
+        columns = few_rows(*latent.shape[1:3]) or jnp.dtype(kv_cache.dtype).itemsize == 1
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
         refuse_columns(q, kv_cache, kv_lora_rank)

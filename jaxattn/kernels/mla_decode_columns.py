@@ -5,8 +5,9 @@
 in turns, in mla_columns_body.py, as mla_part.py deals them out, and widen FP8 pages by
 mla_fragments.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
 
-Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, any H and S. Queries and cache of
-bfloat16 or float16; or bfloat16 queries and a float8_e4m3fn or uint8 (block-scaled) cache.
+Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, any H and S. Queries
+and cache of bfloat16 or float16; or, of P 64, bfloat16 queries and a float8_e4m3fn or uint8
+(block-scaled) cache.
 Reference and tests: `jaxattn.mla.mla_decode` (implementation="xla"), tests/test_mla_columns.py.
 """
 
@@ -41,12 +42,14 @@ def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
 def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
     """Raises `NotImplementedError`, with the reason, where this kernel cannot run."""
     rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
-    if (rank, rope) != (RANK, ROPE):
+    quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
+    if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
         raise NotImplementedError(
-            f"mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), and got "
-            f"kv_lora_rank={rank} with D={rank + rope}"
+            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
+            f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
+            f"{kv_cache.dtype.name} cache; use implementation='xla'"
         )
-    if LatentFormat(kv_cache.dtype, rank, rope).quantized:
+    if quantized:
         fits = q.dtype == jnp.bfloat16
     else:
         fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
@@ -93,19 +96,19 @@ def mla_decode_columns(
     if query_lens is not None:
         operands.append(query_lens)
 
-    kept = packed_rows(q_len, num_heads, ROPE)
+    kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
     results = Results(arena, schedule, (batch, q_len, num_heads), kept, dtype)
     body = make_body(
         q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
         scale=scale, dtype=dtype, page_size=page_size,
-        quantized=format.quantized, per_tensor=format.per_tensor,
+        quantized=format.quantized, per_tensor=format.per_tensor, rope=rope,
         split=results.split, ordered=schedule.order is not None, ragged=query_lens is not None,
         interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, results.first_rows),
         out_type=results.lse_types,
-        scratch_types=scratch_types(dtype, columns, page_size, format.dtype),
+        scratch_types=scratch_types(dtype, columns, page_size, format.dtype, with_rope=rope),
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid=(parts, blocks),
         grid_names=("part", "tile"),

@@ -144,9 +144,9 @@ def few_rows(q_len: int, num_heads: int) -> bool:
     return q_len * num_heads <= MOST_FEW_ROWS
 
 
-def packed_rows(q_len: int, num_heads: int, qk_rope_head_dim: int) -> int:
+def packed_rows(q_len: int, num_heads: int) -> int:
     """Rows that results keep of a request: S * H, and what a kernel writes beside them."""
-    if qk_rope_head_dim and few_rows(q_len, num_heads):
+    if few_rows(q_len, num_heads):
         return -(-q_len * num_heads // 8) * 8
     return num_tiles(q_len, num_heads) * TILE
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.kernels.hopper import NUM_SMS
-from jaxattn.kernels.mla_body import RANK, ROPE
+from jaxattn.kernels.mla_body import RANK
 from jaxattn.kernels.mla_schedule import (
     PAGE,
     Schedule,
@@ -27,11 +27,10 @@ PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
 
 
-def _check_sizes(op: str, *, least: int = 1, **sizes: Any) -> None:
+def _check_sizes(op: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
-            wanted = "a positive integer" if least else "0 or a positive integer"
-            raise ValueError(f"{op}: {name} must be {wanted}, got {size!r}")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"{op}: {name} must be a positive integer, got {size!r}")
 
 
 def decode_schedule(
@@ -93,7 +92,6 @@ def scratch(
     max_pages: int,
     page_size: int = PAGE,
     kv_lora_rank: int = RANK,
-    qk_rope_head_dim: int = ROPE,
     dtype: Any = jnp.bfloat16,
 ) -> ArenaSpec:
     """What `mla_decode` keeps in the arena: its output, and where it splits rows float32 partials.
@@ -105,12 +103,11 @@ def scratch(
         max_pages: M, width of the block tables; long rows of a small batch are split.
         page_size: C, tokens of a page.
         kv_lora_rank: R.
-        qk_rope_head_dim: P, 0 of a model without rotated dims.
         dtype: the queries' dtype.
 
     Returns:
         Regions `out` [B, rows, R] with row s * H + h, S * H rounded up to 8, or to 64 if it is more
-        than 16 or P is 0; and, for a batch that may be split, `partial_out` float32
+        than 16; and, for a batch that may be split, `partial_out` float32
         [parts, 2, rows, R]: at most 33 MiB, whatever the batch.
         DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
 
@@ -119,10 +116,9 @@ def scratch(
     """
     sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
     _check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
-    _check_sizes("mla.scratch", least=0, qk_rope_head_dim=qk_rope_head_dim)
     steps = num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
-    rows = packed_rows(q_len, num_heads, qk_rope_head_dim)
+    rows = packed_rows(q_len, num_heads)
     return spec_of(batch, rows, kv_lora_rank, dtype, parts)
 
 

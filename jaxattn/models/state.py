@@ -87,7 +87,6 @@ def op_scratch(
         q_len=q_len,
         num_heads=config.num_attention_heads,
         kv_lora_rank=config.kv_lora_rank,
-        qk_rope_head_dim=config.qk_rope_head_dim,
         dtype=config.compute_dtype,
         max_pages=max_pages,
         page_size=page_size,

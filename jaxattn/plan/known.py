@@ -124,7 +124,6 @@ def _scratch(
                         q_len=q_len,
                         num_heads=model.config["num_attention_heads"] // place.ways,
                         kv_lora_rank=model.config["kv_lora_rank"],
-                        qk_rope_head_dim=model.config["qk_rope_head_dim"],
                         max_pages=width,
                     )
                 )
