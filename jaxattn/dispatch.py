@@ -1,15 +1,21 @@
 """Which implementation of an op runs: the best that accepts, or the one that was named.
 
-An implementation refuses by raising `NotImplementedError` with its reason before it traces.
+An implementation refuses by raising `NotImplementedError` with its reason before it traces. Where a
+GPU's kernel refuses and another runs instead, a warning at the caller's line says so.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal
+
+import jax
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
 # Runs only when it is named: the Mosaic GPU kernel under JAX's interpreter, on any device, slowly.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
+PACKAGE = str(Path(__file__).parent)
 
 
 def dispatch[T](
@@ -37,8 +43,15 @@ def dispatch[T](
         if name in ONLY_BY_NAME:
             continue
         try:
-            return candidate()
+            result = candidate()
         except NotImplementedError as refusal:
             refusal.add_note(f"implementation={name!r}")
             refusals.append(refusal)
+            continue
+        if refusals and jax.default_backend() == "gpu":
+            warnings.warn(
+                f"{op}: {name!r} runs instead of the GPU's kernel: {refusals[0]}",
+                skip_file_prefixes=(PACKAGE,),
+            )
+        return result
     raise ExceptionGroup(f"{op}: every implementation refused", refusals)
