@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel of `gated_delta_rule_decode` against float64, interpreted and on a GPU."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -58,16 +59,33 @@ def test_a_key_of_zeros_adds_nothing(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("q, k", [(1e20, 1e20), (1e25, 1e14), (1, 1e30), (1e18, 1e18)])
-def test_queries_and_keys_whose_squares_overflow(q, k, implementation):
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize(
+    "q, k, states",
+    [
+        (1e20, 1e20, 1), (1e25, 1e14, 1), (1, 1e30, 1), (1e18, 1e18, 1),
+        (1, 1e37, 100), (1e37, 1, 100), (1e30, 1e30, 1e10),
+    ],
+)  # fmt: skip
+def test_queries_and_keys_whose_squares_overflow(q, k, states, q_len, implementation):
     """A norm that is infinite leaves zeros, as in XLA, and no NaN."""
-    case = gdn_case([1, 0], num_slots=2, dtype=jnp.float32)
-    case.q, case.k = case.q * q, case.k * k
+    case = gdn_case([1, 0], num_slots=2, q_len=q_len, dtype=jnp.float32)
+    case.q, case.k, case.state = case.q * q, case.k * k, case.state * states
     out, state = decode(case, implementation)
     expected, expected_state = decode(case, "xla")
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state[case.layer], expected_state[case.layer], rtol=1e-4, atol=1e-5)
+
+
+@both_devices
+def test_products_of_long_vectors_and_a_strong_decay(implementation):
+    """exp(g) times the norm's factor alone would be subnormal, or 0."""
+    case = gdn_case([1, 0], num_slots=2, dtype=jnp.float32)
+    case.q, case.k, case.v = case.q * 1e15, case.k * 1e15, jnp.zeros_like(case.v)
+    case.a = case.a * 0 + 4
+    case.A_log, case.b = jnp.full_like(case.A_log, math.log(15)), jnp.full_like(case.b, 10)
+    assert_matches(case, *decode(case, implementation), bound=1e-5)
 
 
 @both_devices

@@ -31,7 +31,7 @@ STEP = {
     "the rest": "over kernels + matmuls",
 }
 TABLES = {
-    "| `python -m jaxattn.bench mla --no-xla`": ("mla", DECODE),
+    "| `python -m jaxattn.bench mla --all --no-xla`": ("mla", DECODE),
     "| `python -m jaxattn.bench mla --no-xla --only`": ("mla-triton", TRITON),
     "| B, H, T, S | cache |": ("mla", SAME),
     "| `python -m jaxattn.bench gdn --no-peers`": ("gdn", SAME),

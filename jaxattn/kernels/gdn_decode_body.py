@@ -9,7 +9,8 @@ their sums run side by side. The output is normalised and gated when all of its 
 A row of one token takes little more than its latencies. So warps wait for each other only where one
 reads or overwrites what another, or a copy, has to do with: Pallas would have them wait around
 every store. And q and k are in shared memory as the convolution leaves them; every warp adds up for
-itself what makes them unit vectors, and what they are multiplied by waits for that, not they.
+itself what makes them unit vectors. They are before they meet a state, that a sum of large numbers
+does not overflow which the unit vectors' would not.
 """
 
 import dataclasses
@@ -305,8 +306,15 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
             if op.conv:
                 for first, window, _ in inputs[2:]:
                     keep_inputs(first, window)
-            qks = [q_and_k(vectors, token) for token in range(q_len)]
-            qk_factors = [factors_of(*qk) for qk in qks]
+            qk = [q_and_k(vectors, token) for token in range(q_len)]
+            qk_factors = [factors_of(*each) for each in qk]
+
+            def units(token: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+                q_factor, k_factor, _ = qk_factors[token]
+                return q * q_factor, k * k_factor
+
+            # Of one token they stay in registers; of several there is no room for that.
+            only = units(0, *qk[0]) if q_len == 1 else None
 
             @pl.loop(0, steps)
             def _tile(step):
@@ -316,19 +324,17 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
                 state = plgpu.load(ring.at[at], layout=matrix).astype(jnp.float32)
                 here = pl.ds(step * tile, tile)
                 for token in range(q_len):
-                    # Of one token they stay in registers; of several there is no room for that.
-                    qk = qks[0] if q_len == 1 else q_and_k(vectors, token)
-                    q, k = (columns(x) for x in qk)
-                    q_factor, k_factor, k_q = qk_factors[token]
+                    q, k = (columns(x) for x in only or units(token, *q_and_k(vectors, token)))
+                    k_q = qk_factors[token][2]
                     if scalars is None:
                         decay, beta = decays[token], betas[token]
                     else:
                         decay, beta = scalars[head, token], scalars[heads + head, token]
                     values = vectors.at[token, pl.ds(2 * DIM + step * tile, tile)]
                     v = plgpu.load(values, layout=by_value)
-                    delta = beta * (v - decay * k_factor * (state * k).sum(axis=1))
-                    out = decay * q_factor * (state * q).sum(axis=1) + delta * k_q
-                    state = state * decay + rows(delta) * (k * k_factor)
+                    delta = beta * (v - decay * (state * k).sum(axis=1))
+                    out = decay * (state * q).sum(axis=1) + delta * k_q
+                    state = state * decay + rows(delta) * k
                     out_smem.at[token, here][...] = out
                     if token not in targets:
                         continue
