@@ -28,6 +28,7 @@ SHAPES: tuple[Shape, ...] = (
     (1, 16, 32, 1, "float32"),
     (256, 16, 32, 1, "bfloat16"),
     (32, 16, 32, 1, "bfloat16"),
+    (1, 16, 32, 1, "bfloat16"),
     (32, 16, 32, 4, "float32"),
 )
 MORE_SHAPES: tuple[Shape, ...] = ()

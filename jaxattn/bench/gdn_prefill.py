@@ -2,7 +2,8 @@
 
 Times are `timing`'s: `ms` has the small kernels that XLA makes of the plan and the gates too. What
 is profiled takes inputs in turn that do not fit in L2; the loop of `call ms`, like the peers, has
-the same inputs in each call, so that up to some 4,000 tokens of them are read from L2.
+the same inputs in each call, so that up to some 4,000 tokens of them are read from L2. `weak ms` is
+`ms` with gates `WEAK` times as large: what a kernel saves that skips what strong decay forgets.
 """
 
 import functools
@@ -47,6 +48,7 @@ SMALL_SHAPES: tuple[Shape, ...] = ((1, 2, 2, 70),)
 # Tokens that are checked at a sequence's start and end. A gate is at most log sigmoid(1) = -0.31,
 # so that half as many tokens leave exp(-160) of the state before them: the end needs no more.
 CHECKED = 1024
+WEAK = 0.002
 
 
 def label(shape: Shape) -> dict[str, str]:
@@ -123,11 +125,14 @@ def measure(
     if not error < 5e-3:
         raise AssertionError(f"gdn prefill {shape}: relative L2 {error} against float64")
     time, _ = times = op.times()
+    op.operands = [each | {"g": WEAK * each["g"]} for each in op.operands]
+    weak = op.time()
     del op  # before XLA's intermediates
     beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
         **label(shape),
         **columns("ms", times),
+        "weak ms": weak * 1e3,
         **beside,
         "TFLOP/s": FLOP * count * length * value_heads / time / 1e12,
         "GB/s": moved(*shape) / time / 1e9,
