@@ -18,9 +18,9 @@ def merge_attention_states(
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """Merges K >= 1 attentions over disjoint keys by their log-sum-exps (natural logarithm).
 
-    A part with lse -inf saw no key: its `out` is not read, whatever it holds. If no part saw any
-    key, the result is 0 and -inf. An lse of +inf or NaN gives NaN; FlashMLA marks empty rows by
-    +inf, so turn that into -inf first. Merging merged states is merging all parts, up to rounding.
+    A part with lse -inf saw no key: its `out` is not read, whatever it holds. So did one with +inf,
+    by which FlashAttention and FlashMLA mark it. If no part saw any key, the result is 0 and -inf.
+    An lse of NaN gives NaN. Merging merged states is merging all parts, up to rounding.
 
     Args:
         outs: the parts' outputs, K arrays or one stack of them; any floating dtype.
@@ -38,6 +38,8 @@ def merge_attention_states(
         for i, part in enumerate([parts] if hasattr(parts, "shape") else parts):
             found = str(getattr(part, "dtype", type(part).__name__))
             if found not in FLOATS:
+                if hasattr(part, "shape"):
+                    found = f"{found} {tuple(part.shape)}"
                 title = name if hasattr(parts, "shape") else f"{name}[{i}]"
                 raise TypeError(
                     f"merge_attention_states: {title} must be an array of {' or '.join(FLOATS)}, "
@@ -58,6 +60,7 @@ def merge_attention_states(
     dtype = jnp.result_type(*([outs] if hasattr(outs, "shape") else outs))
     wide = jnp.promote_types(dtype, jnp.float32)
     parts, lse = jnp.asarray(_stack(outs), wide), jnp.asarray(_stack(lses), wide)
+    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
     parts = jnp.where((lse == -jnp.inf)[..., None], 0, parts)
     # The result does not depend on the shift, so no gradient goes through it. Rows that have seen
     # nothing shift by 0: -inf - -inf is NaN.

@@ -622,6 +622,34 @@ def test_merging_many_tokens_rounds_once(dtype, eps):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_part_with_lse_inf_saw_nothing(stacked):
+    """As FlashAttention and FlashMLA mark it; vLLM's merge takes it so too."""
+    rng = np.random.default_rng(2)
+    outs, lses = np.float32(rng.standard_normal((3, 6, 4))), np.float32(rng.normal(size=(3, 6)) * 9)
+    lses[0, 0] = lses[2, 1] = lses[1, 2] = lses[:, 3] = np.inf
+    lses[0, 2] = lses[1, 3] = -np.inf  # row 2 has one of each, row 3 nothing but them
+    nothing = np.isinf(lses)
+    outs[nothing] = np.nan  # never written
+    weight = np.where(nothing, 0, np.exp(np.float64(lses)))
+    seen = np.where(nothing, 0, 1)[..., None] * np.nan_to_num(np.float64(outs))
+    total = weight.sum(0)
+    held = np.where(total > 0, total, 1)
+    given = (outs, lses) if stacked else (list(outs), list(lses))
+    out, lse = jax.jit(mla.merge_attention_states)(*given)
+    wanted = (seen * weight[..., None]).sum(0) / held[:, None]
+    np.testing.assert_allclose(out, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, np.where(total > 0, np.log(held), -np.inf), rtol=1e-6)
+    assert not np.asarray(out)[3].any() and np.isneginf(lse[3])
+
+    def loss(outs, lses):
+        out, lse = mla.merge_attention_states(outs, lses)
+        return out.sum() + jnp.where(lse == -jnp.inf, 0, lse).sum()
+
+    for gradient in jax.grad(loss, (0, 1))(outs, lses):
+        assert np.isfinite(gradient).all() and not np.asarray(gradient)[nothing].any()
+
+
 def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
     outs = [np.full((3, 2), np.nan, np.float32), np.ones((3, 2), np.float32)]
     lses = [
@@ -642,8 +670,10 @@ def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
         mla.merge_attention_states([], [])
     with pytest.raises(ValueError, match="got 2 and 1"):
         mla.merge_attention_states(np.stack(outs), lses[:1])
-    with pytest.raises(TypeError, match=r"outs\[1\] must be an array of .*float32.*got int32"):
+    with pytest.raises(TypeError, match=r"outs\[1\] must be an array of .*got int32 \(3, 2\)"):
         mla.merge_attention_states([outs[0], np.zeros((3, 2), np.int32)], lses)
+    with pytest.raises(TypeError, match=r"lses must be an array of .*got int32 \(2, 3\)"):
+        mla.merge_attention_states(outs, np.zeros((2, 3), np.int32))
     with pytest.raises(TypeError, match=r"lses\[0\] must be an array of .*got list"):
         mla.merge_attention_states(outs, [[0.0], lses[1]])
     with pytest.raises(ValueError, match=r"\(3, 2\), \(2,\)"):
