@@ -85,7 +85,8 @@ def mla_append(
     )
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "kv", kv)
-    weights = arguments.check("weights", weights, "W" if weights.ndim == 1 else "L W", FLOATS)
+    axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
+    weights = arguments.check("weights", weights, axes, FLOATS)
     if weights.ndim == 2 and layer is None:
         raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
     batch, q_len, dim = kv.shape

@@ -221,7 +221,10 @@ def _check_queries(arguments: Arguments, q: Any) -> jax.Array:
     if not isinstance(q, tuple):
         return arguments.check("q", q, "B S H D")
     if len(q) != 2:
-        raise ValueError(f"{arguments.op}: q must be an array or a pair, got {len(q)} arrays")
+        shapes = [tuple(getattr(x, "shape", ())) for x in q]
+        raise ValueError(
+            f"{arguments.op}: q must be an array or a pair, got {len(q)} arrays, {shapes}"
+        )
     latent = arguments.check("q[0]", q[0], "B S H R")
     rotated = arguments.check("q[1]", q[1], "B S H P", (str(latent.dtype),))
     return arguments.check("q", jnp.concatenate([latent, rotated], axis=-1), "B S H D")

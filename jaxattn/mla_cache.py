@@ -58,7 +58,9 @@ class LatentFormat:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype.name not in CACHES:
-            raise TypeError(f"a latent cache must be {' or '.join(CACHES)}, got {self.dtype.name}")
+            raise TypeError(
+                f"LatentFormat: dtype must be {' or '.join(CACHES)}, got {self.dtype.name}"
+            )
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
         if rank < 1 or rope < 0:
             raise ValueError(
@@ -294,7 +296,8 @@ def _rotated(
 ) -> jax.Array:
     """`latent` with its last dims rotated, if all that is given fits."""
     if rotation is None or config is None:
-        raise ValueError(f"{op}: rotation= and config= go together, got {rotation=} and {config=}")
+        given, missing = ("rotation=", "config=") if config is None else ("config=", "rotation=")
+        raise ValueError(f"{op}: rotation= and config= go together, got {given} without {missing}")
     batch, tokens, dim = latent.shape
     if config.dim > dim or format.block_scaled and config.dim != format.qk_rope_head_dim:
         raise ValueError(

@@ -45,7 +45,7 @@ def rms_norm_layer(
     op = "rms_norm_layer"
     weights = Arguments(op).check("weights", weights, "L F", FLOATS)
     if str(x.dtype) not in FLOATS:
-        raise TypeError(f"{op}: x must be {' or '.join(FLOATS)}, got {x.dtype}")
+        raise TypeError(f"{op}: x must be {' or '.join(FLOATS)}, got {x.dtype} {x.shape}")
     if x.ndim < 1 or x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"{op}: x {x.shape} must have the F of weights {weights.shape} last")
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)

@@ -31,7 +31,9 @@ class Arguments:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(f"{self.op}: {name} must be an array, got {type(x).__name__}")
         if str(x.dtype) not in dtypes:
-            raise TypeError(f"{self.op}: {name} must be {' or '.join(dtypes)}, got {x.dtype}")
+            raise TypeError(
+                f"{self.op}: {name} must be {' or '.join(dtypes)}, got {x.dtype} {tuple(x.shape)}"
+            )
         names, shape = axes.split(), tuple(x.shape)
         title = f"{name} [{', '.join(names)}]"
         if len(shape) != len(names) or 0 in shape:
@@ -96,7 +98,7 @@ class Arguments:
         lengths = self.check("seq_lens", seq_lens, "B", INT32)
         capacity = tables.shape[1] * cache.shape[-2]
         self.check_most(
-            "seq_lens",
+            f"seq_lens {lengths.shape}",
             seq_lens,
             capacity,
             f"block_tables {tables.shape} with pages of {cache.shape[-2]} tokens reach {capacity}; "
@@ -109,7 +111,10 @@ class Arguments:
         lengths = self.check("query_lens", query_lens, "B", INT32)
         most = tokens.shape[1]
         self.check_most(
-            "query_lens", query_lens, most, f"{name} {tokens.shape} has {most} tokens a row"
+            f"query_lens {lengths.shape}",
+            query_lens,
+            most,
+            f"{name} {tokens.shape} has {most} tokens a row",
         )
         return lengths
 

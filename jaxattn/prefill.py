@@ -117,10 +117,10 @@ def causal_attention(
                 f"k {k.shape}, k_pe {k_pe.shape}, q {q.shape}"
             )
     if not q.dtype == k.dtype == v.dtype == (q if k_pe is None else k_pe).dtype:
-        dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        arrays = dict(q=q, k=k, v=v) if k_pe is None else dict(q=q, k=k, v=v, k_pe=k_pe)
         raise TypeError(
             "causal_attention: q, k and v must have one dtype, got "
-            + (dtypes if k_pe is None else f"{dtypes}, and k_pe {k_pe.dtype}")
+            + ", ".join(f"{name} {x.dtype} {x.shape}" for name, x in arrays.items())
         )
     scale = arguments.check_scale(scale)
     batch, tokens = q.shape[:2]

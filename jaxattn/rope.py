@@ -138,7 +138,9 @@ def rotation(
     """
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"rope: positions must be integers, got {positions.dtype}")
+        raise TypeError(
+            f"rope: positions must be integers, got {positions.dtype} {positions.shape}"
+        )
     angle = positions[..., None].astype(dtype) * jnp.asarray(inv_freq(config), dtype)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if config.yarn:
@@ -152,7 +154,13 @@ def rotation(
 
 
 def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[int, int]) -> None:
-    """Raises ValueError, in the op's name, unless it is of `tokens` [B, S] and of `config.dim`."""
+    """Raises, in the op's name, unless it is a rotation of `tokens` [B, S] and of `config.dim`."""
+    if not isinstance(given, Rotation):
+        found = str(getattr(given, "dtype", type(given).__name__))
+        raise TypeError(
+            f"{op}: rotation must be what jaxattn.rope.rotation returns, got {found} "
+            f"{getattr(given, 'shape', '')}".rstrip()
+        )
     if given.angles.shape != (*tokens, 2 * config.dim):
         raise ValueError(
             f"{op}: rotation must be of positions [B, S] = {[*tokens]} and {config.dim=}, got "
@@ -178,7 +186,7 @@ def rope(
     """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"rope: x must be floating, got {x.dtype}")
+        raise TypeError(f"rope: x must be floating, got {x.dtype} {x.shape}")
     if x.ndim < 1 or x.shape[-1] != config.dim:
         raise ValueError(f"rope: the last axis of x must be {config.dim=}, got x {x.shape}")
     dtype = jnp.promote_types(x.dtype, jnp.float32)

@@ -221,6 +221,16 @@ def test_bad_arguments_are_named():
         append((*args[:2], args[2][:, 1:], *args[3:]), positions, config, None)
     with pytest.raises(ValueError, match=r"rotation must be of positions \[B, S\] = \[1, 1\]"):
         append(args, jnp.zeros((1, 2), jnp.int32), config, None)
+    with pytest.raises(TypeError, match=r"kv must be .*, got int32 \(1, 1, 576\)"):
+        append((args[0].astype(jnp.int32), *args[1:]), positions, config, None)
+    op = functools.partial(mla_append, config=config, layer=0)
+    given = rotation(positions, config)
+    with pytest.raises(TypeError, match="mla_append: weights must be an array, got list"):
+        op(*args[:2], [1.0], *args[3:], rotation=given)
+    with pytest.raises(
+        TypeError, match=r"mla_append: rotation must be .* got float32 \(1, 1, 128\)"
+    ):
+        op(*args, rotation=given.angles)
     with pytest.raises(ValueError, match="kv_cache .* is a stack of layers; give layer="):
         append(args, positions, config, None, layer=None)
     with pytest.raises(ValueError, match=r"weights \(2, 576\) are a stack of layers; give layer="):

@@ -74,7 +74,7 @@ def test_shapes_that_do_not_fit_are_named():
     x, weights = operands((1,), 256)
     with pytest.raises(ValueError, match=r"x \(1, 128\).*weights \(3, 256\)"):
         rms_norm_layer(x[:, :128], weights, layer=0)
-    with pytest.raises(TypeError, match="x must be.*int32"):
+    with pytest.raises(TypeError, match=r"x must be.*int32 \(1, 256\)"):
         rms_norm_layer(x.astype(jnp.int32), weights, layer=0)
     with pytest.raises(ValueError, match="weights"):
         rms_norm_layer(x, weights[0], layer=0)

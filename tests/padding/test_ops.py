@@ -198,7 +198,7 @@ def test_a_length_of_garbage_reaches_no_other_row(poison):
         is_zero(out[3])
         # Nothing is made up for it: a page that does not exist is NaN.
         assert np.isnan(np.asarray(out[1], np.float32)).all()
-        with pytest.raises(ValueError, match=f"seq_lens holds {garbage}, but block_tables"):
+        with pytest.raises(ValueError, match=f"seq_lens .* holds {garbage}, but block_tables"):
             mla.mla_decode(q, cache, tables, lengths.at[1].set(garbage), scale=SCALE, layer=1)
 
 
