@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import both_devices, mla_case
+from kernel_cases import both_devices, mla_case, no_races
 from test_mla_cache import saturated, tokens_as_bytes
 
 from jaxattn.append import mla_append, pack_mla_weights
+from jaxattn.kernels.mla_append import mla_append_mosaic
 from jaxattn.mla_cache import LatentFormat
 from jaxattn.rope import RopeConfig, YarnConfig, rotation
 
@@ -201,6 +202,25 @@ def test_rows_with_fewer_new_tokens_than_others(implementation):
     expected = expected_latents(args[0], args[2][1], positions, config)[0, 0]
     np.testing.assert_allclose(one, expected, rtol=2**-7, atol=1e-5)
     assert same.sum() == same.size - 3
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_no_race_in_the_interpreter(interleaved):
+    """Rows of one token and of two, with compressed queries, beside one of padding."""
+    config = RopeConfig(interleaved=interleaved)
+    args, positions = arguments([70, 0, 33], 2, 128, config)
+    given = dict(query_lens=jnp.asarray([2, 0, 1], jnp.int32), layer=1)
+    angles = rotation(positions, config).angles
+    with no_races():
+        found = jax.block_until_ready(
+            mla_append_mosaic(
+                *args, angles=angles, interleaved=interleaved, eps=1e-5, dtype=jnp.bfloat16,
+                interpret=True, detect_races=True, **given,
+            )
+        )  # fmt: skip
+    wanted = append(args, positions, config, "xla", **given)
+    for got, expected in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
 @both_devices

@@ -14,6 +14,9 @@ from jax import Array
 from kernel_cases import both_devices, no_races, relative, x64
 
 from jaxattn import mla
+from jaxattn import prefill as prefill_op
+from jaxattn.kernels import mla_prefill
+from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_prefill import Config, attend_mosaic
 from jaxattn.kernels.tile_order import head_group, tile_order
 
@@ -238,6 +241,18 @@ def test_prefill_merges_the_cached_prefix(implementation):
     # tokens than the row has.
     case = prefill_case([200, 70, 40, 0, 5], [70, 6, 40, 0, 9])
     assert_close(*prefill(case, implementation, block=64), *case.expected())
+
+
+def test_no_race_where_a_cached_prefix_is_merged(monkeypatch):
+    """Three blocks of a prefix, one after another into one result, which they update in place."""
+    forced = functools.partial(interpret_mode, True, detect_races=True)
+    monkeypatch.setattr(mla_prefill, "interpret_mode", lambda *args, **kwargs: forced())
+    # Without what other tests have traced of it.
+    monkeypatch.setattr(prefill_op, "prefill_mosaic", prefill_op.prefill_mosaic.__wrapped__)
+    case = prefill_case([200, 5, 70], [70, 5, 6])
+    with no_races():
+        outs = jax.block_until_ready(prefill(case, "mosaic_gpu_interpret", block=64))
+    assert_close(*outs, *case.expected())
 
 
 @both_devices
