@@ -11,7 +11,7 @@ from test_mla_cache import saturated, tokens_as_bytes
 
 from jaxattn.append import mla_append, pack_mla_weights
 from jaxattn.kernels.mla_append import mla_append_mosaic
-from jaxattn.mla_cache import LatentFormat
+from jaxattn.mla_cache import LatentFormat, mla_cache_write
 from jaxattn.rope import RopeConfig, YarnConfig, rotation
 
 YARN = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.5)
@@ -232,6 +232,49 @@ def test_a_page_that_does_not_exist_is_not_written(page_number, implementation):
     _, written = append((*args[:4], tables, args[5]), positions, config, implementation)
     before, after = (np.asarray(x).view(np.uint16) for x in (args[3], written))
     np.testing.assert_array_equal(before, after)
+
+
+def write_beyond(op, size, implementation):
+    """Two tokens written by `op` to the last page of a cache of more than `size` elements: what the
+    page holds of them, what it should, and which tokens of the cache are not as they were."""
+    config, pages = RopeConfig(), size // (64 * 576) + 4
+    (kv, _, weights, *_, seq_lens), positions = arguments([66], 2, None, config)
+    cache = jnp.ones((1, pages, 64, 576), jnp.bfloat16)
+    addresses = jnp.asarray([[1, pages - 1]], jnp.int32), seq_lens
+    if op == "mla_append":
+        expected = expected_latents(kv, weights[1], positions, config)
+        given = dict(rotation=rotation(positions, config), config=config, eps=1e-5)
+
+        def step(cache):
+            weight = weights[1:]
+            return mla_append(
+                kv, None, weight, cache, *addresses, **given, layer=0, implementation=implementation
+            )[1]
+    else:
+        expected = np.asarray(kv.astype(jnp.bfloat16), np.float64)
+
+        def step(cache):
+            return mla_cache_write(cache, kv, *addresses, layer=0)
+
+    cache = jax.jit(step, donate_argnums=0)(cache)
+    changed = jax.jit(lambda cache: (cache != 1).any(axis=-1))(cache)
+    return np.asarray(cache[0, -1, :2], np.float64), expected[0], np.argwhere(changed).tolist()
+
+
+@pytest.mark.parametrize("op", ["mla_append", "mla_cache_write"])
+@pytest.mark.parametrize(
+    "size, implementation",
+    [
+        (2**20, "xla"),
+        pytest.param(2**31, "mosaic_gpu", marks=[pytest.mark.gpu, pytest.mark.large]),
+    ],
+)
+def test_pages_beyond_2_31_elements(op, size, implementation):
+    found, expected, changed = write_beyond(op, size, implementation)
+    tolerance = dict(rtol=2**-7, atol=1e-5) if op == "mla_append" else dict(rtol=0)
+    np.testing.assert_allclose(found, expected, **tolerance)
+    page = size // (64 * 576) + 3
+    assert changed == [[0, page, 0], [0, page, 1]]
 
 
 def test_bad_arguments_are_named():

@@ -390,3 +390,23 @@ def test_the_same_bits_every_run(lens, heads, format):
     for _ in range(100):
         again = decode(some, "mosaic_gpu")
         assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lens, format, options",
+    [
+        ([300] * 264, "bfloat16", {}),  # more rows than parts
+        ([700, 64, 130, 1] * 70, "bfloat16", {}),  # and some of them cut
+        ([4096, 1000, 77, 0] * 8, "bfloat16", dict(q_len=2)),
+        ([4096, 1000, 77, 0] * 8, "uint8", dict(q_len=2)),
+        ([4096, 1000, 77, 0] * 8, "float16", dict(dtype=jnp.float16)),
+    ],
+)
+def test_the_same_bits_every_run_of_other_inputs(lens, format, options):
+    some = stored(format, lens, heads=16, **options)
+    first = decode(some, "mosaic_gpu")
+    assert_mla_close(some.held, *first)
+    for _ in range(100):
+        again = decode(some, "mosaic_gpu")
+        assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))

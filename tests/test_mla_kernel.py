@@ -461,14 +461,19 @@ def test_a_large_batch_half_of_which_is_padding():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "lens",
+    "lens, options",
     [
-        [4096, 1000, 77, 0] * 16,
-        [65536],  # so many parts that several warpgroups merge them
+        ([4096, 1000, 77, 0] * 16, {}),
+        ([65536], {}),  # so many parts that several warpgroups merge them
+        ([300] * 140, {}),  # more rows than parts
+        ([700, 64, 130, 1] * 35, {}),  # and not in the batch's order
+        ([4096, 1000, 77, 0] * 8, dict(q_len=2)),
+        ([4096, 1000, 77, 0] * 8, dict(dim=512)),
+        ([4096, 1000, 77, 0] * 8, dict(dtype=jnp.float16)),
     ],
 )
-def test_the_same_bits_every_run(lens):
-    case = mla_case(lens, heads=128)
+def test_the_same_bits_every_run(lens, options):
+    case = mla_case(lens, heads=128, **options)
     step = jax.jit(functools.partial(mla.mla_decode, scale=case.scale, layer=case.layer))
     first = step(*case.args)
     assert_mla_close(case, *first)
