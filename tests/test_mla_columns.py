@@ -301,10 +301,13 @@ def test_fp8_caches_want_bfloat16_queries():
     [(1, 1), (1, 16), (2, 8), (3, 4), (9, 1), (16, 1), (16, 2), (20, 1), (128, 1), (130, 1)],
 )
 def test_published_shapes(heads, q_len, format):
+    """Of normal data; and each number as close as FlashMLA's tests want it, of their data, whose
+    weights are all alike."""
     rng = np.random.default_rng(heads * 10 + q_len)
     lens = [int(n) for n in rng.integers(0, 700, 6)] + [0, 1, 20, 63, 64, 65, 140, 4096]
-    some = stored(format, lens, q_len=q_len, heads=heads, seed=heads)
-    assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
+    for clamped in (False, True):
+        some = stored(format, lens, q_len=q_len, heads=heads, seed=heads, clamped=clamped)
+        assert_mla_close(some.held, *decode(some, "mosaic_gpu"), each=clamped)
 
 
 @pytest.mark.gpu

@@ -392,10 +392,13 @@ def test_without_a_gpu_the_kernel_says_what_it_needs():
     [(1, 4), (3, 2), (9, 2), (16, 2), (63, 1), (96, 4), (126, 2), (128, 1), (130, 1), (192, 2)],
 )
 def test_published_shapes(heads, q_len):
+    """Of normal data; and each number as close as FlashMLA's tests want it, of their data, whose
+    weights are all alike."""
     rng = np.random.default_rng(heads * 10 + q_len)
     lens = [int(n) for n in rng.integers(0, 700, 6)] + [0, 1, 20, 140, 4096]
-    case = mla_case(lens, q_len=q_len, heads=heads, seed=heads)
-    assert_mla_close(case, *decode(case, "mosaic_gpu"))
+    for clamped in (False, True):
+        case = mla_case(lens, q_len=q_len, heads=heads, seed=heads, clamped=clamped)
+        assert_mla_close(case, *decode(case, "mosaic_gpu"), each=clamped)
 
 
 @pytest.mark.gpu
