@@ -118,7 +118,9 @@ def mla_decode(
 
     The S tokens are in the cache already (`mla_cache_write`). Token s sees the positions up to
     its own, seq_lens - S + s: causal from the bottom right. Rows with fewer new tokens give them
-    first and say how many in `query_lens`, which then stands for S.
+    first and say how many in `query_lens`, which then stands for S. S tokens that all see the whole
+    row are S * H heads of one: give q.reshape(B, 1, S * H, D), with its scratch and schedule, and
+    reshape `out` and `lse` back.
 
     Padding and uninitialised memory: a row with seq_lens 0, a token s >= query_lens, and one whose
     position would be negative, give exactly 0 and lse -inf. Entries of `block_tables` past a row's

@@ -81,6 +81,31 @@ def test_decode_over_many_blocks_of_pages():
     np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
 
 
+@pytest.mark.parametrize("with_arena", [False, True])
+def test_tokens_that_all_see_the_whole_row_are_heads_of_one(with_arena):
+    """As the docstring says of queries that are not causal."""
+    batch, q_len, heads, rank, dim = 4, 3, 5, 16, 24
+    pool = make_pool([1, 0, 70, 33], page=16, dim=dim)
+    q = normal(batch, q_len, heads, dim, scale=3)
+    sizes = dict(batch=batch, q_len=1, num_heads=q_len * heads, max_pages=pool.tables.shape[1])
+    spec = mla.scratch(
+        **sizes, page_size=16, kv_lora_rank=rank, qk_rope_head_dim=dim - rank, dtype=q.dtype
+    )
+    given = dict(arena=Arena.allocate(spec)) if with_arena else {}
+    out, lse, *_ = decode(
+        q.reshape(batch, 1, q_len * heads, dim), pool.cache, pool.tables, pool.lens,
+        scale=0.3, kv_lora_rank=rank, **given,
+    )  # fmt: skip
+    out, lse = out.reshape(batch, q_len, heads, rank), lse.reshape(batch, q_len, heads)
+    expected, expected_lse = np.zeros(out.shape), np.full(lse.shape, -np.inf)
+    for b, s, h in np.ndindex(lse.shape):
+        seen = pool.latents[b]
+        expected[b, s, h], expected_lse[b, s, h] = attend(q[b, s, h], seen, seen[:, :rank], 0.3)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    assert np.isneginf(lse[1]).all() and not np.asarray(out)[1].any()
+
+
 def test_absorbed_decode_is_unabsorbed_attention():
     heads, nope, rank, rope, values = 3, 12, 16, 8, 10
     pool = make_pool([7, 40, 0, 2], page=16, dim=rank + rope)
