@@ -261,6 +261,23 @@ def test_a_wrong_result_is_refused(monkeypatch):
         mla_prefill.measure((1, 24, 1, 0), "xla")
 
 
+@pytest.mark.parametrize(
+    "off, words",
+    [
+        (lambda out, lse: (1.01 * out, lse), "relative error 0.0"),
+        (lambda out, lse: (out, 1.001 * lse), "LSE 0.00"),
+        (lambda out, lse: (out.at[-1].set(jnp.nan), lse), "relative error nan"),
+    ],
+)
+def test_a_wrong_result_of_decode_is_refused(off, words, monkeypatch):
+    right = mla.mla.mla_decode
+    monkeypatch.setattr(mla.mla, "mla_decode", lambda *a, **k: off(*right(*a, **k)))
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    shape = (2, 20, "1-90", 2)
+    with pytest.raises(AssertionError, match=words):
+        mla.check(mla.decode(mla.inputs(*shape), None, "xla"), shape)
+
+
 def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it():
     op = timing.Op(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])
     text = jax.jit(op.loop(5)).lower(op.operands[0], ()).compile().as_text()

@@ -130,13 +130,17 @@ def decode(
 
 def check(op: Op, shape: Shape) -> float:
     """Relative L2 error of up to 16 heads of the first, last, shortest and longest row, the
-    greatest, against float64."""
+    greatest, against float64.
+
+    Raises:
+        AssertionError: it or the LSE is off by more than rounding.
+    """
     (q, cache, tables, lens), _ = op.operands[0]
-    out, _ = op(0)
+    out, lse = op(0)
     drawn = lengths(shape[0], shape[2])
     kv_scale = scale_of(cache.dtype.name)
     heads = np.unique(np.linspace(0, shape[1] - 1, 16).astype(int))
-    errors = []
+    errors, lse_errors = [], []
     for row in {0, len(drawn) - 1, int(drawn.argmin()), int(drawn.argmax())}:
         length, q_len = int(lens[row]), q.shape[1]
         latents = LatentFormat(cache.dtype.name).unpack(cache[0, tables[row]], kv_scale)
@@ -144,10 +148,17 @@ def check(op: Op, shape: Shape) -> float:
         last = np.repeat(length - q_len + np.arange(q_len), len(heads))
         queries = reference.exact(q[row])[:, heads].reshape(-1, DIM)
         seen = last >= 0  # a row may be shorter than its queries
-        expected, _ = reference.attention(queries[seen], kv, kv[:, :RANK], last[seen], SCALE)
+        expected, expected_lse = reference.attention(
+            queries[seen], kv, kv[:, :RANK], last[seen], SCALE
+        )
         actual = np.asarray(out[row])[:, heads].reshape(-1, RANK)[seen]
         errors.append(reference.relative_l2(actual, expected))
-    return max(errors)
+        actual_lse = reference.exact(lse[row])[:, heads].reshape(-1)[seen]
+        lse_errors.append(np.abs(actual_lse - expected_lse).max())
+    error, lse_error = float(np.max(errors)), float(np.max(lse_errors))  # NaN is the greatest
+    if not (error < 4e-3 and lse_error < 1e-4):
+        raise AssertionError(f"mla {shape}: relative error {error}, LSE {lse_error}")
+    return error
 
 
 def measure(
@@ -166,8 +177,6 @@ def measure(
     time, _ = times = op.times()
     op.operands = [(arrays, invariant)]  # has the same shapes, so that nothing is compiled again
     error = max(error, check(op, shape))
-    if not error < 4e-3:
-        raise AssertionError(f"mla {shape}: relative error {error} against float64")
     alone = kernel_seconds(op)
     beside = {"xla us": decode(arrays, schedule, "xla").time() * 1e6} if xla else {}
     total = int(lengths(batch, tokens).sum())
