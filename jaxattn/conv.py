@@ -7,10 +7,23 @@ A state pool is `[Z, ...]`, one slot a running sequence, or a stack of them `[L,
 layer's index as an operand. Slot -1 marks a padding row: nothing is read or written for it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+
+def as_given(x: Any) -> Any:
+    """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
+
+    `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
+    """
+    known = all(
+        isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
+    )
+    return x if x is None else np.asarray(x) if known else jnp.asarray(x)
 
 
 def state_read(
@@ -112,7 +125,7 @@ def check_pool(
         )
     if isinstance(state_indices, jax.core.Tracer):
         return
-    slots = np.asarray(state_indices)
+    slots = np.asarray(state_indices).astype(np.int64)
     size = pool.shape[0 if layer is None else 1]
     if np.any(slots < -1) or np.any(slots >= size):
         raise ValueError(
@@ -155,9 +168,10 @@ def write_slots(
     if isinstance(write_indices, jax.core.Tracer) or isinstance(state_indices, jax.core.Tracer):
         return write_indices
     size = pool.shape[0 if layer is None else 1]
-    reads = np.asarray(state_indices)
+    reads, writes = (np.asarray(x).astype(np.int64) for x in (state_indices, write_indices))
     # A padding row writes nothing, whatever it names.
-    writes = np.where(reads[:, None] >= 0, np.asarray(write_indices).reshape(batch, -1), -1)
+    writes = writes if writes.ndim == 2 else writes[:, None]
+    writes = np.where(reads[:, None] >= 0, writes, -1)
     if np.any(writes < -1) or np.any(writes >= size):
         raise ValueError(
             f"{op}: {name} must lie in [-1, {size}), where -1 keeps nothing, got {writes.tolist()}"
@@ -201,7 +215,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> Non
         )
     if isinstance(cu_seqlens, jax.core.Tracer):
         return
-    ends = np.asarray(cu_seqlens)
+    ends = np.asarray(cu_seqlens).astype(np.int64)  # of which a difference may be negative
     if ends[0] != 0 or np.any(np.diff(ends) < 0) or ends[-1] > length:
         raise ValueError(
             f"{op}: cu_seqlens must start at 0, never decrease and end within the "
@@ -250,6 +264,7 @@ def causal_conv1d(
     _check_conv(op, x, weight, bias, activation)
     batch, length, channels = x.shape
     width = weight.shape[1]
+    cu_seqlens = as_given(cu_seqlens)
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, batch, length)
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -304,10 +319,10 @@ def causal_conv1d_update(
     x, weight, conv_state = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(conv_state)
     _check_conv(op, x, weight, bias, activation)
     slot_shape = (weight.shape[1] - 1, x.shape[2])
-    state_indices = jnp.asarray(state_indices)
-    check_pool(op, "conv_state", conv_state, state_indices, layer, slot_shape, x.shape[0])
-    writes = None if write_indices is None else jnp.asarray(write_indices)
-    writes = write_slots(op, conv_state, state_indices, writes, layer, x.shape[1])
+    reads, writes = as_given(state_indices), as_given(write_indices)
+    check_pool(op, "conv_state", conv_state, reads, layer, slot_shape, x.shape[0])
+    writes = write_slots(op, conv_state, reads, writes, layer, x.shape[1])
+    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
     with jax.named_scope(op):
         initial = state_read(conv_state, state_indices, layer=layer)
         y, window = _conv_rows(x, weight, bias, activation, initial)

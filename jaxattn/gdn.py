@@ -20,9 +20,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
+from jaxattn.conv import (
+    as_given,
+    check_cu_seqlens,
+    check_pool,
+    each_write,
+    rows_in_use,
+    write_slots,
+)
 from jaxattn.conv import causal_conv1d as causal_conv1d
 from jaxattn.conv import causal_conv1d_update as causal_conv1d_update
-from jaxattn.conv import check_cu_seqlens, check_pool, each_write, rows_in_use, write_slots
 from jaxattn.conv import state_read as state_read
 from jaxattn.conv import state_write as state_write
 from jaxattn.dispatch import Implementation, dispatch
@@ -102,10 +109,10 @@ def chunk_gated_delta_rule(
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "chunk_gated_delta_rule"
-    q, k, v, g, beta, initial_state, cu_seqlens = as_arrays(
-        q, k, v, g, beta, initial_state, cu_seqlens
-    )
-    check_sequence(op, q, k, v, g, beta, initial_state, cu_seqlens)
+    q, k, v, g, beta, initial_state = as_arrays(q, k, v, g, beta, initial_state)
+    ends = as_given(cu_seqlens)
+    check_sequence(op, q, k, v, g, beta, initial_state, ends)
+    (cu_seqlens,) = as_arrays(ends)
     check_chunks(op, chunk_size, split_tokens)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
 
@@ -117,7 +124,7 @@ def chunk_gated_delta_rule(
 
     def mosaic(interpret: bool):
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
-        known = None if isinstance(cu_seqlens, jax.core.Tracer) else cu_seqlens
+        known = None if isinstance(ends, jax.core.Tracer) else ends
 
         def kernel(q, k, v, g, beta, initial_state, cu_seqlens):
             return gdn_prefill_mosaic(
@@ -183,10 +190,10 @@ def recurrent_gated_delta_rule(
     cost of one saved state a token.
     """
     op = "recurrent_gated_delta_rule"
-    q, k, v, g, beta, initial_state, cu_seqlens = as_arrays(
-        q, k, v, g, beta, initial_state, cu_seqlens
-    )
-    check_sequence(op, q, k, v, g, beta, initial_state, cu_seqlens)
+    q, k, v, g, beta, initial_state = as_arrays(q, k, v, g, beta, initial_state)
+    ends = as_given(cu_seqlens)
+    check_sequence(op, q, k, v, g, beta, initial_state, ends)
+    (cu_seqlens,) = as_arrays(ends)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
 
     def xla():
@@ -250,9 +257,8 @@ def gated_delta_rule_decode(
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "gated_delta_rule_decode"
-    q, k, v, a, b, state, state_indices, write_indices = as_arrays(
-        q, k, v, a, b, state, state_indices, write_indices
-    )
+    q, k, v, a, b, state = as_arrays(q, k, v, a, b, state)
+    reads, writes = as_given(state_indices), as_given(write_indices)
     _check_heads(op, q, k, v, "S")
     batch, tokens, value_heads, value_dim = v.shape
     for name, array, shape in (
@@ -264,15 +270,16 @@ def gated_delta_rule_decode(
         if array.shape != shape:
             raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(array.shape)}")
     slot_shape = (value_heads, value_dim, k.shape[-1])
-    check_pool(op, "state", state, state_indices, layer, slot_shape, batch)
+    check_pool(op, "state", state, reads, layer, slot_shape, batch)
     if state.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{op}: state must be float32 or bfloat16, got {state.dtype}")
-    writes = write_slots(op, state, state_indices, write_indices, layer, tokens)
+    writes = write_slots(op, state, reads, writes, layer, tokens)
+    state_indices, writes = as_arrays(reads, writes)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
 
     def mosaic(interpret: bool):
         # One array each, as a layer's projections would write them.
-        qkv = jnp.concatenate([x.reshape(batch, tokens, -1) for x in (q, k, v)], axis=-1)
+        qkv = jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1)
         out, _, *rest = gdn_decode_mosaic(
             op,
             qkv,

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.conv import causal_conv1d_update, check_pool, rows_in_use, write_slots
+from jaxattn.conv import as_given, causal_conv1d_update, check_pool, rows_in_use, write_slots
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import gated_delta_rule_decode, scratch
 from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
@@ -89,21 +89,22 @@ def gated_delta_net_decode(
     Raises:
         ValueError: a shape or dtype does not fit, or concrete slots repeat or leave the pool.
         NotImplementedError: the named implementation refuses; the message says why. The kernel has
-            Dk = Dv = 128, W = 4 and up to 8 tokens a row; "xla" has no such limits.
+            Dk = Dv = 128, W = 4, up to 8 tokens a row and 65,535 rows; "xla" has no such limits.
 
     Source: Qwen3-Next's layer; the slots per token are vLLM's for speculative decoding.
     """
     op = "gated_delta_net_decode"
-    arrays = (qkvz, ba, weights, conv_state, state, state_indices)
-    qkvz, ba, weights, conv_state, state, state_indices = map(jnp.asarray, arrays)
+    arrays = (qkvz, ba, weights, conv_state, state)
+    qkvz, ba, weights, conv_state, state = map(jnp.asarray, arrays)
+    reads, writes = as_given(state_indices), as_given(write_indices)
     key_heads = _check(op, qkvz, ba, weights, conv_state, state)
     batch, tokens, _ = qkvz.shape
     value_heads, value_dim, key_dim = state.shape[-3:]
     first, affine, number = taken_apart(layer)
-    check_pool(op, "state", state, state_indices, number, state.shape[-3:], batch)
-    check_pool(op, "conv_state", conv_state, state_indices, number, conv_state.shape[-2:], batch)
-    writes = None if write_indices is None else jnp.asarray(write_indices)
-    writes = write_slots(op, state, state_indices, writes, number, tokens)
+    check_pool(op, "state", state, reads, number, state.shape[-3:], batch)
+    check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
+    writes = write_slots(op, state, reads, writes, number, tokens)
+    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
     factor = key_dim**-0.5 if scale is None else scale
 
     def mosaic(interpret: bool):
@@ -124,7 +125,7 @@ def gated_delta_net_decode(
             arena=arena,
             interpret=interpret,
         )
-        return out.reshape(batch, tokens, -1), *rest
+        return lax.collapse(out, 2), *rest
 
     def xla():
         own = weights if weights.ndim == 1 else weights[number]
@@ -137,7 +138,7 @@ def gated_delta_net_decode(
             taps.reshape(-1, channels).T,
             conv_state,
             state_indices,
-            write_indices=write_indices,
+            write_indices=writes,
             layer=number,
         )
         keys = key_heads * key_dim
@@ -153,7 +154,7 @@ def gated_delta_net_decode(
             state_indices,
             A_log=A_log,
             dt_bias=dt_bias,
-            write_indices=write_indices,
+            write_indices=writes,
             layer=number,
             scale=factor,
             implementation="xla",
@@ -166,7 +167,7 @@ def gated_delta_net_decode(
             # A select: whatever a padding row's gate holds, its output is 0.
             y = jnp.where(used[:, None, None, None], o * jax.nn.silu(z), 0).astype(qkvz.dtype)
         if arena is None:
-            return y.reshape(batch, tokens, -1), new_conv, new_state
+            return lax.collapse(y, 2), new_conv, new_state
         spec = scratch(
             batch=batch,
             q_len=tokens,
@@ -175,8 +176,7 @@ def gated_delta_net_decode(
             dtype=y.dtype,
         )
         held = arena.write(spec, "out", y)
-        y = held.read(spec, "out").reshape(batch, tokens, -1)
-        return y, new_conv, new_state, held
+        return lax.collapse(held.read(spec, "out"), 2), new_conv, new_state, held
 
     return dispatch(
         op,

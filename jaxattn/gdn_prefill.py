@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.conv import check_pool, rows_in_use, state_read, state_write, write_slots
+from jaxattn.conv import as_given, check_pool, rows_in_use, state_read, state_write, write_slots
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import as_arrays, check_chunks, check_sequence
 from jaxattn.gdn_chunk import Checkpoints, gated_delta_rule_chunks
@@ -80,14 +80,12 @@ def gated_delta_rule_prefill(
             concrete slots leave the pool or collide.
         NotImplementedError: the named implementation refuses; the message says why.
     """
-    arguments = as_arrays(q, k, v, g, beta, None, cu_seqlens)
-    check_sequence(OP, *arguments)
+    q, k, v, g, beta, state, initial = as_arrays(q, k, v, g, beta, state, has_initial_state)
+    given = (cu_seqlens, state_indices, write_indices, checkpoint_indices)
+    ends, reads, writes, kept = map(as_given, given)
+    check_sequence(OP, q, k, v, g, beta, None, ends)
     check_chunks(OP, chunk_size, split_tokens)
-    q, k, v, g, beta, _, cu_seqlens = arguments
-    count = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state, reads, writes, initial, kept = as_arrays(
-        state, state_indices, write_indices, has_initial_state, checkpoint_indices
-    )
+    count = v.shape[0] if ends is None else ends.shape[0] - 1
     slot_shape = (*v.shape[2:], k.shape[-1])
     shared = writes is not None
     check_pool(OP, "state", state, reads, layer, slot_shape, count, shared=shared)
@@ -99,6 +97,7 @@ def gated_delta_rule_prefill(
             f"got {initial.dtype}{list(initial.shape)}"
         )
     writes = _check_writes(state, reads, writes, layer, kept, checkpoint_tokens, chunk_size)
+    cu_seqlens, reads, writes, kept = as_arrays(ends, reads, writes, kept)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
 
     # Nothing but slots in the pool and -1 from here on.
@@ -129,7 +128,7 @@ def gated_delta_rule_prefill(
                 beta,
                 scale=factor,
                 pool=pool,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=ends,
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
                 interpret=interpret,
@@ -202,7 +201,7 @@ def _check_writes(
             f"{OP}: checkpoint_indices must be integers of shape [{count}, M], "
             f"got {kept.dtype}{list(kept.shape)}"
         )
-    if not any(isinstance(x, jax.core.Tracer) for x in (finals, kept)):
+    if not any(isinstance(x, jax.core.Tracer) for x in (reads, finals, kept)):
         every: Any = np.concatenate([np.asarray(finals)[:, None], np.asarray(kept)], axis=1)
         name = "write_indices and checkpoint_indices, side by side,"
         write_slots(OP, state, reads, every, layer, every.shape[1], name=name)

@@ -281,7 +281,7 @@ def test_errors_name_the_argument_and_what_was_given():
     kept(r"checkpoint_tokens must be a positive multiple of chunk_size=16, got 24", [[0], [2]], 24)
     kept(r"checkpoint_tokens must be a positive multiple of chunk_size=16, got 0", [[0], [2]], 0)
     kept(r"checkpoint_indices must be integers of shape \[2, M\].*\[2\]", [0, 2])
-    kept(r"checkpoint_indices must be integers of shape \[2, M\].*float32", [[0.0], [2.0]])
+    kept(r"checkpoint_indices must be integers of shape \[2, M\].*float64", [[0.0], [2.0]])
     kept(r"checkpoint_indices, side by side, must lie in \[-1, 6\)", [[0], [7]])
     kept(r"side by side, must not name a slot twice, got slot\(s\) \[2\]", [[0, 2], [2, -1]])
     kept(r"side by side, must not name a slot twice, got slot\(s\) \[1\]", [[0, 1], [2, -1]])
