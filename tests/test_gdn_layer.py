@@ -12,7 +12,9 @@ from kernel_cases import no_races, relative, x64
 
 from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
 from jaxattn.arena import Arena
-from jaxattn.kernels.gdn_decode import MOST_SHARED, choose_config, gdn_decode_mosaic
+from jaxattn.bench.reference import delta_net, exact
+from jaxattn.kernels import gdn_decode
+from jaxattn.kernels.gdn_decode import MAX_ROWS, MOST_SHARED, choose_config, gdn_decode_mosaic
 from jaxattn.kernels.gdn_decode_body import Config, Op, shared_bytes
 from jaxattn.kernels.hopper import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 
@@ -396,21 +398,52 @@ def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len,
 def test_refuses_what_it_has_no_code_for():
     case = make([0], num_slots=1, q_len=9)
     step = functools.partial(gated_delta_net_decode, implementation="mosaic_gpu_interpret")
-    with pytest.raises(NotImplementedError, match="1 to 8 tokens a row, got S=9"):
+    with pytest.raises(NotImplementedError, match="1 to 8 tokens a row, got S=9; use .*'xla'"):
         step(*case.args, layer=1)
     narrow = jnp.zeros((1, 2, 32, 32)), jnp.zeros((1, 3, 128)), jnp.zeros((1, 1, 192))
     state, conv_state, qkvz = narrow
     weights = jnp.zeros(4 + 32 + 4 * 128)
-    with pytest.raises(NotImplementedError, match="Dk=32, Dv=32"):
+    with pytest.raises(NotImplementedError, match="Dk=32, Dv=32; use .*'xla'"):
         step(qkvz, jnp.zeros((1, 1, 4)), weights, conv_state, state, case.reads)
-    with pytest.raises(NotImplementedError, match="needs .* for S=8 tokens of 29 value heads"):
+    with pytest.raises(NotImplementedError, match="S=8 tokens of 29 value heads; .* use .*'xla'"):
         step(*make([0], num_slots=1, q_len=8, value_heads=29).args, layer=1)
-    with pytest.raises(NotImplementedError, match="got W=3"):
+    with pytest.raises(NotImplementedError, match="got W=3; use .*'xla'"):
         case = make([0], num_slots=1)
         weights = jnp.zeros(4 + 128 + 3 * 512)
         step(
             case.qkvz, case.ba, weights, case.conv_state[:, :, 1:], case.state, case.reads, layer=1
         )
+
+
+@pytest.mark.parametrize("net", [False, True], ids=["rule", "layer"])
+def test_as_many_rows_as_a_grid_has_blocks_on_its_second_axis(net, monkeypatch):
+    """Shapes only. One more, or none, is XLA's where nobody named the kernel."""
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+    state, weights = shape(5, 2, 128, 128), shape(4 + 128 + 4 * 512)
+
+    def trace(rows, implementation):
+        reads = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        if net:
+            step = functools.partial(gated_delta_net_decode, implementation=implementation)
+            inputs = shape(rows, 1, 768), shape(rows, 1, 4), weights, shape(5, 3, 512)
+            return jax.eval_shape(step, *inputs, state, reads)[0].shape
+        step = functools.partial(gdn.gated_delta_rule_decode, implementation=implementation)
+        gates = jnp.zeros(2)
+        step = functools.partial(step, A_log=gates, dt_bias=gates)
+        key, value, gate = shape(rows, 1, 1, 128), shape(rows, 1, 2, 128), shape(rows, 1, 2)
+        return jax.eval_shape(step, key, key, value, gate, gate, state, reads)[0].shape
+
+    assert MAX_ROWS == 65_535
+    assert trace(MAX_ROWS, "mosaic_gpu_interpret")[0] == MAX_ROWS
+    for rows in (0, MAX_ROWS + 1):
+        message = f"1 to 65,535 rows, got state_indices of B={rows:,}; use implementation='xla'"
+        with pytest.raises(NotImplementedError, match=message):
+            trace(rows, "mosaic_gpu_interpret")
+    monkeypatch.setattr(gdn_decode, "require_hopper", lambda *args, **kwargs: None)
+    with pytest.raises(NotImplementedError, match="1 to 65,535 rows"):
+        trace(MAX_ROWS + 1, "mosaic_gpu")
+    for rows in (0, MAX_ROWS + 1):
+        assert trace(rows, None)[0] == rows
 
 
 @pytest.mark.parametrize(
@@ -470,19 +503,71 @@ def test_two_heads_a_block_beside_padding():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (32, 4)])
-def test_the_same_bits_every_run(batch, q_len, state_dtype):
+@pytest.mark.parametrize(
+    "batch, q_len, keep", [(1, 1, False), (64, 1, False), (32, 4, False), (32, 4, True)]
+)
+def test_the_same_bits_every_run(batch, q_len, keep, state_dtype):
+    """Also where every token's state is kept, each in a slot of its own."""
+    slots = batch * (1 + q_len * keep)
     case = make(
-        list(range(batch)), num_slots=batch, q_len=q_len, key_heads=16, value_heads=32,
+        list(range(batch)), num_slots=slots, q_len=q_len, key_heads=16, value_heads=32,
         dtype=jnp.bfloat16, state_dtype=state_dtype, layers=1, layer=0,
     )  # fmt: skip
-    step = jax.jit(functools.partial(gated_delta_net_decode, layer=0, implementation="mosaic_gpu"))
+    writes = jnp.arange(batch, slots).reshape(batch, q_len) if keep else None
+    step = jax.jit(
+        functools.partial(
+            gated_delta_net_decode, write_indices=writes, layer=0, implementation="mosaic_gpu"
+        )
+    )
     same = jax.jit(
         lambda x, y: jnp.all(jnp.stack([(a == b).all() for a, b in zip(x, y, strict=True)]))
     )
     first = step(*case.args)
     for _ in range(100):
         assert same(step(*case.args), first)
+
+
+def assert_some_rows_match(implementation, batch, rows):
+    """`rows` of many on one layer's pools, in shuffled slots; the slots of nobody keep their bits.
+
+    Drawn on the device and compared there, a few rows apart: the states are gigabytes.
+    """
+    key_heads, value_heads, slots = 16, 32, batch + 3
+    channels = (2 * key_heads + value_heads) * 128
+    weights = make([0], num_slots=1, key_heads=key_heads, value_heads=value_heads).weights[0]
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)  # noqa: E731
+    qkvz, ba = draw(batch, 1, channels + value_heads * 128), draw(batch, 1, 2 * value_heads)
+    pools = draw(slots, 3, channels), draw(slots, value_heads, 128, 128)
+    shuffled = jax.random.permutation(next(keys), slots)
+    reads, free = shuffled[:batch], shuffled[batch:]
+    inputs = [exact(x[rows]) for x in (qkvz, ba)]
+    states = [exact(x[reads[rows]]) for x in pools]
+    unused = [x[free] for x in pools]
+    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
+    y, *pools = jax.jit(step, donate_argnums=(3, 4))(qkvz, ba, weights, *pools, reads)
+    for before, after in zip(unused, pools, strict=True):
+        np.testing.assert_array_equal(bits(before), bits(after[free]))
+    for i, row in enumerate(rows):
+        expected = delta_net(*(x[i] for x in inputs), exact(weights), *(x[i] for x in states))
+        conv_state, state = (exact(x[reads[row]]) for x in pools)
+        assert relative(y[row], expected[0]) < 5e-3
+        np.testing.assert_array_equal(conv_state, expected[1])
+        assert relative(state, expected[2]) < 5e-3
+
+
+def test_some_rows_of_a_few():
+    assert_some_rows_match("xla", 4, np.array([0, 2, 3]))
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_more_than_65535_blocks():
+    """2.2 GB of states; the rows beside the block of that number are among those compared."""
+    batch = 2100
+    config = choose_config(2, batch * 32, 1, jnp.bfloat16, interpret=False)
+    assert config.parts == 2 and batch * 16 * config.parts > 65_535
+    assert_some_rows_match("mosaic_gpu", batch, np.array([0, 1050, 2047, 2048, batch - 1]))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ gdn_decode_body.py is what it does. The convolution's state moves by S inputs a 
 head's q and k channels feed all of its value heads. The blocks of a key head therefore form a
 cluster: each reads those channels, and one writes them once all have.
 
-Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk. Reference and tests:
+Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and tests:
 `jaxattn.gdn_layer.gated_delta_net_decode` (implementation="xla"), tests/test_gdn_layer.py.
 """
 
@@ -38,7 +38,9 @@ from jaxattn.kernels.hopper import (
 )
 
 MAX_TOKENS = 8  # that a row may have: all of them are unrolled
+MAX_ROWS = 65_535  # blocks that CUDA has on a grid's second axis; its first has the key heads
 MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
+INSTEAD = "use implementation='xla'"
 
 
 def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:
@@ -69,18 +71,26 @@ def scratch(
     )
 
 
-def _refuse(name: str, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None) -> None:
+def _refuse(
+    name: str, batch: int, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None
+) -> None:
+    if not 1 <= batch <= MAX_ROWS:
+        raise NotImplementedError(
+            f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}; "
+            f"{INSTEAD}"
+        )
     if not 1 <= tokens <= MAX_TOKENS:
         raise NotImplementedError(
-            f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}"
+            f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}; {INSTEAD}"
         )
     if heads[1:] != (DIM, DIM):
         raise NotImplementedError(
-            f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}"
+            f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}; {INSTEAD}"
         )
     if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:
         raise NotImplementedError(
-            f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}"
+            f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}; "
+            f"{INSTEAD}"
         )
 
 
@@ -124,9 +134,7 @@ def gdn_decode_mosaic(
     """
     require_hopper(name, interpret=interpret)
     batch, q_len, _ = qkvz.shape
-    _refuse(name, q_len, state.shape[-3:], conv_state)
-    if batch == 0:
-        raise NotImplementedError(f"{name}: the kernel cannot start without a row, got B=0")
+    _refuse(name, batch, q_len, state.shape[-3:], conv_state)
     num_value_heads = state.shape[-3]
     op = Op(
         q_len=q_len,
@@ -147,7 +155,7 @@ def gdn_decode_mosaic(
         raise NotImplementedError(
             f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
             f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
-            "fewer tokens"
+            f"fewer tokens, or {INSTEAD}"
         )
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
