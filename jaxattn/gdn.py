@@ -96,7 +96,8 @@ def chunk_gated_delta_rule(
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
 
     The gradient is the "xla" implementation's, whichever ran forward: it recomputes the forward
-    pass from the arguments and keeps one state a chunk of tokens, T / 64 x Dv x Dk a head.
+    pass from the arguments and keeps one float32 state a chunk of tokens, T / chunk_size x Dv x Dk
+    a head, never one a token. What else it keeps grows as T x (Dk + Dv + chunk_size) a head.
 
     Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is: rows
     of different lengths can be padded with it.

@@ -301,6 +301,29 @@ def test_gradients_equal_differences_of_the_recurrence():
     )
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_backward_pass_keeps_no_state_a_token(dtype):
+    """One a chunk: of the token recurrence, which keeps one a token, the same measure says so."""
+    heads, dim = 2, 128
+
+    def temporaries(op, length):
+        shape = lambda *dims: jax.ShapeDtypeStruct((1, length, *dims), dtype)  # noqa: E731
+        gate = jax.ShapeDtypeStruct((1, length, heads), jnp.float32)
+        inputs = shape(1, dim), shape(1, dim), shape(heads, dim), gate, gate
+        total = lambda *x: op(*x, implementation="xla")[0].astype(jnp.float32).sum()  # noqa: E731
+        step = jax.jit(jax.value_and_grad(total, argnums=range(5)))
+        return step.lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+    def growth(op, length):
+        """Bytes a token and head, in states of float32."""
+        more = temporaries(op, 2 * length) - temporaries(op, length)
+        return more / (length * heads * dim * dim * 4)
+
+    assert growth(gdn.recurrent_gated_delta_rule, 128) > 1
+    # 1 / 64 is the states; the rest is arrays of T x D and T x 64, as the inputs themselves are.
+    assert growth(gdn.chunk_gated_delta_rule, 2048) < 1 / 4
+
+
 # --- decode on a pool ---------------------------------------------------------------------------
 
 A_LOG = np.log(np.linspace(0.5, 8, 4)).astype(np.float32)
