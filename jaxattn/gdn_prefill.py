@@ -66,7 +66,10 @@ def gated_delta_rule_prefill(
             multiples of it too.
         checkpoint_indices: `checkpoint_indices[i, j]` is the slot that takes sequence i's state
             after `(j + 1) * checkpoint_tokens` tokens; -1 keeps nothing, and what lies past a
-            sequence's end is ignored. The rules of write_indices hold for both together.
+            sequence's end is ignored. The rules of write_indices hold for both together. These
+            are states of the recurrence alone. That of a convolution before it is its last W - 1
+            inputs, which the caller has: of the `x` that `causal_conv1d` was given, the tokens
+            `x[:, end - (W - 1) : end]`, where the checkpoint is taken before token `end`.
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
