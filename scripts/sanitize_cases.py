@@ -86,7 +86,7 @@ def decode(
         latents = draw(*[layers][: layers > 0], pages, page, dim)
         scratch = mla.scratch(
             batch=len(lens), q_len=q_len, num_heads=heads, max_pages=tables.shape[1],
-            page_size=page, qk_rope_head_dim=dim - RANK, dtype=dtype,
+            page_size=page, dtype=dtype,
         )  # fmt: skip
         return op, (
             q, latents, tables, ints(lens),
