@@ -37,7 +37,8 @@ def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
     if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
         raise NotImplementedError(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
-            f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}; use implementation='xla'"
+            f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}; use "
+            "implementation='xla'"
         )
     if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
         raise NotImplementedError(

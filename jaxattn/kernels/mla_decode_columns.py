@@ -56,8 +56,8 @@ def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None
     if not fits:
         raise NotImplementedError(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
-            f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache {kv_cache.dtype.name}; "
-            "use implementation='xla'"
+            f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
+            f"{kv_cache.dtype.name}; use implementation='xla'"
         )
 
 
