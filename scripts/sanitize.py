@@ -8,7 +8,7 @@ that nobody watches, and leaves in a compilation cache: XLA's compiler crashes u
 0.11.2, CUDA 13). `out_of_bounds` reads what is not there, and memcheck has to say so.
 
 Exit status: 1 where a kernel has an error, or `out_of_bounds` none; 2 where the tool ended without
-a verdict, as racecheck 2025.3 does of mla_decode_e4m3, mla_prefill and gdn_prefill_many.
+a verdict.
 """
 
 import argparse
