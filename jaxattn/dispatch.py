@@ -4,6 +4,7 @@ An implementation refuses by raising `NotImplementedError` with its reason befor
 GPU's kernel refuses and another runs instead, a warning at the caller's line says so.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
 # Runs only when it is named: the Mosaic GPU kernel under JAX's interpreter, on any device, slowly.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def dispatch[T](

@@ -205,7 +205,9 @@ def _check_writes(
             f"got {kept.dtype}{list(kept.shape)}"
         )
     if not any(isinstance(x, jax.core.Tracer) for x in (reads, finals, kept)):
-        every: Any = np.concatenate([np.asarray(finals)[:, None], np.asarray(kept)], axis=1)
+        # Of one width: of uint64 and int64 NumPy would make float64.
+        numbers = [np.asarray(x).astype(np.int64) for x in (finals, kept)]
+        every: Any = np.concatenate([numbers[0][:, None], numbers[1]], axis=1)
         name = "write_indices and checkpoint_indices, side by side,"
         write_slots(OP, state, reads, every, layer, every.shape[1], name=name)
     return finals

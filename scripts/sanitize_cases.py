@@ -265,6 +265,7 @@ CASES: dict[str, Case] = {
     "mla_decode_merged": decode([1500] * 15 + [9000], 128),
     "mla_decode_whole_rows": decode([65] * 140, 128),  # in an order of their own
     "mla_decode_nope": decode([300, 0, 2], 64, dim=RANK),
+    "mla_decode_few_rows_nope": decode([300, 0, 2], 16, dim=RANK),
     "mla_decode_float16": decode([300, 0, 700], 64, cache="float16"),
     "mla_decode_few_rows_float16": decode([300, 0, 700], 16, cache="float16"),
     "mla_decode_ragged": decode([300, 2, 0, 64], 20, q_len=4, queries=[1, 4, 0, 2]),

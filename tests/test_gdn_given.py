@@ -108,6 +108,11 @@ def test_unsigned_numbers_are_compared_as_what_they_are(dtype):
     slots = np.array([1, 3], dtype)
     for x, y in zip(decode(ROWS.q, slots, write_indices=slots), decode(ROWS.q), strict=True):
         np.testing.assert_array_equal(x, y)
+    kept = [
+        prefill(SEQUENCE.q, write_indices=np.array([1, 3]), checkpoint_indices=x)
+        for x in (np.array([[4], [5]], dtype), [[4], [5]])
+    ]
+    np.testing.assert_array_equal(*(state for _, state in kept))
 
 
 @pytest.mark.parametrize("op", [chunk, recurrent, prefill, conv])
