@@ -105,9 +105,9 @@ def timed(monkeypatch):
         )
         return 1e-3, 2e-3
 
-    def empty(*static, inputs, **kwargs):
+    def zeros(*static, inputs, **kwargs):
         shapes = jax.eval_shape(lambda: inputs(*static, **kwargs))
-        return jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
     monkeypatch.setattr(timing.Op, "times", times)
     monkeypatch.setattr(timing.Op, "time", lambda op: times(op)[0])
@@ -115,8 +115,8 @@ def timed(monkeypatch):
     monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
     for module in (mla, mla_prefill, gdn_decode, gdn_prefill):
         monkeypatch.setattr(module, "check", lambda *_: 1e-3)
-        monkeypatch.setattr(module, "inputs", functools.partial(empty, inputs=module.inputs))
-    monkeypatch.setattr(mla_prefill, "chunk", functools.partial(empty, inputs=mla_prefill.chunk))
+        monkeypatch.setattr(module, "inputs", functools.partial(zeros, inputs=module.inputs))
+    monkeypatch.setattr(mla_prefill, "chunk", functools.partial(zeros, inputs=mla_prefill.chunk))
     monkeypatch.setattr(mla, "_schedules", lambda lens, **_: (None, None))
 
 

@@ -88,9 +88,7 @@ def test_tokens_that_all_see_the_whole_row_are_heads_of_one(with_arena):
     pool = make_pool([1, 0, 70, 33], page=16, dim=dim)
     q = normal(batch, q_len, heads, dim, scale=3)
     sizes = dict(batch=batch, q_len=1, num_heads=q_len * heads, max_pages=pool.tables.shape[1])
-    spec = mla.scratch(
-        **sizes, page_size=16, kv_lora_rank=rank, qk_rope_head_dim=dim - rank, dtype=q.dtype
-    )
+    spec = mla.scratch(**sizes, page_size=16, kv_lora_rank=rank, dtype=q.dtype)
     given = dict(arena=Arena.allocate(spec)) if with_arena else {}
     out, lse, *_ = decode(
         q.reshape(batch, 1, q_len * heads, dim), pool.cache, pool.tables, pool.lens,

@@ -188,13 +188,13 @@ def test_float16(heads, implementation):
 @pytest.mark.parametrize("q_len, heads, dim", [(2, 9, 576), (1, 9, 576), (1, 9, 512)])
 def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
     """The regions, and not what lies behind them; few packed rows have another kernel, and fewer
-    rows of the region, where there are rotated dims."""
+    rows of the region."""
     case = mla_case([200, 0, 70], heads=heads, q_len=q_len, dim=dim)
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 10)), constant_values=-1)
     pages = case.block_tables.shape[1]  # as many as may be split into three parts
     sizes = dict(batch=3, q_len=q_len, num_heads=heads, max_pages=pages)
     spec = mla.scratch(**sizes)
-    assert spec.region("out").shape[1] == (16 if (q_len, dim) == (1, 576) else 64)
+    assert spec.region("out").shape[1] == (16 if q_len == 1 else 64)
     behind = ArenaSpec.of("behind", **{name: ((1024,), name) for name in spec.sizes})
     arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec + behind))
     out, lse, arena = decode(case, implementation, arena=arena, cuts=cuts)
@@ -370,7 +370,9 @@ def test_a_schedule_of_another_width_is_an_error():
 
 def test_refuses_what_it_has_no_code_for():
     case = mla_case([64], heads=2)
-    with pytest.raises(NotImplementedError, match="pages of 16, 32, 64 or 128 tokens, got 8"):
+    with pytest.raises(
+        NotImplementedError, match=r"pages of 16, .*kv_cache \(2, 32, 8, 576\) has 8"
+    ):
         cache = case.kv_cache.reshape(2, -1, 8, 576)
         mla_decode_mosaic(case.q, cache, *case.args[2:], scale=1.0, layer=0, interpret=True)
     with pytest.raises(NotImplementedError, match="q float32, kv_cache bfloat16"):
