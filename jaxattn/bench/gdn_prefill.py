@@ -112,8 +112,7 @@ def check(op: Op, shape: Shape) -> float:
 
     start, _ = compare(0)
     end, state = compare(count * length - few)
-    # Of several errors NaN is the greatest.
-    return float(np.max([start, end, reference.relative_l2(final[-1][heads], state)]))
+    return reference.worst([start, end, reference.relative_l2(final[-1][heads], state)])
 
 
 def measure(

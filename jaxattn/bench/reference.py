@@ -3,6 +3,8 @@
 XLA's references take longer to compile than everything that a bench measures of a shape.
 """
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +18,11 @@ def exact(x: ArrayLike | jax.Array) -> np.ndarray:
 
 def relative_l2(actual: ArrayLike | jax.Array, expected: np.ndarray) -> float:
     return float(np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected))
+
+
+def worst(errors: Sequence[float]) -> float:
+    """The greatest, or NaN if one is: Python's `max` drops one that is not the first."""
+    return float(np.max(errors))
 
 
 def attention(

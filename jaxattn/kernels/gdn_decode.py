@@ -30,6 +30,7 @@ from jaxattn.kernels.gdn_decode_body import (
     shared_bytes,
 )
 from jaxattn.kernels.hopper import (
+    INSTEAD,
     NUM_SMS,
     RESERVED_BYTES,
     SHARED_BYTES,
@@ -40,7 +41,6 @@ from jaxattn.kernels.hopper import (
 MAX_TOKENS = 8  # that a row may have: all of them are unrolled
 MAX_ROWS = 65_535  # blocks that CUDA has on a grid's second axis; its first has the key heads
 MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
-INSTEAD = "use implementation='xla'"
 
 
 def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:

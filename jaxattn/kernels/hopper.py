@@ -18,6 +18,7 @@ SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 # which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
 # refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)
+INSTEAD = "use implementation='xla'"  # how a kernel's refusal ends
 
 
 def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
@@ -33,7 +34,7 @@ def require_hopper(op: str, *, interpret: bool) -> None:
     if backend != "gpu":
         raise NotImplementedError(
             f"{op}: the Mosaic GPU kernel needs a Hopper GPU, and JAX's default backend is "
-            f"{backend!r}; use implementation='xla'"
+            f"{backend!r}; {INSTEAD}"
         )
     device = jax.devices()[0]
     if device.compute_capability != "9.0":
