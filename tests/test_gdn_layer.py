@@ -15,7 +15,8 @@ from jaxattn.arena import Arena
 from jaxattn.bench.reference import delta_net, exact
 from jaxattn.kernels import gdn_decode
 from jaxattn.kernels.gdn_decode import MAX_ROWS, MOST_SHARED, choose_config, gdn_decode_mosaic
-from jaxattn.kernels.gdn_decode_body import Config, Op, shared_bytes
+from jaxattn.kernels.gdn_decode_body import Config, shared_bytes
+from jaxattn.kernels.gdn_decode_inputs import Op
 from jaxattn.kernels.hopper import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 
 implementations = pytest.mark.parametrize(

@@ -20,15 +20,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.gdn_decode_body import (
-    DIM,
-    WIDTH,
-    Config,
-    Op,
-    make_body,
-    scratch_types,
-    shared_bytes,
-)
+from jaxattn.kernels.gdn_decode_body import Config, make_body, scratch_types, shared_bytes
+from jaxattn.kernels.gdn_decode_inputs import DIM, WIDTH, Op
 from jaxattn.kernels.hopper import (
     INSTEAD,
     NUM_SMS,

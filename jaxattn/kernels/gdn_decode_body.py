@@ -1,10 +1,11 @@
 """The body of the delta rule's decode: what a block does for the value heads that it has.
 
-It convolves the channels of its q, k and v, prepares the gates, and takes the states [Dv, Dk] tile
-by tile through a ring in shared memory, so that loads, arithmetic and stores overlap, with those of
-the other blocks on the multiprocessor as well. A tile stays in registers over the S tokens. Both
-products with it are of the state before a token's update (S q is exp(g) S q + delta (k q)), so that
-their sums run side by side. The output is normalised and gated when all of its head is there.
+It convolves the channels of its q, k and v, prepares the gates (gdn_decode_inputs.py), and takes
+the states [Dv, Dk] tile by tile through a ring in shared memory, so that loads, arithmetic and
+stores overlap, with those of the other blocks on the multiprocessor as well. A tile stays in
+registers over the S tokens. Both products with it are of the state before a token's update (S q is
+exp(g) S q + delta (k q)), so that their sums run side by side. The output is normalised and gated
+when all of its head is there.
 
 A row of one token takes little more than its latencies. So warps wait for each other only where one
 reads or overwrites what another, or a copy, has to do with: Pallas would have them wait around
@@ -16,7 +17,6 @@ does not overflow which the unit vectors' would not.
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -25,10 +25,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gdn_decode_inputs import (
+    CHANNEL,
+    DIM,
+    Inputs,
+    Op,
+    convolved,
+    factors_of,
+    gates,
+    per_channel,
+    silu,
+)
 from jaxattn.kernels.hopper import meet, swizzled
-
-DIM = 128  # Dk and Dv
-WIDTH = 4  # taps of the convolution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,35 +56,6 @@ class Config:
     def __post_init__(self):
         if self.tile not in (32, 64, 128) or self.stages < 2:
             raise ValueError(f"tile must be 32, 64 or 128 and stages at least 2, got {self}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
-
-    `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
-    token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
-    """
-
-    q_len: int
-    key_heads: int
-    value_heads: int
-    conv: bool
-    norm: bool
-    l2norm: bool
-    stacked: bool
-    keep: bool
-    affine: tuple[int, int]
-    scale: float
-    eps: float
-
-    @property
-    def group(self) -> int:
-        return self.value_heads // self.key_heads
-
-    @property
-    def channels(self) -> int:
-        return (2 * self.key_heads + self.value_heads) * DIM
 
 
 def _steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
@@ -131,43 +110,18 @@ def _layout(tile: int) -> Any:
     )
 
 
-def _softplus(x: jax.Array) -> jax.Array:
-    """log(1 + e^x). The GPU's logarithm is good to 2^-22 of 1, not of a result near 0."""
-    t = jnp.exp(-jnp.abs(x))
-    series = t * (1 - t * (1 / 2 - t * (1 / 3 - t * (1 / 4))))
-    return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
-
-
 def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any:
     q_len, group, tile = op.q_len, op.group, config.tile
     heads = group // config.parts
     steps, stages = _steps_and_stages(op, config)
     matrix = _layout(tile)
     by_value, by_key = matrix.reduce(1), matrix.reduce(0)
-    channel = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a thread a channel
-
-    def per_channel(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=channel, optimized=False)
-
-    def silu(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        return x / (1.0 + jnp.exp(-x))
 
     def rows(vector: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(vector, (tile, DIM), [0])
 
     def columns(vector: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(vector, (tile, DIM), [1])
-
-    def factors_of(q: jax.Array, k: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """What a token's q and k are times, and the product of both."""
-        if not op.l2norm:
-            return op.scale, 1.0, jnp.sum(q * k) * op.scale
-        q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
-        q_factor *= op.scale
-        # Of a vector too long for its norm the factor is 0, and the product may be inf.
-        k_q = jnp.sum(q * k) * q_factor * k_factor
-        return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
 
     def q_and_k(vectors: Any, token: int) -> list[jax.Array]:
         at = (pl.ds(i * DIM, DIM) for i in range(2))
@@ -209,65 +163,22 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
             at = (row * q_len + token) * op.value_heads + first_head + head
             return out_ref.at[first_row + at]
 
-        own_heads = [first_head + head for head in range(heads)]
-        # The first ones of q's channels, of k's and of the values'.
-        firsts = [
-            head * DIM
-            for head in (
-                key_head,
-                op.key_heads + key_head,
-                *(2 * op.key_heads + head for head in own_heads),
-            )
-        ]
-
-        def of_tokens(first: Any) -> list[jax.Array]:
-            """128 numbers of each token from `first` on."""
-            at = pl.ds(first, DIM)
-            return [per_channel(qkvz_ref.at[row, token, at]) for token in range(q_len)]
-
-        def given() -> tuple[list[Any], list[Any], list[Any]]:
-            """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
-            b_and_a = [
-                [
-                    [ba_ref[row, token, first + head] for token in range(q_len)]
-                    for first in (0, op.value_heads)
-                ]
-                for head in own_heads
-            ]
-            z = [of_tokens(op.channels + head * DIM) for head in own_heads] if op.norm else []
-            return [of_tokens(first) for first in firsts], b_and_a, z
-
+        here = Inputs(
+            op,
+            qkvz_ref,
+            ba_ref,
+            weights_ref,
+            conv_ref,
+            row,
+            key_head,
+            [first_head + head for head in range(heads)],
+        )
         # Asked for before the slot is there, where it is enough for that to pay.
-        early = given() if heads > 1 else None
+        early = here.given() if heads > 1 else None
 
-        def inputs_of(first: Any, new: Any) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-            """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps)."""
-            if not op.conv:
-                return first, new, []
-            old = [
-                per_channel(conv_ref.at[layer, slot, j, pl.ds(first, DIM)])
-                for j in range(WIDTH - 1)
-            ]
-            start = 2 * op.value_heads + DIM + first
-            taps = [
-                per_channel(weights_ref.at[own, pl.ds(start + j * op.channels, DIM)])
-                for j in range(WIDTH)
-            ]
-            return first, old + [x.astype(conv_ref.dtype) for x in new], taps
-
-        def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax.Array:
-            if not taps:
-                return window[token].astype(jnp.float32)
-            terms = [tap * window[token + j].astype(jnp.float32) for j, tap in enumerate(taps)]
-            return silu(functools.reduce(operator.add, terms))
-
-        def keep_inputs(first: Any, window: list[jax.Array]) -> None:
+        def keep_inputs(window: Any) -> None:
             for token, target in targets.items():
-
-                @pl.when(in_pool(target))
-                def _(token=token, target=target):
-                    for j, x in enumerate(window[token + 1 : token + WIDTH]):
-                        conv_ref.at[layer, target, j, pl.ds(first, DIM)][...] = x
+                pl.when(in_pool(target))(functools.partial(here.keep, layer, target, token, window))
 
         @pl.when(live)
         def _update():
@@ -275,27 +186,23 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
                 fetch(step)
 
             # Every load comes before what waits for the first one: latencies run side by side.
-            new, b_and_a, z = early or given()
-            inputs = [inputs_of(*each) for each in zip(firsts, new, strict=True)]
-            gates = [
-                (weights_ref[own, head], weights_ref[own, op.value_heads + head], *each)
-                for head, each in zip(own_heads, b_and_a, strict=True)
+            new, b_and_a, z = early or here.given()
+            windows = [
+                here.window(layer, own, slot, *each) for each in zip(here.firsts, new, strict=True)
             ]
+            of_gates = here.of_gates(own, b_and_a)
             if op.norm:
-                norm = per_channel(weights_ref.at[own, pl.ds(2 * op.value_heads, DIM)])
+                norm = here.norm_weight(own)
 
-            decays, betas = [], []  # of the first head, the only one where these are read
-            for head, (A_log, bias, bs, as_) in enumerate(gates):
-                rate = jnp.exp(A_log)
-                for token in range(q_len):
-                    a, b = (x[token].astype(jnp.float32) for x in (as_, bs))
-                    decays.append(jnp.exp(-rate * _softplus(a + bias)))
-                    betas.append(1.0 / (1.0 + jnp.exp(-b)))
+            decays_and_betas = []  # of the first head, the only one where these are read
+            for head, each in enumerate(of_gates):
+                for token, (decay, beta) in enumerate(gates(*each)):
+                    decays_and_betas.append((decay, beta))
                     if scalars is not None:
-                        scalars[head, token] = decays[-1]
-                        scalars[heads + head, token] = betas[-1]
+                        scalars[head, token] = decay
+                        scalars[heads + head, token] = beta
 
-            for i, (_, window, taps) in enumerate(inputs):
+            for i, (_, window, taps) in enumerate(windows):
                 for token in range(q_len):
                     vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
             if op.norm:  # what the normed output is times
@@ -304,10 +211,10 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
             if all_read is not None:
                 plgpu.barrier_arrive(all_read)
             if op.conv:
-                for first, window, _ in inputs[2:]:
-                    keep_inputs(first, window)
+                for window in windows[2:]:
+                    keep_inputs(window)
             qk = [q_and_k(vectors, token) for token in range(q_len)]
-            qk_factors = [factors_of(*each) for each in qk]
+            qk_factors = [factors_of(op, *each) for each in qk]
 
             def units(token: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
                 q_factor, k_factor, _ = qk_factors[token]
@@ -322,12 +229,12 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
                 head = lax.div(step * tile, DIM)
                 plgpu.barrier_wait(loaded.at[at])
                 state = plgpu.load(ring.at[at], layout=matrix).astype(jnp.float32)
-                here = pl.ds(step * tile, tile)
+                own_rows = pl.ds(step * tile, tile)
                 for token in range(q_len):
                     q, k = (columns(x) for x in only or units(token, *q_and_k(vectors, token)))
                     k_q = qk_factors[token][2]
                     if scalars is None:
-                        decay, beta = decays[token], betas[token]
+                        decay, beta = decays_and_betas[token]
                     else:
                         decay, beta = scalars[head, token], scalars[heads + head, token]
                     values = vectors.at[token, pl.ds(2 * DIM + step * tile, tile)]
@@ -335,7 +242,7 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
                     delta = beta * (v - decay * (state * k).sum(axis=1))
                     out = decay * (state * q).sum(axis=1) + delta * k_q
                     state = state * decay + rows(delta) * k
-                    out_smem.at[token, here][...] = out
+                    out_smem.at[token, own_rows][...] = out
                     if token not in targets:
                         continue
 
@@ -371,14 +278,14 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
 
                 @pl.when(part == 0)
                 def _():
-                    for first, window, _ in inputs[:2]:
-                        keep_inputs(first, window)
+                    for window in windows[:2]:
+                        keep_inputs(window)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(jnp.logical_not(live))
         def _padding():
-            zeros = plgpu.layout_cast(jnp.zeros((DIM,), jnp.float32), channel)
+            zeros = plgpu.layout_cast(jnp.zeros((DIM,), jnp.float32), CHANNEL)
             for head in range(heads):
                 for token in range(q_len):
                     out_at(token, head)[...] = zeros.astype(out_ref.dtype)

@@ -1,0 +1,157 @@
+"""What a block of the delta rule's decode reads beside the states, and what it makes of that.
+
+The channels of its q, k and values with their convolution, the gates, and what makes q and k unit
+vectors. A thread has one channel of a head's 128.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+DIM = 128  # Dk and Dv
+WIDTH = 4  # taps of the convolution
+CHANNEL = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
+
+    `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
+    token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
+    """
+
+    q_len: int
+    key_heads: int
+    value_heads: int
+    conv: bool
+    norm: bool
+    l2norm: bool
+    stacked: bool
+    keep: bool
+    affine: tuple[int, int]
+    scale: float
+    eps: float
+
+    @property
+    def group(self) -> int:
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * DIM
+
+
+def per_channel(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=CHANNEL, optimized=False)
+
+
+def silu(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x / (1.0 + jnp.exp(-x))
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    """log(1 + e^x). The GPU's logarithm is good to 2^-22 of 1, not of a result near 0."""
+    t = jnp.exp(-jnp.abs(x))
+    series = t * (1 - t * (1 / 2 - t * (1 / 3 - t * (1 / 4))))
+    return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
+
+
+def gates(A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, Any]]:
+    """(decay, beta) of a head's tokens."""
+    rate = jnp.exp(A_log)
+    numbers = [[x.astype(jnp.float32) for x in each] for each in zip(a, b, strict=True)]
+    return [(jnp.exp(-rate * _softplus(a + bias)), 1.0 / (1.0 + jnp.exp(-b))) for a, b in numbers]
+
+
+def factors_of(op: Op, q: jax.Array, k: jax.Array) -> tuple[Any, Any, jax.Array]:
+    """What a token's q and k are times, and the product of both."""
+    if not op.l2norm:
+        return op.scale, 1.0, jnp.sum(q * k) * op.scale
+    q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
+    q_factor *= op.scale
+    # Of a vector too long for its norm the factor is 0, and the product may be inf.
+    k_q = jnp.sum(q * k) * q_factor * k_factor
+    return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
+
+
+def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax.Array:
+    if not taps:
+        return window[token].astype(jnp.float32)
+    terms = [tap * window[token + j].astype(jnp.float32) for j, tap in enumerate(taps)]
+    return silu(functools.reduce(operator.add, terms))
+
+
+class Inputs:
+    """Of one row's value heads `heads`, which share a key head.
+
+    `firsts`: the first channels of q, of k and of each head's values.
+    """
+
+    def __init__(
+        self, op: Op, qkvz: Any, ba: Any, weights: Any, conv: Any, row: Any, key_head: Any,
+        heads: list[Any],
+    ) -> None:  # fmt: skip
+        self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
+        self.row, self.heads = row, heads
+        of_values = (2 * op.key_heads + head for head in heads)
+        self.firsts = [head * DIM for head in (key_head, op.key_heads + key_head, *of_values)]
+
+    def of_tokens(self, first: Any) -> list[jax.Array]:
+        """128 numbers of each token from `first` on."""
+        at = pl.ds(first, DIM)
+        return [per_channel(self.qkvz.at[self.row, token, at]) for token in range(self.op.q_len)]
+
+    def given(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
+        op = self.op
+        b_and_a = [
+            [
+                [self.ba[self.row, token, first + head] for token in range(op.q_len)]
+                for first in (0, op.value_heads)
+            ]
+            for head in self.heads
+        ]
+        z = [self.of_tokens(op.channels + head * DIM) for head in self.heads] if op.norm else []
+        return [self.of_tokens(first) for first in self.firsts], b_and_a, z
+
+    def window(self, layer: Any, own: Any, slot: Any, first: Any, new: list[jax.Array]) -> Any:
+        """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps).
+
+        `own`: the layer's row of weights.
+        """
+        if not self.op.conv:
+            return first, new, []
+        old = [
+            per_channel(self.conv.at[layer, slot, j, pl.ds(first, DIM)]) for j in range(WIDTH - 1)
+        ]
+        start = 2 * self.op.value_heads + DIM + first
+        taps = [
+            per_channel(self.weights.at[own, pl.ds(start + j * self.op.channels, DIM)])
+            for j in range(WIDTH)
+        ]
+        return first, old + [x.astype(self.conv.dtype) for x in new], taps
+
+    def of_gates(self, own: Any, b_and_a: list[Any]) -> list[tuple[Any, ...]]:
+        """What `gates` takes, of each head."""
+        return [
+            (self.weights[own, head], self.weights[own, self.op.value_heads + head], *each)
+            for head, each in zip(self.heads, b_and_a, strict=True)
+        ]
+
+    def norm_weight(self, own: Any) -> jax.Array:
+        return per_channel(self.weights.at[own, pl.ds(2 * self.op.value_heads, DIM)])
+
+    def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
+        """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""
+        first, inputs, _ = window
+        for j, x in enumerate(inputs[token + 1 : token + WIDTH]):
+            self.conv.at[layer, target, j, pl.ds(first, DIM)][...] = x
