@@ -38,7 +38,12 @@ def dispatch[T](
         if implementation not in candidates:
             names = ", ".join(repr(name) for name in candidates)
             raise ValueError(f"{op}: unknown {implementation=}; choose one of {names} or None")
-        return candidates[implementation]()
+        try:
+            return candidates[implementation]()
+        except NotImplementedError as refusal:
+            if implementation != "xla" and "xla" in candidates:
+                refusal.args = (f"{refusal}; use implementation='xla'",)
+            raise
     refusals: list[Exception] = []
     for name, candidate in candidates.items():
         if name in ONLY_BY_NAME:

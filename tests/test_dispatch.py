@@ -34,7 +34,7 @@ def test_a_gpu_that_runs_xla_instead_says_why_at_the_callers_line(backend, warne
 
 
 def test_a_named_one_that_refuses_and_one_that_is_not_there():
-    with pytest.raises(NotImplementedError, match="got D=20"):
+    with pytest.raises(NotImplementedError, match="got D=20; use implementation='xla'$"):
         dispatch("op", "mosaic_gpu", CANDIDATES)
     with pytest.raises(ValueError, match="unknown implementation='triton'; choose one of"):
         dispatch("op", "triton", CANDIDATES)

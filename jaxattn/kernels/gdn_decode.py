@@ -23,7 +23,6 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.kernels.gdn_decode_body import Config, make_body, scratch_types, shared_bytes
 from jaxattn.kernels.gdn_decode_inputs import DIM, WIDTH, Op
 from jaxattn.kernels.hopper import (
-    INSTEAD,
     NUM_SMS,
     RESERVED_BYTES,
     SHARED_BYTES,
@@ -69,21 +68,19 @@ def _refuse(
 ) -> None:
     if not 1 <= batch <= MAX_ROWS:
         raise NotImplementedError(
-            f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}; "
-            f"{INSTEAD}"
+            f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
         )
     if not 1 <= tokens <= MAX_TOKENS:
         raise NotImplementedError(
-            f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}; {INSTEAD}"
+            f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}"
         )
     if heads[1:] != (DIM, DIM):
         raise NotImplementedError(
-            f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}; {INSTEAD}"
+            f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}"
         )
     if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:
         raise NotImplementedError(
-            f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}; "
-            f"{INSTEAD}"
+            f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}"
         )
 
 
@@ -148,7 +145,7 @@ def gdn_decode_mosaic(
         raise NotImplementedError(
             f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
             f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
-            f"fewer tokens, or {INSTEAD}"
+            "fewer tokens"
         )
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]

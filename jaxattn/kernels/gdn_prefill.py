@@ -20,7 +20,7 @@ from jaxattn.kernels.gdn_prefill_chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill_segments import segment_starts, transition_pass
 from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, output_pass
 from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM
-from jaxattn.kernels.hopper import INSTEAD, NUM_SMS, require_hopper
+from jaxattn.kernels.hopper import NUM_SMS, require_hopper
 
 # Up to so many sequences are cut number by number: then the plan is one kernel of XLA's.
 WRITTEN_OUT = 16
@@ -189,8 +189,7 @@ def refuse_prefill(
     require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
         raise NotImplementedError(
-            f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}; "
-            f"{INSTEAD}"
+            f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(

@@ -18,7 +18,6 @@ SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 # which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
 # refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)
-INSTEAD = "use implementation='xla'"  # how a kernel's refusal ends
 
 
 def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
@@ -34,7 +33,7 @@ def require_hopper(op: str, *, interpret: bool) -> None:
     if backend != "gpu":
         raise NotImplementedError(
             f"{op}: the Mosaic GPU kernel needs a Hopper GPU, and JAX's default backend is "
-            f"{backend!r}; {INSTEAD}"
+            f"{backend!r}"
         )
     device = jax.devices()[0]
     if device.compute_capability != "9.0":
@@ -48,7 +47,7 @@ def require_hopper(op: str, *, interpret: bool) -> None:
     if MISCOMPILING_CUDA[0] <= version < MISCOMPILING_CUDA[1]:
         raise NotImplementedError(
             f"{op}: ptxas of CUDA 12.8.0 to 12.9.1 miscompiles masked kernels, and this is CUDA "
-            f"runtime {version}; install jaxattn[cuda13]"
+            f"runtime {version}; jaxattn[cuda13] brings a later one"
         )
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
-from jaxattn.kernels.hopper import INSTEAD, interpret_mode, require_hopper
+from jaxattn.kernels.hopper import interpret_mode, require_hopper
 from jaxattn.kernels.mla_body import RANK, ROPE, make_body, scratch_types
 from jaxattn.kernels.mla_decode_columns import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_results import Results
@@ -37,12 +37,12 @@ def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
     if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
         raise NotImplementedError(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
-            f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}; {INSTEAD}"
+            f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
         )
     if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
         raise NotImplementedError(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
-            f"q {dtype.name}, kv_cache {kv_cache.dtype.name}; {INSTEAD}"
+            f"q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
 
 
@@ -85,7 +85,7 @@ def mla_decode_mosaic(
     if kv_cache.shape[-2] not in PAGE_SIZES:
         raise NotImplementedError(
             "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
-            f"{kv_cache.shape} has {kv_cache.shape[-2]}; {INSTEAD}"
+            f"{kv_cache.shape} has {kv_cache.shape[-2]}"
         )
     batch, q_len, num_heads, _ = latent.shape
     dtype = latent.dtype

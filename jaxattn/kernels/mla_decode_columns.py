@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
-from jaxattn.kernels.hopper import INSTEAD, interpret_mode
+from jaxattn.kernels.hopper import interpret_mode
 from jaxattn.kernels.mla_body import RANK, ROPE
 from jaxattn.kernels.mla_columns_body import make_body
 from jaxattn.kernels.mla_columns_memory import WARPGROUPS, scratch_types
@@ -47,7 +47,7 @@ def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None
         raise NotImplementedError(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
             f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
-            f"{kv_cache.dtype.name} cache; {INSTEAD}"
+            f"{kv_cache.dtype.name} cache"
         )
     if quantized:
         fits = q.dtype == jnp.bfloat16
@@ -57,7 +57,7 @@ def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None
         raise NotImplementedError(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
             f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
-            f"{kv_cache.dtype.name}; {INSTEAD}"
+            f"{kv_cache.dtype.name}"
         )
 
 

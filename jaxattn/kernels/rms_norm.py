@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper import INSTEAD, interpret_mode, require_hopper
+from jaxattn.kernels.hopper import interpret_mode, require_hopper
 
 THREADS = 128
 MOST_FEATURES = 8192  # 64 of them in each thread's registers
@@ -44,7 +44,7 @@ def rms_norm_mosaic(
     if not norms_features(features) or x.size == 0:
         raise NotImplementedError(
             f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
-            f"{MOST_FEATURES}, and some tokens; got x {x.shape}; {INSTEAD}"
+            f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )
     tokens = x.reshape(-1, features)
     vector = next(n for n in (4, 2, 1) if features % (n * THREADS) == 0)
