@@ -1,7 +1,10 @@
 """What goes into an engine and what comes out of it."""
 
 import dataclasses
+import numbers
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Request:
         id: names the request, in callbacks and for sampling; None is its place in the list.
 
     Raises:
+        TypeError: an attribute is of another type; the message names it.
         ValueError: an attribute does not fit; the message names it.
     """
 
@@ -30,6 +34,23 @@ class Request:
     id: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            raise TypeError(
+                "prompt must be token ids, got a str; for a model of bytes give prompt.encode()"
+            )
+        if not hasattr(self.prompt, "__len__"):
+            raise TypeError(f"prompt must be token ids, got {self.prompt!r}")
+        if not isinstance(self.prompt, bytes):
+            for place, token in enumerate(self.prompt):
+                _check_integer(f"prompt[{place}]", token)
+        for name in ("max_tokens", "seed", "stop_token", "id"):
+            value = getattr(self, name)
+            if value is not None or name in ("max_tokens", "seed"):
+                _check_integer(name, value)
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not len(self.prompt):
             raise ValueError("prompt is empty; it needs at least one token")
         if self.max_tokens < 1:
@@ -42,6 +63,13 @@ class Request:
             raise ValueError(f"seed must be from 0 to 2**32 - 1; got {self.seed}")
         if self.id is not None and not 0 <= self.id < 2**31:
             raise ValueError(f"id must be from 0 to 2**31 - 1; got {self.id}")
+
+
+def _check_integer(name: str, value: Any) -> None:
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)

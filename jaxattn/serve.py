@@ -1,7 +1,8 @@
 """A model of bytes continues prompts, many at a time, in one compiled step: python -m jaxattn.serve
 
 The generated text goes to stdout (with `--json`, one JSON object instead), all else to stderr.
-Exit codes: 0, 1 if a request was refused, 2 for bad input, 130 after Ctrl-C.
+Exit codes: 0, 1 if a request was refused or the reader of stdout left, 2 for bad input, 130 after
+Ctrl-C and 143 after SIGTERM; what was generated until then is reported all the same.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxattn.command import code_of, exit_code
 from jaxattn.device import device_memory
 from jaxattn.engine import Engine
 from jaxattn.kernels.hopper import require_hopper
@@ -35,18 +37,23 @@ VOCAB_SIZE = 256
 EMBEDDED = Path(__file__).parent / "models" / "tiny"
 
 
-def read_prompts(prompts: Sequence[str] | None, stdin: TextIO) -> list[bytes]:
+def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[bytes]:
     """The prompts' bytes.
 
     Raises:
-        InputError: one is empty, or stdin is asked for twice.
+        InputError: one is empty, or stdin is asked for twice or closed.
     """
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
         raise InputError("--prompt - can be given once: stdin is one prompt")
+    if "-" in prompts and stdin is None:
+        raise InputError("--prompt - reads stdin, which is closed")
     found = []
     for place, prompt in enumerate(prompts, 1):
-        data = stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+        if prompt == "-" and stdin is not None:
+            data = stdin.buffer.read()
+        else:
+            data = prompt.encode("utf-8", "surrogateescape")
         if not data:
             where = "stdin" if prompt == "-" else f"--prompt number {place}"
             raise InputError(f"{where} is empty; a prompt needs at least one byte")
@@ -138,18 +145,7 @@ def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: H
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    try:
-        return run(parser().parse_args(argv))
-    except InputError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of stdout left; what is still buffered for it has to go somewhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return exit_code(PROGRAM, lambda: run(parser().parse_args(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -158,6 +154,8 @@ def run(options: argparse.Namespace) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
     messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if options.plot and not options.plan:
+        raise InputError("--plot draws a plan: give --plan too")
     prompts = read_prompts(options.prompt, sys.stdin)
     folder = options.checkpoint or EMBEDDED
     config = read_config(folder)
@@ -183,11 +181,11 @@ def run(options: argparse.Namespace) -> int:
     engine, compile_seconds = start_engine(config, params, limits, options, messages)
 
     stream = TextStream(messages if options.json else Console(), requests)
-    interrupted = False
+    interrupted = None
     try:
         completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
     except GenerationInterrupted as interrupt:
-        completions, interrupted = interrupt.completions, True
+        completions, interrupted = interrupt.completions, code_of(interrupt)
     except SealError as error:
         raise InputError(f"--strict: {_one_line(error)}") from error
     stream.close()
@@ -201,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
         }
         result = to_json(engine, completions, measured, settings, compile_seconds)
         print(json.dumps(result), flush=True)
-    return 130 if interrupted else int(any(map(_refused, completions)))
+    return interrupted or int(any(map(_refused, completions)))
 
 
 def read_limits(

@@ -493,6 +493,13 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
         (["plot", "--plot", "x.png"], "RUN.json"),
         (["mla", "x.json"], "RUN.json"),
         (["step", "--plot", "x.png"], "mla, mla-prefill and gdn"),
+        (["step", "--small", "--json", "/nowhere/x.json"], "/nowhere/x.json: cannot be written"),
+        (["gdn", "--small", "--plot", "/nowhere/x.png"], "/nowhere/x.png: cannot be written"),
+        pytest.param(
+            ["mla", "--small", "--implementation", "mosaic_gpu"],
+            "needs a Hopper GPU",
+            marks=pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU"),
+        ),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(argv, message, capsys):

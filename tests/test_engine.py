@@ -333,3 +333,29 @@ def test_limits_are_positive_integers(field, value):
 def test_a_request_that_makes_no_sense_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         Request(**{"prompt": b"x"} | options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"prompt": "hello"}, r"got a str; for a model of bytes give prompt.encode\(\)"),
+        ({"prompt": 5}, "prompt must be token ids, got 5"),
+        ({"prompt": [[1, 2]]}, r"prompt\[0\] must be an integer, got \[1, 2\]"),
+        ({"prompt": [1, 2.5]}, r"prompt\[1\] must be an integer, got 2.5"),
+        ({"prompt": np.ones(3)}, r"prompt\[0\] must be an integer"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
+        ({"max_tokens": None}, "max_tokens must be an integer, got None"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"stop_token": "\n"}, "stop_token must be an integer"),
+        ({"id": "a"}, "id must be an integer, got 'a'"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+    ],
+)
+def test_a_request_of_other_types_is_an_error_before_others_are_served(options, message):
+    with pytest.raises(TypeError, match=message):
+        Request(**{"prompt": b"x"} | options)
+
+
+def test_a_request_of_numpys_numbers():
+    request = Request(np.array([1, 2], np.uint8), max_tokens=np.int64(3), temperature=np.float32(1))
+    assert list(request.prompt) == [1, 2]

@@ -301,7 +301,8 @@ def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(mode
     assert "[2] refused: 120 prompt tokens and 20 to generate need 3 pages of 64" in printed.err
 
 
-def test_ctrl_c_prints_what_was_generated_and_the_summary(model):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_print_what_was_generated_and_the_summary(number, model):
     command = [sys.executable, "-m", "jaxattn.serve", "--checkpoint", model, "--json"]
     command += ["--prompt", "def f():", "--max-model-len", "4k", "--max-tokens", "4k"]
     command += ["--batch", "1"]
@@ -311,9 +312,9 @@ def test_ctrl_c_prints_what_was_generated_and_the_summary(model):
             data = process.stderr.read1()
             assert data, seen.decode()
             seen += data
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err.decode()
+    assert process.returncode == 128 + number, err.decode()
     (request,) = json.loads(out)["requests"]
     assert request["finish_reason"] == "interrupted"
     assert request["generated_tokens"] > 0 and request["text"]

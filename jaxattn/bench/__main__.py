@@ -21,6 +21,7 @@ from rich.table import Table
 
 from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_fp8, mla_prefill, peers, plot, step
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
+from jaxattn.kernels.hopper import require_hopper
 
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
@@ -80,6 +81,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 f"--only: no shape {' '.join(unknown)} in {args.what}; there are "
                 f"{' '.join(labels) or 'none to choose from'}"
             )
+    for name in ("json", "plot"):  # before all the measuring
+        path = getattr(args, name)
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            parser.error(f"--{name} {path}: cannot be written there")
     if args.what != "plot" and not args.small:
         # Peers run in processes of their own, and need memory too. Read when the backend starts.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -88,6 +93,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 f"the shapes are a GPU's and JAX's backend is {jax.default_backend()!r}: add "
                 "--small"
             )
+    if args.implementation == "mosaic_gpu":
+        try:
+            require_hopper("--implementation mosaic_gpu", interpret=False)
+        except NotImplementedError as error:
+            parser.error(str(error))
     return args
 
 

@@ -60,7 +60,7 @@ def read_config(path: str | os.PathLike) -> HybridConfig:
         return HybridConfig.from_dict(values)
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a model's configuration: {error}") from error
 
 

@@ -124,7 +124,7 @@ def load(name: str) -> KnownModel:
         )
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise KnownModelError(f"cannot read {path}: {error}") from error
     return from_config(Path(name).name, config)
 

@@ -1,7 +1,7 @@
 """The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
 
 No device is used and nothing is allocated. Exit codes: 0, 2 for bad input or a plan that does not
-fit (its table is printed all the same).
+fit (its table is printed all the same), 1 if the reader of stdout left.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxattn.command import exit_code
 from jaxattn.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.limits import Limits
 from jaxattn.models import known
@@ -107,11 +108,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     jax.config.update("jax_platforms", "cpu")  # shapes are enough: a GPU is left alone
-    try:
-        return run(parser().parse_args(argv))
-    except InputError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(PROGRAM, lambda: run(parser().parse_args(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -177,7 +174,7 @@ def read_model(name: str) -> known.KnownModel | HybridConfig:
         if (folder / "config.json").is_file():
             try:
                 values = json.loads((folder / "config.json").read_text())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"cannot read {folder / 'config.json'}: {error}") from error
             if isinstance(values, dict) and not {"model_type", "text_config"} & values.keys():
                 return read_config(folder)
