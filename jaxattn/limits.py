@@ -102,3 +102,10 @@ def check_utilization(value: Any) -> None:
             "utilization is a fraction of the device's total memory: use above 0 and at most 1; "
             f"got {value!r}"
         )
+
+
+def larger_shares(utilization: float | None) -> tuple[float, ...]:
+    """The tenths of a device above a given share of it, up to 0.9, which leaves the driver some."""
+    if utilization is None:
+        return ()
+    return tuple(tenths / 10 for tenths in range(1, 10) if tenths / 10 > utilization)

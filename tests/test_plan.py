@@ -353,6 +353,20 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
     assert plan(CONFIG, "2GiB", smaller).reserve >= 0
 
 
+@pytest.mark.parametrize(
+    "model, device, share, advised",
+    [(CONFIG, "2GiB", 0.001, "utilization"), ("DeepSeek-V2-Lite", "h200", 0.1, "--utilization")],
+)
+def test_a_larger_share_of_the_device_is_advised_first(model, device, share, advised):
+    limits = Limits(batch=16, max_model_len=256, prefill_chunk=16, utilization=share)
+    model = known.load(model) if isinstance(model, str) else model
+    with pytest.raises(PlanError) as caught:
+        plan(model, device, limits)
+    word, larger = caught.value.advice[0].split()
+    assert word == advised and share < float(larger) <= 0.9
+    assert plan(model, device, dataclasses.replace(limits, utilization=float(larger))).reserve >= 0
+
+
 # The command --------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,8 @@ PEERS = SAME | {
 TRITON = SAME | {"FlagGems 5.0.2, call us": "flaggems call us"}
 PREFILL = SAME | {"jax's at 128": "jax's, 128, TFLOP/s", "at 256": "jax's, 256, TFLOP/s"}
 STEP = {
-    "us a layer": "profiled us",
+    "us a layer": "us a layer",
+    "profiled": "profiled us",
     "MLA/GDN kernels": "kernels us",
     "norms, appends": "small kernels us",
     "matmuls": "matmuls us",

@@ -20,7 +20,7 @@ from jaxattn.options import parser, size
 from jaxattn.report import TextStream
 from jaxattn.request import Completion, Request
 from jaxattn.rope import RopeConfig
-from jaxattn.serve import PROMPTS, main
+from jaxattn.serve import EMBEDDED, PROMPTS, main
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -299,6 +299,20 @@ def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(mode
     assert printed.out.startswith("[1] a")
     assert re.search(r"\[1\] \d+ tokens, (length|stop)", printed.err)
     assert "[2] refused: 120 prompt tokens and 20 to generate need 3 pages of 64" in printed.err
+
+
+def test_the_plan_counts_each_parameter_once(capsys):
+    assert main(["--plan", "--json"]) == 0
+    (weights,) = [
+        each for each in json.loads(capsys.readouterr().out)["items"] if each["name"] == "weights"
+    ]
+    count = weights["why"].partition(" parameters")[0]
+    assert f"| parameters | {count}," in (EMBEDDED / "README.md").read_text()
+
+
+def test_a_picture_without_a_plan(capsys):
+    assert main(["--plot", "x.png", "--prompt", "a"]) == 2
+    assert "--plot draws a plan: give --plan too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

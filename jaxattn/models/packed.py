@@ -33,6 +33,11 @@ class PackedParams:
     mla_weights: Float[Array, "L W"]
     norm_weights: Float[Array, "N hidden"]
 
+    @property
+    def copies(self) -> tuple[Any, ...]:
+        """What is there twice, so that decoding can read it from a stack."""
+        return self.gdn_weights, self.mla_weights, self.norm_weights
+
 
 def pack_vectors(params: nnx.State | PackedParams) -> PackedParams:
     """Puts every vector of the repeats (norms, gates) into one array. Do it once, on loading.

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 
 from jaxattn.device import DeviceMemory
 from jaxattn.dispatch import Implementation
-from jaxattn.limits import Limits
+from jaxattn.limits import Limits, larger_shares
 from jaxattn.models.hybrid import (
     PAGE_SIZE,
     HybridConfig,
     abstract_model,
     pack_vectors,
 )
+from jaxattn.models.packed import PackedParams
 from jaxattn.plan.bound import temp_bound
 from jaxattn.plan.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
 from jaxattn.steps import arena_spec, entry_points, new_state, op_specs
@@ -250,16 +251,23 @@ def advice(
             take no more; where that is too much still, their own bound decides.
     """
 
-    def left(changed: Limits, known: Mapping[str, Executable]) -> bool:
-        plan = plan_hybrid(config, changed, memory, params, known, **beside)
+    def left(changed: Limits, known: Mapping[str, Executable], of: DeviceMemory) -> bool:
+        plan = plan_hybrid(config, changed, of, params, known, **beside)
         return plan.reserve is not None and plan.reserve >= 0
 
-    def fits(changed: Limits) -> bool:
-        if left(changed, executables):
+    def fits(changed: Limits, of: DeviceMemory = memory) -> bool:
+        if left(changed, executables, of):
             return True
-        return left(changed, {}) and left(changed, from_shapes(config, changed, params, None))
+        known = from_shapes(config, changed, params, None)
+        return left(changed, {}, of) and left(changed, known, of)
 
     found = []
+    # With another share JAX's allocator would be given another limit.
+    unlimited = dataclasses.replace(memory, limit=None)
+    for larger in larger_shares(limits.utilization):
+        if fits(dataclasses.replace(limits, utilization=larger), unlimited):
+            found.append(f"utilization {larger:g}")
+            break
     one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
     pages = fill(config, one_row, memory, params, executables, **beside).pages
     if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
@@ -282,13 +290,17 @@ def resident_items(
 ) -> tuple[Item, ...]:
     """Weights and state, from arrays or from their shapes."""
     weights = jax.tree.leaves(params)
-    count = sum(leaf.size for leaf in weights)
+    copies = jax.tree.leaves(params.copies) if isinstance(params, PackedParams) else []
+    twice = sum(leaf.size for leaf in copies)
+    why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
+    if twice:
+        why += f", {twice:,} of them once more for decoding,"
     dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
     layers, pages, page_size, width = state.kv_cache.shape
     gdn_layers, slots, taps, channels = state.conv_state.shape
     heads = "x".join(map(str, state.ssm_state.shape[2:]))
     return (
-        Item("weights", nbytes(params), f"{count:,} parameters in {dtypes}, only read"),
+        Item("weights", nbytes(params), f"{why} in {dtypes}, only read"),
         Item(
             "arena",
             nbytes(state.arena),

@@ -11,7 +11,7 @@ from typing import Any
 from jaxattn import gdn, mla
 from jaxattn.arena import ArenaSpec
 from jaxattn.device import GIB, MIB, DeviceMemory
-from jaxattn.limits import Limits
+from jaxattn.limits import Limits, larger_shares
 from jaxattn.models.hybrid import PAGE_SIZE
 from jaxattn.models.known import KnownModel
 from jaxattn.plan.activations import activations
@@ -253,6 +253,10 @@ def advice(
         return value or None
 
     found = []
+    for larger in larger_shares(limits.utilization):
+        if fits(dataclasses.replace(limits, utilization=larger), place):
+            found.append(f"--utilization {larger:g}")
+            break
     if gpus := gpus_for(limits):
         found.append(f"{gpus} GPUs (--gpus {gpus})")
     for name in ("batch", "max_model_len", "num_pages", "prefill_chunk"):
