@@ -34,7 +34,6 @@ from jaxattn.seal import SealError
 
 STOP = 0  # the byte that ends every file that the embedded model was trained on
 VOCAB_SIZE = 256
-EMBEDDED = Path(__file__).parent / "models" / "tiny"
 
 
 def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[bytes]:
@@ -157,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and not options.plan:
         raise InputError("--plot draws a plan: give --plan too")
     prompts = read_prompts(options.prompt, sys.stdin)
-    folder = options.checkpoint or EMBEDDED
+    folder = options.checkpoint or checkpoint.EMBEDDED
     config = read_config(folder)
     limits = read_limits(options, () if options.plan else prompts, config)
     choose_device(options.device, options.implementation, options.utilization)

@@ -32,7 +32,6 @@ from jaxattn.models.hybrid import (
 from jaxattn.prompts import PROMPTS
 from jaxattn.request import Request
 from jaxattn.scheduler import Limits
-from jaxattn.serve import EMBEDDED
 
 FILE = Path(__file__).parent / "data" / "greedy_cpu.json"
 TOKENS = 160
@@ -98,7 +97,7 @@ def gaps(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    config, params = checkpoint.load(EMBEDDED)
+    config, params = checkpoint.load(checkpoint.EMBEDDED)
     prompts = [prompt.encode() for prompt in PROMPTS]
     engine = Engine(config, params, Limits(batch=len(prompts)), implementation="xla")
     done = engine.generate([Request(prompt, max_tokens=TOKENS) for prompt in prompts])

@@ -17,7 +17,6 @@ from jaxattn.models import checkpoint
 from jaxattn.prompts import PROMPTS
 from jaxattn.request import Request
 from jaxattn.scheduler import Limits
-from jaxattn.serve import EMBEDDED
 
 STORED = json.loads(FILE.read_text())["texts"]
 BYTES = [prompt.encode() for prompt in PROMPTS]
@@ -26,7 +25,7 @@ TEXTS = [stored["text"].encode() for stored in STORED]
 
 @pytest.fixture(scope="module")
 def model():
-    return checkpoint.load(EMBEDDED)
+    return checkpoint.load(checkpoint.EMBEDDED)
 
 
 def greedy(engine: Engine, prompts: list[bytes], max_tokens: int) -> list[bytes]:

@@ -54,9 +54,10 @@ LABELS = (
 )
 
 
-def test_one_example_uses_a_kernel_and_one_a_module():
+def test_one_example_uses_a_kernel_one_a_module_and_one_the_engine():
     assert any("mla_decode(" in text or "mla_decode," in text for text in EXAMPLES)
     assert any("MultiHeadLatentAttention" in text for text in EXAMPLES)
+    assert any("engine.generate(" in text for text in EXAMPLES)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -20,7 +20,7 @@ from jaxattn.options import parser, size
 from jaxattn.report import TextStream
 from jaxattn.request import Completion, Request
 from jaxattn.rope import RopeConfig
-from jaxattn.serve import EMBEDDED, PROMPTS, main
+from jaxattn.serve import PROMPTS, main
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -307,7 +307,7 @@ def test_the_plan_counts_each_parameter_once(capsys):
         each for each in json.loads(capsys.readouterr().out)["items"] if each["name"] == "weights"
     ]
     count = weights["why"].partition(" parameters")[0]
-    assert f"| parameters | {count}," in (EMBEDDED / "README.md").read_text()
+    assert f"| parameters | {count}," in (checkpoint.EMBEDDED / "README.md").read_text()
 
 
 def test_a_picture_without_a_plan(capsys):

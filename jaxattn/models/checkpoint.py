@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxattn.models.hybrid import HybridConfig, abstract_model
 
+EMBEDDED = Path(__file__).parent / "tiny"  # the model of bytes that ships with the package
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
