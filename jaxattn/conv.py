@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxattn.checks import check_layer, floats, maybe_floats
+
 
 def as_given(x: Any) -> Any:
     """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
@@ -116,8 +118,10 @@ def check_pool(
             f"{op}: pass layer with a stack of {ranks[1]} dimensions, and only then; "
             f"{name} has shape {pool.shape} and layer={layer!r}"
         )
-    if isinstance(layer, int) and not 0 <= layer < pool.shape[0]:
-        raise ValueError(f"{op}: {layer=} is outside the stack {name} of shape {pool.shape}")
+    if layer is not None:
+        check_layer(op, name, pool, layer)
+    if state_indices is None:
+        raise TypeError(f"{op}: state_indices must be integers of shape [{batch}], got None")
     if state_indices.shape != (batch,) or not jnp.issubdtype(state_indices.dtype, jnp.integer):
         raise ValueError(
             f"{op}: state_indices must be integers of shape [{batch}], "
@@ -260,7 +264,9 @@ def causal_conv1d(
     Source: FLA's and vLLM's causal_conv1d (W - 1 states, as vLLM stores them).
     """
     op = "causal_conv1d"
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
+    x, weight = floats(op, x=x, weight=weight)
+    bias = maybe_floats(op, "bias", bias)
+    initial_state = maybe_floats(op, "initial_state", initial_state)
     _check_conv(op, x, weight, bias, activation)
     batch, length, channels = x.shape
     width = weight.shape[1]
@@ -273,15 +279,14 @@ def causal_conv1d(
         raise ValueError(
             f"{op}: initial_state must be {list(state_shape)}, got {list(initial_state.shape)}"
         )
-    initial = (
-        jnp.zeros(state_shape, x.dtype) if initial_state is None else jnp.asarray(initial_state)
-    )
+    initial = jnp.zeros(state_shape, x.dtype) if initial_state is None else initial_state
     with jax.named_scope(op):
         if cu_seqlens is None:
             y, window = _conv_rows(x, weight, bias, activation, initial)
             final = window[:, length:]
         else:
-            y, final = _conv_packed(x, weight, bias, activation, initial, jnp.asarray(cu_seqlens))
+            offsets = jnp.asarray(cu_seqlens, jnp.int32)
+            y, final = _conv_packed(x, weight, bias, activation, initial, offsets)
     return y, final.astype(initial.dtype) if output_final_state else None
 
 
@@ -316,7 +321,8 @@ def causal_conv1d_update(
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
     """
     op = "causal_conv1d_update"
-    x, weight, conv_state = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(conv_state)
+    x, weight, conv_state = floats(op, x=x, weight=weight, conv_state=conv_state)
+    bias = maybe_floats(op, "bias", bias)
     _check_conv(op, x, weight, bias, activation)
     slot_shape = (weight.shape[1] - 1, x.shape[2])
     reads, writes = as_given(state_indices), as_given(write_indices)

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
+from jaxattn.checks import check_arena, floats, maybe_floats, output_scale
 from jaxattn.conv import (
     as_given,
     check_cu_seqlens,
@@ -48,7 +49,22 @@ def gdn_gates(
     """Log decay `g = -exp(A_log) * softplus(a + dt_bias)` and `beta = sigmoid(b)`, in float32.
 
     Both stay float32: beta rounded to bfloat16 is a known source of drift. Qwen3-Next's gates.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
     """
+    op = "gdn_gates"
+    a, b, A_log, dt_bias = floats(op, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    if a.ndim < 1 or a.shape != b.shape:
+        raise ValueError(
+            f"{op}: a and b must have one shape [..., Hv], got {a.shape} and {b.shape}"
+        )
+    for name, array in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if array.shape != a.shape[-1:]:
+            raise ValueError(
+                f"{op}: {name} must be [Hv={a.shape[-1]}], as many as a {a.shape} has last, "
+                f"got {array.shape}"
+            )
     rate = jnp.exp(A_log.astype(jnp.float32))
     step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32))
     return -rate * step, jax.nn.sigmoid(b.astype(jnp.float32))
@@ -70,7 +86,8 @@ def chunk_gated_delta_rule(
     split_tokens: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """Gated delta rule over whole sequences, in matmuls over chunks of tokens. Differentiable.
+    """Gated delta rule over whole sequences, in matmuls over chunks of tokens. Differentiable
+    in reverse mode.
 
     Matmul operands have q's dtype; states, gates, their sums and the chunk's inverse are float32.
 
@@ -110,12 +127,13 @@ def chunk_gated_delta_rule(
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "chunk_gated_delta_rule"
-    q, k, v, g, beta, initial_state = as_arrays(q, k, v, g, beta, initial_state)
+    q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
+    initial_state = maybe_floats(op, "initial_state", initial_state)
     ends = as_given(cu_seqlens)
     check_sequence(op, q, k, v, g, beta, initial_state, ends)
-    (cu_seqlens,) = as_arrays(ends)
+    cu_seqlens = as_offsets(ends)
     check_chunks(op, chunk_size, split_tokens)
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    factor = output_scale(op, scale, k.shape[-1])
 
     def reference(q, k, v, g, beta, initial_state, cu_seqlens):
         arguments = (q, k, v, g, beta, factor, initial_state, cu_seqlens, use_qk_l2norm)
@@ -191,11 +209,12 @@ def recurrent_gated_delta_rule(
     cost of one saved state a token.
     """
     op = "recurrent_gated_delta_rule"
-    q, k, v, g, beta, initial_state = as_arrays(q, k, v, g, beta, initial_state)
+    q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
+    initial_state = maybe_floats(op, "initial_state", initial_state)
     ends = as_given(cu_seqlens)
     check_sequence(op, q, k, v, g, beta, initial_state, ends)
-    (cu_seqlens,) = as_arrays(ends)
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    cu_seqlens = as_offsets(ends)
+    factor = output_scale(op, scale, k.shape[-1])
 
     def xla():
         with jax.named_scope(op):
@@ -258,7 +277,9 @@ def gated_delta_rule_decode(
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "gated_delta_rule_decode"
-    q, k, v, a, b, state = as_arrays(q, k, v, a, b, state)
+    q, k, v, a, b, state = floats(op, q=q, k=k, v=v, a=a, b=b, state=state)
+    A_log, dt_bias = floats(op, A_log=A_log, dt_bias=dt_bias)
+    check_arena(op, arena)
     reads, writes = as_given(state_indices), as_given(write_indices)
     _check_heads(op, q, k, v, "S")
     batch, tokens, value_heads, value_dim = v.shape
@@ -275,8 +296,8 @@ def gated_delta_rule_decode(
     if state.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{op}: state must be float32 or bfloat16, got {state.dtype}")
     writes = write_slots(op, state, reads, writes, layer, tokens)
-    state_indices, writes = as_arrays(reads, writes)
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    factor = output_scale(op, scale, k.shape[-1])
 
     def mosaic(interpret: bool):
         # One array each, as a layer's projections would write them.
@@ -393,9 +414,9 @@ def _recurrent(
     return jnp.moveaxis(out, 0, 1).astype(v.dtype), final
 
 
-def as_arrays(*arguments: Any) -> tuple[Any, ...]:
-    """NumPy arguments as JAX arrays."""
-    return tuple(x if x is None else jnp.asarray(x) for x in arguments)
+def as_offsets(cu_seqlens: Any) -> Array | None:
+    """Checked offsets in int32: of a narrower type they would not reach T."""
+    return None if cu_seqlens is None else jnp.asarray(cu_seqlens).astype(jnp.int32)
 
 
 def _state_shape(v: Array, k: Array) -> tuple[int, int, int]:

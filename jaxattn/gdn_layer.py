@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
+from jaxattn.checks import check_arena, finite, floats, output_scale
 from jaxattn.conv import as_given, causal_conv1d_update, check_pool, rows_in_use, write_slots
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import gated_delta_rule_decode, scratch
@@ -32,7 +33,27 @@ def pack_gdn_weights(
     P is `2 Hv + Dv + W Dc`: A_log, dt_bias, the norm's weight, and the convolution's taps with the
     oldest first. Pack a stack of layers once, on loading: the op indexes it, and nothing is copied
     out of it in a loop over layers.
+
+    Raises:
+        ValueError: a shape or dtype does not fit the others; it is named.
     """
+    op = "pack_gdn_weights"
+    A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
+    if A_log.ndim < 1 or dt_bias.shape != A_log.shape:
+        raise ValueError(
+            f"{op}: A_log and dt_bias must have one shape, [Hv] or [L, Hv], got "
+            f"{A_log.shape} and {dt_bias.shape}"
+        )
+    layers = A_log.shape[:-1]
+    if norm.shape[:-1] != layers or norm.ndim < 1:
+        raise ValueError(f"{op}: norm must be {[*layers, 'Dv']}, got {norm.shape}")
+    values = A_log.shape[-1] * norm.shape[-1]
+    keys = conv.shape[-2] - values if conv.ndim == len(layers) + 2 else 0
+    if conv.shape[:-2] != layers or keys <= 0 or keys % 2:
+        raise ValueError(
+            f"{op}: conv must be {[*layers, 'Dc', 'W']} with Dc = 2 Hk Dk + Hv Dv, where A_log and "
+            f"norm say Hv Dv={values}, got {conv.shape}"
+        )
     taps = jnp.swapaxes(conv, -1, -2).reshape(*conv.shape[:-2], -1)
     pieces = (A_log, dt_bias, norm, taps)
     return jnp.concatenate([x.astype(jnp.float32) for x in pieces], axis=-1)
@@ -94,8 +115,10 @@ def gated_delta_net_decode(
     Source: Qwen3-Next's layer; the slots per token are vLLM's for speculative decoding.
     """
     op = "gated_delta_net_decode"
-    arrays = (qkvz, ba, weights, conv_state, state)
-    qkvz, ba, weights, conv_state, state = map(jnp.asarray, arrays)
+    qkvz, ba, weights, conv_state, state = floats(
+        op, qkvz=qkvz, ba=ba, weights=weights, conv_state=conv_state, state=state
+    )
+    check_arena(op, arena)
     reads, writes = as_given(state_indices), as_given(write_indices)
     key_heads = _check(op, qkvz, ba, weights, conv_state, state)
     batch, tokens, _ = qkvz.shape
@@ -105,7 +128,7 @@ def gated_delta_net_decode(
     check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
     writes = write_slots(op, state, reads, writes, number, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
-    factor = key_dim**-0.5 if scale is None else scale
+    factor, eps = output_scale(op, scale, key_dim), finite(op, "eps", eps)
 
     def mosaic(interpret: bool):
         out, *rest = gdn_decode_mosaic(

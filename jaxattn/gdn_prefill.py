@@ -15,9 +15,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxattn.checks import floats, output_scale
 from jaxattn.conv import as_given, check_pool, rows_in_use, state_read, state_write, write_slots
 from jaxattn.dispatch import Implementation, dispatch
-from jaxattn.gdn import as_arrays, check_chunks, check_sequence
+from jaxattn.gdn import as_offsets, check_chunks, check_sequence
 from jaxattn.gdn_chunk import Checkpoints, gated_delta_rule_chunks
 from jaxattn.kernels.gdn_prefill import Pool, gdn_prefill_mosaic, refuse_prefill
 
@@ -83,7 +84,8 @@ def gated_delta_rule_prefill(
             concrete slots leave the pool or collide.
         NotImplementedError: the named implementation refuses; the message says why.
     """
-    q, k, v, g, beta, state, initial = as_arrays(q, k, v, g, beta, state, has_initial_state)
+    q, k, v, g, beta, state = floats(OP, q=q, k=k, v=v, g=g, beta=beta, state=state)
+    initial = None if has_initial_state is None else jnp.asarray(has_initial_state)
     given = (cu_seqlens, state_indices, write_indices, checkpoint_indices)
     ends, reads, writes, kept = map(as_given, given)
     check_sequence(OP, q, k, v, g, beta, None, ends)
@@ -100,8 +102,11 @@ def gated_delta_rule_prefill(
             f"got {initial.dtype}{list(initial.shape)}"
         )
     writes = _check_writes(state, reads, writes, layer, kept, checkpoint_tokens, chunk_size)
-    cu_seqlens, reads, writes, kept = as_arrays(ends, reads, writes, kept)
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    if kept is not None and kept.shape[1] == 0:
+        kept = checkpoint_tokens = None
+    cu_seqlens, reads, writes = as_offsets(ends), jnp.asarray(reads), jnp.asarray(writes)
+    kept = None if kept is None else jnp.asarray(kept)
+    factor = output_scale(OP, scale, k.shape[-1])
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)

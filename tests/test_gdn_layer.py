@@ -216,6 +216,19 @@ def test_half_precision_inputs(dtype, implementation):
 
 
 @implementations
+def test_inputs_are_rounded_when_they_are_stored_only(implementation):
+    """A convolution's state narrower than what it convolves."""
+    case = make([1, 0], num_slots=2, q_len=3)
+    exactly = case.conv_state.astype(jnp.bfloat16)
+    case = dataclasses.replace(case, conv_state=exactly)
+    y, conv_state, state = decode(case, implementation)
+    assert conv_state.dtype == jnp.bfloat16
+    expected, _, states = oracle(case)
+    assert relative(y, expected) < 1e-5
+    assert relative(state[case.layer, case.reads], states[-1]) < 1e-5
+
+
+@implementations
 def test_bfloat16_state_is_rounded_when_it_is_stored_only(implementation):
     case = make([1, 0], num_slots=2, q_len=4, state_dtype=jnp.bfloat16)
     y, _, state, *_ = results = decode(case, implementation)
@@ -451,7 +464,11 @@ def test_as_many_rows_as_a_grid_has_blocks_on_its_second_axis(net, monkeypatch):
     "change, message",
     [
         ({"qkvz": jnp.zeros((2, 1, 700))}, r"qkvz must be \[B, S, Dc \+ Hv Dv = 768\]"),
-        ({"qkvz": jnp.zeros((2, 1, 768), jnp.int8)}, "qkvz must be float32"),
+        (
+            {"qkvz": jnp.zeros((2, 1, 768), jnp.int8)},
+            r"qkvz must hold floats, got int8\[2, 1, 768\]",
+        ),
+        ({"qkvz": jnp.zeros((2, 1, 768), jnp.float8_e4m3fn)}, "qkvz must be float32"),
         ({"ba": jnp.zeros((2, 1, 3))}, r"ba must be floats \[B, S, 2 Hv\] = \[2, 1, 4\]"),
         ({"weights": jnp.zeros(5)}, r"weights must be float32 \[2180\], .* \[2, 2180\]"),
         ({"conv_state": jnp.zeros((2, 4, 3, 512))}, "with the L and Z of state"),

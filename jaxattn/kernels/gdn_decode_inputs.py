@@ -138,7 +138,7 @@ class Inputs:
             per_channel(self.weights.at[own, pl.ds(start + j * self.op.channels, DIM)])
             for j in range(WIDTH)
         ]
-        return first, old + [x.astype(self.conv.dtype) for x in new], taps
+        return first, old + new, taps
 
     def of_gates(self, own: Any, b_and_a: list[Any]) -> list[tuple[Any, ...]]:
         """What `gates` takes, of each head."""
@@ -154,4 +154,4 @@ class Inputs:
         """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""
         first, inputs, _ = window
         for j, x in enumerate(inputs[token + 1 : token + WIDTH]):
-            self.conv.at[layer, target, j, pl.ds(first, DIM)][...] = x
+            self.conv.at[layer, target, j, pl.ds(first, DIM)][...] = x.astype(self.conv.dtype)

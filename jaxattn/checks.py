@@ -1,0 +1,74 @@
+"""What the delta rule's ops and the convolution check of any argument, before a kernel starts."""
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxattn.arena import Arena
+
+
+def floats(op: str, **arrays: Any) -> list[Array]:
+    """The named arguments as JAX arrays.
+
+    Raises:
+        TypeError: one is no array.
+        ValueError: one holds no floats.
+    """
+    for name, x in arrays.items():
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} must hold floats, got {x.dtype}{list(x.shape)}")
+    return [jnp.asarray(x) for x in arrays.values()]
+
+
+def maybe_floats(op: str, name: str, x: Any) -> Array | None:
+    """The same of an argument that may be None."""
+    return None if x is None else floats(op, **{name: x})[0]
+
+
+def finite(op: str, name: str, value: Any) -> float:
+    """A finite number that is known when the op is traced: kernels are compiled with it.
+
+    Raises:
+        TypeError: it is another thing.
+        ValueError: it is not finite.
+    """
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    return float(value)
+
+
+def output_scale(op: str, scale: Any, key_dim: int) -> float:
+    """The factor on the output, Dk**-0.5 if it is None."""
+    return key_dim**-0.5 if scale is None else finite(op, "scale", scale)
+
+
+def check_layer(op: str, name: str, stack: Array, layer: Any) -> None:
+    """Raises unless `layer` is an integer inside the stack; a tracer's value cannot be known."""
+    if isinstance(layer, jax.Array | np.ndarray):
+        if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise TypeError(
+                f"{op}: layer must be an integer scalar, got {layer.dtype}{list(layer.shape)}"
+            )
+    elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
+        raise TypeError(f"{op}: layer must be an integer, got {layer!r}")
+    if isinstance(layer, jax.core.Tracer):
+        return
+    if not 0 <= operator.index(layer) < stack.shape[0]:
+        raise ValueError(
+            f"{op}: layer={int(layer)} is outside the stack {name} of shape {stack.shape}"
+        )
+
+
+def check_arena(op: str, arena: Any) -> None:
+    """Raises TypeError unless it is one, or None."""
+    if arena is not None and not isinstance(arena, Arena):
+        raise TypeError(f"{op}: arena must be a jaxattn.Arena, got {type(arena).__name__}")
