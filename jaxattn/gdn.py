@@ -38,6 +38,7 @@ from jaxattn.gdn_chunk import gated_delta_rule_chunks, l2norm
 from jaxattn.kernels.gdn_decode import gdn_decode_mosaic
 from jaxattn.kernels.gdn_decode import scratch as scratch
 from jaxattn.kernels.gdn_prefill import gdn_prefill_mosaic, refuse_prefill
+from jaxattn.varying import vary_alike
 
 
 def gdn_gates(
@@ -369,6 +370,7 @@ def _recurrent(
 ) -> tuple[Array, Array]:
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
+    q, k, v, g, beta, initial_state = vary_alike((q, k, v, g, beta, initial_state), cu_seqlens)
     if cu_seqlens is not None:
         index = jnp.arange(length, dtype=cu_seqlens.dtype)
         real = (index < cu_seqlens[-1])[:, None, None]
@@ -393,7 +395,7 @@ def _recurrent(
     if initial_state is not None:
         start = initial_state
     else:
-        start = jnp.zeros((count, value_heads, value_dim, key_dim), jnp.float32)
+        start = vary_alike(jnp.zeros((count, value_heads, value_dim, key_dim), jnp.float32), q)
     if cu_seqlens is None:
         final, out = lax.scan(step, start, tokens)
     else:

@@ -28,6 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.conv import state_write
+from jaxattn.varying import vary_alike
 
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
 LOWEST_LOG_DECAY = -1e4
@@ -209,6 +210,9 @@ def gated_delta_rule_chunks(
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     dtype = q.dtype
+    q, k, v, g, beta, initial_state = vary_alike(
+        (q, k, v, g, beta, initial_state), cu_seqlens, checkpoints
+    )
     # A short sequence does not pay for a full chunk.
     size = min(chunk_size, max(2, 1 << (length - 1).bit_length()))
 
@@ -258,13 +262,13 @@ def gated_delta_rule_chunks(
     if initial_state is not None:
         start = initial_state
     else:
-        start = jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32)
+        start = vary_alike(jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32), q)
 
     # A pool is carried through the scan, which stores to it in place: states of all chunks at once
     # would be T / 64 x Dv x Dk a head.
     pool = targets = None
     if checkpoints is not None:
-        pool = checkpoints.pool
+        pool = vary_alike(checkpoints.pool, q)
         if packing is None:
             sequence = jnp.arange(batch, dtype=jnp.int32)
             done = size * jnp.arange(1, len(q) + 1, dtype=jnp.int32)[:, None]

@@ -37,6 +37,7 @@ from jaxattn.mla_cache import mla_cache_write as mla_cache_write
 from jaxattn.paged import Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill import causal_attention as causal_attention
 from jaxattn.prefill import mla_prefill as mla_prefill
+from jaxattn.varying import vary_alike
 
 if TYPE_CHECKING:
     from jaxattn.arena import Arena
@@ -245,6 +246,9 @@ def _decode_xla(
     scale: float,
     format: LatentFormat,
 ) -> tuple[jax.Array, jax.Array]:
+    q, kv_cache, kv_scale = vary_alike(
+        (q, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
+    )
     (batch, q_len, heads, dim), rank = q.shape, format.kv_lora_rank
     kv_dtype = jnp.float32 if format.quantized else kv_cache.dtype
     wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
@@ -268,7 +272,7 @@ def _decode_xla(
         )
 
     out, lse = attend_pages(
-        Softmax.empty((batch, q_len * heads), rank, wide),
+        vary_alike(Softmax.empty((batch, q_len * heads), rank, wide), q),
         add_block,
         kv_cache,
         block_tables,

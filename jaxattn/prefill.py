@@ -22,6 +22,7 @@ from jaxattn.merge import merge_attention_states
 from jaxattn.mla_cache import LatentFormat, check_format
 from jaxattn.paged import INT32, Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
+from jaxattn.varying import vary_alike
 
 
 def _with_gradient_of(reference: Callable[..., Any], forward: Callable[..., Any]) -> Any:
@@ -279,6 +280,9 @@ def _prefill(
     block: int,
     format: LatentFormat,
 ) -> tuple[jax.Array, jax.Array]:
+    q, latent, w_uk, w_uv, kv_cache, kv_scale = vary_alike(
+        (q, latent, w_uk, w_uv, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
+    )
     (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
     query_lens = jnp.where(seq_lens > 0, query_lens, 0)
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
@@ -309,7 +313,7 @@ def _prefill(
     with jax.named_scope("cached_prefix"):
         state = Softmax.empty((batch, heads, tokens), w_uv.shape[-1], new[1].dtype)
         state = attend_pages(
-            state,
+            vary_alike(state, q),
             add_block,
             kv_cache,
             block_tables,

@@ -14,6 +14,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxattn.varying import vary_alike
+
 
 def matmul(
     x: Float[Array, "*T K"],
@@ -29,7 +31,7 @@ def matmul(
     """
     # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
     # for every layout that several axes can lead to ("Unsupported element type for DotThunk").
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens, weight = vary_alike((x.reshape(-1, x.shape[-1]), weight))
     dtypes = tuple(jnp.dtype(d) for d in (dtype, out_dtype, x.dtype, weight.dtype))
     out = _matmul(tokens, weight, dtypes)
     return out.reshape(*x.shape[:-1], weight.shape[-1])
