@@ -7,6 +7,7 @@ is a few microseconds of little work, and one kernel does them all.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
@@ -15,7 +16,7 @@ from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
 from jaxattn.mla_cache import check_format, mla_cache_write
 from jaxattn.norm import rms_norm
 from jaxattn.paged import FLOATS, Arguments
-from jaxattn.rope import RopeConfig, Rotation, check_rotation, rope
+from jaxattn.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 
 
 def pack_mla_weights(
@@ -25,7 +26,21 @@ def pack_mla_weights(
 
     Ones stand at the P dims that are rotated and not normed. Pack a stack of layers once, on
     loading: the op indexes it, and nothing is copied out of it in a loop over layers.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
     """
+    arguments = Arguments("pack_mla_weights")
+    stack = " ".join("LMNK"[: max(getattr(kv_norm, "ndim", 1) - 1, 0)])
+    kv_norm = arguments.check("kv_norm", kv_norm, f"{stack} R")
+    if q_norm is not None:
+        q_norm = arguments.check("q_norm", q_norm, f"{stack} Q")
+    if isinstance(rope_dim, bool) or not isinstance(rope_dim, int | np.integer):
+        raise TypeError(
+            f"pack_mla_weights: rope_dim must be an integer, got {type(rope_dim).__name__}"
+        )
+    if rope_dim < 0:
+        raise ValueError(f"pack_mla_weights: rope_dim must be at least 0, got {rope_dim}")
     pieces = [kv_norm, jnp.ones((*kv_norm.shape[:-1], rope_dim))]
     pieces += [] if q_norm is None else [q_norm]
     return jnp.concatenate([x.astype(jnp.float32) for x in pieces], axis=-1)
@@ -89,6 +104,7 @@ def mla_append(
     weights = arguments.check("weights", weights, axes, FLOATS)
     if weights.ndim == 2 and layer is None:
         raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
+    check_config(op, config)
     batch, q_len, dim = kv.shape
     rank, query_rank = dim - config.dim, 0 if q is None else q.shape[-1]
     if rank < 1 or weights.shape[-1] != dim + query_rank:

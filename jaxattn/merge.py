@@ -35,6 +35,11 @@ def merge_attention_states(
         ValueError: there are no parts, or their shapes do not fit.
     """
     for name, parts in (("outs", outs), ("lses", lses)):
+        if not hasattr(parts, "shape") and not isinstance(parts, Sequence):
+            raise TypeError(
+                f"merge_attention_states: {name} must be arrays or one stack of them, got "
+                f"{type(parts).__name__}"
+            )
         for i, part in enumerate([parts] if hasattr(parts, "shape") else parts):
             found = str(getattr(part, "dtype", type(part).__name__))
             if found not in FLOATS:

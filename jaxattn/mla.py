@@ -16,7 +16,7 @@ D, or a latent's bytes where it is stored block-scaled (`jaxattn.mla_cache`).
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.absorb import absorb_output as absorb_output
 from jaxattn.absorb import absorb_query as absorb_query
+from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_decode import mla_decode_mosaic, reads_apart
@@ -38,9 +39,6 @@ from jaxattn.paged import Arguments, Softmax, attend_pages, dot
 from jaxattn.prefill import causal_attention as causal_attention
 from jaxattn.prefill import mla_prefill as mla_prefill
 from jaxattn.varying import vary_alike
-
-if TYPE_CHECKING:
-    from jaxattn.arena import Arena
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
@@ -77,9 +75,9 @@ def mla_decode(
     kv_lora_rank: int = ...,
     kv_scale: Array | float | None = ...,
     schedule: Schedule | None = ...,
-    arena: "Arena",
+    arena: Arena,
     implementation: Implementation | None = ...,
-) -> "tuple[Array, Array, Arena]": ...
+) -> tuple[Array, Array, Arena]: ...
 
 
 @overload
@@ -95,7 +93,7 @@ def mla_decode(
     kv_lora_rank: int = ...,
     kv_scale: Array | float | None = ...,
     schedule: Schedule | None = ...,
-    arena: "Arena | None",
+    arena: Arena | None,
     implementation: Implementation | None = ...,
 ) -> tuple[Any, ...]: ...
 
@@ -112,7 +110,7 @@ def mla_decode(
     kv_lora_rank: int = 512,
     kv_scale: Array | float | None = None,
     schedule: Schedule | None = None,
-    arena: "Arena | None" = None,
+    arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens to its cached latents, in the latent's R dims.
@@ -167,7 +165,8 @@ def mla_decode(
         kv_cache, block_tables, seq_lens, layer
     )
     scale = arguments.check_scale(scale)
-    if not isinstance(kv_lora_rank, int) or not 1 <= kv_lora_rank <= q.shape[-1]:
+    integer = isinstance(kv_lora_rank, int) and not isinstance(kv_lora_rank, bool)
+    if not integer or not 1 <= kv_lora_rank <= q.shape[-1]:
         raise ValueError(
             f"mla_decode: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
             f"{q.shape}), got {kv_lora_rank}"
@@ -182,8 +181,18 @@ def mla_decode(
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if schedule is not None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                "mla_decode: schedule must be what decode_schedule returns, got "
+                f"{type(schedule).__name__}"
+            )
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
         schedule.check("mla_decode", q.shape, max_pages)
+    if arena is not None and not isinstance(arena, Arena):
+        raise TypeError(
+            "mla_decode: arena must be an Arena, Arena.allocate(mla.scratch(...)), got "
+            f"{type(arena).__name__}"
+        )
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         apart = reads_apart(q.shape[2]) and not format.quantized
@@ -285,9 +294,7 @@ def _decode_xla(
     return out, lse.reshape(batch, q_len, heads)
 
 
-def _into_arena(
-    out: jax.Array, lse: jax.Array, arena: "Arena"
-) -> "tuple[jax.Array, jax.Array, Arena]":
+def _into_arena(out: jax.Array, lse: jax.Array, arena: Arena) -> tuple[jax.Array, jax.Array, Arena]:
     """Writes the output where the kernel would, and returns the view of it."""
     batch, q_len, heads, rank = out.shape
     spec = scratch(  # the output alone: nothing is split here

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.paged import CACHES, Arguments
-from jaxattn.rope import RopeConfig, Rotation, check_rotation, rope
+from jaxattn.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
 BLOCK = 128  # dims that share a scale
@@ -47,7 +47,7 @@ class LatentFormat:
         qk_rope_head_dim: P; 0 for a model without RoPE.
 
     Raises:
-        TypeError: no format has that dtype.
+        TypeError: no format has that dtype, or R or P is no integer.
         ValueError: R or P does not fit.
     """
 
@@ -62,6 +62,11 @@ class LatentFormat:
                 f"LatentFormat: dtype must be {' or '.join(CACHES)}, got {self.dtype.name}"
             )
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        for name, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
+            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+                raise TypeError(
+                    f"LatentFormat: {name} must be an integer, got {type(size).__name__} {size}"
+                )
         if rank < 1 or rope < 0:
             raise ValueError(
                 "kv_lora_rank must be at least 1 and qk_rope_head_dim at least 0, got "
@@ -298,6 +303,7 @@ def _rotated(
     if rotation is None or config is None:
         given, missing = ("rotation=", "config=") if config is None else ("config=", "rotation=")
         raise ValueError(f"{op}: rotation= and config= go together, got {given} without {missing}")
+    check_config(op, config)
     batch, tokens, dim = latent.shape
     if config.dim > dim or format.block_scaled and config.dim != format.qk_rope_head_dim:
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.dispatch import Implementation, dispatch
@@ -236,8 +237,14 @@ def mla_prefill(
             "mla_prefill: q's last axis must be nope + P and latent's R + P, got q "
             f"{q.shape}, latent {latent.shape}, w_uk [H, nope, R] {w_uk.shape}"
         )
-    if block is not None and block < 1:
-        raise ValueError(f"mla_prefill: block must be at least 1, got {block}")
+    if block is not None:
+        if isinstance(block, bool) or not isinstance(block, int | np.integer):
+            raise TypeError(
+                f"mla_prefill: block must be a Python integer, got {type(block).__name__}"
+            )
+        if block < 1:
+            raise ValueError(f"mla_prefill: block must be at least 1, got {block}")
+        block = int(block)
     format, kv_scale = check_format(
         arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=q.shape[-1] - nope
     )

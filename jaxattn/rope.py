@@ -9,7 +9,7 @@ DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 and stre
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +151,14 @@ def rotation(
     cosines, sines = jnp.stack([cos, cos], axis=axis), jnp.stack([-sin, sin], axis=axis)
     shape = (*positions.shape, config.dim)
     return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
+
+
+def check_config(op: str, config: Any) -> None:
+    """Raises, in the op's name, unless it is a `RopeConfig`."""
+    if not isinstance(config, RopeConfig):
+        raise TypeError(
+            f"{op}: config must be a jaxattn.rope.RopeConfig, got {type(config).__name__}"
+        )
 
 
 def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[int, int]) -> None:

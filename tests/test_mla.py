@@ -22,6 +22,7 @@ from mla_cases import (
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError
+from jaxattn.rope import RopeConfig, rotation
 
 POISONS = (np.nan, np.inf, -np.inf, 3e38)
 decode = functools.partial(mla.mla_decode, implementation="xla")
@@ -701,6 +702,10 @@ def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
         mla.merge_attention_states(outs, [[0.0], lses[1]])
     with pytest.raises(ValueError, match=r"\(3, 2\), \(2,\)"):
         mla.merge_attention_states(outs, [lses[0], lses[1][:2]])
+    with pytest.raises(TypeError, match="outs must be arrays or one stack of them, got NoneType"):
+        mla.merge_attention_states(None, lses)
+    with pytest.raises(TypeError, match="lses must be arrays or one stack of them, got generator"):
+        mla.merge_attention_states(outs, (lse for lse in lses))
 
 
 # mla_prefill
@@ -946,6 +951,9 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
             r"schedule is of 3 rows, q \(2, 1, 3, 24\) has 2",
         ),
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
+        (dict(kv_lora_rank=True), ValueError, "kv_lora_rank must be an integer .*got True"),
+        (dict(schedule=[0]), TypeError, "schedule must be what decode_schedule returns, got list"),
+        (dict(arena={}), TypeError, r"arena must be an Arena, .*mla\.scratch.*, got dict"),
     ],
 )
 def test_decode_names_the_argument_that_does_not_fit(changed, error, words):
@@ -1067,3 +1075,22 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
     ):
         with pytest.raises(ValueError, match=f"mla_prefill: .*{words}"):
             mla.mla_prefill(**(ok | changed))
+    for block in (5.5, True, jnp.int32(4), "4"):
+        with pytest.raises(TypeError, match="mla_prefill: block must be a Python integer, got"):
+            mla.mla_prefill(**ok, block=block)
+    mla.mla_prefill(**ok, block=np.int64(4))
+    with pytest.raises(TypeError, match=r"_write: config must be a .*RopeConfig, got dict"):
+        mla.mla_cache_write(
+            cache, latent, tables, lens, config={}, rotation=rotation(lens, RopeConfig(dim=8))
+        )
+    for given in (None, [1.0]):
+        for name in ("q", "latent", "w_uk", "w_uv", "kv_cache", "block_tables", "seq_lens"):
+            with pytest.raises(TypeError, match=f"mla_prefill: {name} must be an array, got "):
+                mla.mla_prefill(**(ok | {name: given}))
+        for name in ("q", "kv_cache", "block_tables", "seq_lens"):
+            with pytest.raises(TypeError, match=f"mla_decode: {name} must be an array, got "):
+                mla.mla_decode(**(GOOD | {name: given}))
+        write = dict(kv_cache=cache, latent=latent, block_tables=tables, seq_lens=lens)
+        for name in write:
+            with pytest.raises(TypeError, match=f"mla_cache_write: {name} must be an array, got "):
+                mla.mla_cache_write(**(write | {name: given}))

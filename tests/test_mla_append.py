@@ -294,6 +294,12 @@ def test_bad_arguments_are_named():
         TypeError, match=r"mla_append: rotation must be .* got float32 \(1, 1, 128\)"
     ):
         op(*args, rotation=given.angles)
+    for wrong in (None, 64):
+        with pytest.raises(TypeError, match="mla_append: config must be a .*RopeConfig, got "):
+            mla_append(*args, config=wrong, layer=0, rotation=given)
+    for i, name in enumerate(("kv", "q", "weights", "kv_cache", "block_tables", "seq_lens")):
+        with pytest.raises(TypeError, match=f"mla_append: {name} must be an array, got list"):
+            op(*args[:i], [1.0], *args[i + 1 :], rotation=given)
     with pytest.raises(ValueError, match="kv_cache .* is a stack of layers; give layer="):
         append(args, positions, config, None, layer=None)
     with pytest.raises(ValueError, match=r"weights \(2, 576\) are a stack of layers; give layer="):
@@ -304,3 +310,26 @@ def test_bad_arguments_are_named():
     with pytest.raises(NotImplementedError, match="P = 64, and got R=544, P=32"):
         small = RopeConfig(dim=32)
         append(args, positions, small, "mosaic_gpu_interpret")
+
+
+@pytest.mark.parametrize(
+    "changed, error, words",
+    [
+        (dict(kv_norm=None), TypeError, "kv_norm must be an array, got NoneType"),
+        (dict(kv_norm=[1.0]), TypeError, "kv_norm must be an array, got list"),
+        (dict(kv_norm=np.ones((2, 5), np.int32)), TypeError, r"kv_norm must .*int32 \(2, 5\)"),
+        (dict(kv_norm=np.float32(1)), ValueError, r"kv_norm \[R\] needs 1 axes.*shape \(\)"),
+        (dict(q_norm=[1.0]), TypeError, "q_norm must be an array, got list"),
+        (dict(q_norm=np.ones(3)), ValueError, r"q_norm \[L, Q\] needs 2 axes.*shape \(3,\)"),
+        (dict(q_norm=np.ones((3, 2))), ValueError, r"q_norm .*L = 3, but kv_norm .*L = 2"),
+        (dict(kv_norm=np.ones((5, 2))), ValueError, r"q_norm .*L = 2, but kv_norm .*L = 5"),
+        (dict(rope_dim=-1), ValueError, "rope_dim must be at least 0, got -1"),
+        (dict(rope_dim=True), TypeError, "rope_dim must be an integer, got bool"),
+        (dict(rope_dim=4.0), TypeError, "rope_dim must be an integer, got float"),
+    ],
+)  # fmt: skip
+def test_packing_names_the_argument_that_does_not_fit(changed, error, words):
+    good = dict(kv_norm=np.ones((2, 5)), q_norm=np.ones((2, 3)), rope_dim=4)
+    assert pack_mla_weights(**good).shape == (2, 12)
+    with pytest.raises(error, match=f"pack_mla_weights: {words}"):
+        pack_mla_weights(**(good | changed))

@@ -87,6 +87,9 @@ def test_a_token_takes_the_bytes_that_its_format_says():
         (("uint8", 500), ValueError, "multiple of 128, got 500; use float8_e4m3fn with kv_scale"),
         (("bfloat16", 0), ValueError, "kv_lora_rank must be at least 1 .*got 0 and 64"),
         (("uint8", 512, -1), ValueError, "qk_rope_head_dim at least 0, got 512 and -1"),
+        (("bfloat16", True), TypeError, "kv_lora_rank must be an integer, got bool True"),
+        (("bfloat16", 512.0), TypeError, "kv_lora_rank must be an integer, got float 512.0"),
+        (("bfloat16", 512, None), TypeError, "qk_rope_head_dim must be an integer, got NoneType"),
     ],
 )
 def test_a_format_that_does_not_exist_is_an_error(args, error, words):
