@@ -1,9 +1,12 @@
 """A layer of a repeated pattern, named so that a kernel works out its number itself."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,3 +30,18 @@ def taken_apart(layer: Any) -> tuple[Any, tuple[int, int], Any]:
     if isinstance(layer, LayerOf):
         return layer.repeat, (layer.per_repeat, layer.place), layer.index
     return layer, (1, 0), layer
+
+
+def check_layer(op: str, name: str, stack: tuple[int, ...], layer: Any) -> None:
+    """Raises unless `layer`, a number or a tracer of one, is in the stack of that shape."""
+    if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
+        if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise TypeError(
+                f"{op}: layer must be an integer scalar, got {layer.dtype} {layer.shape}"
+            )
+        if isinstance(layer, jax.core.Tracer):
+            return
+    elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
+        raise TypeError(f"{op}: layer must be an integer, got {type(layer).__name__}")
+    if not 0 <= operator.index(layer) < stack[0]:
+        raise ValueError(f"{op}: layer={int(layer)} is not in {name} {stack}, which has {stack[0]}")

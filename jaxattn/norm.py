@@ -7,8 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn.dispatch import Implementation, dispatch
+from jaxattn.given import check_features
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
-from jaxattn.layer_of import LayerOf, taken_apart
+from jaxattn.layer_of import LayerOf, check_layer, taken_apart
 from jaxattn.paged import FLOATS, Arguments
 
 
@@ -44,12 +45,10 @@ def rms_norm_layer(
     """
     op = "rms_norm_layer"
     weights = Arguments(op).check("weights", weights, "L F", FLOATS)
-    if str(x.dtype) not in FLOATS:
-        raise TypeError(f"{op}: x must be {' or '.join(FLOATS)}, got {x.dtype} {x.shape}")
-    if x.ndim < 1 or x.shape[-1] != weights.shape[-1]:
-        raise ValueError(f"{op}: x {x.shape} must have the F of weights {weights.shape} last")
+    check_features(op, x, "F", "weights", weights.shape, -1)
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     first, affine, number = taken_apart(layer)
+    check_layer(op, "weights", weights.shape, number)
 
     def mosaic(interpret: bool) -> Array:
         return rms_norm_mosaic(

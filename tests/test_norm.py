@@ -78,3 +78,35 @@ def test_shapes_that_do_not_fit_are_named():
         rms_norm_layer(x.astype(jnp.int32), weights, layer=0)
     with pytest.raises(ValueError, match="weights"):
         rms_norm_layer(x, weights[0], layer=0)
+    with pytest.raises(TypeError, match="rms_norm_layer: x must be an array, got list"):
+        rms_norm_layer([1.0], weights, layer=0)
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu", "xla"])
+@pytest.mark.parametrize(
+    "layer, error, words",
+    [
+        (3, ValueError, r"layer=3 is not in weights \(3, 256\), which has 3"),
+        (-1, ValueError, "layer=-1 is not in"),
+        (np.int64(5), ValueError, "layer=5 is not in"),
+        (jnp.int32(-1), ValueError, "layer=-1 is not in"),
+        (LayerOf(1, 3, 0), ValueError, "layer=3 is not in"),
+        (LayerOf(jnp.int32(1), 3, 2), ValueError, "layer=5 is not in"),
+        (True, TypeError, "layer must be an integer, got bool"),
+        (1.0, TypeError, "layer must be an integer, got float"),
+        (None, TypeError, "layer must be an integer, got NoneType"),
+        (jnp.zeros(1, jnp.int32), TypeError, r"layer must be an integer scalar, got int32 \(1,\)"),
+        (jnp.float32(1), TypeError, r"layer must be an integer scalar, got float32 \(\)"),
+    ],
+)
+def test_a_layer_outside_of_the_stack_is_refused(layer, error, words, implementation):
+    x, weights = operands((1,), 256)
+    with pytest.raises(error, match=f"rms_norm_layer: {words}"):
+        rms_norm_layer(x, weights, layer=layer, implementation=implementation)
+
+
+@pytest.mark.parametrize("layer", [np.int64(2), np.array(2), jnp.int32(2), LayerOf(2, 1, 0)])
+def test_a_layer_may_be_any_integer(layer):
+    x, weights = operands((1,), 256)
+    found = rms_norm_layer(x, weights, layer=layer, implementation="xla")
+    np.testing.assert_array_equal(found, rms_norm_layer(x, weights, layer=2, implementation="xla"))
