@@ -347,6 +347,173 @@ def test_gdn_refuses_value_heads_that_do_not_divide():
         GatedDeltaNet(HIDDEN, 2, 3, rngs=nnx.Rngs(0))
 
 
+# --- arguments that do not fit
+
+
+X = np.zeros((2, 3, HIDDEN), np.float32)
+LENS = np.array([3, 2], np.int32)
+TABLES = np.array([[2, 0, 5], [1, 4, 3]], np.int32)
+CACHE = np.zeros((6, PAGE, 36), np.float32)
+CONV, SSM = (np.zeros(shape, np.float32) for shape in ((4, 3, 28), (4, 2, 6, 8)))
+CALLS = {
+    "GatedDeltaNet": (lambda: small_gdn(), dict(x=X)),
+    "GatedDeltaNet.prefill": (
+        lambda: small_gdn().prefill,
+        dict(
+            x=X, conv_state=CONV, ssm_state=SSM, state_indices=np.array([3, 0]),
+            seq_lens=LENS, query_lens=LENS,
+        ),
+    ),
+    "GatedDeltaNet.decode": (
+        lambda: small_gdn().decode,
+        dict(x=X, conv_state=CONV, ssm_state=SSM, state_indices=np.array([3, 0])),
+    ),
+    "MultiHeadLatentAttention": (lambda: small_mla(), dict(x=X)),
+    "MultiHeadLatentAttention.prefill": (
+        lambda: small_mla().prefill,
+        dict(x=X, kv_cache=CACHE, block_tables=TABLES, seq_lens=LENS, query_lens=LENS),
+    ),
+    "MultiHeadLatentAttention.decode": (
+        lambda: small_mla().decode,
+        dict(x=X, kv_cache=CACHE, block_tables=TABLES, seq_lens=LENS),
+    ),
+    "GatedMLP": (lambda: GatedMLP(HIDDEN, 10, rngs=nnx.Rngs(0)), dict(x=X)),
+    "RMSNorm": (lambda: RMSNorm(HIDDEN), dict(x=X)),
+    "matmul": (lambda: Linear(HIDDEN, 10, rngs=nnx.Rngs(0)), dict(x=X)),
+}  # fmt: skip
+
+
+def refused(name: str, error: type[Exception], words: str, **changed) -> None:
+    make, good = CALLS[name]
+    call, good = make(), good | changed
+    with pytest.raises(error, match=f"^{name}: {words}"):
+        call(good.pop("x"), **good)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_modules_name_tokens_that_do_not_fit(name):
+    refused(name, ValueError, rf"x .*\(2, 3, 7\).*\b{HIDDEN}\b", x=X[..., :7])
+    refused(name, TypeError, r"x must be .*got int32 \(2, 3, 24\)", x=X.astype(np.int32))
+    for given in (None, [1.0]):
+        refused(name, TypeError, f"x must be an array, got {type(given).__name__}", x=given)
+    if name.startswith(("Gated", "Multi")) and name != "GatedMLP":
+        refused(name, ValueError, r"x .*\(3, 24\)", x=X[0])
+    if name.startswith("Multi"):
+        refused(name, ValueError, r"x .*none of them empty.*\(0, 3, 24\)", x=X[:0])
+        refused(name, ValueError, r"x .*none of them empty.*\(2, 0, 24\)", x=X[:, :0])
+
+
+@pytest.mark.parametrize("shape", [(0, 3, HIDDEN), (2, 0, HIDDEN)])
+def test_no_tokens_give_no_outputs_and_change_no_state(shape):
+    x, gdn = jnp.zeros(shape), small_gdn()
+    for module in (gdn, GatedMLP(HIDDEN, 10, rngs=nnx.Rngs(0)), RMSNorm(HIDDEN)):
+        assert jax.jit(lambda module, x: module(x))(module, x).shape == shape
+    assert jax.grad(lambda x: gdn(x).sum())(x).shape == shape
+    slots, lens = np.arange(shape[0]), np.zeros(shape[0], np.int32)
+    pools = gdn_pools(0.5, None)
+    y, *after = gdn.prefill(x, *pools, state_indices=slots, seq_lens=lens, query_lens=lens)
+    assert y.shape == shape
+    jax.tree.map(np.testing.assert_array_equal, after, [*pools])
+
+
+INDEXED = r"must be integers of shape \(2,\), got "
+
+
+@pytest.mark.parametrize(
+    "changed, error, words",
+    [
+        (dict(state_indices=None), TypeError, f"state_indices {INDEXED}None"),
+        (dict(state_indices=[1.0, 2.0]), TypeError, rf"state_indices {INDEXED}float64 \(2,\)"),
+        (dict(state_indices=[1]), ValueError, rf"state_indices {INDEXED}int64 \(1,\); x is"),
+        (dict(state_indices=[1, 4]), ValueError, r"state_indices must lie in \[-1, 4\)"),
+        (dict(state_indices=[1, 1]), ValueError, "state_indices must not name a slot twice"),
+        (dict(conv_state=None), TypeError, "conv_state must be an array, got NoneType"),
+        (dict(ssm_state=[1.0]), TypeError, "ssm_state must be an array, got list"),
+        (dict(conv_state=CONV.astype(int)), TypeError, r"conv_state must be floating, got int64"),
+        (dict(conv_state=CONV[..., 1:]), ValueError, r"conv_state must be \[Z, 3, 28\].*4, 3, 27"),
+        (dict(conv_state=CONV[:, 1:]), ValueError, r"conv_state must be \[Z, 3, 28\].*4, 2, 28"),
+        (dict(ssm_state=SSM[:, :1]), ValueError, r"ssm_state must be \[Z, 2, 6, 8\].*4, 1, 6, 8"),
+        (
+            dict(conv_state=np.zeros((5, 3, 28), np.float32)),
+            ValueError,
+            r"conv_state \(5, 3, 28\) and ssm_state \(4, 2, 6, 8\) must have as many slots",
+        ),
+        (
+            dict(conv_state=CONV[None], ssm_state=np.stack([SSM, SSM]), layer=0),
+            ValueError,
+            r"conv_state \(1, 4, 3, 28\) and ssm_state \(2, .* as many layers",
+        ),
+        (dict(layer=0), ValueError, "pass layer with a stack"),
+    ],
+)
+@pytest.mark.parametrize("call", ["prefill", "decode"])
+def test_gdn_names_slots_and_pools_that_do_not_fit(call, changed, error, words):
+    refused(f"GatedDeltaNet.{call}", error, words, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed, error, words",
+    [
+        (dict(seq_lens=None), TypeError, f"seq_lens {INDEXED}None"),
+        (dict(query_lens=None), TypeError, f"query_lens {INDEXED}None"),
+        (dict(query_lens=LENS * 1.0), TypeError, rf"query_lens {INDEXED}float64 \(2,\)"),
+        (dict(seq_lens=LENS[:1]), ValueError, rf"seq_lens {INDEXED}int32 \(1,\); x is \(2, 3"),
+        (
+            dict(query_lens=jnp.array([4, 0])),
+            ValueError,
+            r"query_lens \(2,\) holds 4, but x \(2, 3, 24\) has 3 tokens a row",
+        ),
+        (
+            dict(seq_lens=[3, 1]),
+            ValueError,
+            r"query_lens \(2,\) holds 2 for row 1, but seq_lens, .* holds 1",
+        ),
+    ],
+)
+def test_gdn_prefill_names_lengths_that_do_not_fit(changed, error, words):
+    refused("GatedDeltaNet.prefill", error, words, **changed)
+
+
+def test_gdn_prefill_takes_lists_and_does_not_read_the_lengths_of_padding_rows():
+    module, (_, good) = small_gdn(), CALLS["GatedDeltaNet.prefill"]
+    good = good | dict(x=normal(4, 2, 3, HIDDEN))
+    expected = module.prefill(**good)
+    same = dict(state_indices=[3, 0], seq_lens=[3, 2], query_lens=[3, 2])
+    jax.tree.map(np.testing.assert_array_equal, module.prefill(**(good | same)), expected)
+    padded = good | dict(state_indices=[3, -1], seq_lens=[3, 0], query_lens=[3, 9])
+    y, *_ = module.prefill(**padded)
+    np.testing.assert_array_equal(y[0], expected[0][0])
+    assert not np.any(y[1])
+
+
+@pytest.mark.parametrize(
+    "changed, error, words",
+    [
+        (dict(seq_lens=None), TypeError, "seq_lens must be an array, got NoneType"),
+        (dict(seq_lens=[3, 2]), TypeError, "seq_lens must be an array, got list"),
+        (dict(query_lens=[3, 2]), TypeError, "query_lens must be an array, got list"),
+        (dict(query_lens=LENS + 1), ValueError, r"query_lens \(2,\) holds 4, but x \(2, 3, 24\)"),
+        (dict(block_tables=[[0], [1]]), TypeError, "block_tables must be an array, got list"),
+        (dict(block_tables=TABLES[:1]), ValueError, r"block_tables .*B = 1, but x .* B = 2"),
+        (dict(kv_cache=None), TypeError, "kv_cache must be an array, got NoneType"),
+        (dict(layer=1), ValueError, r"kv_cache \(6, 4, 36\) has no axis for layer=1"),
+    ],
+)
+@pytest.mark.parametrize("call", ["prefill", "decode"])
+def test_mla_names_the_argument_that_does_not_fit(call, changed, error, words):
+    refused(f"MultiHeadLatentAttention.{call}", error, words, **changed)
+
+
+def test_mla_decode_rotation_names_the_argument_that_does_not_fit():
+    module = small_mla()
+    with pytest.raises(TypeError, match="decode_rotation: seq_lens must be an array, got list"):
+        module.decode_rotation([3, 2], 1)
+    with pytest.raises(ValueError, match=r"decode_rotation: query_lens .*B = 1.*B = 2"):
+        module.decode_rotation(LENS, 1, LENS[:1])
+    for one in (1, np.int64(1), jnp.int32(1)):
+        module.decode_rotation(LENS, 2, one)
+
+
 # --- both, in a user's own model
 
 

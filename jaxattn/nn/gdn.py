@@ -1,21 +1,26 @@
 """Qwen3-Next's gated delta net layer: one module for training, prefill and decoding."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
+from jaxattn.conv import as_given, check_pool
 from jaxattn.dispatch import Implementation
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.gdn_prefill import gated_delta_rule_prefill
+from jaxattn.given import check_features
 from jaxattn.layer_of import LayerOf
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.paged import Arguments
 
 
 class GatedDeltaNet(nnx.Module):
@@ -82,6 +87,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state; differentiable. Returns float32."""
+        self._check_tokens("GatedDeltaNet", x)
         mixed, z, a, b = self._project(x)
         mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...])
         q, k, v = self._split_heads(mixed)
@@ -111,10 +117,21 @@ class GatedDeltaNet(nnx.Module):
             conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
             ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
             seq_lens: the row's length after this chunk.
+            query_lens: new tokens of each row, at most T and at most its seq_lens.
 
         Returns:
             (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; it is named.
         """
+        op = "GatedDeltaNet.prefill"
+        self._check_tokens(op, x)
+        state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
+        _check_numbers(op, "state_indices", state_indices, x)
+        self._check_pools(op, conv_state, ssm_state, state_indices, layer)
+        _check_lengths(op, x, state_indices, seq_lens, query_lens)
         mixed, z, a, b = self._project(x)
         slots = jnp.where(query_lens > 0, state_indices, -1)
         fresh = seq_lens == query_lens
@@ -175,6 +192,11 @@ class GatedDeltaNet(nnx.Module):
             (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
             A padding row's output is exactly 0 and its states are neither read nor written.
         """
+        op = "GatedDeltaNet.decode"
+        self._check_tokens(op, x)
+        state_indices = as_given(state_indices)
+        _check_numbers(op, "state_indices", state_indices, x)
+        self._check_pools(op, conv_state, ssm_state, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
             qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
@@ -223,4 +245,63 @@ class GatedDeltaNet(nnx.Module):
             o = self.norm(o) * jax.nn.silu(z.astype(jnp.float32))
             if valid is not None:
                 o = jnp.where(valid[..., None, None], o, 0)
-            return self.out_proj(o.reshape(*o.shape[:2], -1))
+            return self.out_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
+
+    def _check_tokens(self, op: str, x: Any) -> None:
+        weight = self.in_proj_qkvz.weight
+        check_features(op, x, "hidden", "in_proj_qkvz", weight.shape, 0)
+        if len(x.shape) != 3:
+            raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
+
+    def _check_pools(
+        self, op: str, conv_state: Any, ssm_state: Any, slots: Array, layer: Any
+    ) -> None:
+        conv_shape = (self.conv_width - 1, self.conv_dim)
+        ssm_shape = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        for name, pool, shape in (
+            ("conv_state", conv_state, conv_shape),
+            ("ssm_state", ssm_state, ssm_shape),
+        ):
+            if not hasattr(pool, "shape") or not hasattr(pool, "dtype"):
+                raise TypeError(f"{op}: {name} must be an array, got {type(pool).__name__}")
+            if not jnp.issubdtype(pool.dtype, jnp.floating):
+                raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
+            check_pool(op, name, pool, slots, layer, shape, slots.shape[0])
+        if conv_state.shape[:-2] != ssm_state.shape[:-3]:
+            raise ValueError(
+                f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
+                "many slots, and as many layers"
+            )
+
+
+def _check_numbers(op: str, name: str, numbers: Any, x: Array) -> None:
+    found = "None" if numbers is None else f"{numbers.dtype} {numbers.shape}"
+    wanted = f"{op}: {name} must be integers of shape ({x.shape[0]},), got {found}"
+    if numbers is None or not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise TypeError(wanted)
+    if numbers.shape != x.shape[:1]:
+        raise ValueError(f"{wanted}; x is {tuple(x.shape)}")
+
+
+def _check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any) -> None:
+    _check_numbers(op, "seq_lens", seq_lens, x)
+    _check_numbers(op, "query_lens", query_lens, x)
+    traced = [isinstance(given, jax.core.Tracer) for given in (slots, seq_lens, query_lens)]
+    if x.shape[0] == 0 or traced[2]:
+        return
+    new = np.asarray(query_lens)
+    if not traced[0]:
+        new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
+    described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
+    but = f"x {tuple(x.shape)} has {tokens} tokens a row"
+    Arguments(op).check_most(described, new, tokens, but)
+    if traced[1]:
+        return
+    ends = np.asarray(seq_lens)
+    short = (new > 0) & (new > ends)
+    if short.any():
+        row = int(short.argmax())
+        raise ValueError(
+            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which counts them "
+            f"too, holds {ends[row]}"
+        )

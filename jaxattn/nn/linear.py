@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxattn.given import check_features
 from jaxattn.varying import vary_alike
 
 
@@ -29,6 +30,7 @@ def matmul(
     on the tensor cores throughout; the gradient of a float32 weight is accumulated and kept in
     float32.
     """
+    check_features("matmul", x, "K", "weight", tuple(weight.shape), 0)
     # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
     # for every layout that several axes can lead to ("Unsupported element type for DotThunk").
     tokens, weight = vary_alike((x.reshape(-1, x.shape[-1]), weight))

@@ -20,7 +20,7 @@ from jaxattn.arena import Arena
 from jaxattn.dispatch import Implementation
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.paged import FLOATS
+from jaxattn.paged import FLOATS, Arguments
 from jaxattn.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 
 
@@ -95,6 +95,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Causal attention over whole sequences; differentiable. Returns float32."""
+        self._check_tokens("MultiHeadLatentAttention", x, "B T hidden")
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         q_nope, q_pe = self._queries(x, positions)
         latent = self._latents(x, positions)
@@ -133,6 +134,9 @@ class MultiHeadLatentAttention(nnx.Module):
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0.
         """
+        arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        arguments.check_query_lens(query_lens, "x", x)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
         latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
@@ -195,6 +199,10 @@ class MultiHeadLatentAttention(nnx.Module):
             (float32 [B, S, hidden], the cache with the new latents, the arena or None).
             The output at padding is exactly 0, and padding writes nothing.
         """
+        arguments = self._check_tokens("MultiHeadLatentAttention.decode", x, "B S hidden")
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        if query_lens is not None:
+            arguments.check_query_lens(query_lens, "x", x)
         new = x.shape[1] if query_lens is None else query_lens
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
@@ -243,6 +251,11 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> Rotation:
         """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
         layers of a model share them."""
+        arguments = Arguments("MultiHeadLatentAttention.decode_rotation")
+        integers = ("int32", "int64")
+        arguments.check("seq_lens", seq_lens, "B", integers)
+        if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
+            arguments.check("query_lens", query_lens, "B", integers)
         positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
 
@@ -250,6 +263,13 @@ class MultiHeadLatentAttention(nnx.Module):
         """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
         q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
         return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
+
+    def _check_tokens(self, op: str, x: Any, axes: str) -> Arguments:
+        """The checks of a call's further arguments, after that of `x`."""
+        hidden = self.kv_a_proj.weight.shape[0]
+        arguments = Arguments(op, {"hidden": (hidden, "kv_a_proj [hidden, R + P]")})
+        arguments.check("x", x, axes)
+        return arguments
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
         """Of queries and latents: the cache's own, where it holds latents as they are."""

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxattn.given import check_features
 from jaxattn.nn.linear import Linear
 
 
@@ -30,6 +31,7 @@ class GatedMLP(nnx.Module):
         self.down_proj = linear(intermediate_size, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "*T hidden"]) -> Float[Array, "*T hidden"]:
+        check_features("GatedMLP", x, "hidden", "gate_proj", self.gate_proj.weight.shape, 0)
         with jax.named_scope("mlp"):
             gate = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
             return self.down_proj(gate * self.up_proj(x))

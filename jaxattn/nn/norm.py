@@ -5,6 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxattn.given import check_features
 from jaxattn.norm import rms_norm
 
 
@@ -16,4 +17,5 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), jnp.dtype(param_dtype)))
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+        check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
         return rms_norm(x, self.weight[...], self.eps)
