@@ -15,6 +15,8 @@ import jax
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
 # Runs only when it is named: the Mosaic GPU kernel under JAX's interpreter, on any device, slowly.
+# It needs a host thread for each thread of the kernel: on a machine of few cores set the
+# environment variable PJRT_NPROC=16 before JAX is imported, or it may wait for ever.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
 PACKAGE = str(Path(__file__).parent) + os.sep
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxattn import dispatch as module
 from jaxattn.dispatch import dispatch
+from jaxattn.kernels import hopper
 
 
 def refuse():
@@ -40,3 +41,34 @@ def test_a_named_one_that_refuses_and_one_that_is_not_there():
         dispatch("op", "triton", CANDIDATES)
     with pytest.raises(ExceptionGroup, match="every implementation refused"):
         dispatch("op", None, {"mosaic_gpu": refuse})
+
+
+@pytest.mark.parametrize(
+    "variables, cores, threads",
+    [
+        ({"PJRT_NPROC": "3"}, 64, 3),
+        ({"NPROC": "2"}, 64, 2),
+        ({}, 2, 2),
+        ({}, 8, None),
+        ({"PJRT_NPROC": "16"}, 2, None),
+        ({"PJRT_NPROC": "16", "NPROC": "2"}, 2, None),
+    ],
+)
+def test_the_interpreter_with_few_host_threads_warns_once(variables, cores, threads, monkeypatch):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hopper.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    hopper._warn_of_few_threads.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert hopper.interpret_mode(False) is False
+        assert not caught
+        assert hopper.interpret_mode(True) and hopper.interpret_mode(True)
+    assert len(caught) == (threads is not None)
+    for each in caught:
+        assert f"XLA's pool has {threads}; set the environment variable PJRT_NPROC=16" in str(
+            each.message
+        )
+        assert each.filename == __file__
