@@ -1,15 +1,14 @@
-"""What the delta rule's ops and the convolution check of any argument, before a kernel starts."""
+"""What ops and modules check of any argument, before a kernel starts."""
 
 import math
-import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jaxattn.arena import Arena
+from jaxattn.paged import FLOATS
 
 
 def floats(op: str, **arrays: Any) -> list[Array]:
@@ -51,24 +50,22 @@ def output_scale(op: str, scale: Any, key_dim: int) -> float:
     return key_dim**-0.5 if scale is None else finite(op, "scale", scale)
 
 
-def check_layer(op: str, name: str, stack: Array, layer: Any) -> None:
-    """Raises unless `layer` is an integer inside the stack; a tracer's value cannot be known."""
-    if isinstance(layer, jax.Array | np.ndarray):
-        if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
-            raise TypeError(
-                f"{op}: layer must be an integer scalar, got {layer.dtype}{list(layer.shape)}"
-            )
-    elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
-        raise TypeError(f"{op}: layer must be an integer, got {layer!r}")
-    if isinstance(layer, jax.core.Tracer):
-        return
-    if not 0 <= operator.index(layer) < stack.shape[0]:
-        raise ValueError(
-            f"{op}: layer={int(layer)} is outside the stack {name} of shape {stack.shape}"
-        )
+def check_features(
+    op: str, x: Any, axis: str, name: str, weights: tuple[int, ...], of: int
+) -> None:
+    """Raises unless `x` is a floating array whose last axis is axis `of` of the named weights."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{op}: x must be an array, got {type(x).__name__}")
+    if str(x.dtype) not in FLOATS:
+        raise TypeError(f"{op}: x must be {' or '.join(FLOATS)}, got {x.dtype} {tuple(x.shape)}")
+    if not x.shape or x.shape[-1] != weights[of]:
+        raise ValueError(f"{op}: x {tuple(x.shape)} must have the {axis} of {name} {weights} last")
 
 
 def check_arena(op: str, arena: Any) -> None:
     """Raises TypeError unless it is one, or None."""
     if arena is not None and not isinstance(arena, Arena):
-        raise TypeError(f"{op}: arena must be a jaxattn.Arena, got {type(arena).__name__}")
+        raise TypeError(
+            f"{op}: arena must be an Arena, as Arena.allocate(...scratch(...)) makes it, got "
+            f"{type(arena).__name__}"
+        )

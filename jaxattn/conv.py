@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.checks import check_layer, floats, maybe_floats
+from jaxattn.checks import floats, maybe_floats
+from jaxattn.layer_of import check_layer
 
 
 def as_given(x: Any) -> Any:
@@ -119,7 +120,7 @@ def check_pool(
             f"{name} has shape {pool.shape} and layer={layer!r}"
         )
     if layer is not None:
-        check_layer(op, name, pool, layer)
+        check_layer(op, name, pool.shape, layer)
     if state_indices is None:
         raise TypeError(f"{op}: state_indices must be integers of shape [{batch}], got None")
     if state_indices.shape != (batch,) or not jnp.issubdtype(state_indices.dtype, jnp.integer):

@@ -34,6 +34,8 @@ def taken_apart(layer: Any) -> tuple[Any, tuple[int, int], Any]:
 
 def check_layer(op: str, name: str, stack: tuple[int, ...], layer: Any) -> None:
     """Raises unless `layer`, a number or a tracer of one, is in the stack of that shape."""
+    if isinstance(layer, LayerOf):
+        layer = layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index
     if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
         if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
             raise TypeError(

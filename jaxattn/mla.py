@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.absorb import absorb_output as absorb_output
 from jaxattn.absorb import absorb_query as absorb_query
 from jaxattn.arena import Arena
+from jaxattn.checks import check_arena
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_decode import decode_schedule as decode_schedule
 from jaxattn.kernels.mla_decode import mla_decode_mosaic, reads_apart
@@ -188,11 +189,7 @@ def mla_decode(
             )
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
         schedule.check("mla_decode", q.shape, max_pages)
-    if arena is not None and not isinstance(arena, Arena):
-        raise TypeError(
-            "mla_decode: arena must be an Arena, Arena.allocate(mla.scratch(...)), got "
-            f"{type(arena).__name__}"
-        )
+    check_arena("mla_decode", arena)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         apart = reads_apart(q.shape[2]) and not format.quantized

@@ -6,8 +6,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxattn.checks import check_features
 from jaxattn.dispatch import Implementation, dispatch
-from jaxattn.given import check_features
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
 from jaxattn.layer_of import LayerOf, check_layer, taken_apart
 from jaxattn.paged import FLOATS, Arguments

@@ -4,7 +4,6 @@ products, and a softmax that is built up block by block over a row's pages.
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Num
+
+from jaxattn.layer_of import check_layer
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32 = ("int32",)
@@ -71,19 +72,8 @@ class Arguments:
                 f"{self.op}: kv_cache {shape} has no axis for {layer=}; drop layer, or give the "
                 "stack [L, N, C, D]"
             )
-        if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
-            if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
-                raise TypeError(
-                    f"{self.op}: layer must be an integer scalar, got {layer.dtype} {layer.shape}"
-                )
-            if isinstance(layer, jax.core.Tracer):
-                return
-        elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
-            raise TypeError(f"{self.op}: layer must be an integer, got {type(layer).__name__}")
-        if len(shape) == 4 and not 0 <= operator.index(layer) < shape[0]:
-            raise ValueError(
-                f"{self.op}: layer={int(layer)} is not in kv_cache {shape}, which has {shape[0]}"
-            )
+        if len(shape) == 4:
+            check_layer(self.op, "kv_cache", shape, layer)
 
     def check_paged(
         self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any

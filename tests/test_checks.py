@@ -100,18 +100,22 @@ def test_the_arguments_that_the_others_change(name):
             "scale must be a Python number",
         ),
         ("layer", {"eps": None}, TypeError, "eps must be a Python number, got NoneType"),
-        ("decode layer", {"arena": 4}, TypeError, "arena must be a jaxattn.Arena, got int"),
+        ("decode layer", {"arena": 4}, TypeError, "arena must be an Arena, .* got int"),
         *(
             ("prefill decode layer update", {"layer": layer}, error, message)
             for layer, error, message in [
-                (2, ValueError, r"layer=2 is outside the stack (conv_)?state of shape \(2, 3"),
-                (np.int64(5), ValueError, "layer=5 is outside the stack"),
-                (np.array(-1), ValueError, "layer=-1 is outside the stack"),
-                (jnp.int32(-1), ValueError, "layer=-1 is outside the stack"),
-                (True, TypeError, "layer must be an integer, got True"),
-                (1.0, TypeError, "layer must be an integer, got 1.0"),
+                (2, ValueError, r"layer=2 is not in (conv_)?state \(2, 3.* which has 2"),
+                (np.int64(5), ValueError, "layer=5 is not in"),
+                (np.array(-1), ValueError, "layer=-1 is not in"),
+                (jnp.int32(-1), ValueError, "layer=-1 is not in"),
+                (True, TypeError, "layer must be an integer, got bool"),
+                (1.0, TypeError, "layer must be an integer, got float"),
                 (jnp.float32(1), TypeError, "layer must be an integer scalar, got float32"),
-                (jnp.zeros(1, int), TypeError, r"layer must be an integer scalar, got int32\[1\]"),
+                (
+                    jnp.zeros(1, int),
+                    TypeError,
+                    r"an integer scalar, got int32 \(1,\)",
+                ),
             ]
         ),
         (

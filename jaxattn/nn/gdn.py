@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
+from jaxattn.checks import check_features
 from jaxattn.conv import as_given, check_pool
 from jaxattn.dispatch import Implementation
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.gdn_prefill import gated_delta_rule_prefill
-from jaxattn.given import check_features
 from jaxattn.layer_of import LayerOf
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.given import check_features
+from jaxattn.checks import check_features
 from jaxattn.varying import vary_alike
 
 
