@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -38,9 +39,13 @@ def finite(op: str, name: str, value: Any) -> float:
         TypeError: it is another thing.
         ValueError: it is not finite.
     """
-    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+    known = isinstance(value, jax.Array | np.ndarray | np.generic)
+    known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
+    if known and value.dtype.kind in "iuf":
+        value = value.item()
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not abs(value) < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
     return float(value)
 

@@ -1,6 +1,7 @@
 """How the commands end: one line and an exit code where what they were asked for cannot be done."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -9,6 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxattn.options import InputError
+
+# What goes wrong with files that the user named, or with the disk.
+OF_FILES = (
+    errno.EACCES, errno.EIO, errno.EISDIR, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS,
+)  # fmt: skip
 
 
 class Terminated(KeyboardInterrupt):
@@ -19,10 +25,10 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     """What `run` returns; 2 for bad input or no place for the output, 1 if the output's reader
     left, 130 after Ctrl-C, 143 after SIGTERM."""
     try:
-        with _terminated_like_interrupted():
-            code = run()
+        code = run()
+        if sys.stdout is not None:
             sys.stdout.flush()
-            return code
+        return code
     except InputError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
@@ -33,6 +39,8 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
         _discard_output()
         return 1
     except OSError as error:
+        if error.errno not in OF_FILES:
+            raise
         _discard_output()
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: error: {where}{error.strerror or error}", file=sys.stderr)
@@ -46,7 +54,10 @@ def code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def terminated_like_interrupted() -> Iterator[None]:
+    """Around what has something to report. Elsewhere SIGTERM ends the process at once, also where
+    it waits in a library, which no Python handler would reach."""
+
     def stop(*_: Any) -> None:
         raise Terminated
 
@@ -57,10 +68,10 @@ def _terminated_like_interrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _discard_output() -> None:
     """What is still buffered for stdout has to go somewhere, or Python complains at its exit."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -43,7 +43,8 @@ def dispatch[T](
         try:
             return candidates[implementation]()
         except NotImplementedError as refusal:
-            if implementation != "xla" and "xla" in candidates:
+            own = str(refusal).startswith(f"{op}: ")  # and not JAX's
+            if own and implementation != "xla" and "xla" in candidates:
                 refusal.args = (f"{refusal}; use implementation='xla'",)
             raise
     refusals: list[Exception] = []

@@ -52,7 +52,7 @@ def gdn_gates(
     Both stay float32: beta rounded to bfloat16 is a known source of drift. Qwen3-Next's gates.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        TypeError, ValueError: an argument is no array, or its shape or dtype does not fit.
     """
     op = "gdn_gates"
     a, b, A_log, dt_bias = floats(op, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
@@ -96,7 +96,7 @@ def chunk_gated_delta_rule(
         q, k, v: one dtype, float32, bfloat16 or float16.
         g: log decay, <= 0, float32. Any strength: -1000 or -inf clears the state.
         beta: writing strength after the sigmoid; float32 keeps its precision.
-        scale: factor on the output, Dk**-0.5 if None.
+        scale: factor on the output, a Python number, Dk**-0.5 if None.
         initial_state: float32, value-first; zeros if None. n is B, or with cu_seqlens the number
             of sequences.
         output_final_state: also return the state after each sequence's last token.
@@ -206,8 +206,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
     """The same function one token at a time, in float32: the definition, and for a few tokens.
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`. Differentiable, at the
-    cost of one saved state a token.
+    Arguments, results and errors are those of `chunk_gated_delta_rule`; `scale` may be traced.
+    Differentiable, at the cost of one saved state a token.
     """
     op = "recurrent_gated_delta_rule"
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
@@ -215,7 +215,9 @@ def recurrent_gated_delta_rule(
     ends = as_given(cu_seqlens)
     check_sequence(op, q, k, v, g, beta, initial_state, ends)
     cu_seqlens = as_offsets(ends)
-    factor = output_scale(op, scale, k.shape[-1])
+    factor: Any = scale  # traced, only a kernel could not take it
+    if not isinstance(scale, jax.core.Tracer):
+        factor = output_scale(op, scale, k.shape[-1])
 
     def xla():
         with jax.named_scope(op):

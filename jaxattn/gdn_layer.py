@@ -35,7 +35,7 @@ def pack_gdn_weights(
     out of it in a loop over layers.
 
     Raises:
-        ValueError: a shape or dtype does not fit the others; it is named.
+        TypeError, ValueError: one is no array, or does not fit the others; it is named.
     """
     op = "pack_gdn_weights"
     A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)

@@ -32,10 +32,15 @@ def taken_apart(layer: Any) -> tuple[Any, tuple[int, int], Any]:
     return layer, (1, 0), layer
 
 
+def number_to_check(layer: Any) -> Any:
+    """What `check_layer` takes of a layer that may be a `LayerOf`: traced, its repeat will do."""
+    if not isinstance(layer, LayerOf):
+        return layer
+    return layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index
+
+
 def check_layer(op: str, name: str, stack: tuple[int, ...], layer: Any) -> None:
     """Raises unless `layer`, a number or a tracer of one, is in the stack of that shape."""
-    if isinstance(layer, LayerOf):
-        layer = layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index
     if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
         if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
             raise TypeError(

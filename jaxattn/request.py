@@ -1,5 +1,6 @@
 """What goes into an engine and what comes out of it."""
 
+import contextlib
 import dataclasses
 import numbers
 import operator
@@ -34,14 +35,18 @@ class Request:
     id: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str):
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
             raise TypeError(
                 "prompt must be token ids, got a str; for a model of bytes give prompt.encode()"
             )
-        if not hasattr(self.prompt, "__len__"):
-            raise TypeError(f"prompt must be token ids, got {self.prompt!r}")
-        if not isinstance(self.prompt, bytes):
-            for place, token in enumerate(self.prompt):
+        if hasattr(prompt, "dtype"):
+            if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
+                raise TypeError(f"prompt must be integers [T], got {prompt.dtype} {prompt.shape}")
+        elif not isinstance(prompt, Sequence):
+            raise TypeError(f"prompt must be a sequence of token ids, got {prompt!r}")
+        elif not isinstance(prompt, bytes):
+            for place, token in enumerate(prompt):
                 _check_integer(f"prompt[{place}]", token)
         for name in ("max_tokens", "seed", "stop_token", "id"):
             value = getattr(self, name)
@@ -66,10 +71,11 @@ class Request:
 
 
 def _check_integer(name: str, value: Any) -> None:
-    try:
-        operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool):
+            operator.index(value)
+            return
+    raise TypeError(f"{name} must be an integer, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxattn.command import code_of, exit_code
+from jaxattn.command import code_of, exit_code, terminated_like_interrupted
 from jaxattn.device import device_memory
 from jaxattn.engine import Engine
 from jaxattn.kernels.hopper import require_hopper
@@ -182,7 +182,8 @@ def run(options: argparse.Namespace) -> int:
     stream = TextStream(messages if options.json else Console(), requests)
     interrupted = None
     try:
-        completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
+        with terminated_like_interrupted():
+            completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
     except GenerationInterrupted as interrupt:
         completions, interrupted = interrupt.completions, code_of(interrupt)
     except SealError as error:

@@ -95,7 +95,7 @@ def test_the_arguments_that_the_others_change(name):
         ),
         (
             "chunk prefill decode",
-            {"scale": jnp.ones(())},
+            {"scale": jnp.ones(1)},
             TypeError,
             "scale must be a Python number",
         ),
@@ -132,6 +132,21 @@ def test_it_is_refused_by_name(names, change, error, message):
         op, arguments = OPS[name]
         with pytest.raises(error, match=message):
             op(**arguments | change)
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent", "prefill", "decode", "layer"])
+def test_a_scale_that_is_known_may_be_an_array(name):
+    op, arguments = OPS[name]
+    expected = op(**arguments, scale=0.5)[0]
+    for scale in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
+        np.testing.assert_array_equal(op(**arguments, scale=scale)[0], expected)
+
+
+def test_the_recurrence_has_a_gradient_of_its_scale():
+    def total(scale):
+        return gdn.recurrent_gated_delta_rule(**SEQUENCE, scale=scale)[0].sum()
+
+    np.testing.assert_allclose(jax.grad(total)(0.5), 2 * total(0.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("number", [1, np.int64(1), np.array(1), jnp.int32(1)])

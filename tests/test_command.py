@@ -69,6 +69,19 @@ def test_no_room_for_the_output():
     assert done.stderr == "python -m jaxattn.plan: error: No space left on device\n"
 
 
+def test_a_closed_stdout():
+    line = [sys.executable, "-m", *PLAN]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *line], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_is_not_about_files_keeps_its_traceback():
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        of(OSError(12, "Cannot allocate memory"))
+
+
 def test_a_closed_stdin():
     line = [sys.executable, "-m", "jaxattn.serve", "--prompt", "-"]
     done = subprocess.run(

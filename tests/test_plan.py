@@ -367,6 +367,17 @@ def test_a_larger_share_of_the_device_is_advised_first(model, device, share, adv
     assert plan(model, device, dataclasses.replace(limits, utilization=float(larger))).reserve >= 0
 
 
+def test_the_share_that_is_advised_holds_a_row_at_full_length():
+    one = dataclasses.replace(CONFIG, max_position_embeddings=2**22)
+    limits = Limits(batch=1, max_model_len=2**22, prefill_chunk=16, utilization=0.1)
+    with pytest.raises(PlanError) as caught:
+        plan(one, "2GiB", limits)
+    (word, larger, *_) = caught.value.advice[0].split()
+    assert word == "utilization" and float(larger) > 0.2
+    made = plan(one, "2GiB", dataclasses.replace(limits, utilization=float(larger)))
+    assert made.reserve >= 0 and made["kv cache"] >= limits.pages_per_row * 64 * 80 * 2
+
+
 # The command --------------------------------------------------------------------------------------
 
 

@@ -83,7 +83,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             )
     for name in ("json", "plot"):  # before all the measuring
         path = getattr(args, name)
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        if path is None:
+            continue
+        # JSON is written beside its file first.
+        written = path if name == "plot" and path.exists() else path.parent
+        if path.is_dir() or not os.access(written, os.W_OK):
             parser.error(f"--{name} {path}: cannot be written there")
     if args.what != "plot" and not args.small:
         # Peers run in processes of their own, and need memory too. Read when the backend starts.

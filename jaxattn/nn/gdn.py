@@ -17,7 +17,7 @@ from jaxattn.conv import as_given, check_pool
 from jaxattn.dispatch import Implementation
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.gdn_prefill import gated_delta_rule_prefill
-from jaxattn.layer_of import LayerOf
+from jaxattn.layer_of import LayerOf, number_to_check
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.paged import Arguments
@@ -266,7 +266,7 @@ class GatedDeltaNet(nnx.Module):
                 raise TypeError(f"{op}: {name} must be an array, got {type(pool).__name__}")
             if not jnp.issubdtype(pool.dtype, jnp.floating):
                 raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
-            check_pool(op, name, pool, slots, layer, shape, slots.shape[0])
+            check_pool(op, name, pool, slots, number_to_check(layer), shape, slots.shape[0])
         if conv_state.shape[:-2] != ssm_state.shape[:-3]:
             raise ValueError(
                 f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "

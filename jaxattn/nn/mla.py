@@ -252,7 +252,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
         layers of a model share them."""
         arguments = Arguments("MultiHeadLatentAttention.decode_rotation")
-        integers = ("int32", "int64")
+        integers = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
         arguments.check("seq_lens", seq_lens, "B", integers)
         if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
             arguments.check("query_lens", query_lens, "B", integers)

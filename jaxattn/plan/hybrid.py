@@ -262,11 +262,15 @@ def advice(
         return left(changed, {}, of) and left(changed, known, of)
 
     found = []
-    # With another share JAX's allocator would be given another limit.
-    unlimited = dataclasses.replace(memory, limit=None)
     for larger in larger_shares(limits.utilization):
-        if fits(dataclasses.replace(limits, utilization=larger), unlimited):
-            found.append(f"utilization {larger:g}")
+        of, how = memory, f"utilization {larger:g}"
+        if memory.limit is not None:  # which was given to JAX's allocator when it began
+            of = dataclasses.replace(memory, limit=int(larger * memory.total))
+            how += " with XLA_PYTHON_CLIENT_MEM_FRACTION as large"
+        changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
+        filled = fill(config, changed, of, params, executables, **beside)
+        if filled.pages >= limits.pages_per_row and fits(filled, of):
+            found.append(how)
             break
     one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
     pages = fill(config, one_row, memory, params, executables, **beside).pages
