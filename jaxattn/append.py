@@ -7,10 +7,10 @@ is a few microseconds of little work, and one kernel does them all.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
+from jaxattn.checks import is_integer
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
 from jaxattn.mla_cache import check_format, mla_cache_write
@@ -35,7 +35,7 @@ def pack_mla_weights(
     kv_norm = arguments.check("kv_norm", kv_norm, f"{stack} R")
     if q_norm is not None:
         q_norm = arguments.check("q_norm", q_norm, f"{stack} Q")
-    if isinstance(rope_dim, bool) or not isinstance(rope_dim, int | np.integer):
+    if not is_integer(rope_dim):
         raise TypeError(
             f"pack_mla_weights: rope_dim must be an integer, got {type(rope_dim).__name__}"
         )

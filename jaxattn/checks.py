@@ -9,7 +9,19 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxattn.arena import Arena
-from jaxattn.paged import FLOATS
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_array(op: str, name: str, x: Any) -> None:
+    """Raises TypeError unless it is an array, JAX's, NumPy's or one of flax."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of Python or NumPy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def floats(op: str, **arrays: Any) -> list[Array]:
@@ -20,8 +32,7 @@ def floats(op: str, **arrays: Any) -> list[Array]:
         ValueError: one holds no floats.
     """
     for name, x in arrays.items():
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+        check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{op}: {name} must hold floats, got {x.dtype}{list(x.shape)}")
     return [jnp.asarray(x) for x in arrays.values()]
@@ -59,8 +70,7 @@ def check_features(
     op: str, x: Any, axis: str, name: str, weights: tuple[int, ...], of: int
 ) -> None:
     """Raises unless `x` is a floating array whose last axis is axis `of` of the named weights."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{op}: x must be an array, got {type(x).__name__}")
+    check_array(op, "x", x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{op}: x must be {' or '.join(FLOATS)}, got {x.dtype} {tuple(x.shape)}")
     if not x.shape or x.shape[-1] != weights[of]:

@@ -228,6 +228,11 @@ def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> Non
         )
 
 
+def as_offsets(cu_seqlens: Any) -> Array | None:
+    """Checked offsets in int32: of a narrower type they would not reach T."""
+    return None if cu_seqlens is None else jnp.asarray(cu_seqlens).astype(jnp.int32)
+
+
 def causal_conv1d(
     x: Float[Array, "B T Dc"],
     weight: Float[Array, "Dc W"],
@@ -282,11 +287,11 @@ def causal_conv1d(
         )
     initial = jnp.zeros(state_shape, x.dtype) if initial_state is None else initial_state
     with jax.named_scope(op):
-        if cu_seqlens is None:
+        offsets = as_offsets(cu_seqlens)
+        if offsets is None:
             y, window = _conv_rows(x, weight, bias, activation, initial)
             final = window[:, length:]
         else:
-            offsets = jnp.asarray(cu_seqlens, jnp.int32)
             y, final = _conv_packed(x, weight, bias, activation, initial, offsets)
     return y, final.astype(initial.dtype) if output_final_state else None
 

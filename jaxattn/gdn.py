@@ -23,6 +23,7 @@ from jaxattn.arena import Arena
 from jaxattn.checks import check_arena, floats, maybe_floats, output_scale
 from jaxattn.conv import (
     as_given,
+    as_offsets,
     check_cu_seqlens,
     check_pool,
     each_write,
@@ -416,11 +417,6 @@ def _recurrent(
         (_, final), out = lax.scan(packed_step, begin, (sequence, first, tokens))
         out = jnp.where(real[..., None], out, 0)
     return jnp.moveaxis(out, 0, 1).astype(v.dtype), final
-
-
-def as_offsets(cu_seqlens: Any) -> Array | None:
-    """Checked offsets in int32: of a narrower type they would not reach T."""
-    return None if cu_seqlens is None else jnp.asarray(cu_seqlens).astype(jnp.int32)
 
 
 def _state_shape(v: Array, k: Array) -> tuple[int, int, int]:

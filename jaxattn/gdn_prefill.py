@@ -16,9 +16,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.checks import floats, output_scale
-from jaxattn.conv import as_given, check_pool, rows_in_use, state_read, state_write, write_slots
+from jaxattn.conv import (
+    as_given,
+    as_offsets,
+    check_pool,
+    rows_in_use,
+    state_read,
+    state_write,
+    write_slots,
+)
 from jaxattn.dispatch import Implementation, dispatch
-from jaxattn.gdn import as_offsets, check_chunks, check_sequence
+from jaxattn.gdn import check_chunks, check_sequence
 from jaxattn.gdn_chunk import Checkpoints, gated_delta_rule_chunks
 from jaxattn.kernels.gdn_prefill import Pool, gdn_prefill_mosaic, refuse_prefill
 

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from jaxattn.checks import is_integer
 from jaxattn.paged import CACHES, Arguments
 from jaxattn.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 
@@ -63,7 +64,7 @@ class LatentFormat:
             )
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
         for name, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
-            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            if not is_integer(size):
                 raise TypeError(
                     f"LatentFormat: {name} must be an integer, got {type(size).__name__} {size}"
                 )

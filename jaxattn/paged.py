@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Num
 
+from jaxattn.checks import FLOATS as FLOATS
+from jaxattn.checks import check_array
 from jaxattn.layer_of import check_layer
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32 = ("int32",)
 CACHES = (*FLOATS, "float8_e4m3fn", "uint8")  # `jaxattn.mla_cache` says what each of them holds
 
@@ -29,8 +30,7 @@ class Arguments:
 
     def check(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
         """Returns `x` as a JAX array if it is e.g. "B S H D" of one of the dtypes, else raises."""
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"{self.op}: {name} must be an array, got {type(x).__name__}")
+        check_array(self.op, name, x)
         if str(x.dtype) not in dtypes:
             raise TypeError(
                 f"{self.op}: {name} must be {' or '.join(dtypes)}, got {x.dtype} {tuple(x.shape)}"

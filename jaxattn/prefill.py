@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from jaxattn.checks import is_integer
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.kernels.mla_prefill import Config, attend_mosaic, refuse
 from jaxattn.merge import merge_attention_states
@@ -238,7 +238,7 @@ def mla_prefill(
             f"{q.shape}, latent {latent.shape}, w_uk [H, nope, R] {w_uk.shape}"
         )
     if block is not None:
-        if isinstance(block, bool) or not isinstance(block, int | np.integer):
+        if not is_integer(block):
             raise TypeError(
                 f"mla_prefill: block must be a Python integer, got {type(block).__name__}"
             )

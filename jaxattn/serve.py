@@ -45,14 +45,14 @@ def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[by
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
         raise InputError("--prompt - can be given once: stdin is one prompt")
-    if "-" in prompts and stdin is None:
-        raise InputError("--prompt - reads stdin, which is closed")
     found = []
     for place, prompt in enumerate(prompts, 1):
-        if prompt == "-" and stdin is not None:
-            data = stdin.buffer.read()
-        else:
+        if prompt != "-":
             data = prompt.encode("utf-8", "surrogateescape")
+        elif stdin is None:
+            raise InputError("--prompt - reads stdin, which is closed")
+        else:
+            data = stdin.buffer.read()
         if not data:
             where = "stdin" if prompt == "-" else f"--prompt number {place}"
             raise InputError(f"{where} is empty; a prompt needs at least one byte")

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxattn.arena import ArenaSpec
+from jaxattn.checks import is_integer
 from jaxattn.kernels.hopper import NUM_SMS
 from jaxattn.kernels.mla_body import RANK
 from jaxattn.kernels.mla_schedule import (
@@ -29,7 +29,7 @@ INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or w
 
 def _check_sizes(op: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        if not is_integer(size) or size < 1:
             raise ValueError(f"{op}: {name} must be a positive integer, got {size!r}")
 
 

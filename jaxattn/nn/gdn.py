@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
-from jaxattn.checks import check_features
+from jaxattn.checks import check_array, check_features
 from jaxattn.conv import as_given, check_pool
 from jaxattn.dispatch import Implementation
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
@@ -262,8 +262,7 @@ class GatedDeltaNet(nnx.Module):
             ("conv_state", conv_state, conv_shape),
             ("ssm_state", ssm_state, ssm_shape),
         ):
-            if not hasattr(pool, "shape") or not hasattr(pool, "dtype"):
-                raise TypeError(f"{op}: {name} must be an array, got {type(pool).__name__}")
+            check_array(op, name, pool)
             if not jnp.issubdtype(pool.dtype, jnp.floating):
                 raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
             check_pool(op, name, pool, slots, number_to_check(layer), shape, slots.shape[0])
