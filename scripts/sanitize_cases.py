@@ -225,11 +225,11 @@ def delta_net(dtype: str, q_len: int = 1, rows: int = 3, *, each: bool = False) 
     return case
 
 
-def bare_delta_rule(q_len: int, *, each: bool = False) -> Case:
+def bare_delta_rule(q_len: int, rows: int = 3, *, each: bool = False) -> Case:
     """The state's update alone, of q, k and v."""
 
     def case(implementation: Implementation) -> Any:
-        reads, writes, slots = slots_of(3, q_len, each)
+        reads, writes, slots = slots_of(rows, q_len, each)
 
         def op(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any) -> Any:
             state, reads, writes, A_log, dt_bias = rest
@@ -238,8 +238,8 @@ def bare_delta_rule(q_len: int, *, each: bool = False) -> Case:
                 implementation=implementation,
             )  # fmt: skip
 
-        q, k, v = (normal(3, q_len, heads, 128) for heads in (2, 2, 4))
-        gates, rates = (normal(3, q_len, 4) for _ in range(2)), (normal(4), normal(4))
+        q, k, v = (normal(rows, q_len, heads, 128) for heads in (2, 2, 4))
+        gates, rates = (normal(rows, q_len, 4) for _ in range(2)), (normal(4), normal(4))
         state = normal(slots, 4, 128, 128, dtype=jnp.float32)
         return op, (q, k, v, *gates, state, reads, writes, *rates)
 
@@ -293,12 +293,16 @@ CASES: dict[str, Case] = {
     "gdn_prefill_checkpoints_segments": delta_rule(
         [63, 0, 700], pool=True, checkpoint_tokens=64, split=128
     ),
-    "gdn_decode_float32": delta_net("float32"),
-    "gdn_decode_bfloat16": delta_net("bfloat16"),
+    "gdn_decode_few_states": delta_net("bfloat16"),
+    "gdn_decode_few_states_float32": delta_net("float32"),
+    "gdn_decode_float32": delta_net("float32", rows=9),
+    "gdn_decode_bfloat16": delta_net("bfloat16", rows=9),
     "gdn_decode_two_heads_a_block": delta_net("bfloat16", rows=150),
     "gdn_decode_tokens": delta_net("float32", q_len=4),
     "gdn_decode_each_token": delta_net("float32", q_len=4, each=True),
-    "gdn_decode_bare": bare_delta_rule(1),
+    "gdn_decode_few_states_bare": bare_delta_rule(1),
+    "gdn_decode_few_states_each_token": delta_net("bfloat16", each=True),
+    "gdn_decode_bare": bare_delta_rule(1, rows=9),
     "gdn_decode_bare_each_token": bare_delta_rule(3, each=True),
     "out_of_bounds": out_of_bounds,
 }

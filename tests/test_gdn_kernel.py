@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import both_devices, gdn_case, gdn_oracle, relative, x64
+from kernel_cases import (
+    assert_alike,
+    both_devices,
+    gdn_case,
+    gdn_oracle,
+    one_block_a_head,
+    relative,
+    x64,
+)
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
@@ -17,7 +25,12 @@ def decode(case, implementation, *, arena=None):
     step = functools.partial(
         gdn.gated_delta_rule_decode, **case.gates, implementation=implementation
     )
-    return jax.jit(step)(*case.args, layer=case.layer, arena=arena)
+    results = jax.jit(step)(*case.args, layer=case.layer, arena=arena)
+    if implementation == "mosaic_gpu" and case.q.shape[1] == 1:
+        with one_block_a_head():
+            others = jax.jit(functools.partial(step))(*case.args, layer=case.layer)
+        assert_alike(results[:2], others)
+    return results
 
 
 def assert_matches(case, out, state, *, bound=5e-3):

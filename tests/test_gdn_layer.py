@@ -1,5 +1,6 @@
 """`gated_delta_net_decode` against float64, by XLA, interpreted and on a GPU."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from kernel_cases import no_races, relative, x64
+from kernel_cases import assert_alike, no_races, one_block_a_head, relative, x64
 
 from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
 from jaxattn.arena import Arena
@@ -134,15 +135,23 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def step_of(implementation):
+def step_of(implementation, split=True):
     """Compiled once for a shape, whatever test comes first."""
-    step = functools.partial(gated_delta_net_decode, eps=EPS, implementation=implementation)
+
+    def step(*args, **kwargs):
+        with contextlib.nullcontext() if split else one_block_a_head():
+            return gated_delta_net_decode(*args, **kwargs, eps=EPS, implementation=implementation)
+
     return jax.jit(step)
 
 
 def decode(case: Case, implementation, *, writes=None, arena=None):
-    layer = jnp.int32(case.layer)
-    return step_of(implementation)(*case.args, write_indices=writes, layer=layer, arena=arena)
+    """Of a token a row a GPU's two kernels, for few states and for many, have to agree."""
+    more = dict(write_indices=writes, layer=jnp.int32(case.layer))
+    results = step_of(implementation)(*case.args, **more, arena=arena)
+    if implementation == "mosaic_gpu" and case.qkvz.shape[1] == 1:
+        assert_alike(results[:3], step_of(implementation, split=False)(*case.args, **more))
+    return results
 
 
 def bits(x) -> np.ndarray:
@@ -374,7 +383,6 @@ def test_a_nan_in_a_row_stays_in_that_row(implementation):
         np.testing.assert_array_equal(after, before[1] if before.ndim == 3 else before[1, 1])
 
 
-# Four blocks to a cluster are more threads than the interpreter can run on two cores.
 @pytest.mark.parametrize("parts, stages, tile", [(1, 2, 64), (2, 3, 32), (1, 2, 128)])
 @pytest.mark.parametrize("keep", [False, True])
 def test_no_race_in_the_interpreter(parts, stages, tile, keep):
@@ -393,6 +401,99 @@ def test_no_race_in_the_interpreter(parts, stages, tile, keep):
     assert_matches(case, results, writes=writes if keep else None)
 
 
+@pytest.mark.parametrize(
+    "value_heads, dtype, keep",
+    [(1, jnp.float32, True), (1, jnp.bfloat16, False), (2, jnp.float32, False)],
+)
+def test_four_blocks_a_state_in_the_interpreter(value_heads, dtype, keep):
+    case = make([2, -1, 0], num_slots=5, value_heads=value_heads, state_dtype=dtype)
+    writes = jnp.asarray([[4], [3], [-1]], jnp.int32) if keep else case.reads
+    options = dict(num_key_heads=1, layer=case.layer, scale=128**-0.5, eps=EPS)
+    with no_races():
+        out, conv_state, state = jax.block_until_ready(
+            gdn_decode_mosaic(
+                "test", *case.args, writes, config=Config(split=True), interpret=True,
+                detect_races=True, **options,
+            )
+        )  # fmt: skip
+    results = out.reshape(3, 1, -1), conv_state, state
+    assert_matches(case, results, writes=writes if keep else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows, key_heads, value_heads", [(1, 16, 32), (5, 3, 6), (33, 1, 1)])
+def test_few_states(rows, key_heads, value_heads, dtype):
+    """As many as may have four blocks each, and some beyond; the same bits by every run."""
+    slots = np.random.default_rng(rows).permutation(rows + 1)[:rows].tolist()
+    padded = [*slots[1:], -1] if rows > 1 else [-1]
+    for batch in (slots, padded, [*slots, -1]):
+        case = make(
+            batch, num_slots=rows + 1, key_heads=key_heads, value_heads=value_heads,
+            dtype=jnp.bfloat16, state_dtype=dtype,
+        )  # fmt: skip
+        results = decode(case, "mosaic_gpu")
+        assert_matches(case, results, bound=6e-3)
+        for _ in range(20):
+            for again, once in zip(decode(case, "mosaic_gpu"), results, strict=True):
+                np.testing.assert_array_equal(bits(again), bits(once))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, state_dtype, bound",
+    [
+        (jnp.float32, jnp.float32, 1e-5),
+        (jnp.float32, jnp.bfloat16, 1e-5),
+        (jnp.float16, jnp.bfloat16, 6e-3),
+        (jnp.bfloat16, jnp.float32, 6e-3),
+    ],
+)
+@pytest.mark.parametrize("writes", [None, [0, -1, 2], [[0], [-1], [2]]], ids=["", "B", "B1"])
+def test_few_states_of_any_kind(dtype, state_dtype, bound, writes):
+    """Into other slots, and into a poisoned arena."""
+    case = make([3, 1, -1], dtype=dtype, state_dtype=state_dtype)
+    writes = None if writes is None else jnp.asarray(writes, jnp.int32)
+    spec = gdn.scratch(batch=3, q_len=1, num_v_heads=2, dtype=dtype)
+    arena = jax.tree.map(lambda lane: jnp.full_like(lane, jnp.nan), Arena.allocate(spec))
+    *results, arena = decode(case, "mosaic_gpu", writes=writes, arena=arena)
+    assert_matches(case, results, writes=writes, bound=bound)
+    np.testing.assert_array_equal(arena.read(spec, "out").reshape(3, 1, -1), results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_wrong_with_a_head_stays_in_that_head(poison):
+    case = make([1, 0], num_slots=2)
+    clean, *_ = decode(case, "mosaic_gpu")
+    for head in range(2):
+        case.state = case.state.at[case.layer, 1, head].set(poison)
+        y, *_ = decode(case, "mosaic_gpu")
+        case.state = make([1, 0], num_slots=2).state
+        other = slice(128 * (1 - head), 128 * (2 - head))
+        np.testing.assert_array_equal(bits(y[0, 0, other]), bits(clean[0, 0, other]))
+        np.testing.assert_array_equal(bits(y[1]), bits(clean[1]))
+        assert not np.isfinite(y[0, 0, 128 * head : 128 * (head + 1)]).any()
+
+
+def test_four_blocks_a_state_are_for_one_token_and_two_heads():
+    for case in (make([0], q_len=2), make([0], value_heads=3)):
+        with pytest.raises(ValueError, match="split is for one token of 1 or 2 value heads"):
+            gdn_decode_mosaic(
+                "test", *case.args, case.reads, num_key_heads=1, layer=0, scale=1.0,
+                config=Config(split=True), interpret=True,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "group, states, q_len, split",
+    [(2, 32, 1, True), (1, 33, 1, True), (1, 34, 1, False), (4, 8, 1, False), (2, 32, 2, False)],
+)
+def test_few_states_have_four_blocks_each(group, states, q_len, split):
+    config = choose_config(group, states, q_len, jnp.bfloat16, interpret=False)
+    assert config.split == split
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("q_len", [1, 5, 8])
 def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len, dtype):
@@ -400,6 +501,8 @@ def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len,
         op = Op(q_len, 16, 16 * group, True, True, True, True, False, (1, 0), 1.0, EPS)
         for states in (32, 132, 264, 396, 397, 1024, 8192):
             config = choose_config(group, states, q_len, dtype, interpret=False)
+            if config.split:
+                continue
             block = shared_bytes(op, config, dtype)
             assert block <= MOST_SHARED
             if config.parts == group and config.tile == 64:
@@ -590,11 +693,13 @@ def test_more_than_65535_blocks():
 
 @pytest.mark.gpu
 @pytest.mark.large
-def test_slot_offsets_beyond_2_31_elements():
+@pytest.mark.parametrize("rows", [1, 2])
+def test_slot_offsets_beyond_2_31_elements(rows):
     slots = 2**31 // (32 * 128 * 128) + 3
     small = make(
-        [1, 0], num_slots=2, key_heads=16, value_heads=32, dtype=jnp.bfloat16, layers=1, layer=0
-    )
+        [1, 0][:rows], num_slots=2, key_heads=16, value_heads=32, dtype=jnp.bfloat16, layers=1,
+        layer=0,
+    )  # fmt: skip
     grow = jax.jit(
         lambda x: (
             jnp.zeros((1, slots, *x.shape[2:]), x.dtype)
@@ -602,7 +707,7 @@ def test_slot_offsets_beyond_2_31_elements():
             .set(x, unique_indices=True)
         )
     )
-    reads = jnp.asarray([slots - 1, 0], jnp.int32)
+    reads = jnp.asarray([slots - 1, 0][:rows], jnp.int32)
     big = dataclasses.replace(
         small, conv_state=grow(small.conv_state), state=grow(small.state), reads=reads
     )

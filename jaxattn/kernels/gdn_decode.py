@@ -5,9 +5,10 @@
     out   =  scale S q
 
 A block of one warpgroup has one value head of a row, or some of those of a key head:
-gdn_decode_body.py is what it does. The convolution's state moves by S inputs a step, and a key
-head's q and k channels feed all of its value heads. The blocks of a key head therefore form a
-cluster: each reads those channels, and one writes them once all have.
+gdn_decode_body.py is what it does. Where there are few states, each has four blocks:
+gdn_decode_split_body.py. The convolution's state moves by S inputs a step, and a key head's q and k
+channels feed all of its value heads. The blocks of a key head therefore form a cluster: each reads
+those channels, and one writes them once all have.
 
 Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and tests:
 `jaxattn.gdn_layer.gated_delta_net_decode` (implementation="xla"), tests/test_gdn_layer.py.
@@ -20,8 +21,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.gdn_decode_body import Config, make_body, scratch_types, shared_bytes
+from jaxattn.kernels import gdn_decode_body as ring_body
+from jaxattn.kernels import gdn_decode_split_body as split_body
+from jaxattn.kernels.gdn_decode_body import Config, shared_bytes
 from jaxattn.kernels.gdn_decode_inputs import DIM, WIDTH, Op
+from jaxattn.kernels.gdn_decode_split_body import SPLIT
 from jaxattn.kernels.hopper import (
     NUM_SMS,
     RESERVED_BYTES,
@@ -30,6 +34,7 @@ from jaxattn.kernels.hopper import (
     require_hopper,
 )
 
+MOST_BLOCKS = 8  # of a cluster, on every Hopper GPU
 MAX_TOKENS = 8  # that a row may have: all of them are unrolled
 MAX_ROWS = 65_535  # blocks that CUDA has on a grid's second axis; its first has the key heads
 MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
@@ -38,18 +43,21 @@ MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and a
 def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:
     """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
-    A cluster has at most 8 blocks; the interpreter may not have the threads for one. Of more than
-    three states a multiprocessor, which has room for three rings of large tiles (two beside more
-    than five tokens), or of several heads a block, tiles are small: four blocks share one, of one
-    token. A key head's two states of 16 bits have one block where those fill the places for four a
-    multiprocessor once, and more than half.
+    The interpreter may not have the threads for a cluster. Of more than three states a
+    multiprocessor, which has room for three rings of large tiles (two beside more than five
+    tokens), or of several heads a block, tiles are small: four blocks share one, of one token. A
+    key head's two states of 16 bits have one block where those fill the places for four a
+    multiprocessor once, and more than half. So few states that each may have four multiprocessors
+    have them, if a key head's blocks fit in a cluster; with two each they would be slower.
     """
     if interpret:
         return Config()
+    if q_len == 1 and group * SPLIT <= MOST_BLOCKS and states * SPLIT <= NUM_SMS:
+        return Config(split=True)
     once = 2 * NUM_SMS < states // group <= 4 * NUM_SMS
     if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
         return Config(32, 6)
-    parts = max(parts for parts in range(1, 9) if group % parts == 0)
+    parts = max(parts for parts in range(1, MOST_BLOCKS + 1) if group % parts == 0)
     large = parts == group and states <= (3 if q_len <= 5 else 2) * NUM_SMS
     return Config(parts=parts) if large else Config(32, 3, parts)
 
@@ -141,12 +149,6 @@ def gdn_decode_mosaic(
     )
     states = batch * num_value_heads
     config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
-    if (needed := shared_bytes(op, config, state.dtype)) > MOST_SHARED:
-        raise NotImplementedError(
-            f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
-            f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
-            "fewer tokens"
-        )
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
     if conv_state is not None:
@@ -166,24 +168,48 @@ def gdn_decode_mosaic(
     first_row = 0
     if arena is not None:
         lane, first_row = arena.lane(spec, "out", width=DIM)
-        refs.append(jax.new_ref(lane))
-    body = make_body(op, config, first_row, interpret=interpret)
+        out_ref = jax.new_ref(lane)
+        refs.append(out_ref)
+    between = None
+    if config.split:
+        if q_len != 1 or op.group * SPLIT > MOST_BLOCKS:
+            raise ValueError(
+                f"{name}: split is for one token of 1 or 2 value heads a key head, got S={q_len}, "
+                f"Hv / Hk = {op.group}"
+            )
+        blocks = op.group * SPLIT
+        body = split_body.make_body(op, first_row, interpret=interpret)
+        scratch_types = split_body.scratch_types(op, interpret=interpret)
+        if interpret:  # whose blocks have no shared memory in common
+            between = jax.new_ref(jnp.zeros((batch, num_key_heads, blocks), jnp.float32))
+            refs.append(between)
+    else:
+        if (needed := shared_bytes(op, config, state.dtype)) > MOST_SHARED:
+            raise NotImplementedError(
+                f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and "
+                f"needs {needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; "
+                "give fewer tokens"
+            )
+        blocks = config.parts
+        body = ring_body.make_body(op, config, first_row, interpret=interpret)
+        scratch_types = ring_body.scratch_types(op, config, state.dtype)
 
     def entry(*args: Any) -> None:
         inputs, pools, rest = args[:6], list(args[6 : 6 + len(refs)]), list(args[6 + len(refs) :])
+        beside = {"between": pools.pop()} if between is not None else {}
         out = rest.pop(0) if arena is None else pools.pop()
         conv_ref = pools[1] if op.conv else None
-        body(*inputs, pools[0], conv_ref, out, *rest)
+        body(*inputs, pools[0], conv_ref, out, *rest, **beside)
 
     kernel = plgpu.kernel(
         entry,
         out_type=(rows,) if arena is None else (),
-        scratch_types=scratch_types(op, config, state.dtype),
+        scratch_types=scratch_types,
         # The last axis runs fastest: blocks at work together read neighbouring states.
         grid=(batch, num_key_heads),
         grid_names=("row", "key_head"),
-        cluster=(config.parts,) if config.parts > 1 else (),
-        cluster_names=("part",) if config.parts > 1 else (),
+        cluster=(blocks,) if blocks > 1 else (),
+        cluster_names=("part",) if blocks > 1 else (),
         num_threads=1,
         thread_name="wg",
         kernel_name="gdn_decode",
@@ -199,5 +225,5 @@ def gdn_decode_mosaic(
     new_conv = jax.freeze(refs[1]).reshape(conv_state.shape) if conv_state is not None else None
     if arena is None:
         return outs[0].reshape(batch, q_len, num_value_heads, DIM), new_conv, new_state
-    arena = arena.with_lane(spec, "out", jax.freeze(refs[-1]))
+    arena = arena.with_lane(spec, "out", jax.freeze(out_ref))
     return arena.read(spec, "out"), new_conv, new_state, arena

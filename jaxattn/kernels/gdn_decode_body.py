@@ -47,11 +47,13 @@ class Config:
         tile: rows of a state [Dv, Dk] that are in registers at a time.
         stages: tiles in the ring.
         parts: blocks that share a key head's value heads, a cluster.
+        split: a state's rows have four blocks, and what is said above does not count.
     """
 
     tile: int = 64
     stages: int = 2
     parts: int = 1
+    split: bool = False
 
     def __post_init__(self):
         if self.tile not in (32, 64, 128) or self.stages < 2:

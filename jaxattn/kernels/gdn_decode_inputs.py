@@ -110,18 +110,34 @@ class Inputs:
         at = pl.ds(first, DIM)
         return [per_channel(self.qkvz.at[self.row, token, at]) for token in range(self.op.q_len)]
 
-    def given(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
-        op = self.op
-        b_and_a = [
+    def b_and_a(self) -> list[Any]:
+        """(b, a) of the value heads' tokens."""
+        return [
             [
-                [self.ba[self.row, token, first + head] for token in range(op.q_len)]
-                for first in (0, op.value_heads)
+                [self.ba[self.row, token, first + head] for token in range(self.op.q_len)]
+                for first in (0, self.op.value_heads)
             ]
             for head in self.heads
         ]
-        z = [self.of_tokens(op.channels + head * DIM) for head in self.heads] if op.norm else []
-        return [self.of_tokens(first) for first in self.firsts], b_and_a, z
+
+    def new(self) -> list[list[jax.Array]]:
+        """The tokens' inputs of the channels from each of `firsts` on."""
+        return [self.of_tokens(first) for first in self.firsts]
+
+    def first_gate(self, head: Any) -> Any:
+        """Where z of a head begins in a token's inputs."""
+        return self.op.channels + head * DIM
+
+    @property
+    def first_norm(self) -> int:
+        """Where the norm's weight begins in a row of weights."""
+        return 2 * self.op.value_heads
+
+    def given(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
+        b_and_a = self.b_and_a()
+        z = [self.of_tokens(self.first_gate(head)) for head in self.heads] if self.op.norm else []
+        return self.new(), b_and_a, z
 
     def window(self, layer: Any, own: Any, slot: Any, first: Any, new: list[jax.Array]) -> Any:
         """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps).
@@ -148,7 +164,7 @@ class Inputs:
         ]
 
     def norm_weight(self, own: Any) -> jax.Array:
-        return per_channel(self.weights.at[own, pl.ds(2 * self.op.value_heads, DIM)])
+        return per_channel(self.weights.at[own, pl.ds(self.first_norm, DIM)])
 
     def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
         """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""

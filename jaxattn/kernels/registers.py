@@ -104,7 +104,13 @@ def store(value: Any, ref: Any, offset: Any, fixed: int = 0) -> None:
 
 
 def asm(
-    code: str, results: list[Any], operands: list[Any], constraints: str, *, movable: bool = False
+    code: str,
+    results: list[Any],
+    operands: list[Any],
+    constraints: str,
+    *,
+    movable: bool = False,
+    convergent: bool = False,
 ) -> list[Any]:
     """A line of PTX: `results` are types, and so many values are returned.
 
@@ -112,12 +118,20 @@ def asm(
         constraints: LLVM's, of results and then operands: r is a word, f a float32 number.
         movable: whether it may be moved, done once for several, or left out if nothing is made of
             it.
+        convergent: whether it may not come to stand in a branch, as what a whole warp does.
     """
     if not results:
         of_all = ir.Type.parse("!llvm.void")
     else:
         of_all = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
-    out = llvm.inline_asm(of_all, operands, code, constraints, has_side_effects=not movable)
+    out = llvm.inline_asm(
+        of_all,
+        operands,
+        code,
+        constraints,
+        has_side_effects=not movable,
+        convergent=convergent or None,
+    )
     if len(results) <= 1:
         return [out] * len(results)
     return [llvm.extractvalue(of_one, out, [i]) for i, of_one in enumerate(results)]
