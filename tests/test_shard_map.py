@@ -1,7 +1,8 @@
 """Inside `jax.shard_map`, its checks on, every op and module gives what it gives on one device.
 
 The mesh has two devices where there are two (`JAX_NUM_CPU_DEVICES=2`), else one, which has the same
-checks. Each device has its own batch and its own caches or pools, and shares the weights.
+checks. Each device has its own batch and its own caches or pools, and shares the weights. Kernels
+need the checks off.
 """
 
 import functools
@@ -312,6 +313,51 @@ def test_serving_of_gdn(tokens):
     if tokens == "prefill":
         own |= dict(query_lens=ints([3, 2], [1, 3]), seq_lens=ints([7, 2], [3, 5]))
     check(op, dict(weights=weights), own)
+
+
+# --- kernels, which need shard_map's checks off
+
+
+def alike_on_gpus(op, shared, own, bound):
+    """Each device's own batch by the kernel gives what XLA gives on one device."""
+
+    def device(shared, own):
+        out = op(**shared, **jax.tree.map(lambda x: x[0], own), implementation="mosaic_gpu")
+        return jax.tree.map(lambda x: x[None], out)
+
+    specs = dict(in_specs=(P(), P("b")), out_specs=P("b"), check_vma=False)
+    outs = jax.jit(jax.shard_map(device, mesh=mesh(), **specs))(shared, own)
+    expected = on_one_device(functools.partial(op, implementation="xla"), shared, own)
+    for actual, exact in zip(jax.tree.leaves(outs), jax.tree.leaves(expected), strict=True):
+        actual, exact = (np.asarray(x, np.float64) for x in (actual, exact))
+        assert np.linalg.norm(actual - exact) <= bound * np.linalg.norm(exact)
+
+
+@pytest.mark.gpu
+def test_mla_decode_on_gpus():
+    op = functools.partial(mla.mla_decode, scale=576**-0.5, kv_lora_rank=512)
+    cache = each(1, 6, 64, 576).astype(jnp.bfloat16)
+    own = dict(
+        q=each(0, BATCH, 1, 16, 576).astype(jnp.bfloat16),
+        block_tables=ints([[1, 3, 5], [0, 2, -1]], [[2, 4, -1], [3, 1, -1]]),
+        seq_lens=ints([170, 100], [70, 65]),
+    )
+    alike_on_gpus(op, {}, own | dict(kv_cache=cache), 1e-2)
+    alike_on_gpus(op, dict(kv_cache=cache[0]), own, 1e-2)
+
+
+@pytest.mark.gpu
+def test_gated_delta_net_decode_on_gpus():
+    channels = 4 * 128
+    own = dict(
+        qkvz=each(0, BATCH, 1, channels + 2 * 128),
+        ba=each(1, BATCH, 1, 4),
+        conv_state=each(2, 4, 3, channels),
+        state=each(3, 4, 2, 128, 128),
+        state_indices=ints([1, 3], [2, -1]),
+    )
+    weights = normal(4, 2 * 2 + 128 + 4 * channels)
+    alike_on_gpus(gated_delta_net_decode, dict(weights=weights), own, 1e-4)
 
 
 # --- outside
