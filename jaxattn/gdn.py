@@ -8,7 +8,8 @@ For each value head, with log decay `g_t`, writing strength `beta_t` and state `
 
 The state is value-first everywhere, `[..., Hv, Dv, Dk]` and float32, as vLLM, SGLang and FlashInfer
 store it (FLA's `state_v_first=True`): decode's tiles are whole rows, and to move them takes as long
-as tiles of columns do, 7% less in bfloat16 (benchmarks/LOG.md). Value head h uses key head `h // (Hv // Hk)`.
+as tiles of columns do, 7% less in bfloat16 (benchmarks/LOG.md). Value head h uses key head
+`h // (Hv // Hk)`.
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024); Qwen3-Next and Qwen3.5 are built on it.
 """
 
