@@ -19,6 +19,22 @@ def check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
 
 
+def check_dtype(op: str, name: str, x: Any, *dtypes: str) -> None:
+    """Raises TypeError unless the array has one of them."""
+    if str(x.dtype) not in dtypes:
+        wanted = " or ".join(dtypes)
+        raise TypeError(f"{op}: {name} must be {wanted}, got {x.dtype} {tuple(x.shape)}")
+
+
+def check_integers(op: str, name: str, x: Any, shape: str, *, fits: bool) -> None:
+    """Raises TypeError unless the array holds integers, ValueError unless its shape `fits`."""
+    message = f"{op}: {name} must be integers of shape {shape}, got {x.dtype}{list(x.shape)}"
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(message)
+    if not fits:
+        raise ValueError(message)
+
+
 def is_integer(value: Any) -> bool:
     """Whether it is an integer of Python or NumPy; a bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -27,14 +43,12 @@ def is_integer(value: Any) -> bool:
 def floats(op: str, **arrays: Any) -> list[Array]:
     """The named arguments as JAX arrays.
 
-    Raises:
-        TypeError: one is no array.
-        ValueError: one holds no floats.
+    Raises TypeError: one is no array, or holds no floats.
     """
     for name, x in arrays.items():
         check_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name} must hold floats, got {x.dtype}{list(x.shape)}")
+            raise TypeError(f"{op}: {name} must hold floats, got {x.dtype}{list(x.shape)}")
     return [jnp.asarray(x) for x in arrays.values()]
 
 
@@ -71,8 +85,7 @@ def check_features(
 ) -> None:
     """Raises unless `x` is a floating array whose last axis is axis `of` of the named weights."""
     check_array(op, "x", x)
-    if str(x.dtype) not in FLOATS:
-        raise TypeError(f"{op}: x must be {' or '.join(FLOATS)}, got {x.dtype} {tuple(x.shape)}")
+    check_dtype(op, "x", x, *FLOATS)
     if not x.shape or x.shape[-1] != weights[of]:
         raise ValueError(f"{op}: x {tuple(x.shape)} must have the {axis} of {name} {weights} last")
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.checks import floats, maybe_floats
+from jaxattn.checks import check_integers, floats, maybe_floats
 from jaxattn.layer_of import check_layer
 
 
@@ -106,7 +106,7 @@ def check_pool(
     *,
     shared: bool = False,
 ) -> None:
-    """Raises ValueError unless `pool` and `state_indices` fit; values only where concrete.
+    """Raises unless `pool` and `state_indices` fit; values only where concrete.
 
     `shared`: several rows may read one slot.
     """
@@ -123,11 +123,8 @@ def check_pool(
         check_layer(op, name, pool.shape, layer)
     if state_indices is None:
         raise TypeError(f"{op}: state_indices must be integers of shape [{batch}], got None")
-    if state_indices.shape != (batch,) or not jnp.issubdtype(state_indices.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: state_indices must be integers of shape [{batch}], "
-            f"got {state_indices.dtype}{list(state_indices.shape)}"
-        )
+    fits = state_indices.shape == (batch,)
+    check_integers(op, "state_indices", state_indices, f"[{batch}]", fits=fits)
     if isinstance(state_indices, jax.core.Tracer):
         return
     slots = np.asarray(state_indices).astype(np.int64)
@@ -159,17 +156,16 @@ def write_slots(
 
     `name` is the argument's, for messages.
 
-    Raises ValueError: a shape does not fit, or concrete slots leave the pool or collide.
+    Raises:
+        TypeError: it holds no integers.
+        ValueError: its shape does not fit, or concrete slots leave the pool or collide.
     """
     if write_indices is None:
         return state_indices
     batch = state_indices.shape[0]
-    integers = jnp.issubdtype(write_indices.dtype, jnp.integer)
-    if write_indices.shape not in ((batch,), (batch, tokens)) or not integers:
-        raise ValueError(
-            f"{op}: {name} must be integers of shape [{batch}] or [{batch}, {tokens}], "
-            f"got {write_indices.dtype}{list(write_indices.shape)}"
-        )
+    fits = write_indices.shape in ((batch,), (batch, tokens))
+    shapes = f"[{batch}] or [{batch}, {tokens}]"
+    check_integers(op, name, write_indices, shapes, fits=fits)
     if isinstance(write_indices, jax.core.Tracer) or isinstance(state_indices, jax.core.Tracer):
         return write_indices
     size = pool.shape[0 if layer is None else 1]
@@ -206,18 +202,11 @@ def each_write(writes: Array, used: Array, tokens: int) -> list[tuple[int, Array
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> None:
-    """Raises ValueError unless `cu_seqlens` fits `[1, length]`; values only where concrete."""
+    """Raises unless `cu_seqlens` fits `[1, length]`; values only where concrete."""
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens needs batch 1, all sequences in one row; got {batch}")
-    if (
-        cu_seqlens.ndim != 1
-        or cu_seqlens.shape[0] < 2
-        or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer)
-    ):
-        raise ValueError(
-            f"{op}: cu_seqlens must be integers of shape [n + 1] with n >= 1, "
-            f"got {cu_seqlens.dtype}{list(cu_seqlens.shape)}"
-        )
+    fits = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
+    check_integers(op, "cu_seqlens", cu_seqlens, "[n + 1] with n >= 1", fits=fits)
     if isinstance(cu_seqlens, jax.core.Tracer):
         return
     ends = np.asarray(cu_seqlens).astype(np.int64)  # of which a difference may be negative
@@ -265,6 +254,7 @@ def causal_conv1d(
         `(y, final_state)`; final_state is None unless asked for.
 
     Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
 
     Source: FLA's and vLLM's causal_conv1d (W - 1 states, as vLLM stores them).
@@ -324,6 +314,7 @@ def causal_conv1d_update(
         `(y, conv_state)`.
 
     Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
     """
     op = "causal_conv1d_update"

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.checks import check_arena, floats, maybe_floats, output_scale
+from jaxattn.checks import check_arena, check_dtype, floats, maybe_floats, output_scale
 from jaxattn.conv import (
     as_given,
     as_offsets,
@@ -127,7 +127,8 @@ def chunk_gated_delta_rule(
         `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or a concrete cu_seqlens decreases or passes T.
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "chunk_gated_delta_rule"
@@ -279,7 +280,8 @@ def gated_delta_rule_decode(
         `(o, state)`, or with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or concrete slots repeat or leave the pool.
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
         NotImplementedError: the named implementation refuses; the message says why.
     """
     op = "gated_delta_rule_decode"
@@ -299,8 +301,7 @@ def gated_delta_rule_decode(
             raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(array.shape)}")
     slot_shape = (value_heads, value_dim, k.shape[-1])
     check_pool(op, "state", state, reads, layer, slot_shape, batch)
-    if state.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{op}: state must be float32 or bfloat16, got {state.dtype}")
+    check_dtype(op, "state", state, "float32", "bfloat16")
     writes = write_slots(op, state, reads, writes, layer, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
     factor = output_scale(op, scale, k.shape[-1])
@@ -440,7 +441,7 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, tokens: str) -> None:
             f"{op}: the Hv={v.shape[2]} heads of v must be a multiple of the Hk={k.shape[2]} of k"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(
+        raise TypeError(
             f"{op}: q, k and v must share float32, bfloat16 or float16, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}"
         )
@@ -472,15 +473,16 @@ def check_sequence(
                 f"{op}: {name} must be [B, T, Hv] = {list(v.shape[:3])}, got {list(array.shape)}"
             )
     if g.dtype != jnp.float32:
-        raise ValueError(f"{op}: g must be float32, got {g.dtype}; gdn_gates returns it so")
+        raise TypeError(f"{op}: g must be float32, got {g.dtype}; gdn_gates returns it so")
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, v.shape[0], v.shape[1])
     if initial_state is None:
         return
     count = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (count, *_state_shape(v, k))
-    if initial_state.shape != shape or initial_state.dtype != jnp.float32:
+    check_dtype(op, "initial_state", initial_state, "float32")
+    if initial_state.shape != shape:
         raise ValueError(
-            f"{op}: initial_state must be float32 [n, Hv, Dv, Dk] = {list(shape)}, "
-            f"got {initial_state.dtype}{list(initial_state.shape)}"
+            f"{op}: initial_state must be [n, Hv, Dv, Dk] = {list(shape)}, "
+            f"got {list(initial_state.shape)}"
         )

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.checks import check_arena, finite, floats, output_scale
+from jaxattn.checks import check_arena, check_dtype, finite, floats, output_scale
 from jaxattn.conv import as_given, causal_conv1d_update, check_pool, rows_in_use, write_slots
 from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import gated_delta_rule_decode, scratch
@@ -108,7 +108,8 @@ def gated_delta_net_decode(
         dtype.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or concrete slots repeat or leave the pool.
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
         NotImplementedError: the named implementation refuses; the message says why. The kernel has
             Dk = Dv = 128, W = 4, up to 8 tokens a row and 65,535 rows; "xla" has no such limits.
 
@@ -220,11 +221,13 @@ def _check(
     conv_state: Array,
     state: Array,
 ) -> int:
-    """The number of key heads; raises ValueError unless the shapes and dtypes fit each other."""
-    if state.ndim not in (4, 5) or state.dtype not in (jnp.float32, jnp.bfloat16):
+    """The number of key heads; raises unless the shapes and dtypes fit each other."""
+    check_dtype(op, "state", state, "float32", "bfloat16")
+    check_dtype(op, "qkvz", qkvz, "float32", "bfloat16", "float16")
+    check_dtype(op, "weights", weights, "float32")
+    if state.ndim not in (4, 5):
         raise ValueError(
-            f"{op}: state must be float32 or bfloat16, [Z, Hv, Dv, Dk] or [L, Z, Hv, Dv, Dk], "
-            f"got {state.dtype}{list(state.shape)}"
+            f"{op}: state must be [Z, Hv, Dv, Dk] or [L, Z, Hv, Dv, Dk], got {list(state.shape)}"
         )
     value_heads, value_dim, key_dim = state.shape[-3:]
     values = value_heads * value_dim
@@ -246,18 +249,16 @@ def _check(
             f"{op}: qkvz must be [B, S, Dc + Hv Dv = {channels + values}] with S >= 1, "
             f"got {list(qkvz.shape)}"
         )
-    if qkvz.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"{op}: qkvz must be float32, bfloat16 or float16, got {qkvz.dtype}")
-    if ba.shape != (*qkvz.shape[:2], 2 * value_heads) or not jnp.issubdtype(ba.dtype, jnp.floating):
+    if ba.shape != (*qkvz.shape[:2], 2 * value_heads):
         raise ValueError(
-            f"{op}: ba must be floats [B, S, 2 Hv] = {[*qkvz.shape[:2], 2 * value_heads]}, "
-            f"got {ba.dtype}{list(ba.shape)}"
+            f"{op}: ba must be [B, S, 2 Hv] = {[*qkvz.shape[:2], 2 * value_heads]}, "
+            f"got {list(ba.shape)}"
         )
     length = 2 * value_heads + value_dim + (taps + 1) * channels
     one, stack = [length], [*state.shape[: state.ndim - 4], length]
-    if list(weights.shape) not in (one, stack) or weights.dtype != jnp.float32:
+    if list(weights.shape) not in (one, stack):
         raise ValueError(
-            f"{op}: weights must be float32 {one}, or with a stack of states {stack}, as "
-            f"pack_gdn_weights returns them; got {weights.dtype}{list(weights.shape)}"
+            f"{op}: weights must be {one}, or with a stack of states {stack}, as "
+            f"pack_gdn_weights returns them; got {list(weights.shape)}"
         )
     return key_heads

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.checks import floats, output_scale
+from jaxattn.checks import check_dtype, check_integers, floats, output_scale
 from jaxattn.conv import (
     as_given,
     as_offsets,
@@ -88,8 +88,9 @@ def gated_delta_rule_prefill(
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
 
     Raises:
-        ValueError: a shape or dtype does not fit, a concrete cu_seqlens decreases or passes T, or
-            concrete slots leave the pool or collide.
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
+            slots leave the pool or collide.
         NotImplementedError: the named implementation refuses; the message says why.
     """
     q, k, v, g, beta, state = floats(OP, q=q, k=k, v=v, g=g, beta=beta, state=state)
@@ -102,13 +103,13 @@ def gated_delta_rule_prefill(
     slot_shape = (*v.shape[2:], k.shape[-1])
     shared = writes is not None
     check_pool(OP, "state", state, reads, layer, slot_shape, count, shared=shared)
-    if state.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{OP}: state must be float32 or bfloat16, got {state.dtype}")
-    if initial is not None and (initial.shape != (count,) or initial.dtype != jnp.bool_):
-        raise ValueError(
-            f"{OP}: has_initial_state must be booleans of shape [{count}], "
-            f"got {initial.dtype}{list(initial.shape)}"
-        )
+    check_dtype(OP, "state", state, "float32", "bfloat16")
+    if initial is not None:
+        check_dtype(OP, "has_initial_state", initial, "bool")
+        if initial.shape != (count,):
+            raise ValueError(
+                f"{OP}: has_initial_state must be [{count}], got {list(initial.shape)}"
+            )
     writes = _check_writes(state, reads, writes, layer, kept, checkpoint_tokens, chunk_size)
     if kept is not None and kept.shape[1] == 0:
         kept = checkpoint_tokens = None
@@ -192,13 +193,11 @@ def _check_writes(
     tokens: int | None,
     chunk_size: int,
 ) -> Array:
-    """The slots of the final states; raises ValueError where they or the checkpoints do not fit."""
+    """The slots of the final states; raises where they or the checkpoints do not fit."""
     count = reads.shape[0]
-    if writes is not None and writes.shape != (count,):
-        raise ValueError(
-            f"{OP}: write_indices must be integers of shape [{count}], "
-            f"got {writes.dtype}{list(writes.shape)}"
-        )
+    if writes is not None:
+        fits = writes.shape == (count,)
+        check_integers(OP, "write_indices", writes, f"[{count}]", fits=fits)
     finals = write_slots(OP, state, reads, writes, layer, 1)
     if (kept is None) != (tokens is None):
         raise ValueError(
@@ -211,12 +210,8 @@ def _check_writes(
         raise ValueError(
             f"{OP}: checkpoint_tokens must be a positive multiple of {chunk_size=}, got {tokens}"
         )
-    integers = jnp.issubdtype(kept.dtype, jnp.integer)
-    if kept.ndim != 2 or kept.shape[0] != count or not integers:
-        raise ValueError(
-            f"{OP}: checkpoint_indices must be integers of shape [{count}, M], "
-            f"got {kept.dtype}{list(kept.shape)}"
-        )
+    fits = kept.ndim == 2 and kept.shape[0] == count
+    check_integers(OP, "checkpoint_indices", kept, f"[{count}, M]", fits=fits)
     if not any(isinstance(x, jax.core.Tracer) for x in (reads, finals, kept)):
         # Of one width: of uint64 and int64 NumPy would make float64.
         numbers = [np.asarray(x).astype(np.int64) for x in (finals, kept)]

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int, Num
 
 from jaxattn.checks import FLOATS as FLOATS
-from jaxattn.checks import check_array
+from jaxattn.checks import check_array, check_dtype
 from jaxattn.layer_of import check_layer
 
 INT32 = ("int32",)
@@ -31,10 +31,7 @@ class Arguments:
     def check(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
         """Returns `x` as a JAX array if it is e.g. "B S H D" of one of the dtypes, else raises."""
         check_array(self.op, name, x)
-        if str(x.dtype) not in dtypes:
-            raise TypeError(
-                f"{self.op}: {name} must be {' or '.join(dtypes)}, got {x.dtype} {tuple(x.shape)}"
-            )
+        check_dtype(self.op, name, x, *dtypes)
         names, shape = axes.split(), tuple(x.shape)
         title = f"{name} [{', '.join(names)}]"
         if len(shape) != len(names) or 0 in shape:

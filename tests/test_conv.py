@@ -218,8 +218,8 @@ def test_update_errors_name_the_argument_and_the_shape():
     x, weight, _ = make(2, 1)
     pool, slots = make_state(3), np.array([0, 1], np.int32)
 
-    def refused(message, pool=pool, slots=slots, **kwargs):
-        with pytest.raises(ValueError, match=message):
+    def refused(message, error=ValueError, pool=pool, slots=slots, **kwargs):
+        with pytest.raises(error, match=message):
             gdn.causal_conv1d_update(x, weight, pool, slots, **kwargs)
 
     refused(r"conv_state must be .*3, 6.*\(3, 4, 6\)", pool=make_state(3, 5))
@@ -227,4 +227,4 @@ def test_update_errors_name_the_argument_and_the_shape():
     refused(r"layer=2 .*\(1, 3, 3, 6\)", pool=pool[None], layer=2)
     refused(r"state_indices .*\[0\] more than once", slots=np.array([0, 0]))
     refused(r"state_indices .*\[-1, 3\)", slots=np.array([0, 3]))
-    refused(r"state_indices must be integers", slots=np.array([0.0, 1.0]))
+    refused(r"state_indices must be integers", TypeError, slots=np.array([0.0, 1.0]))

@@ -475,9 +475,9 @@ def test_state_read_and_write_never_wrap():
 # --- errors -------------------------------------------------------------------------------------
 
 
-def refused(op, message, **changes):
+def refused(op, message, error=ValueError, **changes):
     arguments = dict(zip(Inputs._fields, make(2, 4, 2, 4, 16, 8), strict=True)) | changes
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         op(**arguments)
 
 
@@ -490,17 +490,21 @@ def test_errors_name_the_argument_and_the_shape(op):
     refused(op, r"\[B, T\].*\(2, 5, 4, 8\)", v=zeros((2, 5, 4, 8)))
     refused(op, r"Hv=3 .* multiple of the Hk=2", v=zeros((2, 4, 3, 8)))
     refused(op, r"g must be .*\[2, 4, 4\], got \[2, 4, 2\]", g=zeros((2, 4, 2)))
-    refused(op, r"g must be float32, got bfloat16", g=jnp.zeros((2, 4, 4), jnp.bfloat16))
+    refused(op, "g must be float32, got bf", TypeError, g=jnp.zeros((2, 4, 4), jnp.bfloat16))
     refused(op, r"beta must be", beta=zeros((2, 4)))
-    refused(op, r"q, k and v must share .* bfloat16", v=jnp.zeros((2, 4, 4, 8), jnp.bfloat16))
+    values = jnp.zeros((2, 4, 4, 8), jnp.bfloat16)
+    refused(op, r"q, k and v must share .* bfloat16", TypeError, v=values)
     state = zeros((2, 4, 16, 8))
     refused(op, r"initial_state .*\[2, 4, 8, 16\].*\[2, 4, 16, 8\]", initial_state=state)
+    halves = state.astype(np.float16)
+    refused(op, "initial_state must be float32, got float16", TypeError, initial_state=halves)
     ends = np.array([0, 4])
     refused(op, r"cu_seqlens needs batch 1.*got 2", cu_seqlens=ends)
     refused(op, r"cu_seqlens .*\[0, 5\]", **one, cu_seqlens=np.array([0, 5]))
     refused(op, r"cu_seqlens .*\[0, 3, 2\]", **one, cu_seqlens=np.array([0, 3, 2]))
     refused(op, r"cu_seqlens .*\[1, 3\]", **one, cu_seqlens=np.array([1, 3]))
-    refused(op, r"cu_seqlens must be integers", **one, cu_seqlens=np.array([0.0, 3.0]))
+    floats = np.array([0.0, 3.0])
+    refused(op, r"cu_seqlens must be integers", TypeError, **one, cu_seqlens=floats)
 
 
 def test_chunk_size_is_checked():
@@ -511,14 +515,15 @@ def test_decode_errors_name_the_argument_and_the_shape():
     inputs, pool = decode_inputs(2, 1), make_state(3, 4, 32, 16)
     slots = np.array([0, 2], np.int32)
 
-    def refused(message, pool=pool, slots=slots, a_log=A_LOG, **kwargs):
-        with pytest.raises(ValueError, match=message):
+    def refused(message, error=ValueError, pool=pool, slots=slots, a_log=A_LOG, **kwargs):
+        with pytest.raises(error, match=message):
             gdn.gated_delta_rule_decode(
                 *inputs, pool, slots, A_log=a_log, dt_bias=DT_BIAS, **kwargs
             )
 
     refused(r"state must be .*4, 16, 32.*got \(3, 4, 32, 16\)", pool=pool.swapaxes(-1, -2))
-    refused(r"state must be float32 or bfloat16, got float16", pool=pool.astype(np.float16))
+    halves = pool.astype(np.float16)
+    refused(r"state must be float32 or bfloat16, got float16", TypeError, pool=halves)
     refused(r"layer .*\(1, 3, 4, 16, 32\)", pool=pool[None])
     refused(r"layer .*\(3, 4, 16, 32\)", layer=0)
     refused(r"layer=1 .*\(1, 3, 4, 16, 32\)", pool=pool[None], layer=1)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import conv, gdn
 from jaxattn.arena import Arena
-from jaxattn.checks import check_array, check_features
+from jaxattn.checks import check_array, check_features, check_integers
 from jaxattn.conv import as_given, check_pool
 from jaxattn.dispatch import Implementation
 from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
@@ -129,8 +129,7 @@ class GatedDeltaNet(nnx.Module):
         op = "GatedDeltaNet.prefill"
         self._check_tokens(op, x)
         state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
-        _check_numbers(op, "state_indices", state_indices, x)
-        self._check_pools(op, conv_state, ssm_state, state_indices, layer)
+        self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
         _check_lengths(op, x, state_indices, seq_lens, query_lens)
         mixed, z, a, b = self._project(x)
         slots = jnp.where(query_lens > 0, state_indices, -1)
@@ -195,8 +194,7 @@ class GatedDeltaNet(nnx.Module):
         op = "GatedDeltaNet.decode"
         self._check_tokens(op, x)
         state_indices = as_given(state_indices)
-        _check_numbers(op, "state_indices", state_indices, x)
-        self._check_pools(op, conv_state, ssm_state, state_indices, layer)
+        self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
             qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
@@ -254,7 +252,7 @@ class GatedDeltaNet(nnx.Module):
             raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
 
     def _check_pools(
-        self, op: str, conv_state: Any, ssm_state: Any, slots: Array, layer: Any
+        self, op: str, x: Array, conv_state: Any, ssm_state: Any, slots: Any, layer: Any
     ) -> None:
         conv_shape = (self.conv_width - 1, self.conv_dim)
         ssm_shape = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
@@ -265,7 +263,7 @@ class GatedDeltaNet(nnx.Module):
             check_array(op, name, pool)
             if not jnp.issubdtype(pool.dtype, jnp.floating):
                 raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
-            check_pool(op, name, pool, slots, number_to_check(layer), shape, slots.shape[0])
+            check_pool(op, name, pool, slots, number_to_check(layer), shape, x.shape[0])
         if conv_state.shape[:-2] != ssm_state.shape[:-3]:
             raise ValueError(
                 f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
@@ -274,12 +272,8 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _check_numbers(op: str, name: str, numbers: Any, x: Array) -> None:
-    found = "None" if numbers is None else f"{numbers.dtype} {numbers.shape}"
-    wanted = f"{op}: {name} must be integers of shape ({x.shape[0]},), got {found}"
-    if numbers is None or not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(wanted)
-    if numbers.shape != x.shape[:1]:
-        raise ValueError(f"{wanted}; x is {tuple(x.shape)}")
+    check_array(op, name, numbers)
+    check_integers(op, name, numbers, f"[{x.shape[0]}]", fits=numbers.shape == x.shape[:1])
 
 
 def _check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any) -> None:
