@@ -404,6 +404,7 @@ def test_the_same_bits_every_run(lens, heads, format):
         ([4096, 1000, 77, 0] * 8, "bfloat16", dict(q_len=2)),
         ([4096, 1000, 77, 0] * 8, "uint8", dict(q_len=2)),
         ([4096, 1000, 77, 0] * 8, "float16", dict(dtype=jnp.float16)),
+        ([4096, 1000, 77, 0] * 8, "bfloat16", dict(dim=512)),
     ],
 )
 def test_the_same_bits_every_run_of_other_inputs(lens, format, options):
