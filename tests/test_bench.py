@@ -309,7 +309,8 @@ def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
         assert n >= 2 * timing.PROFILED and n % timing.PROFILED == 0
         # Two of one kernel a call, slow ones first; and one that ran only once.
         times = [(at, 5000.0 if at < 2 * (n - timing.PROFILED) else 2000.0) for at in range(2 * n)]
-        return {"kernel": times[::-1], "copy": [(0, 7.0)], "other": [(i, 1000.0) for i in range(n)]}
+        each = [(i, 1000.0) for i in range(n)]
+        return {"kernel": times[::-1], "copy": [(0, 7.0)], "other": each, "MemcpyH2D": each}
 
     monkeypatch.setattr(timing, "gpu_events", events)
     assert timing.kernel_seconds(calls.append, warmup=1e-3) == pytest.approx(5e-6)

@@ -19,6 +19,7 @@ from kernel_cases import (
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
+from jaxattn.kernels import gdn_decode
 
 
 def decode(case, implementation, *, arena=None):
@@ -56,6 +57,22 @@ def assert_matches(case, out, state, *, bound=5e-3):
 def test_shuffled_slots_beside_padding(q_len, implementation):
     case = gdn_case([4, -1, 0], num_slots=5, q_len=q_len)
     assert_matches(case, *decode(case, implementation))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_four_blocks_a_state_in_the_interpreter(l2norm, key_heads, monkeypatch):
+    """Which have nothing to tell each other here."""
+    monkeypatch.setattr(gdn_decode, "choose_config", lambda *_, **__: gdn_decode.Config(split=True))
+    case = gdn_case([2, -1, 0], num_slots=4, key_heads=key_heads, value_heads=2)
+    case.q, case.k = case.q / 10, case.k / 10
+    step = functools.partial(
+        gdn.gated_delta_rule_decode, **case.gates, layer=case.layer, use_qk_l2norm=l2norm
+    )
+    out, state = step(*case.args, implementation="mosaic_gpu_interpret")
+    expected, expected_state = step(*case.args, implementation="xla")
+    assert relative(out, expected) < 5e-3
+    np.testing.assert_allclose(state, expected_state, rtol=1e-5, atol=1e-5)
 
 
 @both_devices

@@ -1,6 +1,7 @@
 """Times on one device, with one meaning in every bench, and the two ceilings of the same run.
 
-`us` or `ms`: GPU time of an op's kernels, all that its executable runs, from a profile.
+`us` or `ms`: GPU time of an op's kernels, from a profile: all that its executable runs, but copies
+from the host.
 `call us` or `call ms`: a call's share of a scanned loop of calls, with what lies between kernels.
 Both after a warm-up; where there is no GPU both are the loop's.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 ROTATE_BYTES = 256 * 2**20  # inputs are rotated through as much, several times the L2 of 60 MB
@@ -70,7 +72,8 @@ class Op:
         operands: sets of operands, taken in turn by what is profiled; a loop has the first. Neither
             written nor donated.
         state: what the op updates in place; goes from call to call, donated.
-        layers: call i has layer `i % layers`, an int32 scalar on the device.
+        layers: call i has layer `i % layers`, an int32 scalar on the device. The host has just put
+            it there: it is in L2, as the counter of a loop over layers is.
     """
 
     def __init__(
@@ -83,17 +86,14 @@ class Op:
     ) -> None:
         self.state = state
         self._call, self.operands = call, operands
-        self._layers = [jnp.int32(i) for i in range(layers)]
+        self.layers, self._only = layers, jnp.int32(0)
         self._run = jax.jit(call, donate_argnums=1)
 
     def __call__(self, i: int = 0) -> Any:
-        operands, layer = self.operands[i % len(self.operands)], self._layers[i % self.layers]
+        operands = self.operands[i % len(self.operands)]
+        layer = jax.device_put(np.int32(i % self.layers)) if self.layers > 1 else self._only
         result, self.state = self._run(operands, self.state, layer)
         return result
-
-    @property
-    def layers(self) -> int:
-        return len(self._layers)
 
     def times(self) -> tuple[float, float]:
         """Seconds of a call's kernels (where there is no GPU, as the second), and in a loop."""
@@ -147,6 +147,7 @@ def columns(unit: str, times: tuple[float, float]) -> dict[str, float]:
 
 def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> float:
     """GPU seconds of all kernels and copies of a call, which takes its number; 0 without a GPU.
+    What comes from the host does not count: it is not the op's.
 
     Of the last calls in a profile that begins with `warmup` seconds of them: a GPU also idles while
     a profiler starts.
@@ -172,7 +173,8 @@ def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> flo
     before = number
     events = gpu_events(run)
     share = PROFILED / (number - before)
-    counted = (sorted(each)[len(each) - round(len(each) * share) :] for each in events.values())
+    own = (each for name, each in events.items() if not name.startswith("MemcpyH2D"))
+    counted = (sorted(each)[len(each) - round(len(each) * share) :] for each in own)
     return sum(length for each in counted for _, length in each) * 1e-9 / PROFILED
 
 

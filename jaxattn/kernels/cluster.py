@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from jaxattn.kernels.registers import (
     Thread,
@@ -27,6 +27,7 @@ from jaxattn.kernels.registers import (
     pointer,
     single,
     times,
+    tree,
     word,
 )
 
@@ -40,6 +41,23 @@ SEND = (
     "@some mapa.shared::cluster.u32 there, $2, $5; @some mapa.shared::cluster.u32 counter, $3, $5; "
     "@some st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $4, [counter]; }"
 )
+
+
+def block_of_cluster(blocks: int, *, interpret: bool) -> jax.Array:
+    """The block's place in a cluster ("part") of so many blocks on the grid's fastest axis.
+
+    `lax.axis_index` asks for the cluster's size as well, and divides by it.
+    """
+    if interpret:
+        return lax.axis_index("part")
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(return_type=out)
+    def place(_: Any) -> Any:
+        index = arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x))
+        return mgpu.FragmentedArray.splat(arith.remui(index, word(blocks)), (), is_signed=True)
+
+    return place()
 
 
 class Squares:
@@ -66,7 +84,7 @@ class Squares:
         ]
 
     def open(self, scratch: Any, part: jax.Array) -> None:
-        """Comes before anything else; `part` is the block's place in the cluster. The interpreter's
+        """Comes before `ready`; `part` is the block's place in the cluster. The interpreter's
         `scratch` begins with a place in memory for the cluster's numbers."""
         self.part = part
         self.sums, self.sent = scratch
@@ -147,9 +165,9 @@ class Squares:
         del ctx
         asm(WAIT, [], [llvm.ptrtoint(i32(), pointer(sent, word(0)))], "r,~{memory}")
         offset, of_four = times(single(first), 4 * WARPS), ir.VectorType.get((WARPS,), f32())
-        total = number(0.0)
-        for block in range(self.size):
-            shares = llvm.load(of_four, pointer(sums, offset, 4 * WARPS * block))
-            for warp in range(WARPS):
-                total = arith.addf(total, element(shares, warp))
-        return mgpu.FragmentedArray.splat(total, ())
+        shares = [
+            llvm.load(of_four, pointer(sums, offset, 4 * WARPS * block))
+            for block in range(self.size)
+        ]
+        each = [element(of_block, warp) for of_block in shares for warp in range(WARPS)]
+        return mgpu.FragmentedArray.splat(tree(arith.addf, each), ())

@@ -34,6 +34,7 @@ from jaxattn.kernels.gdn_decode_inputs import (
     factors_of,
     gates,
     per_channel,
+    products,
     silu,
 )
 from jaxattn.kernels.hopper import meet, swizzled
@@ -189,9 +190,7 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
 
             # Every load comes before what waits for the first one: latencies run side by side.
             new, b_and_a, z = early or here.given()
-            windows = [
-                here.window(layer, own, slot, *each) for each in zip(here.firsts, new, strict=True)
-            ]
+            windows = here.windows(layer, own, slot, new)
             of_gates = here.of_gates(own, b_and_a)
             if op.norm:
                 norm = here.norm_weight(own)
@@ -216,7 +215,7 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
                 for window in windows[2:]:
                     keep_inputs(window)
             qk = [q_and_k(vectors, token) for token in range(q_len)]
-            qk_factors = [factors_of(op, *each) for each in qk]
+            qk_factors = [factors_of(op, *map(jnp.sum, products(op, *each))) for each in qk]
 
             def units(token: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
                 q_factor, k_factor, _ = qk_factors[token]

@@ -49,6 +49,20 @@ class Op:
         return (2 * self.key_heads + self.value_heads) * DIM
 
 
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Neighbouring numbers of a row of inputs or weights, and the threads that have them."""
+
+    first: Any
+    count: int = DIM
+    layout: Any = CHANNEL
+
+    def load(self, ref: Any) -> jax.Array:
+        """Those of a whole row."""
+        at = pl.ds(self.first, self.count)
+        return plgpu.load(ref.at[at], layout=self.layout, optimized=False)
+
+
 def per_channel(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=CHANNEL, optimized=False)
 
@@ -72,14 +86,20 @@ def gates(A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, 
     return [(jnp.exp(-rate * _softplus(a + bias)), 1.0 / (1.0 + jnp.exp(-b))) for a, b in numbers]
 
 
-def factors_of(op: Op, q: jax.Array, k: jax.Array) -> tuple[Any, Any, jax.Array]:
-    """What a token's q and k are times, and the product of both."""
+def products(op: Op, q: jax.Array, k: jax.Array) -> list[jax.Array]:
+    """What `factors_of` takes the sums of."""
+    return [q * q, k * k, q * k] if op.l2norm else [q * k]
+
+
+def factors_of(op: Op, *sums: jax.Array) -> tuple[Any, Any, jax.Array]:
+    """What a token's q and k are times, and the product of both, of the sums of `products`."""
+    *squares, k_q = sums
     if not op.l2norm:
-        return op.scale, 1.0, jnp.sum(q * k) * op.scale
-    q_factor, k_factor = (lax.rsqrt(jnp.sum(x * x) + 1e-6) for x in (q, k))
+        return op.scale, 1.0, k_q * op.scale
+    q_factor, k_factor = (lax.rsqrt(x + 1e-6) for x in squares)
     q_factor *= op.scale
     # Of a vector too long for its norm the factor is 0, and the product may be inf.
-    k_q = jnp.sum(q * k) * q_factor * k_factor
+    k_q = k_q * q_factor * k_factor
     return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
 
 
@@ -93,7 +113,7 @@ def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax
 class Inputs:
     """Of one row's value heads `heads`, which share a key head.
 
-    `firsts`: the first channels of q, of k and of each head's values.
+    `channels`: of q, of k and of each head's values.
     """
 
     def __init__(
@@ -103,12 +123,12 @@ class Inputs:
         self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
         self.row, self.heads = row, heads
         of_values = (2 * op.key_heads + head for head in heads)
-        self.firsts = [head * DIM for head in (key_head, op.key_heads + key_head, *of_values)]
+        of_heads = (key_head, op.key_heads + key_head, *of_values)
+        self.channels = [Channels(head * DIM) for head in of_heads]
 
-    def of_tokens(self, first: Any) -> list[jax.Array]:
-        """128 numbers of each token from `first` on."""
-        at = pl.ds(first, DIM)
-        return [per_channel(self.qkvz.at[self.row, token, at]) for token in range(self.op.q_len)]
+    def of_tokens(self, channels: Channels) -> list[jax.Array]:
+        """Each token's."""
+        return [channels.load(self.qkvz.at[self.row, token]) for token in range(self.op.q_len)]
 
     def b_and_a(self) -> list[Any]:
         """(b, a) of the value heads' tokens."""
@@ -121,8 +141,8 @@ class Inputs:
         ]
 
     def new(self) -> list[list[jax.Array]]:
-        """The tokens' inputs of the channels from each of `firsts` on."""
-        return [self.of_tokens(first) for first in self.firsts]
+        """The tokens' inputs of `channels`."""
+        return [self.of_tokens(some) for some in self.channels]
 
     def first_gate(self, head: Any) -> Any:
         """Where z of a head begins in a token's inputs."""
@@ -136,25 +156,27 @@ class Inputs:
     def given(self) -> tuple[list[Any], list[Any], list[Any]]:
         """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
         b_and_a = self.b_and_a()
-        z = [self.of_tokens(self.first_gate(head)) for head in self.heads] if self.op.norm else []
+        of_z = (Channels(self.first_gate(head)) for head in self.heads)
+        z = [self.of_tokens(some) for some in of_z] if self.op.norm else []
         return self.new(), b_and_a, z
 
-    def window(self, layer: Any, own: Any, slot: Any, first: Any, new: list[jax.Array]) -> Any:
-        """128 channels from `first` on: (first, their W - 1 + S inputs, their W taps).
+    def windows(self, layer: Any, own: Any, slot: Any, new: list[list[jax.Array]]) -> list[Any]:
+        """Of each of `channels`: (these, their W - 1 + S inputs, their W taps).
 
         `own`: the layer's row of weights.
         """
         if not self.op.conv:
-            return first, new, []
-        old = [
-            per_channel(self.conv.at[layer, slot, j, pl.ds(first, DIM)]) for j in range(WIDTH - 1)
-        ]
-        start = 2 * self.op.value_heads + DIM + first
-        taps = [
-            per_channel(self.weights.at[own, pl.ds(start + j * self.op.channels, DIM)])
-            for j in range(WIDTH)
-        ]
-        return first, old + new, taps
+            return [(some, inputs, []) for some, inputs in zip(self.channels, new, strict=True)]
+        at = 2 * self.op.value_heads + DIM  # of the first tap
+        every = self.op.channels
+        windows = []
+        for some, inputs in zip(self.channels, new, strict=True):
+            old = [some.load(self.conv.at[layer, slot, j]) for j in range(WIDTH - 1)]
+            taps = [
+                some.load(self.weights.at[own, pl.ds(at + j * every, every)]) for j in range(WIDTH)
+            ]
+            windows.append((some, old + inputs, taps))
+        return windows
 
     def of_gates(self, own: Any, b_and_a: list[Any]) -> list[tuple[Any, ...]]:
         """What `gates` takes, of each head."""
@@ -168,6 +190,7 @@ class Inputs:
 
     def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
         """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""
-        first, inputs, _ = window
+        channels, inputs, _ = window
+        at = pl.ds(channels.first, channels.count)
         for j, x in enumerate(inputs[token + 1 : token + WIDTH]):
-            self.conv.at[layer, target, j, pl.ds(first, DIM)][...] = x.astype(self.conv.dtype)
+            self.conv.at[layer, target, j, at][...] = x.astype(self.conv.dtype)

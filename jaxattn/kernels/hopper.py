@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxattn.dispatch import PACKAGE
+from jaxattn.kernels.registers import asm
 
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
 # elsewhere, and round its result otherwise.
@@ -107,6 +108,41 @@ def meet(*, interpret: bool) -> None:
         utils.warpgroup_barrier()
 
     barrier()
+
+
+def asked_for(*, interpret: bool) -> None:
+    """Loads of memory above this line are under way before anything below it waits for one.
+
+    ptxas moves a load down to its use, behind what waits for others, but not past a loop. This one
+    ends at once: it waits for the clock not to be 0.
+    """
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_: Any) -> None:
+        asm(
+            "{ .reg .pred at; .reg .b32 now; again: mov.u32 now, %clock; setp.eq.u32 at, now, 0; "
+            "@at bra again; }", [], [], "~{memory}", convergent=True,
+        )  # fmt: skip
+
+    barrier()
+
+
+def made_here(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """x, made before whatever waits for other threads behind this line.
+
+    Left to itself, ptxas makes a number where it is needed, and thus behind a wait in which there
+    would have been the time for it. It does not move the shuffle here, which moves nothing.
+    """
+    if interpret:
+        return x
+
+    def pinned(_: Any, x: Any) -> Any:
+        return x._pointwise(lambda register: utils.shfl_bfly(register, 0))
+
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(pinned)(x)
 
 
 def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:

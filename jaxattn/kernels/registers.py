@@ -152,6 +152,13 @@ def mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[A
     return asm(code, [f32()] * 4, [*left, *right, *sums], "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
 
 
+def tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+    """What `combine` makes of all of them, two neighbours at a time; as many as a power of two."""
+    while len(values) > 1:
+        values = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
 def over_lanes(combine: Callable[[Any, Any], Any], x: Any, lanes: int) -> Any:
     """What `combine` makes of the x of so many neighbouring lanes, a power of two, in each."""
     distance = 1
