@@ -215,7 +215,7 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
                 for window in windows[2:]:
                     keep_inputs(window)
             qk = [q_and_k(vectors, token) for token in range(q_len)]
-            qk_factors = [factors_of(op, *map(jnp.sum, products(op, *each))) for each in qk]
+            qk_factors = [factors_of(op, map(jnp.sum, products(op, *each))) for each in qk]
 
             def units(token: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
                 q_factor, k_factor, _ = qk_factors[token]

@@ -7,6 +7,7 @@ vectors. A thread has one channel of a head's 128.
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -86,20 +87,23 @@ def gates(A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, 
     return [(jnp.exp(-rate * _softplus(a + bias)), 1.0 / (1.0 + jnp.exp(-b))) for a, b in numbers]
 
 
-def products(op: Op, q: jax.Array, k: jax.Array) -> list[jax.Array]:
+def products(op: Op, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
     """What `factors_of` takes the sums of."""
-    return [q * q, k * k, q * k] if op.l2norm else [q * k]
+    if op.l2norm:
+        yield q * q
+        yield k * k
+    yield q * k
 
 
-def factors_of(op: Op, *sums: jax.Array) -> tuple[Any, Any, jax.Array]:
+def factors_of(op: Op, sums: Iterable[jax.Array]) -> tuple[Any, Any, jax.Array]:
     """What a token's q and k are times, and the product of both, of the sums of `products`."""
-    *squares, k_q = sums
+    sums = iter(sums)
     if not op.l2norm:
-        return op.scale, 1.0, k_q * op.scale
-    q_factor, k_factor = (lax.rsqrt(x + 1e-6) for x in squares)
+        return op.scale, 1.0, next(sums) * op.scale
+    q_factor, k_factor = (lax.rsqrt(next(sums) + 1e-6) for _ in range(2))
     q_factor *= op.scale
     # Of a vector too long for its norm the factor is 0, and the product may be inf.
-    k_q = k_q * q_factor * k_factor
+    k_q = next(sums) * q_factor * k_factor
     return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
 
 

@@ -129,14 +129,14 @@ def make_body(op: Op, first_row: int, *, interpret: bool) -> Any:
             q, k, v = (convolved(window, taps, 0) for _, window, taps in windows)
             for first, x in ((0, q), (DIM, k), (2 * DIM, v)):
                 vectors.at[pl.ds(first, x.size)][...] = x
-            lengths.put(sums, products(op, q, k))
+            lengths.put(sums, list(products(op, q, k)))
             for i, x in enumerate(gates(*of_gates)[0]):
                 scalars[i] = x
             meet(interpret=interpret)  # vectors are there, and every warp has its inputs
             decay, beta = scalars[0], scalars[1]
             q, k = (plgpu.load(vectors.at[pl.ds(i * DIM, DIM)], layout=BY_KEY) for i in range(2))
             v = plgpu.load(vectors.at[pl.ds(2 * DIM, ROWS)], layout=BY_VALUE)
-            q_factor, k_factor, k_q = factors_of(op, *lengths.get(sums))
+            q_factor, k_factor, k_q = factors_of(op, lengths.get(sums))
             q, k = _across(q * q_factor), _across(k * k_factor)
             state = state.astype(jnp.float32)
             delta = beta * (v - decay * (state * k).sum(axis=1))
