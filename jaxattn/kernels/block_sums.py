@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from jaxattn.kernels.cluster import WARPS
-from jaxattn.kernels.registers import Thread, element, f32, pointer, store, times, tree, word
+from jaxattn.kernels.registers import Thread, element, f32, load, store, times, tree, word
 
 
 class BlockSums:
@@ -61,10 +60,5 @@ class BlockSums:
 
     def _get(self, ctx: Any, scratch: Any) -> list[Any]:
         del ctx
-        of_four = ir.VectorType.get((WARPS,), f32())
-        totals = []
-        for i in range(self.count):
-            shares = llvm.load(of_four, pointer(scratch, word(0), 4 * WARPS * i))
-            total = tree(arith.addf, [element(shares, warp) for warp in range(WARPS)])
-            totals.append(mgpu.FragmentedArray.splat(total, ()))
-        return totals
+        each = (load(scratch, word(0), 4 * WARPS * i, WARPS, f32()) for i in range(self.count))
+        return [mgpu.FragmentedArray.splat(tree(arith.addf, shares), ()) for shares in each]

@@ -22,6 +22,7 @@ from jaxattn.kernels.registers import (
     element,
     f32,
     i32,
+    load,
     number,
     plus,
     pointer,
@@ -164,10 +165,8 @@ class Squares:
     def _receive(self, ctx: Any, sums: Any, sent: Any, first: Any) -> Any:
         del ctx
         asm(WAIT, [], [llvm.ptrtoint(i32(), pointer(sent, word(0)))], "r,~{memory}")
-        offset, of_four = times(single(first), 4 * WARPS), ir.VectorType.get((WARPS,), f32())
-        shares = [
-            llvm.load(of_four, pointer(sums, offset, 4 * WARPS * block))
-            for block in range(self.size)
-        ]
-        each = [element(of_block, warp) for of_block in shares for warp in range(WARPS)]
-        return mgpu.FragmentedArray.splat(tree(arith.addf, each), ())
+        offset = times(single(first), 4 * WARPS)
+        shares = []
+        for block in range(self.size):
+            shares += load(sums, offset, 4 * WARPS * block, WARPS, f32())
+        return mgpu.FragmentedArray.splat(tree(arith.addf, shares), ())

@@ -33,7 +33,6 @@ from jaxattn.kernels.gdn_decode_inputs import (
     convolved,
     factors_of,
     gates,
-    per_channel,
     products,
     silu,
 )
@@ -267,7 +266,7 @@ def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any
             for head in range(heads):
                 for token in range(q_len):
                     head_out = out_smem.at[token, pl.ds(head * DIM, DIM)]
-                    out = per_channel(head_out)
+                    out = plgpu.load(head_out, layout=CHANNEL, optimized=False)
                     if op.norm:
                         whole = plgpu.load(head_out, layout=by_key)
                         mean_square = jnp.sum(whole * whole) * (1.0 / DIM)

@@ -64,10 +64,6 @@ class Channels:
         return plgpu.load(ref.at[at], layout=self.layout, optimized=False)
 
 
-def per_channel(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=CHANNEL, optimized=False)
-
-
 def silu(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.float32)
     return x / (1.0 + jnp.exp(-x))
@@ -190,7 +186,7 @@ class Inputs:
         ]
 
     def norm_weight(self, own: Any) -> jax.Array:
-        return per_channel(self.weights.at[own, pl.ds(self.first_norm, DIM)])
+        return Channels(self.first_norm).load(self.weights.at[own])
 
     def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
         """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""

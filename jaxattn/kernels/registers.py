@@ -92,9 +92,9 @@ def pointer(ref: Any, offset: Any, fixed: int = 0) -> Any:
     return place
 
 
-def load(ref: Any, offset: Any, fixed: int, words: int) -> list[Any]:
-    """So many words of shared memory, from `pointer` on."""
-    loaded = llvm.load(ir.VectorType.get((words,), i32()), pointer(ref, offset, fixed))
+def load(ref: Any, offset: Any, fixed: int, words: int, of: Any = None) -> list[Any]:
+    """So many words of shared memory, or values `of` another type, from `pointer` on."""
+    loaded = llvm.load(ir.VectorType.get((words,), of or i32()), pointer(ref, offset, fixed))
     return [element(loaded, i) for i in range(words)]
 
 
