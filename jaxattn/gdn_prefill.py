@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.checks import check_dtype, check_integers, floats, output_scale
+from jaxattn.checks import check_dtype, check_integers, finite, floats, output_scale
 from jaxattn.conv import (
     as_given,
     as_offsets,
@@ -29,6 +29,8 @@ from jaxattn.dispatch import Implementation, dispatch
 from jaxattn.gdn import check_chunks, check_sequence
 from jaxattn.gdn_chunk import Checkpoints, gated_delta_rule_chunks
 from jaxattn.kernels.gdn_prefill import Pool, gdn_prefill_mosaic, refuse_prefill
+from jaxattn.kernels.gdn_prefill_norm import Norm
+from jaxattn.norm import gated_rms_norm
 
 OP = "gated_delta_rule_prefill"
 
@@ -52,6 +54,9 @@ def gated_delta_rule_prefill(
     chunk_size: int = 64,
     use_qk_l2norm: bool = True,
     split_tokens: int | None = None,
+    gate: Float[Array, "B T N"] | None = None,
+    norm_weight: Float[Array, " Dv"] | None = None,
+    norm_eps: float = 1e-6,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
     """`chunk_gated_delta_rule` with each sequence's state read from and written to a pool.
@@ -80,6 +85,12 @@ def gated_delta_rule_prefill(
             inputs, which the caller has: of the `x` that `causal_conv1d` was given, the tokens
             `x[:, end - (W - 1) : end]`, where the checkpoint is taken before token `end`.
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        gate: with norm_weight, o becomes `o / rms(o) * norm_weight * silu(z)` over Dv, in float32
+            (Qwen3-Next's convention). z is in the gate's last Hv * Dv columns, head after head: the
+            packed projection q | k | v | z serves as it is, N = Dc + Hv * Dv. The kernel does it on
+            the way out where more than 66 states are worked on at once and the gate has v's dtype;
+            elsewhere XLA does.
+        norm_eps: added to the mean square.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
             Not differentiable there.
@@ -116,6 +127,7 @@ def gated_delta_rule_prefill(
     cu_seqlens, reads, writes = as_offsets(ends), jnp.asarray(reads), jnp.asarray(writes)
     kept = None if kept is None else jnp.asarray(kept)
     factor = output_scale(OP, scale, k.shape[-1])
+    norm = _check_norm(v, gate, norm_weight, norm_eps)
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)
@@ -148,6 +160,7 @@ def gated_delta_rule_prefill(
                 cu_seqlens=ends,
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
+                norm=norm,
                 interpret=interpret,
             )
         return o, stack.reshape(state.shape)
@@ -167,10 +180,12 @@ def gated_delta_rule_prefill(
             if cu_seqlens is None:
                 shown = live[:, None]
             else:
-                # Tokens past the last offset belong to nobody, and are 0 already.
+                # Tokens past the last offset belong to nobody.
                 token = lax.iota(cu_seqlens.dtype, v.shape[1])
                 owner = jnp.searchsorted(cu_seqlens[1:], token, side="right")
-                shown = live.at[owner].get(mode="clip")[None]
+                shown = live.at[owner].get(mode="clip")[None] & (token < cu_seqlens[-1])
+            if norm is not None:
+                o = gated_rms_norm(o.reshape(-1, *o.shape[2:]), *norm).reshape(o.shape)
             return jnp.where(shown[..., None, None], o, 0), pool
 
     return dispatch(
@@ -182,6 +197,32 @@ def gated_delta_rule_prefill(
             "xla": xla,
         },
     )
+
+
+def _check_norm(v: Array, gate: Array | None, weight: Array | None, eps: float) -> Norm | None:
+    if (gate is None) != (weight is None):
+        raise ValueError(
+            f"{OP}: pass gate and norm_weight together, got gate={_shape(gate)} and norm_weight="
+            f"{_shape(weight)}"
+        )
+    if gate is None or weight is None:
+        return None
+    gate, weight = floats(OP, gate=gate, norm_weight=weight)
+    tokens, columns, width = v.shape[:2], v.shape[2] * v.shape[3], v.shape[3]
+    if gate.ndim != 3 or gate.shape[:2] != tokens or gate.shape[2] < columns:
+        raise ValueError(
+            f"{OP}: gate must be [{tokens[0]}, {tokens[1]}, N] with N at least Hv * Dv = "
+            f"{columns}, got {list(gate.shape)}"
+        )
+    if weight.shape != (width,):
+        raise ValueError(f"{OP}: norm_weight must be [{width}], got {list(weight.shape)}")
+    eps = finite(OP, "norm_eps", eps)
+    gate = gate.reshape(v.shape[0] * v.shape[1], gate.shape[2])
+    return Norm(gate, weight.astype(jnp.float32), eps)
+
+
+def _shape(x: Array | None) -> list[int] | None:
+    return None if x is None else list(x.shape)
 
 
 def _check_writes(

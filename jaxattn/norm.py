@@ -20,6 +20,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
 
 
+def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """rms_norm(x) * silu(z) of heads, in x's dtype (Qwen3-Next's convention).
+
+    Args:
+        x: [*T, H, D].
+        gate: [*T, N], with z in its last H * D columns, head after head: a packed projection serves
+            as it is.
+        weight: [D].
+    """
+    z = gate[..., gate.shape[-1] - x.shape[-2] * x.shape[-1] :].reshape(x.shape)
+    return (rms_norm(x, weight, eps) * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+
+
 def rms_norm_layer(
     x: Float[Array, "*T F"],
     weights: Float[Array, "L F"],

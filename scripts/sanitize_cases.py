@@ -143,9 +143,15 @@ def prefill_with_a_prefix(implementation: Implementation) -> Any:
 
 
 def delta_rule(
-    lens: list[int], *, pool: bool = False, checkpoint_tokens: int = 0, split: int | None = None
+    lens: list[int],
+    *,
+    pool: bool = False,
+    checkpoint_tokens: int = 0,
+    split: int | None = None,
+    norm: bool = False,
 ) -> Case:
-    """`checkpoint_tokens` keeps the states after every so many tokens, in a pool."""
+    """In a pool, `checkpoint_tokens` keeps the states after every so many tokens, and `norm` norms
+    the output."""
 
     def case(implementation: Implementation) -> Any:
         count, tokens, starts = len(lens), sum(lens), np.cumsum([0, *lens])
@@ -164,12 +170,14 @@ def delta_rule(
             state: Any,
             slots: Any,
             kept: Any,
+            gate: Any,
+            weight: Any,
         ) -> Any:
             if pool:
                 return gated_delta_rule_prefill(
                     q, k, v, g, beta, state, slots, cu_seqlens=starts, split_tokens=split,
                     checkpoint_tokens=checkpoint_tokens or None, checkpoint_indices=kept,
-                    implementation=implementation,
+                    gate=gate, norm_weight=weight, implementation=implementation,
                 )  # fmt: skip
             return chunk_gated_delta_rule(
                 q, k, v, g, beta, initial_state=state, output_final_state=True, cu_seqlens=starts,
@@ -180,7 +188,8 @@ def delta_rule(
         slots = ints(np.arange(count)[::-1])
         checkpoints = ints(count + np.arange(count * kept).reshape(count, kept)) if kept else None
         gates = jax.device_put(np.asarray(g)), beta
-        return op, (q, k, v, *gates, ints(starts), states, slots, checkpoints)
+        normed = (normal(1, tokens, 8 + 4 * 128), normal(128)) if norm else (None, None)
+        return op, (q, k, v, *gates, ints(starts), states, slots, checkpoints, *normed)
 
     return case
 
@@ -293,6 +302,7 @@ CASES: dict[str, Case] = {
     "gdn_prefill_checkpoints_segments": delta_rule(
         [63, 0, 700], pool=True, checkpoint_tokens=64, split=128
     ),
+    "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),
     "gdn_decode_few_states": delta_net("bfloat16"),
     "gdn_decode_few_states_float32": delta_net("float32"),
     "gdn_decode_float32": delta_net("float32", rows=9),

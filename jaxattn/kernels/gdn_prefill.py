@@ -17,10 +17,12 @@ from jax import lax
 
 from jaxattn.gdn_chunk import checkpoint_slots
 from jaxattn.kernels.gdn_prefill_chunk import chunk_matrices
+from jaxattn.kernels.gdn_prefill_norm import Norm
 from jaxattn.kernels.gdn_prefill_segments import segment_starts, transition_pass
-from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, output_pass
+from jaxattn.kernels.gdn_prefill_state import halves_in_a_block, norms_inside, output_pass
 from jaxattn.kernels.gdn_prefill_tiles import CHUNK, DIM
 from jaxattn.kernels.hopper import NUM_SMS, require_hopper
+from jaxattn.norm import gated_rms_norm
 
 # Up to so many sequences are cut number by number: then the plan is one kernel of XLA's.
 WRITTEN_OUT = 16
@@ -214,6 +216,7 @@ def gdn_prefill_mosaic(
     cu_seqlens: jax.Array | None = None,
     use_qk_l2norm: bool = False,
     segment: int | None = None,
+    norm: Norm | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -262,6 +265,7 @@ def gdn_prefill_mosaic(
         starts = segment_starts(
             ends, transitions, table.sequences, slots.states, slots.layer, **mode
         )
+    inside = norm is not None and scale > 0 and norms_inside(norm, v.dtype, busy * v.shape[1])
     o, states = output_pass(
         q,
         k,
@@ -275,12 +279,17 @@ def gdn_prefill_mosaic(
         layer=slots.layer,
         finals=count if pool is None else pool.states,
         kept=table.kept,
+        norm=norm if inside else None,
         busy=busy,
         **mode,
     )
-    o = o[:tokens].reshape(batch, length, *o.shape[1:])
+    o = o[:tokens]
     if scale <= 0:  # of which the kernel has no logarithm
         o = o * jnp.asarray(scale, o.dtype)
+    if norm is not None and not inside:
+        # Padding is 0, and stays so whatever its gate holds.
+        o = jnp.where(jnp.any(o != 0, axis=-1, keepdims=True), gated_rms_norm(o, *norm), 0)
+    o = o.reshape(batch, length, *o.shape[1:])
     return o, states if pool is not None else states[0]
 
 

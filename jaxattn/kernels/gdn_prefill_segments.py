@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gdn_prefill_products import Accumulator, with_accumulators
 from jaxattn.kernels.gdn_prefill_state import (
     FIRST_CHUNK,
     LAST,
@@ -29,7 +30,6 @@ from jaxattn.kernels.gdn_prefill_state import (
     START,
     STEPS,
     TOKENS,
-    Accumulator,
     Step,
     drain,
     first_half,
@@ -40,7 +40,6 @@ from jaxattn.kernels.gdn_prefill_state import (
     next_slot,
     store_state,
     stream,
-    with_accumulators,
     zero_tile,
 )
 from jaxattn.kernels.gdn_prefill_tiles import (

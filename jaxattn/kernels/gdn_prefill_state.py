@@ -3,8 +3,8 @@
 A warpgroup owns 64 of the 128 rows of a (run of chunks, value head)'s state: a row is one value
 channel, and rows never meet. The two of a state share a block, or have one each where that leaves
 no SM without work; a further one issues the TMA copies, and draws what the block does next from
-`gdn_prefill_turns`. With everything transposed, so that the value channels are the rows of every
-wgmma, per chunk of 64 tokens
+`gdn_prefill_turns`; and one more may norm what comes out, see `gdn_prefill_norm`. With everything
+transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
 
     W^T = V^T + read * (S K^T)                          S [64, Dk] float32, rounded to be an operand
     U^T = W^T X^T
@@ -12,7 +12,7 @@ wgmma, per chunk of 64 tokens
     S   = decay S + (write * U^T) K
 
 The left operand of every product is made of the product before it and stays in registers; X, P and
-the vectors come from `gdn_prefill_chunk`. Nothing passes from one warpgroup to the other.
+the vectors come from `gdn_prefill_chunk`. Nothing passes between those two warpgroups.
 """
 
 from typing import Any
@@ -23,6 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels import gdn_prefill_norm
+from jaxattn.kernels.gdn_prefill_norm import GatedNorm, Norm
+from jaxattn.kernels.gdn_prefill_products import Accumulator, with_accumulators
 from jaxattn.kernels.gdn_prefill_tiles import (
     BY_COLUMN,
     CHUNK,
@@ -58,6 +61,11 @@ def halves_in_a_block(states: int) -> int:
     return 1 if 2 * states <= NUM_SMS else 2
 
 
+def norms_inside(norm: Norm, dtype: Any, states: int) -> bool:
+    """Whether `output_pass` norms: both halves of a head's channels have to be in one block."""
+    return halves_in_a_block(states) == 2 and gdn_prefill_norm.fits(norm, dtype)
+
+
 def first_half(block: Any, halves: int) -> tuple[Any, Any]:
     """The state that a block has, and the first of its halves there."""
     index = block * halves
@@ -67,48 +75,6 @@ def first_half(block: Any, halves: int) -> tuple[Any, Any]:
 def first_run(x: Any) -> int:
     """The column of the plan where the runs begin, given what is there for each chunk."""
     return x.shape[0] + 1
-
-
-class Accumulator:
-    """A float32 [64, 64] that products are added to, asynchronously on the GPU.
-
-    The interpreter of JAX 0.11.2 knows neither operands in registers nor stores to an accumulator:
-    there this is a plain value.
-    """
-
-    def __init__(self, ref: Any, value: jax.Array | None = None):
-        self.ref, self.value = ref, value
-        if ref is None:
-            self.value = jnp.zeros((CHUNK, CHUNK), jnp.float32) if value is None else value
-        elif value is not None:
-            ref[...] = value
-
-    def add(self, a: jax.Array, b: Any) -> None:
-        if self.ref is None:
-            product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32))
-            self.value = self.read() + product
-        else:
-            plgpu.wgmma(self.ref, a, b)
-
-    def add_transposed(self, a: jax.Array, triangle: Any) -> None:
-        """+= a b^T, with b in `triangles`."""
-        for half in range(2):
-            columns = lax.slice(a, (0, 32 * half), (CHUNK, 32 * half + 32))
-            self.add(columns, triangle.at[half].transpose((1, 0)))
-
-    def read(self, pending: int = 0) -> jax.Array:
-        """The value, once at most `pending` products issued later are unfinished."""
-        if self.ref is None:
-            assert self.value is not None
-            return self.value
-        return plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
-
-
-def with_accumulators(body: Any, count: int, *, interpret: bool) -> Any:
-    """`body` with the refs of `count` accumulators, which start at zero."""
-    if interpret:
-        return body(*([None] * count))
-    return pl.run_scoped(body, *([plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * count))
 
 
 def output_pass(
@@ -125,6 +91,7 @@ def output_pass(
     layer: jax.Array,
     finals: jax.Array | int,
     kept: jax.Array | None = None,
+    norm: Norm | None = None,
     busy: int,
     interpret: bool = False,
     detect_races: bool = False,
@@ -142,13 +109,14 @@ def output_pass(
         finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
             in place; or the number of states of a new one of a single layer.
         kept: int32 [N], the slot in the pool that takes the state after each chunk, or -1.
+        norm: what becomes of the outputs, if `norms_inside`; None leaves them as they are.
         busy: about how many of the runs have chunks, known when traced.
 
     Returns:
         o [T, Hv, 128] in v's dtype, and the pool.
     """
     value_heads, dtype = v.shape[1], v.dtype
-    halves = halves_in_a_block(busy * value_heads)
+    halves, normed = halves_in_a_block(busy * value_heads), norm is not None
     # The heads of a run share keys in L2.
     items = (runs.shape[1] - first_run(x)) * value_heads * 2 // halves
     blocks = min(items, NUM_SMS)
@@ -160,6 +128,7 @@ def output_pass(
         group=value_heads // k.shape[1],
         from_pool=starts is None,
         keeps=kept is not None,
+        eps=None if norm is None else norm.eps,
         dtype=dtype,
         interpret=interpret,
     )
@@ -183,11 +152,12 @@ def output_pass(
             plgpu.Barrier(num_arrivals=9 + halves, num_barriers=STAGES),  # loaded
             plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # read by all
             plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
-            *turns_scratch(halves),
+            *turns_scratch(halves + normed),
+            *(gdn_prefill_norm.scratch(halves, dtype) if normed else []),
         ],
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=halves + 1,
+        num_threads=halves + 1 + normed,
         thread_name="wg",
         kernel_name="gdn_prefill_output",
         compiler_params=compiler_params(),
@@ -198,7 +168,10 @@ def output_pass(
     if kept is None:
         kept = jnp.zeros(1, jnp.int32)
     # A new ref is one for each row of a vmap, whatever it is that has rows.
-    operands = (q, k, v, x, p, vectors, runs, layer, kept, starts, jax.new_ref(drawn))
+    operands: tuple[Any, ...] = (q, k, v, x, p, vectors, runs, layer, kept, starts)
+    operands += (jax.new_ref(drawn),)
+    if norm is not None:
+        operands += gdn_prefill_norm.operands(norm, interpret=interpret)
     with jax.enable_x64(False):  # the kernel's integers are int32
         if pool is None:
             new, o = kernel(*operands)
@@ -336,22 +309,30 @@ def _output_body(
     group: int,
     from_pool: bool,
     keeps: bool,
+    eps: float | None,
     dtype: Any,
     interpret: bool,
 ) -> Any:
+    normed = eps is not None
+
     def body(
         q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, layer_ref, kept_ref, starts_ref,
-        drawn_ref, pool_ref, o_ref, *scratch_refs,
+        drawn_ref, *refs,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        norm_refs, (pool_ref, o_ref, *scratch_refs) = refs[: 2 * normed], refs[2 * normed :]
         k_union, q_union, v_union, x_smem, p_smem, vectors_smem, o_union, *rest = scratch_refs
-        loaded, read, cleared, *turns_refs = rest
+        loaded, read, cleared, *rest = rest
+        turns_refs, norm_scratch = rest[:3], rest[3:]
         turns = Turns(drawn_ref, turns_refs, block, blocks=blocks, items=items, interpret=interpret)
         layer = layer_ref[0]
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         q_copied, q_smem = both_views(q_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
         o_copied, o_smem, o_plain = (o_union,) * 3 if interpret else o_union
+        if eps is not None:
+            refs = (*norm_refs, o_smem, o_ref, norm_scratch)
+            norm = GatedNorm(refs, eps=eps, interpret=interpret)
 
         def place(item):
             """Column of the run, value head, and the first of the state's halves."""
@@ -365,6 +346,9 @@ def _output_body(
 
         def write_out(tile: jax.Array, first: Any, left: Any, head: Any, part: Any) -> None:
             """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them."""
+            if normed:
+                norm.hand_over(tile, wg)
+                return
             channels = pl.ds(part * 64, 64)
 
             @pl.when(left >= CHUNK)
@@ -417,7 +401,8 @@ def _output_body(
                     step.times_transposed(out, operand, q_smem.at[slot])
                     # What needs no product, here, where products run.
                     values, read_by = step.values(), step.vector(READ)
-                    wait_for_copies()
+                    if not normed:
+                        wait_for_copies()
                     w = step.residual(read_by, seen.read(pending=2), values)
                     u.add_transposed(w, step.x)
                     weight = step.vector(WRITE)
@@ -451,6 +436,8 @@ def _output_body(
                 state = first_state(starts_ref, 0, before, head, part)
             state, slot = lax.fori_loop(0, steps, chunk_step, (state, slot))
             store_if(runs_ref[AFTER, run], state)
+            if normed:  # which writes the zeros as well
+                return slot
 
             @pl.when(steps == 0)
             def _():
@@ -461,6 +448,11 @@ def _output_body(
                     write_out(zero_tile(dtype), first, left, head, part)
 
             return slot
+
+        def finish(item, carry):
+            run, head, _ = place(item)
+            norm.run(runs_ref[START, run], runs_ref[TOKENS, run], runs_ref[STEPS, run], head)
+            return carry
 
         def copy(item, copied):
             run, head, first_part = place(item)
@@ -481,16 +473,27 @@ def _output_body(
 
         @pl.when(wg < halves)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(208 if normed else 232, action="increase")
             turns.each(False, compute, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+            if normed:
+                norm.wait()
+            else:
+                plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == halves)
         def _memory():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24 if normed else 40, action="decrease")
             clear_triangles(x_smem)
             clear_triangles(p_smem)
             plgpu.commit_smem()
             drain(read, turns.each(True, copy, jnp.int32(0)))
+
+        if normed:
+
+            @pl.when(wg == halves + 1)
+            def _norm():
+                plgpu.set_max_registers(72, action="decrease")
+                norm.begin()
+                turns.each(False, finish, None)
 
     return body

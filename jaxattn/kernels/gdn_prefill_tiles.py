@@ -28,7 +28,8 @@ BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
 def compiler_params() -> Any:
     """Stores to shared memory are ordered by `commit_smem` and by waits alone, in all kernels here:
     what a warpgroup writes there it commits before other threads, wgmma or TMA read it, and at
-    least one such barrier lies between a read and the next write of the same place."""
+    least one such barrier lies between a read and the next write of the same place. What only
+    loads of another warpgroup read is handed over by the arrival at an mbarrier alone."""
     return plgpu.CompilerParams(
         approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
     )
