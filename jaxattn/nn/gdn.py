@@ -20,6 +20,7 @@ from jaxattn.gdn_prefill import gated_delta_rule_prefill
 from jaxattn.layer_of import LayerOf, number_to_check
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.norm import gated_rms_norm
 from jaxattn.paged import Arguments
 
 
@@ -88,12 +89,15 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state; differentiable. Returns float32."""
         self._check_tokens("GatedDeltaNet", x)
-        mixed, z, a, b = self._project(x)
-        mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...])
+        qkvz, a, b = self._project(x)
+        mixed, _ = conv.causal_conv1d(qkvz[..., : self.conv_dim], self.conv1d[...])
         q, k, v = self._split_heads(mixed)
         g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
         o, _ = gdn.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
-        return self._output(o, z)
+        with jax.named_scope("gdn_out_proj"):
+            o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+            y = gated_rms_norm(o, qkvz, self.norm.weight[...], self.norm.eps)
+            return self.out_proj(self._join_heads(y))
 
     def prefill(
         self,
@@ -131,7 +135,8 @@ class GatedDeltaNet(nnx.Module):
         state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
         self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
         _check_lengths(op, x, state_indices, seq_lens, query_lens)
-        mixed, z, a, b = self._project(x)
+        qkvz, a, b = self._project(x)
+        mixed = qkvz[..., : self.conv_dim]
         slots = jnp.where(query_lens > 0, state_indices, -1)
         fresh = seq_lens == query_lens
         # An unused slot reads as zeros, as a fresh row starts.
@@ -148,7 +153,7 @@ class GatedDeltaNet(nnx.Module):
         # No decay and no update: padding leaves the state of its row as it is.
         valid = (jnp.arange(x.shape[1]) < query_lens[:, None]) & (slots >= 0)[:, None]
         g, beta = jnp.where(valid[..., None], g, 0.0), jnp.where(valid[..., None], beta, 0.0)
-        o, ssm_state = gated_delta_rule_prefill(
+        y, ssm_state = gated_delta_rule_prefill(
             q,
             k,
             v,
@@ -158,10 +163,16 @@ class GatedDeltaNet(nnx.Module):
             slots,
             has_initial_state=~fresh,
             layer=layer,
+            gate=qkvz,
+            norm_weight=self.norm.weight[...],
+            norm_eps=self.norm.eps,
             implementation=implementation,
         )
         conv_state = gdn.state_write(conv_state, after, slots, layer=layer)
-        return self._output(o, z, valid), conv_state, ssm_state
+        with jax.named_scope("gdn_out_proj"):
+            out = self.out_proj(self._join_heads(y))
+            # A padding token's z may be anything.
+            return jnp.where(valid[..., None], out, 0), conv_state, ssm_state
 
     def decode(
         self,
@@ -219,13 +230,11 @@ class GatedDeltaNet(nnx.Module):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array, Array]:
-        """(q | k | v before the convolution [B, T, Dc], z [B, T, Hv, Dv], a and b [B, T, Hv])."""
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        """(q | k | v before the convolution, and z [B, T, Dc + Hv * Dv], a and b [B, T, Hv])."""
         with jax.named_scope("gdn_in_proj"):
-            mixed, z = jnp.split(self.in_proj_qkvz(x), [self.conv_dim], axis=-1)
             b, a = jnp.split(self.in_proj_ba(x), 2, axis=-1)
-            z = z.reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
-            return mixed.astype(self.dtype), z, a, b
+            return self.in_proj_qkvz(x).astype(self.dtype), a, b
 
     def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:
         key_dim = self.num_k_heads * self.head_k_dim
@@ -234,16 +243,8 @@ class GatedDeltaNet(nnx.Module):
         values = (*mixed.shape[:2], self.num_v_heads, self.head_v_dim)
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
 
-    def _output(self, o: Array, z: Array, valid: Array | None = None) -> Array:
-        """Gated RMS norm over each head's Dv in float32, then the output projection.
-
-        Tokens that are not `valid` [B, T] become exactly 0, whatever their gate holds.
-        """
-        with jax.named_scope("gdn_out_proj"):
-            o = self.norm(o) * jax.nn.silu(z.astype(jnp.float32))
-            if valid is not None:
-                o = jnp.where(valid[..., None, None], o, 0)
-            return self.out_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
+    def _join_heads(self, y: Array) -> Array:
+        return y.reshape(*y.shape[:2], self.num_v_heads * self.head_v_dim)
 
     def _check_tokens(self, op: str, x: Any) -> None:
         weight = self.in_proj_qkvz.weight
