@@ -19,14 +19,24 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxattn.bench import gdn_decode, gdn_prefill, mla, mla_fp8, mla_prefill, peers, plot, step
+from jaxattn.bench import (
+    gdn_decode,
+    gdn_norm,
+    gdn_prefill,
+    mla,
+    mla_fp8,
+    mla_prefill,
+    peers,
+    plot,
+    step,
+)
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
 from jaxattn.kernels.hopper import require_hopper
 
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
-    "gdn": [gdn_decode, gdn_prefill],
+    "gdn": [gdn_decode, gdn_prefill, gdn_norm],
 }
 
 

@@ -7,6 +7,7 @@ the same inputs in each call, so that up to some 4,000 tokens of them are read f
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,14 +92,27 @@ def prefill(shape: Shape, implementation: Implementation | None) -> Op:
 
 
 def check(op: Op, shape: Shape) -> float:
-    """Relative L2 error of some value heads, the greatest of the first tokens, the last tokens and
-    the last state, against float64."""
-    key_heads, value_heads, count, length = shape
+    """`error` of what a call returns."""
     out, final = op(0)
+    return error(op.operands[0], out, final, shape)
+
+
+def error(
+    operands: dict[str, Any],
+    out: jax.Array,
+    final: jax.Array,
+    shape: Shape,
+    after: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+) -> float:
+    """Relative L2 error of some value heads, the greatest of the first tokens, the last tokens and
+    the last state, against float64; of outputs to which `after` was done, with z of the operands.
+    """
+    key_heads, value_heads, count, length = shape
     heads = np.unique([0, value_heads // 2, value_heads - 1])
     key_heads_of = heads // (value_heads // key_heads)
     few = min(length, CHECKED)
-    arrays = {name: op.operands[0][name] for name in ("q", "k", "v", "g", "beta")} | {"out": out}
+    names = ("q", "k", "v", "g", "beta", *(["z"] if after else []))
+    arrays = {name: operands[name] for name in names} | {"out": out}
     cut = jax.jit(lambda x, at: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x[0], at, few), x))
 
     def compare(first: int) -> tuple[float, np.ndarray]:
@@ -107,6 +121,8 @@ def check(op: Op, shape: Shape) -> float:
         q, k = (tokens[name][:, key_heads_of] for name in "qk")
         v, g, beta, actual = (tokens[name][:, heads] for name in ("v", "g", "beta", "out"))
         expected, state = reference.delta_rule(q, k, v, g, beta, np.zeros((len(heads), DIM, DIM)))
+        if after:
+            expected = after(expected, tokens["z"][:, heads])
         settled = few // 2 if first % length else 0
         return reference.relative_l2(actual[settled:], expected[settled:]), state
 

@@ -115,7 +115,7 @@ def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         for key in row:
             who, _, last = key.rpartition(" ")
-            if who and last == unit(row) and who not in ("call", "invariant", "weak"):
+            if who and last == unit(row) and who not in ("call", "invariant", "weak", "XLA norm"):
                 yield who
 
 
