@@ -243,7 +243,7 @@ def _check_writes(
     if (kept is None) != (tokens is None):
         raise ValueError(
             f"{OP}: pass checkpoint_tokens and checkpoint_indices together, got checkpoint_tokens="
-            f"{tokens} and checkpoint_indices {'None' if kept is None else list(kept.shape)}"
+            f"{tokens} and checkpoint_indices {_shape(kept)}"
         )
     if kept is None or tokens is None:
         return finals

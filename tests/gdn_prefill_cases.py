@@ -110,6 +110,11 @@ class PoolCase:
     fresh: list[bool]
 
     @property
+    def live(self):
+        """Which tokens belong to a sequence that is none of padding."""
+        return live_tokens(self.case, self.reads)
+
+    @property
     def arguments(self):
         """Of `gated_delta_rule_prefill`, by name, all arrays."""
         names = ("q", "k", "v", "g", "beta")
@@ -125,17 +130,21 @@ class PoolCase:
         )
 
 
+def live_tokens(case, reads):
+    offsets, tokens = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
+    for read, start, end in zip(reads, offsets[:-1], offsets[1:], strict=True):
+        tokens[start:end] = read >= 0
+    return tokens
+
+
 def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float32):
-    count, offsets = len(reads), np.asarray(case.cu_seqlens)
+    count, token = len(reads), live_tokens(case, reads)
     state = case.initial_state.astype(dtype)
     started = np.array([i for i in range(count) if reads[i] >= 0 and i not in fresh])
     pool = jnp.full((2, num_slots, *state.shape[1:]), jnp.nan, dtype)
     pool = pool.at[1, np.asarray(reads)[started]].set(state[started])
     first = [i in fresh for i in range(count)]
     zero = jnp.asarray(first)[:, None, None, None]
-    token = np.zeros(case.v.shape[1], bool)
-    for i in range(count):
-        token[offsets[i] : offsets[i + 1]] = reads[i] >= 0
     mask = lambda x: jnp.where(token.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)  # noqa: E731
     case = dataclasses.replace(
         case,

@@ -24,7 +24,7 @@ def gated_case(lens, reads, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, c
     rng, tokens = np.random.default_rng(7), case.v.shape[1]
     gate = rng.normal(scale=3.0, size=(1, tokens, columns + 128 * value_heads))
     gate[..., :columns] = np.nan
-    gate[:, ~live(pooled)] = np.nan
+    gate[:, ~pooled.live] = np.nan
     arguments = pooled.arguments | {
         "gate": jnp.asarray(gate, dtype),
         "norm_weight": jnp.asarray(rng.normal(size=128), jnp.float32),
@@ -34,14 +34,6 @@ def gated_case(lens, reads, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, c
     return pooled, arguments
 
 
-def live(pooled):
-    """Which tokens belong to a live sequence."""
-    offsets, tokens = np.asarray(pooled.case.cu_seqlens), np.zeros(pooled.case.v.shape[1], bool)
-    for read, start, end in zip(pooled.reads, offsets[:-1], offsets[1:], strict=True):
-        tokens[start:end] = read >= 0
-    return tokens
-
-
 def expected(pooled, arguments):
     """Of the live tokens [t, Hv, 128], in float64."""
     o = oracle(pooled.case)[0][0]
@@ -49,7 +41,7 @@ def expected(pooled, arguments):
     z, weight = z.reshape(o.shape), np.asarray(arguments["norm_weight"], np.float64)
     silu = z * (1 + np.tanh(z / 2)) / 2
     y = o / np.sqrt((o * o).mean(axis=-1, keepdims=True) + EPS) * weight * silu
-    return y[live(pooled)[: len(o)]]
+    return y[pooled.live[: len(o)]]
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "norm_eps", "split_tokens"))
@@ -57,41 +49,45 @@ def step(**arguments):
     return gated_delta_rule_prefill(**arguments)
 
 
-def run(arguments, implementation, **options):
+def run(arguments, implementation):
     jax.clear_caches()  # of what was traced with another number of multiprocessors
-    return step(**arguments, implementation=implementation, **options)
+    return step(**arguments, implementation=implementation)
+
+
+def without_norm(arguments):
+    return {name: x for name, x in arguments.items() if name != "gate" and "norm" not in name}
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Grows where a kernel norms."""
+    calls, right = [], gdn_prefill_norm.GatedNorm.begin
+
+    def begin(norm):
+        calls.append(norm)
+        right(norm)
+
+    monkeypatch.setattr(gdn_prefill_norm.GatedNorm, "begin", begin)
+    return calls
 
 
 def assert_normed(pooled, arguments, out):
-    tokens = live(pooled)
+    tokens = pooled.live
     assert relative(out[0, tokens], expected(pooled, arguments)) < BOUND
     assert (np.asarray(out, np.float32)[0, ~tokens] == 0).all()
 
 
 @both_devices
 @pytest.mark.parametrize("inside", [True, False])
-def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, monkeypatch):
+def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun, monkeypatch):
     """Few blocks, which go from one run to another, with and without a tail or a token; and with
     each half of a state in a block of its own, where XLA norms."""
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3 if inside else 132)
-    begun = []
-    monkeypatch.setattr(gdn_prefill_norm.GatedNorm, "begin", record(begun, "begin"))
     pooled, arguments = gated_case([1, 130, 64, 0, 65], [0, 1, -1, 2, 3], value_heads=4)
     out, states = run(arguments, implementation)
     assert bool(begun) == inside
     assert_normed(pooled, arguments, out)
-    plain = {name: x for name, x in arguments.items() if "gate" not in name and "norm" not in name}
-    np.testing.assert_array_equal(states, run(plain, implementation)[1])
-
-
-def record(calls, name):
-    right = getattr(gdn_prefill_norm.GatedNorm, name)
-
-    def method(self):
-        calls.append(name)
-        return right(self)
-
-    return method
+    np.testing.assert_array_equal(states, run(without_norm(arguments), implementation)[1])
 
 
 @both_devices
@@ -110,10 +106,8 @@ def test_gated_norm_of_float16_and_of_gates_of_any_size(implementation, monkeypa
         assert relative(out[0, row], normed[row]) < BOUND
 
 
-def test_a_gate_of_another_dtype_is_normed_by_xla(monkeypatch):
+def test_a_gate_of_another_dtype_is_normed_by_xla(begun, monkeypatch):
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
-    begun = []
-    monkeypatch.setattr(gdn_prefill_norm.GatedNorm, "begin", record(begun, "begin"))
     pooled, arguments = gated_case([65, 3], [0, -1])
     arguments["gate"] = arguments["gate"].astype(jnp.float32)
     out, _ = run(arguments, "mosaic_gpu_interpret")
@@ -145,12 +139,11 @@ def test_published_heads_equal_the_norm_behind_the_op(split_tokens):
     """And 100 times the same bits."""
     lens = [15, 85, 0, 200, 900, 848, 2049, 1]
     pooled, arguments = gated_case(lens, [0, 1, 2, -1, 3, 4, 5, 6], key_heads=16, value_heads=32)
-    plain = {name: x for name, x in arguments.items() if "gate" not in name and "norm" not in name}
     options = dict(implementation="mosaic_gpu", split_tokens=split_tokens)
     out, states = step(**arguments, **options)
-    o, others = step(**plain, **options)
+    o, others = step(**without_norm(arguments), **options)
     np.testing.assert_array_equal(states, others)
-    tokens = live(pooled)
+    tokens = pooled.live
     normed = gated_rms_norm(o, arguments["gate"], arguments["norm_weight"], EPS)
     normed = np.asarray(normed, np.float64)[0, tokens]
     # Both round o, and then the result.

@@ -4,6 +4,8 @@ A warpgroup of its own does it. Those that multiply leave O of a chunk in shared
 head's channels each, and go on; it takes 16 tokens at a time, of which 8 lanes have a token's
 channels, and stores y from its registers. What a thread needs of z it has copied to shared memory
 for itself, three times 16 tokens ahead: so nobody waits for that but the thread.
+
+Reference: `jaxattn.norm.gated_rms_norm`; tests: tests/test_gdn_prefill_norm.py.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -32,6 +33,7 @@ from jaxattn.kernels.registers import (
     plus,
     pointer,
     single,
+    store,
     times,
     word,
 )
@@ -42,7 +44,10 @@ AHEAD = 3  # times ROWS tokens of z in shared memory
 # 8 neighbouring lanes have 64 channels of a token, 8 each: 16 bytes, in both halves of a head.
 WIDTH = 8
 LAYOUT = plgpu.Layout.TILED(
-    Tiling(((ROWS, 64), (4, 64), (WIDTH,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    plgpu.Tiling(((ROWS, 64), (4, 64), (WIDTH,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
 )
 HALF_BYTES = 128 * 2 * WIDTH  # of z of ROWS tokens
 SPLAT = plgpu.Layout.WG_SPLAT
@@ -207,13 +212,11 @@ def _channel() -> Any:
     return times(arith.andi(utils.thread_idx(), word(7)), WIDTH)
 
 
-def _place(ref: Any, width: int, token: Any, column: Any) -> Any:
-    """A pointer to a number of rows of `width` numbers of two bytes in global memory."""
-    wide, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+def _offset(width: int, token: Any, column: Any) -> Any:
+    """In bytes, of a number of rows of `width` numbers of two bytes; of 64 bits."""
+    wide = ir.IntegerType.get_signless(64)
     offset = arith.muli(arith.extui(wide, token), mgpu.c(width, wide))
-    offset = arith.muli(arith.addi(offset, arith.extui(wide, column)), mgpu.c(2, wide))
-    base, flags = utils.memref_ptr(ref), llvm.GEPNoWrapFlags.none
-    return llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, flags)
+    return arith.muli(arith.addi(offset, arith.extui(wide, column)), mgpu.c(2, wide))
 
 
 def _start_copy(ctx: Any, gate: Any, copied: Any, *scalars: Any) -> None:
@@ -221,7 +224,7 @@ def _start_copy(ctx: Any, gate: Any, copied: Any, *scalars: Any) -> None:
     first, last, column, slot, wanted = map(single, scalars)
     tokens, width = ir.MemRefType(gate.type).shape
     token = arith.minsi(plus(first, _row()), last)
-    source = _place(gate, width, token, plus(column, _channel()))
+    source = pointer(gate, _offset(width, token, plus(column, _channel())))
     mine = plus(times(slot, 2 * HALF_BYTES), times(Thread().index, 2 * WIDTH))
     asm(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
@@ -248,15 +251,13 @@ def _store_rows(ctx: Any, ref: Any, first: Any, left: Any, head: Any, *y: Any) -
     del ctx
     row, (tokens, heads, _) = _row(), ir.MemRefType(ref.type).shape
     token = plus(single(first), row)
-    place = _place(ref, heads * DIM, token, plus(times(single(head), DIM), _channel()))
+    place = _offset(heads * DIM, token, plus(times(single(head), DIM), _channel()))
     inside = arith.cmpi(arith.CmpIPredicate.slt, row, single(left))
     # As TMA has it: what offsets from the device place elsewhere is left out.
     exists = arith.cmpi(arith.CmpIPredicate.ult, token, word(tokens))
-    byte, flags = ir.IntegerType.get_signless(8), llvm.GEPNoWrapFlags.none
     with utils.when(arith.andi(inside, exists)):
         for half, of_half in enumerate(y):
-            at = llvm.getelementptr(place.type, place, [], [2 * 64 * half], byte, flags)
-            llvm.store(of_half.registers.item(), at)
+            store(of_half.registers.item(), ref, place, 2 * 64 * half)
 
 
 def _unpacked(ctx: Any, x: Any) -> Any:

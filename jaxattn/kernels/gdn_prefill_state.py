@@ -51,6 +51,9 @@ from jaxattn.kernels.gdn_prefill_turns import scratch as turns_scratch
 from jaxattn.kernels.hopper import NUM_SMS, interpret_mode
 
 STAGES = 3  # chunks in shared memory
+# Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
+# that norms, if there is one: 512 for all four are all of the multiprocessor's.
+REGISTERS, NORMED_REGISTERS = (232, 40), (208, 24, 72)
 # Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
 # output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
 START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
@@ -314,6 +317,7 @@ def _output_body(
     interpret: bool,
 ) -> Any:
     normed = eps is not None
+    multiplies, copies, *norms = NORMED_REGISTERS if normed else REGISTERS
 
     def body(
         q_ref, k_ref, v_ref, x_ref, p_ref, vectors_ref, runs_ref, layer_ref, kept_ref, starts_ref,
@@ -331,8 +335,8 @@ def _output_body(
         v_copied, v_smem = both_views(v_union, interpret=interpret)
         o_copied, o_smem, o_plain = (o_union,) * 3 if interpret else o_union
         if eps is not None:
-            refs = (*norm_refs, o_smem, o_ref, norm_scratch)
-            norm = GatedNorm(refs, eps=eps, interpret=interpret)
+            of_norm = (*norm_refs, o_smem, o_ref, norm_scratch)
+            norm = GatedNorm(of_norm, eps=eps, interpret=interpret)
 
         def place(item):
             """Column of the run, value head, and the first of the state's halves."""
@@ -473,7 +477,7 @@ def _output_body(
 
         @pl.when(wg < halves)
         def _compute():
-            plgpu.set_max_registers(208 if normed else 232, action="increase")
+            plgpu.set_max_registers(multiplies, action="increase")
             turns.each(False, compute, jnp.int32(0))
             if normed:
                 norm.wait()
@@ -482,7 +486,7 @@ def _output_body(
 
         @pl.when(wg == halves)
         def _memory():
-            plgpu.set_max_registers(24 if normed else 40, action="decrease")
+            plgpu.set_max_registers(copies, action="decrease")
             clear_triangles(x_smem)
             clear_triangles(p_smem)
             plgpu.commit_smem()
@@ -492,7 +496,7 @@ def _output_body(
 
             @pl.when(wg == halves + 1)
             def _norm():
-                plgpu.set_max_registers(72, action="decrease")
+                plgpu.set_max_registers(norms[0], action="decrease")
                 norm.begin()
                 turns.each(False, finish, None)
 

@@ -83,7 +83,8 @@ def fragmented(registers: Any, shape: tuple[int, ...], layout: Any) -> Any:
 
 
 def pointer(ref: Any, offset: Any, fixed: int = 0) -> Any:
-    """To what lies `offset` + `fixed` bytes behind the beginning of `ref`, in shared memory."""
+    """To what lies `offset` + `fixed` bytes behind the beginning of `ref`; in global memory the
+    offset may have 64 bits."""
     byte = ir.IntegerType.get_signless(8)
     place = utils.memref_ptr(ref)
     for dynamic, static in (([offset], -(2**31)), ([], fixed)):
@@ -99,7 +100,7 @@ def load(ref: Any, offset: Any, fixed: int, words: int, of: Any = None) -> list[
 
 
 def store(value: Any, ref: Any, offset: Any, fixed: int = 0) -> None:
-    """A value or a vector to shared memory, from `pointer` on."""
+    """A value or a vector to memory, from `pointer` on."""
     llvm.store(value, pointer(ref, offset, fixed))
 
 
