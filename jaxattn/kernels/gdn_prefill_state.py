@@ -52,7 +52,8 @@ from jaxattn.kernels.hopper import NUM_SMS, interpret_mode
 
 STAGES = 3  # chunks in shared memory
 # Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
-# that norms, if there is one: 512 for all four are all of the multiprocessor's.
+# that norms, if there is one: 512 for all four are all of the multiprocessor's. With fewer for the
+# last, each chunk waits for its norm.
 REGISTERS, NORMED_REGISTERS = (232, 40), (208, 24, 72)
 # Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
 # output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
