@@ -154,7 +154,8 @@ def write_slots(
 ) -> Array:
     """Where the states go, `[B]` after the last token or `[B, S]` after each; checks the argument.
 
-    `name` is the argument's, for messages.
+    `name` is the argument's, for messages. Where the read slots are traced, no row counts as
+    padding, whose concrete write slots may be any.
 
     Raises:
         TypeError: it holds no integers.
@@ -166,13 +167,16 @@ def write_slots(
     fits = write_indices.shape in ((batch,), (batch, tokens))
     shapes = f"[{batch}] or [{batch}, {tokens}]"
     check_integers(op, name, write_indices, shapes, fits=fits)
-    if isinstance(write_indices, jax.core.Tracer) or isinstance(state_indices, jax.core.Tracer):
+    if isinstance(write_indices, jax.core.Tracer):
         return write_indices
     size = pool.shape[0 if layer is None else 1]
-    reads, writes = (np.asarray(x).astype(np.int64) for x in (state_indices, write_indices))
-    # A padding row writes nothing, whatever it names.
+    writes = np.asarray(write_indices).astype(np.int64)
     writes = writes if writes.ndim == 2 else writes[:, None]
-    writes = np.where(reads[:, None] >= 0, writes, -1)
+    reads = None
+    if not isinstance(state_indices, jax.core.Tracer):
+        reads = np.asarray(state_indices).astype(np.int64)
+        # A padding row writes nothing, whatever it names.
+        writes = np.where(reads[:, None] >= 0, writes, -1)
     if np.any(writes < -1) or np.any(writes >= size):
         raise ValueError(
             f"{op}: {name} must lie in [-1, {size}), where -1 keeps nothing, got {writes.tolist()}"
@@ -183,6 +187,8 @@ def write_slots(
             f"{op}: {name} must not name a slot twice, got slot(s) "
             f"{values[counts > 1].tolist()} more than once in {writes.tolist()}"
         )
+    if reads is None:
+        return write_indices
     rows, columns = np.nonzero((writes[:, :, None] == reads) & (writes >= 0)[:, :, None])[::2]
     if np.any(rows != columns):
         row, other = next((r, c) for r, c in zip(rows, columns, strict=True) if r != c)

@@ -22,7 +22,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.checks import check_arena, check_dtype, floats, maybe_floats, output_scale
+from jaxattn.checks import (
+    check_arena,
+    check_dtype,
+    floats,
+    is_integer,
+    maybe_floats,
+    output_scale,
+)
 from jaxattn.conv import (
     as_given,
     as_offsets,
@@ -116,18 +123,19 @@ def chunk_gated_delta_rule(
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
 
-    The gradient is the "xla" implementation's, whichever ran forward: it recomputes the forward
-    pass from the arguments and keeps one float32 state a chunk of tokens, T / chunk_size x Dv x Dk
-    a head, never one a token. What else it keeps grows as T x (Dk + Dv + chunk_size) a head.
+    The gradient is the "xla" implementation's, whichever ran forward; a kernel for it may come
+    later. It recomputes the forward pass from the arguments and keeps one float32 state a chunk of
+    tokens, T / chunk_size x Dv x Dk a head, never one a token. What else it keeps grows as
+    T x (Dk + Dv + chunk_size) a head.
 
-    Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is: rows
-    of different lengths can be padded with it.
+    Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
+    float32's rounding where the kernel splits: rows of different lengths can be padded with it.
 
     Returns:
         `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
         NotImplementedError: the named implementation refuses; the message says why.
     """
@@ -448,6 +456,9 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, tokens: str) -> None:
 
 
 def check_chunks(op: str, chunk_size: int, split_tokens: int | None) -> None:
+    for name, value in (("chunk_size", chunk_size), ("split_tokens", split_tokens)):
+        if not (is_integer(value) or (value is None and name == "split_tokens")):
+            raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
     if chunk_size not in (16, 32, 64, 128):
         raise ValueError(f"{op}: chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
     if split_tokens is not None and (split_tokens < 0 or split_tokens % chunk_size):

@@ -15,7 +15,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.checks import check_dtype, check_integers, finite, floats, output_scale
+from jaxattn.checks import (
+    check_dtype,
+    check_integers,
+    finite,
+    floats,
+    is_integer,
+    output_scale,
+)
 from jaxattn.conv import (
     as_given,
     as_offsets,
@@ -99,7 +106,7 @@ def gated_delta_rule_prefill(
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
         ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
             slots leave the pool or collide.
         NotImplementedError: the named implementation refuses; the message says why.
@@ -247,16 +254,21 @@ def _check_writes(
         )
     if kept is None or tokens is None:
         return finals
+    if not is_integer(tokens):
+        raise TypeError(f"{OP}: checkpoint_tokens must be an integer, got {tokens!r}")
     if tokens <= 0 or tokens % chunk_size:
         raise ValueError(
             f"{OP}: checkpoint_tokens must be a positive multiple of {chunk_size=}, got {tokens}"
         )
     fits = kept.ndim == 2 and kept.shape[0] == count
     check_integers(OP, "checkpoint_indices", kept, f"[{count}, M]", fits=fits)
-    if not any(isinstance(x, jax.core.Tracer) for x in (reads, finals, kept)):
-        # Of one width: of uint64 and int64 NumPy would make float64.
-        numbers = [np.asarray(x).astype(np.int64) for x in (finals, kept)]
-        every: Any = np.concatenate([numbers[0][:, None], numbers[1]], axis=1)
-        name = "write_indices and checkpoint_indices, side by side,"
-        write_slots(OP, state, reads, every, layer, every.shape[1], name=name)
+    if isinstance(kept, jax.core.Tracer):
+        return finals
+    # Of one width: of uint64 and int64 NumPy would make float64.
+    every: Any = np.asarray(kept).astype(np.int64)
+    name = "checkpoint_indices"
+    if not isinstance(finals, jax.core.Tracer):
+        every = np.concatenate([np.asarray(finals).astype(np.int64)[:, None], every], axis=1)
+        name = f"write_indices and {name}, side by side,"
+    write_slots(OP, state, reads, every, layer, every.shape[1], name=name)
     return finals

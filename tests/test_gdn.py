@@ -509,6 +509,8 @@ def test_errors_name_the_argument_and_the_shape(op):
 
 def test_chunk_size_is_checked():
     refused(gdn.chunk_gated_delta_rule, "chunk_size .* got 48", chunk_size=48)
+    with pytest.raises(TypeError, match="chunk_size must be an integer, got None"):
+        gdn.chunk_gated_delta_rule(*make(1, 8, 1, 1, 8, 8), chunk_size=None)
 
 
 def test_decode_errors_name_the_argument_and_the_shape():

@@ -99,6 +99,21 @@ def test_what_is_known_and_wrong_is_an_error(op, name, values, message, kind, in
         (jax.jit(call) if inside else call)(FIRST[op])
 
 
+@pytest.mark.parametrize(
+    "op, name, values, message",
+    [
+        *((op, *case) for op in (prefill, decode, layer, update) for case in SLOTS[3:5]),
+        *((op, "write_indices", [[2], [2]], "more than once") for op in (decode, layer, update)),
+        (prefill, "checkpoint_indices", [[0], [6]], r"must lie in \[-1, 6\)"),
+        (prefill, "checkpoint_indices", [[2, 2], [-1, -1]], r"slot\(s\) \[2\] more than once"),
+    ],
+)
+def test_known_writes_are_checked_beside_reads_that_are_not(op, name, values, message):
+    step = jax.jit(lambda first, reads: op(first, reads, **{name: values}))
+    with pytest.raises(ValueError, match=f"{name}.* {message}"):
+        step(FIRST[op], jnp.array([1, 3]))
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
 def test_unsigned_numbers_are_compared_as_what_they_are(dtype):
     with pytest.raises(ValueError, match="never decrease"):

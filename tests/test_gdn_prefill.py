@@ -262,7 +262,10 @@ def test_errors_name_the_argument_and_what_was_given():
     refused(r"cu_seqlens .*never decrease.*\[0, 30, 10\]", cu_seqlens=np.array([0, 30, 10]))
     refused(r"cu_seqlens .*within the 40 tokens.*\[0, 10, 41\]", cu_seqlens=np.array([0, 10, 41]))
     refused(r"chunk_size .* got 48", chunk_size=48)
+    refused(r"chunk_size must be an integer, got 16.0", TypeError, chunk_size=16.0)
     refused(r"split_tokens must be .*chunk_size=16, got 24", split_tokens=24)
+    refused(r"split_tokens must be an integer, got 16.0", TypeError, split_tokens=16.0)
+    refused(r"split_tokens must be an integer, got '16'", TypeError, split_tokens="16")
     refused(r"state must be .*4, 8, 16.*got \(6, 4, 16, 8\)", pool=pool.swapaxes(-1, -2))
     halves = pool.astype(np.float16)
     refused(r"state must be float32 or bfloat16, got float16", TypeError, pool=halves)
@@ -282,6 +285,7 @@ def test_errors_name_the_argument_and_what_was_given():
     kept(r"together, got checkpoint_tokens=None and .*\[2, 1\]", [[0], [2]], None)
     kept(r"checkpoint_tokens must be a positive multiple of chunk_size=16, got 24", [[0], [2]], 24)
     kept(r"checkpoint_tokens must be a positive multiple of chunk_size=16, got 0", [[0], [2]], 0)
+    kept(r"checkpoint_tokens must be an integer, got 16.0", [[0], [2]], 16.0, TypeError)
     kept(r"checkpoint_indices must be integers of shape \[2, M\].*\[2\]", [0, 2])
     floats = [[0.0], [2.0]]
     kept(r"checkpoint_indices must be integers of.*float64", floats, error=TypeError)

@@ -47,7 +47,8 @@ def test_a_batch_of_rows_in_float16(implementation):
 
 
 @both_devices
-def test_gates_from_nothing_to_minus_1000(implementation):
+@pytest.mark.parametrize("split_tokens", [0, 64])
+def test_gates_from_nothing_to_minus_1000(split_tokens, implementation):
     """And betas of 1e-6 before those of 1, with nothing beside what they wrote."""
     case = make_case([67], value_heads=4)
     case.beta = case.beta.at[:, :32, 0].set(1e-6).at[:, 32:67, 0].set(1.0)
@@ -57,7 +58,7 @@ def test_gates_from_nothing_to_minus_1000(implementation):
     sparse = jnp.where(jnp.arange(77)[:, None] % 5 > 0, sparse, -1000.0 + sparse)
     case.g = case.g.at[..., 0].set(0.0).at[..., 1].set(-1000.0).at[..., 2:].set(sparse)
     case.g = case.g.at[0, 9, 3].set(-jnp.inf)
-    out, states = run(case, implementation)
+    out, states = run(case, implementation, split_tokens=split_tokens)
     assert_matches(case, out, states)
     expected, expected_states = oracle(case)
     for head in range(4):  # outputs differ in size: each head has to be right
