@@ -40,6 +40,12 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def check_integer(op: str, name: str, value: Any) -> None:
+    """Raises TypeError unless `is_integer`."""
+    if not is_integer(value):
+        raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
+
+
 def floats(op: str, **arrays: Any) -> list[Array]:
     """The named arguments as JAX arrays.
 

@@ -25,8 +25,8 @@ from jaxattn.arena import Arena
 from jaxattn.checks import (
     check_arena,
     check_dtype,
+    check_integer,
     floats,
-    is_integer,
     maybe_floats,
     output_scale,
 )
@@ -456,9 +456,9 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, tokens: str) -> None:
 
 
 def check_chunks(op: str, chunk_size: int, split_tokens: int | None) -> None:
-    for name, value in (("chunk_size", chunk_size), ("split_tokens", split_tokens)):
-        if not (is_integer(value) or (value is None and name == "split_tokens")):
-            raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
+    check_integer(op, "chunk_size", chunk_size)
+    if split_tokens is not None:
+        check_integer(op, "split_tokens", split_tokens)
     if chunk_size not in (16, 32, 64, 128):
         raise ValueError(f"{op}: chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
     if split_tokens is not None and (split_tokens < 0 or split_tokens % chunk_size):

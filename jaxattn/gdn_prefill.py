@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.checks import (
     check_dtype,
+    check_integer,
     check_integers,
     finite,
     floats,
-    is_integer,
     output_scale,
 )
 from jaxattn.conv import (
@@ -254,8 +254,7 @@ def _check_writes(
         )
     if kept is None or tokens is None:
         return finals
-    if not is_integer(tokens):
-        raise TypeError(f"{OP}: checkpoint_tokens must be an integer, got {tokens!r}")
+    check_integer(OP, "checkpoint_tokens", tokens)
     if tokens <= 0 or tokens % chunk_size:
         raise ValueError(
             f"{OP}: checkpoint_tokens must be a positive multiple of {chunk_size=}, got {tokens}"

@@ -15,13 +15,11 @@ from kernel_cases import relative
 from jaxattn import gdn
 
 
-def make(
-    rows, length, lens, key_heads, value_heads, dim=128, norm=1.0, masked=0.0, dtype="bfloat16"
-):
-    """Rows of one length, or sequences packed in one. g = logsigmoid(normal) / norm, and 0 in as
-    many places as `masked` says."""
+def make(lens, key_heads, value_heads, dim=128, norm=1.0, masked=0.0, dtype="bfloat16"):
+    """Sequences side by side. g = logsigmoid(normal) / norm, and 0 in as many places as `masked`
+    says."""
     rng = np.random.default_rng(0)
-    count, tokens = (rows, rows * length) if lens is None else (len(lens), sum(lens))
+    count, tokens = len(lens), sum(lens)
 
     def draw(*shape):
         return rng.normal(size=(1, tokens, *shape))
@@ -36,13 +34,13 @@ def make(
         jnp.asarray(g, jnp.float32),
         jnp.asarray(rng.uniform(size=g.shape), jnp.float32),
         jnp.asarray(rng.normal(size=(count, value_heads, dim, dim)), jnp.float32),
-        jnp.asarray(np.cumsum([0, *(lens or [length] * rows)]), jnp.int32),
+        jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         tokens,
     )
 
 
 def run(case, rows, implementation, **options):
-    """The op on rows of one length, or on what is packed (None)."""
+    """The op on so many rows of one length, or on what is packed (None)."""
     step = functools.partial(
         gdn.chunk_gated_delta_rule,
         implementation=implementation,
@@ -58,28 +56,24 @@ def run(case, rows, implementation, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "rows, length, key_heads, value_heads, gates",
+    "rows, length, key_heads, value_heads, values, l2norm, scale",
     [
-        (4, 1024, 4, 4, dict(use_qk_l2norm=True, scale=0.1)),
-        (4, 1024, 4, 4, dict(masked=1.0, scale=0.1)),
-        (2, 1500, 4, 4, dict(norm=10.0, scale=0.1)),
-        (2, 1024, 4, 8, dict(norm=0.01)),
-        (2, 1024, 4, 8, dict(dtype="float16", scale=0.1)),
-        (1, 1024, 4, 4, {}),
-        (2, 2048, 8, 8, {}),
-        (1, 4096, 16, 16, {}),
-        (1, 1024, 2, 8, {}),
-        (2, 2048, 4, 16, {}),
+        (4, 1024, 4, 4, {}, True, 0.1),
+        (4, 1024, 4, 4, dict(masked=1.0), False, 0.1),
+        (2, 1500, 4, 4, dict(norm=10.0), False, 0.1),
+        (2, 1024, 4, 8, dict(norm=0.01), False, 128**-0.5),
+        (2, 1024, 4, 8, dict(dtype="float16"), False, 0.1),
+        (1, 1024, 4, 4, {}, False, 128**-0.5),
+        (2, 2048, 8, 8, {}, False, 128**-0.5),
+        (1, 4096, 16, 16, {}, False, 128**-0.5),
+        (1, 1024, 2, 8, {}, False, 128**-0.5),
+        (2, 2048, 4, 16, {}, False, 128**-0.5),
     ],
 )
-def test_rows_of_one_length(rows, length, key_heads, value_heads, gates):
-    options = {name: gates[name] for name in ("use_qk_l2norm", "scale") if name in gates}
-    case = make(rows, length, None, key_heads, value_heads, **{
-        name: value for name, value in gates.items() if name not in options
-    })  # fmt: skip
-    out, states = run(case, rows, "mosaic_gpu", **options)
-    normed = options.pop("use_qk_l2norm", False)
-    assert_matches(case, out, states, l2norm=normed, **options)
+def test_rows_of_one_length(rows, length, key_heads, value_heads, values, l2norm, scale):
+    case = make([length] * rows, key_heads, value_heads, **values)
+    out, states = run(case, rows, "mosaic_gpu", use_qk_l2norm=l2norm, scale=scale)
+    assert_matches(case, out, states, l2norm=l2norm, scale=scale)
 
 
 def mixed(count, tokens):
@@ -108,7 +102,7 @@ def mixed(count, tokens):
     ],
 )
 def test_packed_sequences(lens, value_heads, masked):
-    case = make(None, None, lens, 2, value_heads, masked=masked)
+    case = make(lens, 2, value_heads, masked=masked)
     out, states = run(case, None, "mosaic_gpu", use_qk_l2norm=True)
     assert_matches(case, out, states)
 
@@ -125,7 +119,7 @@ def test_packed_sequences(lens, value_heads, masked):
     ],
 )
 def test_widths_that_xla_runs(rows, length, heads, dim, gates, dtype, bound):
-    case = make(rows, length, None, heads, heads, dim, dtype=dtype, **gates)
+    case = make([length] * rows, heads, heads, dim, dtype=dtype, **gates)
     out, states = run(case, rows, "xla")
     expected, expected_states = oracle(case, l2norm=False, scale=dim**-0.5)
     assert relative(out, expected) < bound
