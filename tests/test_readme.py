@@ -21,6 +21,7 @@ PEERS = SAME | {
     "FLA 0.6.0, call us": "fla call us",
     "FlashQLA 0.1.3, call us": "flashqla call us",
 }
+GATES = SAME | {"weak ms": "weak ms"}
 NORM = SAME | {"with XLA's norm, ms": "XLA norm ms"}
 TRITON = SAME | {"FlagGems 5.0.2, call us": "flaggems call us"}
 PREFILL = SAME | {"jax's at 128": "jax's, 128, TFLOP/s", "at 256": "jax's, 256, TFLOP/s"}
@@ -36,9 +37,9 @@ TABLES = {
     "| `python -m jaxattn.bench mla --all --no-xla`": ("mla", DECODE),
     "| `python -m jaxattn.bench mla --no-xla --only`": ("mla-triton", TRITON),
     "| B, H, T, S | cache |": ("mla", SAME),
-    "| `python -m jaxattn.bench gdn --no-peers`": ("gdn", SAME),
-    "| `python -m jaxattn.bench gdn --all --no-peers`": ("gdn", SAME),
-    "| `python -m jaxattn.bench gdn --no-peers --only": ("gdn-norm", NORM),
+    "| `python -m jaxattn.bench gdn --all --no-peers --no-xla`": ("gdn", SAME),
+    "| The same run: Hk/Hv": ("gdn", GATES),
+    "| The same run, the last rows: Hk/Hv": ("gdn", NORM),
     "| `python -m jaxattn.bench gdn --no-xla --only`": ("gdn-peers", PEERS),
     "| `python -m jaxattn.bench step`": ("step", STEP),
     "| `python -m jaxattn.bench mla-prefill`": ("mla-prefill", PREFILL),
@@ -51,6 +52,7 @@ LABELS = (
     "state",
     "Hk/Hv",
     "sequences",
+    "output",
     "model",
     "T",
 )

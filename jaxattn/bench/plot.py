@@ -180,7 +180,13 @@ def _labels(axes: Any, names: Sequence[str], points: Sequence[tuple[float, float
             textcoords="axes fraction",
             fontsize=8,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkB": 3},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#bbbbbb",
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),  # from the name's left end
+                "shrinkB": 3,
+            },
         )
 
 
