@@ -15,13 +15,12 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILIN
 
 # How a table begins: the run that it shows, and the run's name of each column of figures, None
 # where the figures are of no run of ours. The other columns are labels.
-SAME = {name: name for name in ("us", "call us", "ms", "call ms", "TFLOP/s", "GB/s")}
+SAME = {name: name for name in ("us", "call us", "ms", "weak ms", "call ms", "TFLOP/s", "GB/s")}
 DECODE = SAME | {"FlashInfer, call us": "flashinfer call us", "FlashMLA us": None}
 PEERS = SAME | {
     "FLA 0.6.0, call us": "fla call us",
     "FlashQLA 0.1.3, call us": "flashqla call us",
 }
-GATES = SAME | {"weak ms": "weak ms"}
 NORM = SAME | {"with XLA's norm, ms": "XLA norm ms"}
 TRITON = SAME | {"FlagGems 5.0.2, call us": "flaggems call us"}
 PREFILL = SAME | {"jax's at 128": "jax's, 128, TFLOP/s", "at 256": "jax's, 256, TFLOP/s"}
@@ -38,7 +37,7 @@ TABLES = {
     "| `python -m jaxattn.bench mla --no-xla --only`": ("mla-triton", TRITON),
     "| B, H, T, S | cache |": ("mla", SAME),
     "| `python -m jaxattn.bench gdn --all --no-peers --no-xla`": ("gdn", SAME),
-    "| The same run: Hk/Hv": ("gdn", GATES),
+    "| The same run: Hk/Hv": ("gdn", SAME),
     "| The same run, the last rows: Hk/Hv": ("gdn", NORM),
     "| `python -m jaxattn.bench gdn --no-xla --only`": ("gdn-peers", PEERS),
     "| `python -m jaxattn.bench step`": ("step", STEP),
