@@ -1,7 +1,7 @@
 """compute-sanitizer over a launch of every kernel, on a Hopper GPU.
 
-    python scripts/sanitize.py                      # memcheck, then racecheck
-    python scripts/sanitize.py --tool memcheck --only mla_decode_e4m3 gdn_decode_bfloat16
+    python -m scripts.sanitize                      # memcheck, then racecheck
+    python -m scripts.sanitize --tool memcheck --only mla_decode_e4m3 gdn_decode_bfloat16
 
 The tool watches a process for each case. What XLA compiles, it compiles before that, in a process
 that nobody watches, and leaves in a compilation cache: XLA's compiler crashes under the tool (jax
@@ -24,9 +24,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from sanitize_cases import CASES
 
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
+from scripts.sanitize_cases import CASES
+
+ROOT = Path(__file__).parents[1]
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}
 SECONDS = 300  # the most that a case may take
@@ -42,10 +44,10 @@ def run(name: str, implementation: Implementation = "mosaic_gpu") -> None:
 
 def watched(tool: str, program: str, name: str, environment: dict[str, str]) -> tuple[int, str]:
     """(exit status of this script for it, what to print) of a case under a tool."""
-    command = [program, "--tool", tool, sys.executable, __file__, "--case", name]
+    command = [program, "--tool", tool, sys.executable, "-m", "scripts.sanitize", "--case", name]
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SECONDS
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
         return 2, f"{tool} {name}: no verdict after {SECONDS} s"
@@ -85,9 +87,9 @@ def main() -> int:
         }
 
         def compiled(name: str) -> int:
-            command = [sys.executable, __file__, "--case", name]
+            command = [sys.executable, "-m", "scripts.sanitize", "--case", name]
             # A read out of bounds may end the process: nobody else shares it.
-            return subprocess.run(command, env=environment, timeout=SECONDS).returncode
+            return subprocess.run(command, cwd=ROOT, env=environment, timeout=SECONDS).returncode
 
         ended = dict(zip(args.only, pool.map(compiled, args.only), strict=True))
         failed = [name for name, status in ended.items() if status and name != "out_of_bounds"]

@@ -20,10 +20,10 @@ from jaxattn import (
     mla_append,
     mla_decode,
 )
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.rope import RopeConfig, rotation
 from jaxattn.mla import LatentFormat
-from jaxattn.prefill import causal_attention, mla_prefill
-from jaxattn.rope import RopeConfig, rotation
+from jaxattn.ops.mla.prefill import causal_attention, mla_prefill
 
 PAGE, RANK, DIM = 64, 512, 576
 DRAWN = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """Trains the byte-level model in jaxattn/models/tiny on the Python standard library's sources.
 
-    python scripts/train_tiny.py --minutes 8 --out jaxattn/models/tiny     # on an H200
-    python scripts/train_tiny.py --eval --out jaxattn/models/tiny          # bits per byte, anywhere
+    python -m scripts.train_tiny --minutes 8 --out jaxattn/models/tiny     # on an H200
+    python -m scripts.train_tiny --eval --out jaxattn/models/tiny          # bits per byte, anywhere
 
 What is read: every *.py of the running interpreter's standard library (or of `--corpus DIR`, a copy
 of such a folder), without third-party packages, files that are mostly numbers (code tables and the
@@ -36,7 +36,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxattn.models import checkpoint
-from jaxattn.models.hybrid import HybridConfig, abstract_model, init_params
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import abstract_model, init_params
 
 # Top-level modules that training never sees: parsers, formats, arithmetic, scheduling, text.
 HELD_OUT = (
@@ -327,8 +328,8 @@ Held out whole, with their tests: {held_out}.
 
 Trained and measured by
 
-    python scripts/train_tiny.py --out {out} {options}
-    python scripts/train_tiny.py --eval --out {out}
+    python -m scripts.train_tiny --out {out} {options}
+    python -m scripts.train_tiny --eval --out {out}
 
 Each byte of a held-out file is scored once: a file's first window scores all of its bytes, each
 later one its last `stride`, which see the bytes before them in the window.

@@ -31,7 +31,7 @@ from jaxattn.bench import (
     step,
 )
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
-from jaxattn.kernels.hopper import require_hopper
+from jaxattn.kernels.hopper.machine import require_hopper
 
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],

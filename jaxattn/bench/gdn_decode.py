@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, rotation
-from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.core.dispatch import Implementation
+from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
 
 DIM = 128
 # Of the recurrence, a token and value head: the decay, k S, the update, q S.

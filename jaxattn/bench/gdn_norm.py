@@ -1,7 +1,7 @@
 """The last table of `python -m jaxattn.bench gdn`: prefill with the gated norm of its output.
 
 `ms` is the op with its `gate`, which is the projection q | k | v | z as a layer has it; `XLA norm
-ms` the op without it and then `jaxattn.norm.gated_rms_norm`, compiled together.
+ms` the op without it and then `jaxattn.ops.norm.gated_rms_norm`, compiled together.
 """
 
 import functools
@@ -14,9 +14,9 @@ import numpy as np
 from jaxattn.bench import gdn_prefill
 from jaxattn.bench.gdn_prefill import DIM, FLOP, Shape, moved
 from jaxattn.bench.timing import Op, columns, rotation
-from jaxattn.dispatch import Implementation
-from jaxattn.gdn_prefill import gated_delta_rule_prefill
-from jaxattn.norm import gated_rms_norm
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.norms import gated_rms_norm
+from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 
 SHAPES: tuple[Shape, ...] = ((16, 32, 4, 8192),)
 MORE_SHAPES: tuple[Shape, ...] = (

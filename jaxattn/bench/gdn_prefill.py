@@ -18,7 +18,7 @@ from jax import lax
 from jaxattn import gdn
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, rotation
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
 
 DIM = 128
 # What the recurrence in chunks of 64 costs a token and value head: K K^T, K S, X W, Q K^T, Q S,

@@ -16,8 +16,8 @@ import numpy as np
 from jaxattn import mla
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, kernel_seconds, rotation
-from jaxattn.dispatch import Implementation
-from jaxattn.mla_cache import LatentFormat
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.formats import LatentFormat
 
 PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5

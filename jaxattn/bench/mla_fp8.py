@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxattn.bench import mla
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
 
 # What is said of a cache, and its dtype.
 CACHES = {"bfloat16": "bfloat16", "e4m3": "float8_e4m3fn", "block-scaled": "uint8"}

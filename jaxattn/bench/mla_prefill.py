@@ -16,7 +16,7 @@ import numpy as np
 from jaxattn import mla
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, rotation
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
 
 NOPE, ROPE, VALUES, RANK, PAGE = 128, 64, 128, 512, 64
 SCALE = (NOPE + ROPE) ** -0.5

@@ -71,7 +71,7 @@ def delta_rule(
 def delta_net(
     qkvz: np.ndarray, ba: np.ndarray, weights: np.ndarray, conv: np.ndarray, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A row's `(y, conv_state, state)` of `jaxattn.gdn_layer.gated_delta_net_decode`.
+    """A row's `(y, conv_state, state)` of `jaxattn.gdn.gated_delta_net_decode`.
 
     Args:
         qkvz: [S, C].

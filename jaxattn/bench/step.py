@@ -12,19 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.aliasing import AliasingReport, check_aliasing
+from jaxattn.aliasing.check import AliasingReport, check_aliasing
 from jaxattn.bench.timing import profile, seconds
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import (
-    DecodeBatch,
-    DecodeState,
-    decode_step,
-    init_params,
-    init_state,
-    jit_step,
-    pack_vectors,
-)
+from jaxattn.models.hybrid import decode_step, init_params, jit_step
+from jaxattn.models.packed import pack_vectors
+from jaxattn.models.state import DecodeBatch, DecodeState, init_state
 
 STEPS = 10
 # Ours, by what their names hold: over caches and states, and around a layer's products.

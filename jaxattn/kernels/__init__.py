@@ -1,1 +1,1 @@
-"""Mosaic GPU kernels for Hopper, one a file; the references are `jaxattn.mla` and `jaxattn.gdn`."""
+"""Mosaic GPU kernels for Hopper, one folder or file each; references are in `jaxattn.ops`."""

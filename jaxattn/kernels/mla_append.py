@@ -4,7 +4,7 @@ A second block of each token norms its compressed queries, where there are any. 
 writes one token's D numbers, a thread four or one of them; what a row does not own is not touched.
 
 Limits: R a multiple of 512, P 64, Q a multiple of 128, a bfloat16 or float16 cache. Reference and
-tests: `jaxattn.append.mla_append` (implementation="xla"), tests/test_mla_append.py.
+tests: `jaxattn.mla.mla_append` (implementation="xla"), tests/ops/mla/test_append.py.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper import interpret_mode, require_hopper
+from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 ROPE = 64
 THREADS = 128
@@ -56,7 +56,7 @@ def mla_append_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """`jaxattn.append.mla_append` on a Hopper GPU; arguments are documented there.
+    """`jaxattn.mla.mla_append` on a Hopper GPU; arguments are documented there.
 
     `q` has a width that `norms_queries` accepts, or is None.
     """

@@ -2,8 +2,8 @@
 
 XLA copies a layer's weight out of the stack by a kernel of its own before it norms; this is one.
 
-Limits: 128 to 8192 features, a multiple of 128. Reference and tests: `jaxattn.norm.rms_norm_layer`
-(implementation="xla"), tests/test_norm.py.
+Limits: 128 to 8192 features, a multiple of 128. Reference: `jaxattn.ops.norm.rms_norm_layer`
+(implementation="xla"); tests: tests/ops/test_norm.py.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper import interpret_mode, require_hopper
+from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 THREADS = 128
 MOST_FEATURES = 8192  # 64 of them in each thread's registers
@@ -35,7 +35,7 @@ def rms_norm_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """`jaxattn.norm.rms_norm_layer` on a Hopper GPU, of a stack; arguments are documented there.
+    """`jaxattn.ops.norm.rms_norm_layer` on a Hopper GPU; arguments are documented there.
 
     `affine` (a, b): the layer is `a * layer + b`.
     """

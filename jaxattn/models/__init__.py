@@ -1,0 +1,1 @@
+"""Models, their configurations and checkpoints."""

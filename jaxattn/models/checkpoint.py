@@ -18,7 +18,8 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from jaxattn.models.hybrid import HybridConfig, abstract_model
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import abstract_model
 
 EMBEDDED = Path(__file__).parent / "tiny"  # the model of bytes that ships with the package
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

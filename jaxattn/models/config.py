@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from jaxattn.mla_cache import LatentFormat
-from jaxattn.rope import RopeConfig, YarnConfig
+from jaxattn.core.formats import LatentFormat
+from jaxattn.core.rope import RopeConfig, YarnConfig
 
 DTYPES = ("bfloat16", "float32")
 CACHE_DTYPES = (None, "uint8")

@@ -19,22 +19,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
-from jaxattn.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.rms_norm import norms_features
-from jaxattn.layer_of import LayerOf
-from jaxattn.models.config import HybridConfig as HybridConfig
-from jaxattn.models.packed import PackedParams as PackedParams
-from jaxattn.models.packed import pack_vectors as pack_vectors
-from jaxattn.models.state import PAGE_SIZE as PAGE_SIZE
-from jaxattn.models.state import DecodeBatch as DecodeBatch
-from jaxattn.models.state import DecodeState as DecodeState
-from jaxattn.models.state import PrefillBatch as PrefillBatch
-from jaxattn.models.state import init_state as init_state
-from jaxattn.models.state import op_scratch as op_scratch
-from jaxattn.models.state import scratch as scratch
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.packed import PackedParams
+from jaxattn.models.state import (
+    DecodeBatch,
+    DecodeState,
+    PrefillBatch,
+)
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
-from jaxattn.norm import rms_norm_layer
+from jaxattn.ops.norm import rms_norm_layer
 
 
 class GDNLayer(nnx.Module):

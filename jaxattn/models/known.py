@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxattn.models.known_fields import KnownModelError as KnownModelError
-from jaxattn.models.known_fields import merged, quantized_block
+from jaxattn.models.known_fields import KnownModelError, merged, quantized_block
 
 DATA = Path(__file__).parent / "known"
 NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))

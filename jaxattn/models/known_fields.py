@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxattn.limits import MOST
+from jaxattn.core.checks import MOST
 
 _ALL = (
     "vocab_size",

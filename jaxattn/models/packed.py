@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxattn.append import pack_mla_weights
-from jaxattn.gdn_layer import pack_gdn_weights
+from jaxattn.ops.gdn.layer import pack_gdn_weights
+from jaxattn.ops.mla.append import pack_mla_weights
 
 
 @jax.tree_util.register_dataclass
@@ -20,9 +20,9 @@ class PackedParams:
     Attributes:
         params: the decoder's, with empty arrays in place of its repeats' vectors.
         vectors: float32 [num_repeats, total], all vectors of a repeat in one row.
-        gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn_layer.pack_gdn_weights`; decoding reads
+        gdn_weights: float32 [L_gdn, P], see `jaxattn.gdn.pack_gdn_weights`; decoding reads
             them from the stack. None without delta-net layers.
-        mla_weights: float32 [L_mla, W], likewise, see `jaxattn.append.pack_mla_weights`.
+        mla_weights: float32 [L_mla, W], likewise, see `jaxattn.mla.pack_mla_weights`.
         norm_weights: float32 [2 L, hidden], likewise: in the order of the layers, the norm before
             the attention or delta net, then the norm before the MLP.
     """

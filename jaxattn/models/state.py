@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn import gdn, mla
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.models.config import HybridConfig
-
-PAGE_SIZE = 64
 
 
 @jax.tree_util.register_dataclass

@@ -10,18 +10,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn import conv, gdn
+from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.checks import check_array, check_features, check_integers
-from jaxattn.conv import as_given, check_pool
-from jaxattn.dispatch import Implementation
-from jaxattn.gdn_layer import gated_delta_net_decode, pack_gdn_weights
-from jaxattn.gdn_prefill import gated_delta_rule_prefill
-from jaxattn.layer_of import LayerOf, number_to_check
+from jaxattn.core.checks import Arguments, check_array, check_features, check_integers
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf, number_to_check
+from jaxattn.core.norms import gated_rms_norm
+from jaxattn.core.slots import as_given, check_pool
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.norm import gated_rms_norm
-from jaxattn.paged import Arguments
+from jaxattn.ops.gdn import conv
+from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 
 
 class GatedDeltaNet(nnx.Module):

@@ -14,8 +14,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.checks import check_features
-from jaxattn.varying import vary_alike
+from jaxattn.core.checks import check_features
+from jaxattn.core.varying import vary_alike
 
 
 def matmul(

@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
-from jaxattn.append import mla_append, pack_mla_weights
 from jaxattn.arena import Arena
-from jaxattn.dispatch import Implementation
+from jaxattn.core.checks import FLOATS, Arguments
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.paged import FLOATS, Arguments
-from jaxattn.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
+from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 
 
 class MultiHeadLatentAttention(nnx.Module):

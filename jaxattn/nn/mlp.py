@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.checks import check_features
+from jaxattn.core.checks import check_features
 from jaxattn.nn.linear import Linear
 
 

@@ -5,8 +5,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.checks import check_features
-from jaxattn.norm import rms_norm
+from jaxattn.core.checks import check_features
+from jaxattn.core.norms import rms_norm
 
 
 class RMSNorm(nnx.Module):

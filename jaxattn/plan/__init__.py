@@ -8,16 +8,16 @@ An `Engine` makes the same plan, with what XLA says of its executables in place 
 
 from typing import TYPE_CHECKING, Any
 
-from jaxattn.plan.budget import Budget as Budget
-from jaxattn.plan.budget import Item as Item
-from jaxattn.plan.budget import MemoryPlan as MemoryPlan
-from jaxattn.plan.budget import PlanError as PlanError
-from jaxattn.plan.budget import nbytes as nbytes
-from jaxattn.plan.budget import solve as solve
+from jaxattn.memory.budget import Budget as Budget
+from jaxattn.memory.budget import Item as Item
+from jaxattn.memory.budget import MemoryPlan as MemoryPlan
+from jaxattn.memory.budget import PlanError as PlanError
+from jaxattn.memory.budget import nbytes as nbytes
+from jaxattn.memory.budget import solve as solve
 
 if TYPE_CHECKING:
-    from jaxattn.device import DeviceMemory
-    from jaxattn.limits import Limits
+    from jaxattn.memory.device import DeviceMemory
+    from jaxattn.memory.limits import Limits
     from jaxattn.models.config import HybridConfig
     from jaxattn.models.known import KnownModel
     from jaxattn.plan.placement import Placement
@@ -37,8 +37,8 @@ def plan(
 
     Args:
         model: a hybrid decoder's configuration, or `jaxattn.models.known.load(name)`.
-        device: its memory, or its name for `jaxattn.device.known_device`. What its `free` says is
-            in use is left alone.
+        device: its memory, or its name for `known_device` (memory/device.py). What its `free` says
+            is in use is left alone.
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.
         placement: how several GPUs hold a known model.
@@ -50,9 +50,10 @@ def plan(
     """
     import dataclasses
 
-    from jaxattn.device import known_device
+    from jaxattn.engine import memory_plan as hybrid
+    from jaxattn.memory.device import known_device
     from jaxattn.models.config import HybridConfig
-    from jaxattn.plan import hybrid, known
+    from jaxattn.plan import known
     from jaxattn.plan.placement import Placement
 
     memory = known_device(device) if isinstance(device, str) else device

@@ -10,14 +10,14 @@ from typing import Any
 
 from jaxattn import gdn, mla
 from jaxattn.arena import ArenaSpec
-from jaxattn.device import GIB, MIB, DeviceMemory
-from jaxattn.limits import Limits, larger_shares
-from jaxattn.models.hybrid import PAGE_SIZE
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.engine.memory_plan import held_elsewhere
+from jaxattn.memory.bound import LIBRARY_WORKSPACE
+from jaxattn.memory.budget import Budget, Item, MemoryPlan, Solution, solve
+from jaxattn.memory.device import GIB, MIB, DeviceMemory
+from jaxattn.memory.limits import Limits, larger_shares
 from jaxattn.models.known import KnownModel
 from jaxattn.plan.activations import activations
-from jaxattn.plan.bound import LIBRARY_WORKSPACE
-from jaxattn.plan.budget import Budget, Item, MemoryPlan, Solution, solve
-from jaxattn.plan.hybrid import held_elsewhere
 from jaxattn.plan.placement import (
     Placement,
     cache_width,

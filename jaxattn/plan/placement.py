@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Literal
 
-from jaxattn.limits import Limits
-from jaxattn.models.hybrid import PAGE_SIZE
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.memory.budget import Item
+from jaxattn.memory.limits import Limits
 from jaxattn.models.known import KnownModel, Weights
-from jaxattn.plan.budget import Item
 
 CACHE_BYTES = {"bfloat16": 2, "float8": 1}
 

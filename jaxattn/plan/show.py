@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxattn.plan.budget import GIB, MIB, MemoryPlan
+from jaxattn.memory.budget import GIB, MIB, MemoryPlan
 from jaxattn.plan.naive import Naive
 
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")

@@ -11,23 +11,25 @@ import operator
 import jax
 import jax.numpy as jnp
 import pytest
-from engine_cases import BUCKETS, SMALLEST, kept_steps, params_of
 from rich.console import Console
 
-from jaxattn import engine as engine_module
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
-from jaxattn.device import DeviceMemory
-from jaxattn.engine import Engine
-from jaxattn.limits import Limits
+from jaxattn.engine import engine as engine_module
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.memory_plan import from_shapes, packed_shapes
+from jaxattn.engine.steps import arena_spec, entry_points, new_state, op_specs
+from jaxattn.memory.device import DeviceMemory
+from jaxattn.memory.limits import Limits
 from jaxattn.models import known
-from jaxattn.models.hybrid import HybridConfig, decode_step, jit_step, scratch
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import decode_step, jit_step
+from jaxattn.models.state import scratch
 from jaxattn.plan import Budget, MemoryPlan, PlanError, nbytes, plan, solve
-from jaxattn.plan.hybrid import from_shapes, packed_shapes
 from jaxattn.plan.naive import published, split_kv_workspace
 from jaxattn.plan.placement import Placement, page_bytes
 from jaxattn.plan.show import print_plan
-from jaxattn.steps import arena_spec, entry_points, new_state, op_specs
+from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of
 
 GIB, MIB = 2**30, 2**20
 R1 = HybridConfig(

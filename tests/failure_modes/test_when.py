@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_cases import BUCKETS, LIMITS, SMALLEST, kept_steps, params_of, prompts
 
-from jaxattn.engine import Engine
-from jaxattn.request import Request
-from jaxattn.seal import Seal, SealError
-from jaxattn.steps import EntryPoint, Steps, entry_points, new_state
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.request import Request
+from jaxattn.engine.seal import Seal, SealError
+from jaxattn.engine.steps import EntryPoint, Steps, entry_points, new_state
+from tests.helpers.engine_cases import BUCKETS, LIMITS, SMALLEST, kept_steps, params_of, prompts
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_cases import BUCKETS, LIMITS, SMALLEST, TRIAL, kept_steps, params_of, prompts
 
 import jaxattn
 from jaxattn import gdn, mla
-from jaxattn.aliasing import AliasingError, check_aliasing
+from jaxattn.aliasing.check import AliasingError, check_aliasing
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
-from jaxattn.engine import Engine, EngineBusyError
+from jaxattn.engine.engine import Engine, EngineBusyError
+from jaxattn.engine.memory_plan import packed_shapes
+from jaxattn.engine.steps import entry_points, new_state
 from jaxattn.models.hybrid import decode_step
-from jaxattn.plan.hybrid import packed_shapes
-from jaxattn.steps import entry_points, new_state
+from tests.helpers.engine_cases import (
+    BUCKETS,
+    LIMITS,
+    SMALLEST,
+    TRIAL,
+    kept_steps,
+    params_of,
+    prompts,
+)
 
 SCALE = 0.1
 MAX_PAGES = 2

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poison import (
+
+from jaxattn import gdn, mla
+from jaxattn.arena import Arena
+from jaxattn.core.formats import LatentFormat
+from tests.helpers.poison import (
     DIMS,
     POISONS,
     block_scales,
@@ -24,10 +28,6 @@ from poison import (
     is_zero,
     same_bits,
 )
-
-from jaxattn import gdn, mla
-from jaxattn.arena import Arena
-from jaxattn.mla_cache import LatentFormat
 
 SCALE = 192**-0.5
 NO_PAGE = {"-1": -1, "0": 0, "last": None, "max": 2**31 - 1, "min": -(2**31)}

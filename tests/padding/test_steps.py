@@ -11,21 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_cases import SMALLEST
-from poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits
 
+from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.models import hybrid
-from jaxattn.models.hybrid import (
-    PAGE_SIZE,
-    DecodeBatch,
-    HybridConfig,
-    PrefillBatch,
-    decode_step,
-    init_params,
-    init_state,
-    jit_step,
-    prefill_step,
-)
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import decode_step, init_params, jit_step, prefill_step
+from jaxattn.models.state import DecodeBatch, PrefillBatch, init_state
+from tests.helpers.engine_cases import SMALLEST
+from tests.helpers.poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits
 
 CONFIGS = {
     "cpu": SMALLEST,

@@ -1,0 +1,220 @@
+"""The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
+
+No device is used and nothing is allocated. Exit codes: 0, 2 for bad input or a plan that does not
+fit (its table is printed all the same), 1 if the reader of stdout left.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxattn.cli.command import exit_code
+from jaxattn.cli.options import HelpFormatter, InputError, Parser, fraction, size, sizes
+from jaxattn.memory.budget import MemoryPlan, PlanError
+from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
+from jaxattn.memory.limits import Limits
+from jaxattn.models import known
+from jaxattn.models.checkpoint import CheckpointError, read_config
+from jaxattn.models.config import HybridConfig
+from jaxattn.plan import plan
+from jaxattn.plan.naive import Naive, of_model, published
+from jaxattn.plan.placement import CACHE_BYTES, Placement
+from jaxattn.plan.show import PlotError, print_plan, save_plot
+
+PROGRAM = "python -m jaxattn.plan"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    root = Parser(
+        prog=PROGRAM,
+        formatter_class=HelpFormatter,
+        description="What memory a model takes on each GPU, to the byte and with the reason, and "
+        "how much cache that leaves. Uses no device.",
+        epilog="Exit codes: 0; 2 for bad input or a plan that does not fit.",
+    )
+    root.add_argument(
+        "model",
+        nargs="?",
+        help=f"{', '.join(known.NAMES)}, or a folder with a config.json (one of those models', or "
+        "one of jaxattn's own)",
+    )
+    root.add_argument(
+        "--device",
+        metavar="NAME",
+        default="h200",
+        help=f"{', '.join(KNOWN)}, or its memory, as in 96GiB",
+    )
+    root.add_argument("--gpus", metavar="N", type=size, default=1, help="that hold the model")
+    root.add_argument(
+        "--attention",
+        choices=("data", "tensor"),
+        default="data",
+        help="data: each GPU has all of attention and rows of its own; tensor: heads are divided. "
+        "Experts are divided in both",
+    )
+    root.add_argument(
+        "--utilization",
+        metavar="F",
+        type=fraction,
+        default=0.9,
+        help="of the device's total memory, for arrays and XLA's temp; the driver's is beside it",
+    )
+    root.add_argument("--batch", metavar="N", type=size, default=128, help="rows of a GPU")
+    root.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=size,
+        help="longest row in tokens (default: 32768, or the model's own if that is shorter)",
+    )
+    root.add_argument(
+        "--num-pages",
+        metavar="N",
+        type=size,
+        help="pages of 64 tokens (default: as many as fit, up to --batch rows at full length)",
+    )
+    root.add_argument(
+        "--prefill-chunk", metavar="N", type=size, default=512, help="prompt tokens at a time"
+    )
+    root.add_argument(
+        "--decode-buckets",
+        metavar="N,N",
+        type=sizes,
+        help="smaller batches as well (default: none)",
+    )
+    root.add_argument(
+        "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
+    )
+    root.add_argument(
+        "--cache-dtype", choices=sorted(CACHE_BYTES), default="bfloat16", help="of the KV cache"
+    )
+    root.add_argument(
+        "--prediction", action="store_true", help="load the prediction (MTP) layers too"
+    )
+    root.add_argument(
+        "--compare",
+        choices=("naive",),
+        help="what a buffer for each layer, or a workspace for the longest context, would take",
+    )
+    root.add_argument("--plot", metavar="FILE.png", type=Path, help="draws the bar as a picture")
+    root.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    jax.config.update("jax_platforms", "cpu")  # shapes are enough: a GPU is left alone
+    return exit_code(PROGRAM, lambda: run(parser().parse_args(argv)))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans and prints."""
+    naive: Sequence[Naive] = published() if options.compare else ()
+    if options.model is None:
+        raise InputError(f"name a model: {', '.join(known.NAMES)}, or a folder with a config.json")
+    model = read_model(options.model)
+    try:
+        memory = known_device(options.device)
+        limits, placement = read_limits(options, model)
+        found, refused = make(model, memory, limits, placement)
+    except (DeviceError, ValueError) as error:
+        raise InputError(" ".join(str(error).split())) from error
+    if naive and isinstance(model, known.KnownModel):
+        naive = [
+            *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
+            *naive,
+        ]
+    if options.json:
+        result = found.to_dict() | {"fits": refused is None}
+        if naive:
+            result["naive"] = [vars(each) for each in naive]
+        print(json.dumps(result), flush=True)
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 140
+        print_plan(console, found, naive)
+    if options.plot:
+        try:
+            save_plot(found, options.plot)
+        except PlotError as error:
+            raise InputError(str(error)) from error
+    if refused is not None:
+        raise InputError(" ".join(str(refused).split()))
+    return 0
+
+
+def make(
+    model: known.KnownModel | HybridConfig,
+    memory: DeviceMemory,
+    limits: Limits,
+    placement: Placement,
+) -> tuple[MemoryPlan, PlanError | None]:
+    """The plan, and why it does not fit."""
+    try:
+        return plan(model, memory, limits, placement=placement), None
+    except PlanError as error:
+        if error.plan is None:
+            raise
+        return error.plan, error
+
+
+def read_model(name: str) -> known.KnownModel | HybridConfig:
+    """A shipped model, or a folder's.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = Path(name)
+    try:
+        if (folder / "config.json").is_file():
+            try:
+                values = json.loads((folder / "config.json").read_text())
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"cannot read {folder / 'config.json'}: {error}") from error
+            if isinstance(values, dict) and not {"model_type", "text_config"} & values.keys():
+                return read_config(folder)
+        return known.load(name)
+    except (known.KnownModelError, CheckpointError) as error:
+        raise InputError(" ".join(str(error).split())) from error
+
+
+def read_limits(
+    options: argparse.Namespace, model: known.KnownModel | HybridConfig
+) -> tuple[Limits, Placement]:
+    """Both, as the options say.
+
+    Raises:
+        ValueError: they make no sense.
+    """
+    length = options.max_model_len or min(32768, model.max_position_embeddings)
+    limits = Limits(
+        batch=options.batch,
+        max_model_len=length,
+        num_pages=options.num_pages,
+        prefill_chunk=min(options.prefill_chunk, length),
+        utilization=options.utilization,
+        decode_buckets=options.decode_buckets or (),
+        q_lens=tuple(sorted({1, options.q_len})),
+    )
+    placement = Placement(
+        gpus=options.gpus,
+        attention=options.attention,
+        cache_dtype=options.cache_dtype,
+        prediction=options.prediction,
+    )
+    if isinstance(model, HybridConfig) and placement != Placement():
+        raise ValueError(
+            "--gpus, --attention, --cache-dtype and --prediction are for the named models: "
+            "jaxattn's own runs on one GPU, and its config.json says the cache's dtype"
+        )
+    return limits, placement
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What ops share: checks, dispatch, formats, slots, pages. It knows no op and no model."""

@@ -1,0 +1,225 @@
+"""What ops and modules check of any argument, before a kernel starts."""
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxattn.arena import Arena
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_array(op: str, name: str, x: Any) -> None:
+    """Raises TypeError unless it is an array, JAX's, NumPy's or one of flax."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+
+
+def check_dtype(op: str, name: str, x: Any, *dtypes: str) -> None:
+    """Raises TypeError unless the array has one of them."""
+    if str(x.dtype) not in dtypes:
+        wanted = " or ".join(dtypes)
+        raise TypeError(f"{op}: {name} must be {wanted}, got {x.dtype} {tuple(x.shape)}")
+
+
+def check_integers(op: str, name: str, x: Any, shape: str, *, fits: bool) -> None:
+    """Raises TypeError unless the array holds integers, ValueError unless its shape `fits`."""
+    message = f"{op}: {name} must be integers of shape {shape}, got {x.dtype}{list(x.shape)}"
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(message)
+    if not fits:
+        raise ValueError(message)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of Python or NumPy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_integer(op: str, name: str, value: Any) -> None:
+    """Raises TypeError unless `is_integer`."""
+    if not is_integer(value):
+        raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
+
+
+def floats(op: str, **arrays: Any) -> list[Array]:
+    """The named arguments as JAX arrays.
+
+    Raises TypeError: one is no array, or holds no floats.
+    """
+    for name, x in arrays.items():
+        check_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{op}: {name} must hold floats, got {x.dtype}{list(x.shape)}")
+    return [jnp.asarray(x) for x in arrays.values()]
+
+
+def maybe_floats(op: str, name: str, x: Any) -> Array | None:
+    """The same of an argument that may be None."""
+    return None if x is None else floats(op, **{name: x})[0]
+
+
+def finite(op: str, name: str, value: Any) -> float:
+    """A finite number that is known when the op is traced: kernels are compiled with it.
+
+    Raises:
+        TypeError: it is another thing.
+        ValueError: it is not finite.
+    """
+    known = isinstance(value, jax.Array | np.ndarray | np.generic)
+    known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
+    if known and value.dtype.kind in "iuf":
+        value = value.item()
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
+    if not abs(value) < math.inf:
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    return float(value)
+
+
+def output_scale(op: str, scale: Any, key_dim: int) -> float:
+    """The factor on the output, Dk**-0.5 if it is None."""
+    return key_dim**-0.5 if scale is None else finite(op, "scale", scale)
+
+
+def check_features(
+    op: str, x: Any, axis: str, name: str, weights: tuple[int, ...], of: int
+) -> None:
+    """Raises unless `x` is a floating array whose last axis is axis `of` of the named weights."""
+    check_array(op, "x", x)
+    check_dtype(op, "x", x, *FLOATS)
+    if not x.shape or x.shape[-1] != weights[of]:
+        raise ValueError(f"{op}: x {tuple(x.shape)} must have the {axis} of {name} {weights} last")
+
+
+def check_arena(op: str, arena: Any) -> None:
+    """Raises TypeError unless it is one, or None."""
+    if arena is not None and not isinstance(arena, Arena):
+        raise TypeError(
+            f"{op}: arena must be an Arena, as Arena.allocate(...scratch(...)) makes it, got "
+            f"{type(arena).__name__}"
+        )
+
+
+def check_layer(op: str, name: str, stack: tuple[int, ...], layer: Any) -> None:
+    """Raises unless `layer`, a number or a tracer of one, is in the stack of that shape."""
+    if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
+        if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise TypeError(
+                f"{op}: layer must be an integer scalar, got {layer.dtype} {layer.shape}"
+            )
+        if isinstance(layer, jax.core.Tracer):
+            return
+    elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
+        raise TypeError(f"{op}: layer must be an integer, got {type(layer).__name__}")
+    if not 0 <= operator.index(layer) < stack[0]:
+        raise ValueError(f"{op}: layer={int(layer)} is not in {name} {stack}, which has {stack[0]}")
+
+
+# Page numbers, positions and rows are int32 on the device.
+MOST = 2**31 - 1
+
+
+INT32 = ("int32",)
+
+
+CACHES = (*FLOATS, "float8_e4m3fn", "uint8")  # core/formats.py says what each of them holds
+
+
+@dataclasses.dataclass
+class Arguments:
+    """Checks arguments one after another; an axis name means the same size in all of them."""
+
+    op: str
+    sizes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+
+    def check(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
+        """Returns `x` as a JAX array if it is e.g. "B S H D" of one of the dtypes, else raises."""
+        check_array(self.op, name, x)
+        check_dtype(self.op, name, x, *dtypes)
+        names, shape = axes.split(), tuple(x.shape)
+        title = f"{name} [{', '.join(names)}]"
+        if len(shape) != len(names) or 0 in shape:
+            raise ValueError(
+                f"{self.op}: {title} needs {len(names)} axes, none of them empty, got shape {shape}"
+            )
+        for axis, size in zip(names, shape, strict=True):
+            expected, source = self.sizes.setdefault(axis, (size, title))
+            if size != expected:
+                raise ValueError(
+                    f"{self.op}: {title} has shape {shape}, so {axis} = {size}, but {source} has "
+                    f"{axis} = {expected}"
+                )
+        return jnp.asarray(x)
+
+    def check_scale(self, scale: Any) -> float:
+        if not isinstance(scale, int | float | np.floating) or isinstance(scale, bool):
+            raise TypeError(
+                f"{self.op}: scale must be a Python number, got {type(scale).__name__}; DeepSeek's "
+                "is jaxattn.softmax_scale(qk_nope_head_dim + qk_rope_head_dim, config)"
+            )
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"{self.op}: scale must be positive and finite, got {scale}")
+        return float(scale)
+
+    def check_layer(self, kv_cache: Any, layer: Any) -> None:
+        """A stack needs a layer, a plain cache has none; and the layer must exist."""
+        shape = tuple(getattr(kv_cache, "shape", ()))
+        if layer is None:
+            if len(shape) == 4:
+                raise ValueError(f"{self.op}: kv_cache {shape} is a stack of layers; give layer=")
+            return
+        if len(shape) == 3:
+            raise ValueError(
+                f"{self.op}: kv_cache {shape} has no axis for {layer=}; drop layer, or give the "
+                "stack [L, N, C, D]"
+            )
+        if len(shape) == 4:
+            check_layer(self.op, "kv_cache", shape, layer)
+
+    def check_paged(
+        self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Checks a cache and its addressing, and lengths against the tables if they are known."""
+        self.check_layer(kv_cache, layer)
+        # Bytes are not numbers: how many of them a latent takes is the format's to say.
+        width = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
+        axes = f"N C {width}" if layer is None else f"L N C {width}"
+        cache = self.check("kv_cache", kv_cache, axes, CACHES)
+        tables = self.check("block_tables", block_tables, "B M", INT32)
+        lengths = self.check("seq_lens", seq_lens, "B", INT32)
+        capacity = tables.shape[1] * cache.shape[-2]
+        self.check_most(
+            f"seq_lens {lengths.shape}",
+            seq_lens,
+            capacity,
+            f"block_tables {tables.shape} with pages of {cache.shape[-2]} tokens reach {capacity}; "
+            "give wider block_tables",
+        )
+        return cache, tables, lengths
+
+    def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
+        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding."""
+        lengths = self.check("query_lens", query_lens, "B", INT32)
+        most = tokens.shape[1]
+        self.check_most(
+            f"query_lens {lengths.shape}",
+            query_lens,
+            most,
+            f"{name} {tokens.shape} has {most} tokens a row",
+        )
+        return lengths
+
+    def check_most(self, described: str, lengths: Any, most: int, but: str) -> None:
+        """Refuses lengths beyond `most`, for the reason that `but` gives, unless they are traced:
+        what is known now is checked now."""
+        if isinstance(lengths, jax.core.Tracer):
+            return
+        if (longest := int(np.asarray(lengths).max())) > most:
+            raise ValueError(f"{self.op}: {described} holds {longest}, but {but}")

@@ -1,0 +1,77 @@
+"""Which implementation of an op runs: the best that accepts, or the one that was named.
+
+An implementation refuses by raising `NotImplementedError` with its reason before it traces. Where a
+GPU's kernel refuses and another runs instead, a warning at the caller's line says so.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+
+# Runs only when it is named: the Mosaic GPU kernel under JAX's interpreter, on any device, slowly.
+# It needs a host thread for each thread of the kernel: on a machine of few cores set the
+# environment variable PJRT_NPROC=16 before JAX is imported, or it may wait for ever.
+ONLY_BY_NAME = ("mosaic_gpu_interpret",)
+PACKAGE = str(Path(__file__).parent.parent) + os.sep
+
+
+def dispatch[T](
+    op: str, implementation: Implementation | None, candidates: Mapping[str, Callable[[], T]]
+) -> T:
+    """Runs the named candidate, or with `None` the first that does not refuse.
+
+    Args:
+        op: the op's public name, for messages.
+        implementation: one of the candidates' names, or `None` for the best.
+        candidates: name -> thunk, best first.
+
+    Raises:
+        ValueError: no candidate has that name.
+        NotImplementedError: the named implementation refuses; the message says why.
+        ExceptionGroup: `implementation` is `None` and every candidate refuses.
+    """
+    if implementation is not None:
+        if implementation not in candidates:
+            names = ", ".join(repr(name) for name in candidates)
+            raise ValueError(f"{op}: unknown {implementation=}; choose one of {names} or None")
+        try:
+            return candidates[implementation]()
+        except NotImplementedError as refusal:
+            own = str(refusal).startswith(f"{op}: ")  # and not JAX's
+            if own and implementation != "xla" and "xla" in candidates:
+                refusal.args = (f"{refusal}; use implementation='xla'",)
+            raise
+    refusals: list[Exception] = []
+    for name, candidate in candidates.items():
+        if name in ONLY_BY_NAME:
+            continue
+        try:
+            result = candidate()
+        except NotImplementedError as refusal:
+            refusal.add_note(f"implementation={name!r}")
+            refusals.append(refusal)
+            continue
+        if refusals and jax.default_backend() == "gpu":
+            warnings.warn(
+                f"{op}: {name!r} runs instead of the GPU's kernel: {refusals[0]}",
+                skip_file_prefixes=(PACKAGE,),
+            )
+        return result
+    raise ExceptionGroup(f"{op}: every implementation refused", refusals)
+
+
+def with_gradient_of(reference: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """`function`, differentiated as `reference` of the same arguments."""
+    differentiable = jax.custom_vjp(function)
+
+    def backward(arguments, cotangents):
+        return jax.vjp(reference, *arguments)[1](cotangents)
+
+    differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return differentiable

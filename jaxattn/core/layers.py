@@ -1,0 +1,36 @@
+"""A layer of a repeated pattern, named so that a kernel works out its number itself."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOf:
+    """A layer of a repeated pattern, `repeat * per_repeat + place`, for the kernel to work out.
+
+    In a loop over repeats XLA would run a kernel of its own for each such number.
+    """
+
+    repeat: jax.Array
+    per_repeat: int
+    place: int
+
+    @property
+    def index(self) -> jax.Array:
+        return self.repeat * self.per_repeat + self.place
+
+
+def taken_apart(layer: Any) -> tuple[Any, tuple[int, int], Any]:
+    """(n, (a, b), layer) with `layer = a * n + b` as a number: a kernel takes n, a and b."""
+    if isinstance(layer, LayerOf):
+        return layer.repeat, (layer.per_repeat, layer.place), layer.index
+    return layer, (1, 0), layer
+
+
+def number_to_check(layer: Any) -> Any:
+    """What `check_layer` takes of a layer that may be a `LayerOf`: traced, its repeat will do."""
+    if not isinstance(layer, LayerOf):
+        return layer
+    return layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index

@@ -1,0 +1,62 @@
+"""Matrix products that are summed in float32."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def matmul(spec: str, a: Array, b: Array, dtype: jnp.dtype) -> Float[Array, "..."]:
+    """`einsum(spec, a, b)` of operands rounded to `dtype`, summed and returned in float32.
+
+    The gradient rounds its operands likewise: left to JAX, a float32 cotangent would turn the
+    backward matmuls of bfloat16 operands into slow float32 ones.
+    """
+    return _matmul(spec, a.astype(dtype), b.astype(dtype))
+
+
+def _matmul(spec: str, a: Array, b: Array) -> Array:
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _matmul_forward(spec: str, a: Array, b: Array, dtype: jnp.dtype):
+    x, y = a.astype(dtype), b.astype(dtype)
+    # Empty arrays carry the operands' dtypes: a residual must be an array.
+    return _matmul(spec, x, y), (x, y, jnp.zeros(0, a.dtype), jnp.zeros(0, b.dtype))
+
+
+def _matmul_backward(spec: str, dtype: jnp.dtype, residuals, cotangent: Array):
+    x, y, like_a, like_b = residuals
+    inputs, out = spec.split("->")
+    left, right = inputs.split(",")
+    cotangent = cotangent.astype(dtype)
+    da = _matmul(f"{out},{right}->{left}", cotangent, y)
+    db = _matmul(f"{left},{out}->{right}", x, cotangent)
+    return da.astype(like_a.dtype), db.astype(like_b.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum accumulated in float32 (float64 for float64), with no TF32 for float32 operands."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        precision = lax.Precision.HIGHEST if a.dtype == wide else None
+        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=wide)
+
+    if dtype == wide:
+        return product(a, b)
+
+    # XLA's CPU backend has no bfloat16 product summed in float32 for some layouts (jax 0.11.2); the
+    # product of the operands in float32 is the same number.
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return product(a.astype(wide), b.astype(wide))
+
+    return lax.platform_dependent(a, b, cpu=widened, default=product)

@@ -1,0 +1,344 @@
+"""The plan of an engine of the hybrid decoder, from shapes, and from its executables once compiled.
+
+    pool      weights + state (arena, caches, recurrent states) + step inputs and outputs + XLA temp
+    outside   XLA's code, the driver's own memory
+
+The executables run one at a time, so inputs, outputs and temp are the largest of any; code is
+loaded for all of them, so it is the sum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.engine.steps import arena_spec, entry_points, new_state, op_specs
+from jaxattn.memory.bound import temp_bound
+from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
+from jaxattn.memory.device import DeviceMemory
+from jaxattn.memory.limits import Limits, larger_shares
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import abstract_model
+from jaxattn.models.packed import PackedParams, pack_vectors
+
+# JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
+# for it if less than REST would be left over (and the piece is less than twice as large).
+BFC_ALIGNMENT, BFC_REST = 256, 128 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Executable:
+    """What is known of one executable's memory; `basis` says how (see `Item`)."""
+
+    in_out: int
+    temp: int
+    code: int
+    basis: str
+
+
+def from_compiled(compiled: jax.stages.Compiled, held: int) -> Executable:
+    """Of an executable; `held` are the bytes of weights and state among its arguments."""
+    stats: Any = compiled.memory_analysis()
+    if not stats or not stats.argument_size_in_bytes:
+        raise PlanError("XLA does not say what an executable takes; empty the compilation cache")
+    in_out = (
+        max(stats.argument_size_in_bytes - held, 0)
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+    temp, code = stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
+    return Executable(in_out, temp, code, "compiled")
+
+
+def from_shapes(
+    config: HybridConfig, limits: Limits, params: Any, implementation: Implementation | None
+) -> dict[str, Executable]:
+    """An upper bound of each executable's memory; traces it and compiles nothing."""
+    state = jax.eval_shape(functools.partial(new_state, config, limits))
+    found = {}
+    for entry in entry_points(limits):
+        batch = entry.batch_shapes(limits.table_width)
+        chosen = implementation if entry.kind == "decode" or implementation == "xla" else None
+        step = functools.partial(entry.step(), config, implementation=chosen)
+        bound = temp_bound(step, params, state, batch, donated=1)
+        # The results come with a table of their addresses.
+        in_out = nbytes(batch) + 4 * entry.rows + 8 * (1 + len(jax.tree.leaves(state)))
+        found[str(entry)] = Executable(in_out, bound, 0, "bound")
+    return found
+
+
+def packed_shapes(config: HybridConfig) -> Any:
+    """The parameters as an engine holds them, as shapes."""
+    return jax.eval_shape(pack_vectors, abstract_model(config)[1])
+
+
+def page_bytes(config: HybridConfig) -> int:
+    """Of a page in all layers."""
+    return config.num_mla_layers * PAGE_SIZE * config.latent_format.nbytes
+
+
+def fill(
+    config: HybridConfig,
+    limits: Limits,
+    memory: DeviceMemory,
+    params: Any,
+    executables: Mapping[str, Executable],
+    **beside: Any,
+) -> Limits:
+    """The limits with the pages that `limits.utilization` leaves room for; 0 pages become 1.
+
+    What does not depend on the pages is counted by planning one page; the arena grows with the
+    longest row that the pages can hold, so pages and arena are solved for together.
+    """
+    assert limits.utilization is not None
+    one = dataclasses.replace(limits, num_pages=1)
+    plan = plan_hybrid(config, one, memory, params, executables, **beside)
+    assert plan.budget is not None
+    # Cache and arena of other sizes are rounded up differently.
+    fixed = plan.inside - plan["kv cache"] - plan["arena"] + 2 * BFC_ALIGNMENT
+    most = limits.num_pages or limits.wanted_pages
+
+    def arena(pages: int) -> int:
+        return arena_spec(config, limits, min(limits.pages_per_row, max(pages, 1))).nbytes
+
+    found = solve(
+        plan.budget.arrays(plan.outside) - fixed,
+        page_bytes(config),
+        arena,
+        most=most,
+    )
+    return dataclasses.replace(limits, num_pages=max(found.pages, 1))
+
+
+def check_row(
+    made: MemoryPlan,
+    limits: Limits,
+    advice: Callable[[], tuple[str, ...]],
+    *,
+    wanted: int | None,
+) -> None:
+    """Refuses what does not fit, and a filled cache in which no row at full length does.
+
+    Args:
+        made: the plan with `limits.pages`.
+        wanted: pages that were asked for by number, of which fewer than a row's may be enough;
+            None: `fill` found as many as there is room for.
+
+    Raises:
+        PlanError: it has `made` and what would make a row fit.
+    """
+    made.check(advice)
+    if limits.pages < min(limits.pages_per_row, wanted or limits.pages_per_row):
+        made.refuse(
+            f"the line that does not fit is the kv cache: {limits.pages:,} pages are left, and one "
+            f"row of {limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            advice(),
+        )
+
+
+def plan_hybrid(
+    config: HybridConfig,
+    limits: Limits,
+    memory: DeviceMemory | None,
+    params: Any,
+    executables: Mapping[str, Executable],
+    *,
+    outside: int = 0,
+    others: int = 0,
+    outside_basis: str = "measured",
+) -> MemoryPlan:
+    """The whole plan of an engine with `limits.pages` pages.
+
+    Args:
+        params: the parameters, or their shapes.
+        executables: name -> what is known of it; empty leaves inputs, temp and code out.
+        outside: bytes of the driver and of other processes, and how they are known.
+        others: bytes of JAX's pool that other arrays and engines hold.
+    """
+    state = jax.eval_shape(functools.partial(new_state, config, limits))
+    items = [*resident_items(config, limits, params, state)]
+    if executables:
+        bases = {known.basis for known in executables.values()}
+        basis = "bound" if "bound" in bases else "compiled"
+        in_out = {name: known.in_out for name, known in executables.items()}
+        temp = {name: known.temp for name, known in executables.items()}
+        items += [
+            Item(
+                "step inputs and outputs",
+                max(in_out.values()),
+                _largest(in_out),
+                basis=basis,
+            ),
+            Item("xla temp", max(temp.values()), _largest(temp), basis=basis),
+        ]
+    if memory is not None and memory.limit:
+        # The step's inputs and results are a dozen buffers of any size.
+        arrays = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.size]
+        lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
+        why = (
+            f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
+            f"free piece if that is below {BFC_REST // 2**20} MiB: to the temp and to one array"
+        )
+        items.append(Item("rounding", lost + 2 * BFC_REST, why, basis="bound"))
+    if others:
+        items.append(
+            Item(
+                "others", others, "arrays and engines in the process before this", basis="measured"
+            )
+        )
+    if executables:
+        code = sum(known.code for known in executables.values())
+        items.append(
+            Item(
+                "xla code",
+                code,
+                f"of {len(executables)} executables together",
+                basis=basis,
+                outside=True,
+            )
+        )
+    if outside:
+        why = "context, modules, libraries"
+        if outside_basis == "measured":
+            why += ", and what other processes hold of the device"
+        items.append(Item("driver", outside, why, basis=outside_basis, outside=True))
+    if outside_basis != "measured":
+        items += held_elsewhere(memory)
+    budget = None
+    if memory is not None:
+        utilization = 1.0 if limits.utilization is None else limits.utilization
+        budget = Budget(memory.name, memory.total, utilization, memory.limit)
+    return MemoryPlan(
+        tuple(items),
+        budget,
+        f"{limits.batch} rows of up to {limits.max_model_len:,} tokens ({limits.pages:,} pages, "
+        f"{limits.batch} state slots)",
+        facts=(
+            ("cache tokens", f"{limits.pages * PAGE_SIZE:,}"),
+            ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
+        ),
+    )
+
+
+def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:
+    """The line of what was taken of the device already, if it was measured."""
+    if memory is None or not memory.outside:
+        return []
+    why = "of the device, held outside of this process's arrays: other processes, the driver"
+    return [Item("in use", memory.outside, why, basis="measured", outside=True)]
+
+
+def advice(
+    config: HybridConfig,
+    limits: Limits,
+    memory: DeviceMemory,
+    params: Any,
+    executables: Mapping[str, Executable],
+    **beside: Any,
+) -> tuple[str, ...]:
+    """What would make it fit, as far as one change does, with every row's cache whole.
+
+    Args:
+        executables: what the plan that does not fit counted, as in `plan_hybrid`. Smaller steps
+            take no more; where that is too much still, their own bound decides.
+    """
+
+    def left(changed: Limits, known: Mapping[str, Executable], of: DeviceMemory) -> bool:
+        plan = plan_hybrid(config, changed, of, params, known, **beside)
+        return plan.reserve is not None and plan.reserve >= 0
+
+    def fits(changed: Limits, of: DeviceMemory = memory) -> bool:
+        if left(changed, executables, of):
+            return True
+        known = from_shapes(config, changed, params, None)
+        return left(changed, {}, of) and left(changed, known, of)
+
+    found = []
+    for larger in larger_shares(limits.utilization):
+        of, how = memory, f"utilization {larger:g}"
+        if memory.limit is not None:  # which was given to JAX's allocator when it began
+            of = dataclasses.replace(memory, limit=int(larger * memory.total))
+            how += " with XLA_PYTHON_CLIENT_MEM_FRACTION as large"
+        changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
+        filled = fill(config, changed, of, params, executables, **beside)
+        if filled.pages >= limits.pages_per_row and fits(filled, of):
+            found.append(how)
+            break
+    one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
+    pages = fill(config, one_row, memory, params, executables, **beside).pages
+    if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
+        found.append(f"at most {pages:,} pages")
+    for name, least in (("batch", 1), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1)):
+        value = getattr(limits, name) // 2
+        while value >= least:
+            smaller = dataclasses.replace(
+                limits, **{name: value}, num_pages=None, decode_buckets=(), prefill_buckets=()
+            )
+            if fits(smaller):
+                found.append(f"{name} {value:,} with {smaller.pages:,} pages")
+                break
+            value //= 2
+    return tuple(found) or ("a device with more memory",)
+
+
+def resident_items(
+    config: HybridConfig, limits: Limits, params: Any, state: Any
+) -> tuple[Item, ...]:
+    """Weights and state, from arrays or from their shapes."""
+    weights = jax.tree.leaves(params)
+    copies = jax.tree.leaves(params.copies) if isinstance(params, PackedParams) else []
+    twice = sum(leaf.size for leaf in copies)
+    why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
+    if twice:
+        why += f", {twice:,} of them once more for decoding,"
+    dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
+    layers, pages, page_size, width = state.kv_cache.shape
+    gdn_layers, slots, taps, channels = state.conv_state.shape
+    heads = "x".join(map(str, state.ssm_state.shape[2:]))
+    return (
+        Item("weights", nbytes(params), f"{why} in {dtypes}, only read"),
+        Item(
+            "arena",
+            nbytes(state.arena),
+            f"scratch of {limits.batch} rows; all layers use the same, so it does not grow with "
+            "them",
+            _arena_parts(config, limits),
+        ),
+        Item(
+            "kv cache",
+            nbytes(state.kv_cache),
+            f"{layers} MLA layers x {pages} pages x {page_size} tokens x {width} "
+            f"{state.kv_cache.dtype.name}",
+        ),
+        Item(
+            "conv state",
+            nbytes(state.conv_state),
+            f"{gdn_layers} GDN layers x {slots} slots x last {taps} inputs x {channels} "
+            f"{state.conv_state.dtype.name}",
+        ),
+        Item(
+            "ssm state",
+            nbytes(state.ssm_state),
+            f"{gdn_layers} GDN layers x {slots} slots x {heads} {state.ssm_state.dtype.name}",
+        ),
+    )
+
+
+def _arena_parts(config: HybridConfig, limits: Limits) -> tuple[Item, ...]:
+    """Each op's regions, the largest of any bucket."""
+    parts: dict[str, Item] = {}
+    for spec in op_specs(config, limits, limits.table_width):
+        for name, region in (*spec.regions, *spec.persistent):
+            part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
+            if part.name not in parts or parts[part.name].nbytes < part.nbytes:
+                parts[part.name] = part
+    return tuple(parts.values())
+
+
+def _largest(sizes: Mapping[str, int]) -> str:
+    return "the largest of " + ", ".join(f"{name}: {size:,}" for name, size in sizes.items())

@@ -1,0 +1,191 @@
+"""What a block of the delta rule's decode reads beside the states, and what it makes of that.
+
+The channels of its q, k and values with their convolution, the gates, and what makes q and k unit
+vectors. A thread has one channel of a head's 128.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+DIM = 128  # Dk and Dv
+WIDTH = 4  # taps of the convolution
+CHANNEL = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
+
+    `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
+    token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
+    """
+
+    q_len: int
+    key_heads: int
+    value_heads: int
+    conv: bool
+    norm: bool
+    l2norm: bool
+    stacked: bool
+    keep: bool
+    affine: tuple[int, int]
+    scale: float
+    eps: float
+
+    @property
+    def group(self) -> int:
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * DIM
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Neighbouring numbers of a row of inputs or weights, and the threads that have them."""
+
+    first: Any
+    count: int = DIM
+    layout: Any = CHANNEL
+
+    def load(self, ref: Any) -> jax.Array:
+        """Those of a whole row."""
+        at = pl.ds(self.first, self.count)
+        return plgpu.load(ref.at[at], layout=self.layout, optimized=False)
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    """log(1 + e^x). The GPU's logarithm is good to 2^-22 of 1, not of a result near 0."""
+    t = jnp.exp(-jnp.abs(x))
+    series = t * (1 - t * (1 / 2 - t * (1 / 3 - t * (1 / 4))))
+    return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
+
+
+def gates(A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, Any]]:
+    """(decay, beta) of a head's tokens."""
+    rate = jnp.exp(A_log)
+    numbers = [[x.astype(jnp.float32) for x in each] for each in zip(a, b, strict=True)]
+    return [(jnp.exp(-rate * _softplus(a + bias)), 1.0 / (1.0 + jnp.exp(-b))) for a, b in numbers]
+
+
+def products(op: Op, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
+    """What `factors_of` takes the sums of."""
+    if op.l2norm:
+        yield q * q
+        yield k * k
+    yield q * k
+
+
+def factors_of(op: Op, sums: Iterable[jax.Array]) -> tuple[Any, Any, jax.Array]:
+    """What a token's q and k are times, and the product of both, of the sums of `products`."""
+    sums = iter(sums)
+    if not op.l2norm:
+        return op.scale, 1.0, next(sums) * op.scale
+    q_factor, k_factor = (lax.rsqrt(next(sums) + 1e-6) for _ in range(2))
+    q_factor *= op.scale
+    # Of a vector too long for its norm the factor is 0, and the product may be inf.
+    k_q = next(sums) * q_factor * k_factor
+    return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
+
+
+def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax.Array:
+    if not taps:
+        return window[token].astype(jnp.float32)
+    terms = [tap * window[token + j].astype(jnp.float32) for j, tap in enumerate(taps)]
+    return silu(functools.reduce(operator.add, terms))
+
+
+class Inputs:
+    """Of one row's value heads `heads`, which share a key head.
+
+    `channels`: of q, of k and of each head's values.
+    """
+
+    def __init__(
+        self, op: Op, qkvz: Any, ba: Any, weights: Any, conv: Any, row: Any, key_head: Any,
+        heads: list[Any],
+    ) -> None:  # fmt: skip
+        self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
+        self.row, self.heads = row, heads
+        of_values = (2 * op.key_heads + head for head in heads)
+        of_heads = (key_head, op.key_heads + key_head, *of_values)
+        self.channels = [Channels(head * DIM) for head in of_heads]
+
+    def of_tokens(self, channels: Channels) -> list[jax.Array]:
+        """Each token's."""
+        return [channels.load(self.qkvz.at[self.row, token]) for token in range(self.op.q_len)]
+
+    def b_and_a(self) -> list[Any]:
+        """(b, a) of the value heads' tokens."""
+        return [
+            [
+                [self.ba[self.row, token, first + head] for token in range(self.op.q_len)]
+                for first in (0, self.op.value_heads)
+            ]
+            for head in self.heads
+        ]
+
+    def new(self) -> list[list[jax.Array]]:
+        """The tokens' inputs of `channels`."""
+        return [self.of_tokens(some) for some in self.channels]
+
+    def first_gate(self, head: Any) -> Any:
+        """Where z of a head begins in a token's inputs."""
+        return self.op.channels + head * DIM
+
+    @property
+    def first_norm(self) -> int:
+        """Where the norm's weight begins in a row of weights."""
+        return 2 * self.op.value_heads
+
+    def given(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
+        b_and_a = self.b_and_a()
+        of_z = (Channels(self.first_gate(head)) for head in self.heads)
+        z = [self.of_tokens(some) for some in of_z] if self.op.norm else []
+        return self.new(), b_and_a, z
+
+    def windows(self, layer: Any, own: Any, slot: Any, new: list[list[jax.Array]]) -> list[Any]:
+        """Of each of `channels`: (these, their W - 1 + S inputs, their W taps).
+
+        `own`: the layer's row of weights.
+        """
+        if not self.op.conv:
+            return [(some, inputs, []) for some, inputs in zip(self.channels, new, strict=True)]
+        at = 2 * self.op.value_heads + DIM  # of the first tap
+        every = self.op.channels
+        windows = []
+        for some, inputs in zip(self.channels, new, strict=True):
+            old = [some.load(self.conv.at[layer, slot, j]) for j in range(WIDTH - 1)]
+            taps = [
+                some.load(self.weights.at[own, pl.ds(at + j * every, every)]) for j in range(WIDTH)
+            ]
+            windows.append((some, old + inputs, taps))
+        return windows
+
+    def of_gates(self, own: Any, b_and_a: list[Any]) -> list[tuple[Any, ...]]:
+        """What `gates` takes, of each head."""
+        return [
+            (self.weights[own, head], self.weights[own, self.op.value_heads + head], *each)
+            for head, each in zip(self.heads, b_and_a, strict=True)
+        ]
+
+    def norm_weight(self, own: Any) -> jax.Array:
+        return Channels(self.first_norm).load(self.weights.at[own])
+
+    def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
+        """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""
+        channels, inputs, _ = window
+        at = pl.ds(channels.first, channels.count)
+        for j, x in enumerate(inputs[token + 1 : token + WIDTH]):
+            self.conv.at[layer, target, j, at][...] = x.astype(self.conv.dtype)

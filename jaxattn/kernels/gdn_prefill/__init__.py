@@ -1,0 +1,1 @@
+"""The chunked delta rule: chunk.py works on chunks alone, state_pass.py goes through them."""

@@ -1,0 +1,1 @@
+"""What kernels need of the machine, and of JAX that is not public."""

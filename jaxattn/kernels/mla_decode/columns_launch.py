@@ -1,0 +1,131 @@
+"""MLA decode for few query rows, and for FP8 caches: heads are the columns of the products.
+
+`mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
+32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
+in turns, in columns_body.py, as part.py deals them out, and widen FP8 pages by
+fp8_fragments.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
+
+Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, any H and S. Queries
+and cache of bfloat16 or float16; or, of P 64, bfloat16 queries and a float8_e4m3fn or uint8
+(block-scaled) cache.
+Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
+tests/kernels/mla_decode/test_columns.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import Arena
+from jaxattn.core.formats import LatentFormat
+from jaxattn.kernels.hopper.machine import interpret_mode
+from jaxattn.kernels.mla_decode.columns_body import make_body
+from jaxattn.kernels.mla_decode.columns_memory import WARPGROUPS, scratch_types
+from jaxattn.kernels.mla_decode.fp8_fragments import order_queries
+from jaxattn.kernels.mla_decode.results import Results
+from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
+from jaxattn.kernels.mla_decode.schedule import Schedule, packed_rows
+
+# The output's 512 * 32 float32 numbers are 128 registers of each of a warpgroup's threads.
+MOST_COLUMNS = 32
+
+
+def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
+    """(packed rows of a block, a multiple of 8; blocks that share a request's rows)."""
+    rows = q_len * num_heads
+    blocks = -(-rows // MOST_COLUMNS)
+    return -(-rows // (8 * blocks)) * 8, blocks
+
+
+def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
+    """Raises `NotImplementedError`, with the reason, where this kernel cannot run."""
+    rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
+    quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
+    if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
+        raise NotImplementedError(
+            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
+            f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
+            f"{kv_cache.dtype.name} cache"
+        )
+    if quantized:
+        fits = q.dtype == jnp.bfloat16
+    else:
+        fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
+    if not fits:
+        raise NotImplementedError(
+            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
+            f"{kv_cache.dtype.name}"
+        )
+
+
+def mla_decode_columns(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array,
+    kv_scale: jax.Array | None,
+    query_lens: jax.Array | None,
+    arena: Arena | None,
+    schedule: Schedule,
+    interpret: bool,
+    detect_races: bool,
+) -> tuple[Any, ...]:
+    """`mla_decode_mosaic` of what `refuse_columns` accepts: a stack of layers, and `layer` [1]."""
+    format = LatentFormat(kv_cache.dtype)
+    batch, q_len, num_heads, _ = q.shape
+    dtype = q.dtype
+    page_size = kv_cache.shape[2]
+    columns, blocks = block_columns(q_len, num_heads)
+    rows = q_len * num_heads
+    parts = schedule.parts
+
+    packed = q.reshape(batch, rows, -1)
+    packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
+    if format.quantized and not interpret:
+        packed = order_queries(packed)
+    operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
+    if schedule.order is not None:
+        operands.append(schedule.order)
+    if kv_scale is not None:
+        operands.append(kv_scale.reshape(1))
+    if query_lens is not None:
+        operands.append(query_lens)
+
+    kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
+    results = Results(arena, schedule, (batch, q_len, num_heads), kept, dtype)
+    body = make_body(
+        q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
+        scale=scale, dtype=dtype, page_size=page_size,
+        quantized=format.quantized, per_tensor=format.per_tensor, rope=rope,
+        split=results.split, ordered=schedule.order is not None, ragged=query_lens is not None,
+        interpret=interpret,
+    )  # fmt: skip
+    kernel = plgpu.kernel(
+        functools.partial(body, results.first_rows),
+        out_type=results.lse_types,
+        scratch_types=scratch_types(dtype, columns, page_size, format.dtype, with_rope=rope),
+        # The last axis runs fastest: the blocks of a row read the same pages while in L2.
+        grid=(parts, blocks),
+        grid_names=("part", "tile"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        kernel_name="mla_decode_columns",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # reductions stay inside a warp
+            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+            # The body names its layouts; those of padded shared memory are not found by inference.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        lses = kernel(*operands, *results.refs)
+    return results.finish(lses, interpret=interpret, detect_races=detect_races)

@@ -1,0 +1,86 @@
+"""Where the decode kernels of MLA write, and what becomes of it.
+
+A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a row's output, or
+for a row that was cut its partial results, which `mla_combine` then merges into the output.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import Arena, Region
+from jaxattn.kernels.mla_decode.combine import combine
+from jaxattn.kernels.mla_decode.rows_values import RANK
+from jaxattn.kernels.mla_decode.schedule import Schedule, may_split
+from jaxattn.kernels.mla_decode.scratch import spec_of
+
+
+class Results:
+    """The kernel's last operands, `refs`, and the types of what it returns, `lse_types`.
+
+    Attributes:
+        rows: packed rows that are kept of a request.
+        first_rows: of the output, and of the partial results, in the arrays of `refs`.
+        split: whether there are partial results.
+    """
+
+    def __init__(
+        self,
+        arena: Arena | None,
+        schedule: Schedule,
+        shape: tuple[int, int, int],
+        rows: int,
+        dtype: Any,
+    ):
+        """`shape`: (B, S, H)."""
+        self.arena, self.schedule, self.shape, self.rows = arena, schedule, shape, rows
+        batch, parts = shape[0], schedule.parts
+        self.spec = spec_of(batch, rows, RANK, dtype, parts)
+        self.split = may_split(batch, parts)
+        names = ["out", *(["partial_out"] if self.split else [])]
+        regions = dict(self.spec.regions)
+        if arena is None:
+            lanes = [_own_lane(regions[name]) for name in names]
+        else:
+            lanes = [arena.lane(self.spec, name, width=RANK) for name in names]
+        self.names, self.first_rows = names, [first for _, first in lanes]
+        self.refs = [jax.new_ref(lane) for lane, _ in lanes]
+        counts = [batch, *([2 * parts] if self.split else [])]
+        self.lse_types = tuple(
+            jax.ShapeDtypeStruct((count, self.rows), jnp.float32) for count in counts
+        )
+
+    def in_whole_tiles(self) -> bool:
+        """Whether the output begins and ends with tiles of 8 rows, as TMA writes them; regions of
+        an arena begin at any second one."""
+        return self.first_rows[0] % 8 == 0 and self.refs[0].shape[0] % 8 == 0
+
+    def finish(
+        self, lses: Sequence[jax.Array], *, interpret: bool, detect_races: bool
+    ) -> tuple[Any, ...]:
+        """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one."""
+        (batch, q_len, num_heads), arena = self.shape, self.arena
+        used = q_len * num_heads
+        lse = lses[0]
+        if self.split:
+            lse = combine(
+                self.refs, self.first_rows, lse, lses[1], self.schedule,
+                used=used, interpret=interpret, detect_races=detect_races,
+            )  # fmt: skip
+        written = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
+        if arena is None:
+            out = written["out"].reshape(batch, self.rows, RANK)
+        else:
+            for name, lane in written.items():
+                arena = arena.with_lane(self.spec, name, lane)
+            out = arena.read(self.spec, "out")
+        out = out[:, :used].reshape(batch, q_len, num_heads, RANK)
+        lse = lse[:, :used].reshape(batch, q_len, num_heads)
+        return (out, lse) if arena is None else (out, lse, arena)
+
+
+def _own_lane(region: Region) -> tuple[jax.Array, int]:
+    return jnp.empty((math.prod(region.shape) // RANK, RANK), region.dtype), 0

@@ -1,0 +1,100 @@
+"""What an engine is asked to hold: batch, lengths, cache, buckets."""
+
+import dataclasses
+
+from jaxattn.core.checks import MOST
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.memory.budget import check_utilization
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What an engine is compiled and allocated for.
+
+    Attributes:
+        batch: rows that decode together, and state slots.
+        max_model_len: longest row in tokens, prompt and generated together.
+        num_pages: pages of the cache; None is enough for every row at `max_model_len`, or with
+            `utilization` what the device holds of that.
+        prefill_chunk: prompt tokens that are read at a time, of one request.
+        utilization: fraction of the device's total memory, not of what is free, for arrays and
+            XLA's temp; the cache gets what the rest of the plan leaves of it. Where other
+            processes hold more than the rest, it gets what they leave. None sizes the cache by
+            `num_pages` alone.
+        decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
+            its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
+        prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
+        q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
+            others: they are planned, compiled and warmed for callers of `Engine.executables` who
+            append several tokens in a step, which samples after the last of them.
+
+    Raises:
+        ValueError: one of them is not a positive integer, or no fraction, or a bucket is larger
+            than what it is a part of.
+    """
+
+    batch: int = 4
+    max_model_len: int = 1024
+    num_pages: int | None = None
+    prefill_chunk: int = 128
+    utilization: float | None = None
+    decode_buckets: tuple[int, ...] = ()
+    prefill_buckets: tuple[int, ...] = ()
+    q_lens: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is None and name in ("num_pages", "utilization"):
+                continue
+            if name == "utilization":
+                check_utilization(value)
+                continue
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                    raise ValueError(f"{name} must be a positive integer; got {number!r}")
+                if number > MOST:
+                    raise ValueError(f"{name} must be at most {MOST:,}, an int32; got {number:,}")
+        if 1 not in self.q_lens:
+            raise ValueError(f"q_lens must have 1, the step of serving; got {self.q_lens}")
+        for name, whole in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
+            if max(getattr(self, name), default=0) > getattr(self, whole):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at most {whole}={getattr(self, whole)}"
+                )
+
+    @property
+    def pages_per_row(self) -> int:
+        """Of a row at `max_model_len`."""
+        return -(-self.max_model_len // PAGE_SIZE)
+
+    @property
+    def wanted_pages(self) -> int:
+        """Every row at `max_model_len`: more pages would never be used."""
+        return self.batch * self.pages_per_row
+
+    @property
+    def pages(self) -> int:
+        return self.num_pages or self.wanted_pages
+
+    @property
+    def table_width(self) -> int:
+        """M: pages of the longest row that the cache can hold, not of the longest imaginable."""
+        return min(self.pages_per_row, self.pages)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Rows of the decode executables, ascending."""
+        return tuple(sorted({*self.decode_buckets, self.batch}))
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of the prefill executables, ascending."""
+        longest = min(self.prefill_chunk, self.max_model_len)
+        return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
+
+
+def larger_shares(utilization: float | None) -> tuple[float, ...]:
+    """The tenths of a device above a given share of it, up to 0.9, which leaves the driver some."""
+    if utilization is None:
+        return ()
+    return tuple(tenths / 10 for tenths in range(1, 10) if tenths / 10 > utilization)

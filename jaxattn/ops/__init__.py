@@ -1,0 +1,1 @@
+"""The public ops with their plain-JAX references, one per file."""

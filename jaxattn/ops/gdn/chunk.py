@@ -1,0 +1,141 @@
+"""Gated delta rule over whole sequences, in chunks; the XLA reference is in chunk_xla.py."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.checks import (
+    check_integer,
+    floats,
+    maybe_floats,
+    output_scale,
+)
+from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.slots import (
+    as_given,
+    as_offsets,
+)
+from jaxattn.kernels.gdn_prefill.launch import gdn_prefill_mosaic, refuse_prefill
+from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
+from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
+
+
+def chunk_gated_delta_rule(
+    q: Float[Array, "B T Hk Dk"],
+    k: Float[Array, "B T Hk Dk"],
+    v: Float[Array, "B T Hv Dv"],
+    g: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "n Hv Dv Dk"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Array, " n+1"] | None = None,
+    chunk_size: int = 64,
+    use_qk_l2norm: bool = False,
+    split_tokens: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
+    """Gated delta rule over whole sequences, in matmuls over chunks of tokens. Differentiable
+    in reverse mode.
+
+    Matmul operands have q's dtype; states, gates, their sums and the chunk's inverse are float32.
+
+    Args:
+        q, k, v: one dtype, float32, bfloat16 or float16.
+        g: log decay, <= 0, float32. Any strength: -1000 or -inf clears the state.
+        beta: writing strength after the sigmoid; float32 keeps its precision.
+        scale: factor on the output, a Python number, Dk**-0.5 if None.
+        initial_state: float32, value-first; zeros if None. n is B, or with cu_seqlens the number
+            of sequences.
+        output_final_state: also return the state after each sequence's last token.
+            `jaxattn.gdn.gated_delta_rule_prefill` takes states from a pool instead.
+        cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. A
+            zero-length sequence keeps its initial state bit for bit. Tokens past the last offset
+            are padding: they may hold NaN and their output is 0.
+        chunk_size: tokens a chunk, a power of two from 16 to 128.
+        use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        split_tokens: tokens, a multiple of chunk_size, that one block of the kernel takes of a long
+            sequence; the pieces are joined by their exact transitions. None chooses from T, n and
+            Hv alone. 0 never splits, and as with any fixed number a sequence's bits then do not
+            depend on what it is packed with. "xla" never splits.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
+            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
+
+    The gradient is the "xla" implementation's, whichever ran forward; a kernel for it may come
+    later. It recomputes the forward pass from the arguments and keeps one float32 state a chunk of
+    tokens, T / chunk_size x Dv x Dk a head, never one a token. What else it keeps grows as
+    T x (Dk + Dv + chunk_size) a head.
+
+    Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
+    float32's rounding where the kernel splits: rows of different lengths can be padded with it.
+
+    Returns:
+        `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
+
+    Raises:
+        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
+        ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
+        NotImplementedError: the named implementation refuses; the message says why.
+    """
+    op = "chunk_gated_delta_rule"
+    q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
+    initial_state = maybe_floats(op, "initial_state", initial_state)
+    ends = as_given(cu_seqlens)
+    check_sequence(op, q, k, v, g, beta, initial_state, ends)
+    cu_seqlens = as_offsets(ends)
+    check_chunks(op, chunk_size, split_tokens)
+    factor = output_scale(op, scale, k.shape[-1])
+
+    def reference(q, k, v, g, beta, initial_state, cu_seqlens):
+        arguments = (q, k, v, g, beta, factor, initial_state, cu_seqlens, use_qk_l2norm)
+        if k.shape[1] == 0:
+            return _recurrent(*arguments)
+        return gated_delta_rule_chunks(*arguments, chunk_size)[:2]
+
+    def mosaic(interpret: bool):
+        refuse_prefill(op, q, v, chunk_size, interpret=interpret)
+        known = None if isinstance(ends, jax.core.Tracer) else ends
+
+        def kernel(q, k, v, g, beta, initial_state, cu_seqlens):
+            return gdn_prefill_mosaic(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                scale=factor,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens if known is None else known,  # here a tracer
+                use_qk_l2norm=use_qk_l2norm,
+                segment=split_tokens,
+                interpret=interpret,
+            )
+
+        return run(with_gradient_of(reference, kernel))
+
+    def run(function):
+        with jax.named_scope(op):
+            o, final = function(q, k, v, g, beta, initial_state, cu_seqlens)
+        return o, final if output_final_state else None
+
+    return dispatch(
+        op,
+        implementation,
+        {
+            "mosaic_gpu": lambda: mosaic(False),
+            "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": lambda: run(reference),
+        },
+    )
+
+
+def check_chunks(op: str, chunk_size: int, split_tokens: int | None) -> None:
+    check_integer(op, "chunk_size", chunk_size)
+    if split_tokens is not None:
+        check_integer(op, "split_tokens", split_tokens)
+    if chunk_size not in (16, 32, 64, 128):
+        raise ValueError(f"{op}: chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
+    if split_tokens is not None and (split_tokens < 0 or split_tokens % chunk_size):
+        raise ValueError(
+            f"{op}: split_tokens must be None, 0 or a multiple of {chunk_size=}, got {split_tokens}"
+        )

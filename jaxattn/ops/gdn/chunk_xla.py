@@ -1,0 +1,294 @@
+"""The chunk form of the gated delta rule: matmuls over chunks of tokens, a scan over the chunks.
+
+With `G` the running sum of the log decay inside a chunk, `gamma = exp(G)`, `S` the state before the
+chunk, and rows i, j of a chunk:
+
+    A_ij  = beta_i (k_i . k_j) exp(G_i - G_j)   for i > j, else 0
+    X     = (I + A)^-1 diag(beta)
+    P_ij  = (q_i . k_j) exp(G_i - G_j)          for i >= j, else 0
+    U     = X (V - gamma * (K S^T))             what the chunk adds to the state
+    O     = scale * (gamma * (Q S^T) + P U)
+    S'    = exp(G_last) S + (exp(G_last - G) * U)^T K
+
+Only `K S^T`, `X (...)` and `(...)^T K` depend on the chunk before: they are the body of the scan,
+and the rest is batched over all chunks. Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), in
+the arrangement of FlashQLA: no product of X with the keys is formed.
+
+Arrays here are `[N, B, H, C, D]`: N chunks of C tokens, with the keys and queries repeated for the
+Hv value heads. A head axis split in two costs more in transposes than the repeats do.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.products import _matmul, matmul
+from jaxattn.core.slots import checkpoint_slots, state_write
+from jaxattn.core.varying import vary_alike
+
+# exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
+LOWEST_LOG_DECAY = -1e4
+
+# Chunks up to which the scan is unrolled, and iterations a loop step beyond. On an H200 the loop's
+# slices of stacked arrays are a quarter of a training step of 16 chunks, and of a prefill of 128.
+UNROLLED_CHUNKS = 16
+UNROLL = 4
+
+
+@jax.custom_vjp
+def unit_lower_inverse(a: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
+    """`(I + a)^-1` for strictly lower triangular `a` of a power-of-two size, in float32.
+
+    Rows of diagonal blocks of 8 are substituted forward, then inverses are merged pairwise:
+    `[[x, 0], [-y l x, y]]` inverts `[[x^-1, 0], [l, y^-1]]`. Unlike the product
+    `(I - a)(I + a^2)(I + a^4)...`, no power of `a` is formed: with equal keys those reach 1e18.
+    """
+    size = a.shape[-1]
+    block = min(size, 8)
+    diagonal = _blocks(a, block, range(0, size, block), 0)
+    eye = jnp.eye(block, dtype=a.dtype)
+    inverse = jnp.broadcast_to(eye, diagonal.shape)
+    for i in range(1, block):
+        row = eye[i] - jnp.sum(diagonal[..., i, :, None] * inverse, axis=-2)
+        inverse = lax.dynamic_update_slice_in_dim(inverse, row[..., None, :], i, axis=-2)
+    row, column = jnp.arange(2)[:, None, None, None], jnp.arange(2)[:, None]
+    while block < size:
+        below = _blocks(a, block, range(block, size, 2 * block), -block)
+        pairs = inverse.reshape(*a.shape[:-2], -1, 2, block, block)
+        x, y = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        corner = -_product(_product(y, below), x)
+        # [..., pair, 2, block, 2, block]; concatenation takes XLA's CPU compiler twice as long.
+        inverse = jnp.where(row > column, corner[..., None, :, None, :], 0)
+        inverse = jnp.where(row == column, pairs[..., None, :], inverse)
+        block *= 2
+        inverse = inverse.reshape(*a.shape[:-2], -1, block, block)
+    return inverse[..., 0, :, :]
+
+
+def _blocks(a: Array, size: int, rows: range, offset: int) -> Array:
+    """The square blocks of `a` that start at each row, and `offset` columns from the diagonal."""
+    parts = (a[..., i : i + size, i + offset : i + offset + size] for i in rows)
+    return jnp.stack(list(parts), axis=-3)
+
+
+def _product(a: Array, b: Array) -> Array:
+    return _matmul("...ij,...jk->...ik", a, b)
+
+
+def _inverse_forward(a: Array) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(a)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.tril(_product(_product(transposed, cotangent), transposed), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+class Packing(NamedTuple):
+    """How tokens of packed sequences map to chunks; a chunk belongs to one sequence."""
+
+    token: Int[Array, " N*C"]  # the token of each chunk row; past the end where there is none
+    row: Int[Array, " T"]  # the chunk row of each token; past the end for padding
+    sequence: Int[Array, " N"]
+    done: Int[Array, " N"]  # tokens of the sequence up to the chunk's end
+    first: Array  # [N] bool: the sequence starts here
+    last: Array  # [N] bool: the sequence ends here
+
+
+def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> Packing:
+    """Chunk table of static size: sum(ceil(len / C)) <= (T + n (C - 1)) / C."""
+    count = cu_seqlens.shape[0] - 1
+    chunks = (length + count * (chunk_size - 1)) // chunk_size
+    offsets = cu_seqlens.astype(jnp.int32)
+    starts, ends = offsets[:-1], offsets[1:]
+    chunk_ends = jnp.cumsum((ends - starts + chunk_size - 1) // chunk_size)
+    chunk_starts = chunk_ends - (ends - starts + chunk_size - 1) // chunk_size
+
+    chunk = jnp.arange(chunks, dtype=jnp.int32)
+    used = chunk < chunk_ends[-1]
+    sequence = jnp.searchsorted(chunk_ends, chunk, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(sequence, count - 1)
+    first = used & (chunk == chunk_starts[sequence])
+    last = used & (chunk == chunk_ends[sequence] - 1)
+    place = jnp.arange(chunk_size, dtype=jnp.int32)
+    before = (chunk - chunk_starts[sequence]) * chunk_size
+    done = jnp.minimum(before + chunk_size, (ends - starts)[sequence])
+    start = starts[sequence] + before
+    token = start[:, None] + place
+    valid = used[:, None] & (token < ends[sequence][:, None])
+    rows = chunks * chunk_size
+    # Distinct out-of-range indices: gathers fill, and their gradients may assume uniqueness.
+    nowhere = length + jnp.arange(rows, dtype=jnp.int32).reshape(chunks, chunk_size)
+    token = jnp.where(valid, token, nowhere).reshape(rows)
+
+    index = jnp.arange(length, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    owner = jnp.minimum(owner, count - 1)
+    row = chunk_starts[owner] * chunk_size + index - starts[owner]
+    row = jnp.where(index < ends[-1], row, rows + index)
+    return Packing(token, row, sequence, jnp.where(used, done, 0), first, last)
+
+
+class Checkpoints(NamedTuple):
+    """Slots of a pool that take the states after every `tokens` tokens of n sequences."""
+
+    pool: Float[Array, "*L Z Hv Dv Dk"]
+    layer: int | Array | None
+    slots: Int[Array, "n M"]  # -1 keeps nothing
+    tokens: int  # a multiple of the chunk
+
+
+def gated_delta_rule_chunks(
+    q: Float[Array, "B T Hk Dk"],
+    k: Float[Array, "B T Hk Dk"],
+    v: Float[Array, "B T Hv Dv"],
+    g: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"],
+    scale: float,
+    initial_state: Float[Array, "n Hv Dv Dk"] | None,
+    cu_seqlens: Int[Array, " n+1"] | None,
+    use_qk_l2norm: bool,
+    chunk_size: int,
+    checkpoints: Checkpoints | None = None,
+) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"], Array | None]:
+    """What `gdn.chunk_gated_delta_rule` runs on checked arguments, T >= 1.
+
+    Returns: the output, the final state, and the pool with the checkpoints, if there are any.
+    """
+    batch, length, key_heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[2:]
+    dtype = q.dtype
+    q, k, v, g, beta, initial_state = vary_alike(
+        (q, k, v, g, beta, initial_state), cu_seqlens, checkpoints
+    )
+    # A short sequence does not pay for a full chunk.
+    size = min(chunk_size, max(2, 1 << (length - 1).bit_length()))
+
+    packing = None if cu_seqlens is None else pack(cu_seqlens, length, size)
+    padded = -(-length // size) * size
+
+    def chunked(x: Array) -> Array:
+        """[B, T, H, ...] -> [N, B, C, H, ...]; tokens added are 0 and leave the state as it is."""
+        if packing is None:
+            x = jnp.pad(x, ((0, 0), (0, padded - length)) + ((0, 0),) * (x.ndim - 2))
+            return jnp.moveaxis(x.reshape(batch, padded // size, size, *x.shape[2:]), 1, 0)
+        x = x[0].at[packing.token].get(mode="fill", fill_value=0, unique_indices=True)
+        return x.reshape(-1, 1, size, *x.shape[1:])
+
+    with jax.named_scope("gather_chunks"):
+        q, k = chunked(q), chunked(k)
+        if use_qk_l2norm:
+            q, k = l2norm(q), l2norm(k)
+        q, k = (jnp.repeat(x, value_heads // key_heads, axis=3) for x in (q, k))
+        g = jnp.maximum(g.astype(jnp.float32), LOWEST_LOG_DECAY)
+        v_chunks, g, beta = chunked(v), chunked(g), chunked(beta.astype(jnp.float32))
+        q, k, v_chunks, g, beta = (jnp.moveaxis(x, 3, 2) for x in (q, k, v_chunks, g, beta))
+
+    with jax.named_scope("decay"):
+        lower = jnp.tril(jnp.ones((size, size), jnp.float32))
+        strictly_lower = jnp.tril(lower, -1)
+        # Sum of g over j < l <= i, term by term: a difference of running sums would lose a small
+        # decay that follows a large one. The mask comes before exp, or 0 * inf makes NaN.
+        between = _matmul("il,...lj->...ij", lower, g[..., :, None] * strictly_lower)
+        decay = jnp.exp(jnp.where(lower > 0, between, -jnp.inf))
+        from_start = jnp.exp(_matmul("il,...l->...i", lower, g))  # gamma
+        to_end = jnp.exp(_matmul("lj,...l->...j", strictly_lower, g))  # exp(G_last - G)
+
+    with jax.named_scope("invert"):
+        a = matmul("nbhid,nbhjd->nbhij", k, k, dtype) * decay * beta[..., :, None]
+        x = (unit_lower_inverse(jnp.tril(a, -1)) * beta[..., None, :]).astype(dtype)
+
+    def chunk_step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        q, k, v, x, from_start, to_end = chunk
+        gamma = from_start[..., None]
+        seen = matmul("bhcd,bhvd->bhcv", k, state, dtype)
+        u = matmul("bhij,bhjv->bhiv", x, v.astype(jnp.float32) - gamma * seen, dtype)
+        read = gamma * matmul("bhcd,bhvd->bhcv", q, state, dtype)
+        added = matmul("bhcv,bhcd->bhvd", u * to_end[..., None], k, dtype)
+        return gamma[..., -1:, :] * state + added, (u.astype(dtype), read)
+
+    if initial_state is not None:
+        start = initial_state
+    else:
+        start = vary_alike(jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32), q)
+
+    # A pool is carried through the scan, which stores to it in place: states of all chunks at once
+    # would be T / 64 x Dv x Dk a head.
+    pool = targets = None
+    if checkpoints is not None:
+        pool = vary_alike(checkpoints.pool, q)
+        if packing is None:
+            sequence = jnp.arange(batch, dtype=jnp.int32)
+            done = size * jnp.arange(1, len(q) + 1, dtype=jnp.int32)[:, None]
+            sequence, done = jnp.broadcast_arrays(sequence, jnp.minimum(done, length))
+        else:
+            sequence, done = packing.sequence[:, None], packing.done[:, None]
+        targets = checkpoint_slots(checkpoints.slots, checkpoints.tokens, sequence, done)
+
+    def step(carry, xs):
+        (state, pool), (chunk, slots) = carry, xs
+        state, out = chunk_step(state, chunk)
+        if checkpoints is not None:
+            pool = state_write(pool, state, slots, layer=checkpoints.layer)
+        return (state, pool), out
+
+    chunks = ((q, k, v_chunks, x, from_start, to_end), targets)
+    with jax.named_scope("scan_chunks"):
+        if packing is None or cu_seqlens is None:
+            unroll = len(q) if len(q) <= UNROLLED_CHUNKS else UNROLL
+            (final, pool), (u, read) = lax.scan(step, (start, pool), chunks, unroll=unroll)
+        else:
+            count = cu_seqlens.shape[0] - 1
+            # A zero-length sequence has no chunk: its final state is the one it started with.
+            start = jnp.broadcast_to(start, (count, *start.shape[1:]))
+            (final, pool), (u, read) = _scan_packed(step, start, pool, chunks, packing)
+
+    with jax.named_scope("output"):
+        p = matmul("nbhid,nbhjd->nbhij", q, k, dtype) * decay
+        out = scale * (read + matmul("nbhij,nbhjv->nbhiv", p, u, dtype))
+        out = jnp.moveaxis(out.astype(v.dtype), 3, 2)  # [N, B, C, Hv, Dv]
+        if packing is None:
+            out = jnp.moveaxis(out, 0, 1).reshape(batch, padded, value_heads, value_dim)
+            return out[:, :length], final, pool
+        out = out.reshape(-1, value_heads, value_dim)
+        out = out.at[packing.row].get(mode="fill", fill_value=0, unique_indices=True)
+        return out[None], final, pool
+
+
+def _scan_packed(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    start: Array,
+    pool: Array | None,
+    chunks: Any,
+    packing: Packing,
+) -> tuple[tuple[Array, Array | None], Any]:
+    """The scan over chunks of packed sequences: the state restarts where a sequence does."""
+
+    def body(carry: tuple[Array, Array | None, Array], xs: Any) -> tuple[Any, Any]:
+        state, pool, final = carry
+        sequence, first, last, chunk = xs
+        state = jnp.where(first, start[sequence][None], state)
+        (state, pool), out = step((state, pool), chunk)
+        target = jnp.where(last, sequence, start.shape[0])
+        return (state, pool, final.at[target].set(state[0], mode="drop")), out
+
+    xs = (packing.sequence, packing.first, packing.last, chunks)
+    unroll = UNROLL if len(packing.sequence) > UNROLLED_CHUNKS else 1
+    begin = (jnp.zeros_like(start[:1]), pool, start)
+    (_, pool, final), out = lax.scan(body, begin, xs, unroll=unroll)
+    return (final, pool), out
+
+
+def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """`x * rsqrt(sum(x^2) + 1e-6)` in float32, in x's dtype: FLA's and transformers' epsilon."""
+    wide = x.astype(jnp.float32)
+    norm = lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * norm).astype(x.dtype)

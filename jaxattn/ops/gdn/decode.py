@@ -1,0 +1,158 @@
+"""Gated delta rule of a few new tokens per row, on a state pool."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena
+from jaxattn.core.checks import (
+    check_arena,
+    check_dtype,
+    floats,
+    output_scale,
+)
+from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.slots import (
+    as_given,
+    check_pool,
+    each_write,
+    rows_in_use,
+    state_read,
+    state_write,
+    write_slots,
+)
+from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
+from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
+
+
+def gated_delta_rule_decode(
+    q: Float[Array, "B S Hk Dk"],
+    k: Float[Array, "B S Hk Dk"],
+    v: Float[Array, "B S Hv Dv"],
+    a: Float[Array, "B S Hv"],
+    b: Float[Array, "B S Hv"],
+    state: Float[Array, "*L Z Hv Dv Dk"],
+    state_indices: Int[Array, " B"],
+    *,
+    A_log: Float[Array, " Hv"],
+    dt_bias: Float[Array, " Hv"],
+    write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    arena: Arena | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, ...]:
+    """S more tokens of each row, with the state read from and written to a pool.
+
+    `jaxattn.gdn.gated_delta_net_decode` is the same with a layer's convolution, gates and
+    gated norm in one kernel; this is for models that have other ones.
+
+    Args:
+        q, k, v: one dtype. The recurrence itself is float32.
+        a, b: inputs of `gdn_gates`, any float dtype.
+        state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
+            it to update it in place. It is rounded when it is stored, not between the S tokens.
+        state_indices: each row's slot; -1 is a padding row, whose o is exactly 0 and for which
+            nothing is read or written. Slots in use must differ.
+        A_log, dt_bias: per value head; kept in float32.
+        write_indices: the slots that are written, if not those that were read. `[B]` takes the
+            state after the row's last token, `[B, S]` the state after each token; -1 keeps nothing.
+            A speculative decoder that accepts n of S tokens goes on from
+            `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
+            it writes.
+        layer: index into the stack, a Python int or traced.
+        scale: factor on the output, Dk**-0.5 if None.
+        use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the
+            next op that uses the arena.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
+
+    Returns:
+        `(o, state)`, or with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
+
+    Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
+        NotImplementedError: the named implementation refuses; the message says why.
+    """
+    op = "gated_delta_rule_decode"
+    q, k, v, a, b, state = floats(op, q=q, k=k, v=v, a=a, b=b, state=state)
+    A_log, dt_bias = floats(op, A_log=A_log, dt_bias=dt_bias)
+    check_arena(op, arena)
+    reads, writes = as_given(state_indices), as_given(write_indices)
+    _check_heads(op, q, k, v, "S")
+    batch, tokens, value_heads, value_dim = v.shape
+    for name, array, shape in (
+        ("a", a, (batch, tokens, value_heads)),
+        ("b", b, (batch, tokens, value_heads)),
+        ("A_log", A_log, (value_heads,)),
+        ("dt_bias", dt_bias, (value_heads,)),
+    ):
+        if array.shape != shape:
+            raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(array.shape)}")
+    slot_shape = (value_heads, value_dim, k.shape[-1])
+    check_pool(op, "state", state, reads, layer, slot_shape, batch)
+    check_dtype(op, "state", state, "float32", "bfloat16")
+    writes = write_slots(op, state, reads, writes, layer, tokens)
+    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    factor = output_scale(op, scale, k.shape[-1])
+
+    def mosaic(interpret: bool):
+        # One array each, as a layer's projections would write them.
+        qkv = jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1)
+        out, _, *rest = gdn_decode_mosaic(
+            op,
+            qkv,
+            jnp.concatenate([b.astype(jnp.float32), a.astype(jnp.float32)], axis=-1),
+            jnp.concatenate([A_log.astype(jnp.float32), dt_bias.astype(jnp.float32)]),
+            None,
+            state,
+            state_indices,
+            writes,
+            num_key_heads=k.shape[2],
+            layer=layer,
+            scale=factor,
+            l2norm=use_qk_l2norm,
+            arena=arena,
+            interpret=interpret,
+        )
+        return out, *rest
+
+    def xla():
+        with jax.named_scope(op):
+            g, beta = gdn_gates(a, b, A_log, dt_bias)
+            now = state_read(state, state_indices, layer=layer).astype(jnp.float32)
+            used = rows_in_use(state, state_indices, layer=layer)
+            new_state, begin, outs = state, 0, []
+            for done, slots in each_write(writes, used, tokens):
+                qs, ks, vs, gs, betas = (x[:, begin:done] for x in (q, k, v, g, beta))
+                o, now = _recurrent(qs, ks, vs, gs, betas, factor, now, None, use_qk_l2norm)
+                new_state = state_write(new_state, now, slots, layer=layer)
+                outs.append(o)
+                begin = done
+            o = jnp.where(used[:, None, None, None], jnp.concatenate(outs, axis=1), 0)
+        if arena is None:
+            return o, new_state
+        spec = scratch(
+            batch=batch,
+            q_len=tokens,
+            num_v_heads=value_heads,
+            head_v_dim=value_dim,
+            dtype=v.dtype,
+        )
+        held = arena.write(spec, "out", o)
+        return held.read(spec, "out"), new_state, held
+
+    return dispatch(
+        op,
+        implementation,
+        {
+            "mosaic_gpu": lambda: mosaic(False),
+            "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": xla,
+        },
+    )

@@ -1,0 +1,265 @@
+"""One decode step of a gated delta net layer, from its input projections to its output projection.
+
+The layer (Qwen3-Next, Qwen3.5) projects its input to `q | k | v | z` and `b | a`; q, k and v go
+through a causal convolution and SiLU, q and k are l2-normalised, the delta rule gives an output per
+value head, and a RMS norm gated by SiLU(z) ends it. Between the projections everything depends on
+one row's token and states, so that one kernel can do it in one pass over the states.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena
+from jaxattn.core.checks import check_arena, check_dtype, finite, floats, output_scale
+from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.slots import as_given, check_pool, rows_in_use, write_slots
+from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
+from jaxattn.ops.gdn.conv import causal_conv1d_update
+from jaxattn.ops.gdn.decode import gated_delta_rule_decode
+
+
+def pack_gdn_weights(
+    A_log: Float[Array, "*L Hv"],
+    dt_bias: Float[Array, "*L Hv"],
+    norm: Float[Array, "*L Dv"],
+    conv: Float[Array, "*L Dc W"],
+) -> Float[Array, "*L P"]:
+    """A layer's small weights as `gated_delta_net_decode` reads them, float32.
+
+    P is `2 Hv + Dv + W Dc`: A_log, dt_bias, the norm's weight, and the convolution's taps with the
+    oldest first. Pack a stack of layers once, on loading: the op indexes it, and nothing is copied
+    out of it in a loop over layers.
+
+    Raises:
+        TypeError, ValueError: one is no array, or does not fit the others; it is named.
+    """
+    op = "pack_gdn_weights"
+    A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
+    if A_log.ndim < 1 or dt_bias.shape != A_log.shape:
+        raise ValueError(
+            f"{op}: A_log and dt_bias must have one shape, [Hv] or [L, Hv], got "
+            f"{A_log.shape} and {dt_bias.shape}"
+        )
+    layers = A_log.shape[:-1]
+    if norm.shape[:-1] != layers or norm.ndim < 1:
+        raise ValueError(f"{op}: norm must be {[*layers, 'Dv']}, got {norm.shape}")
+    values = A_log.shape[-1] * norm.shape[-1]
+    keys = conv.shape[-2] - values if conv.ndim == len(layers) + 2 else 0
+    if conv.shape[:-2] != layers or keys <= 0 or keys % 2:
+        raise ValueError(
+            f"{op}: conv must be {[*layers, 'Dc', 'W']} with Dc = 2 Hk Dk + Hv Dv, where A_log and "
+            f"norm say Hv Dv={values}, got {conv.shape}"
+        )
+    taps = jnp.swapaxes(conv, -1, -2).reshape(*conv.shape[:-2], -1)
+    pieces = (A_log, dt_bias, norm, taps)
+    return jnp.concatenate([x.astype(jnp.float32) for x in pieces], axis=-1)
+
+
+def gated_delta_net_decode(
+    qkvz: Float[Array, "B S C"],
+    ba: Float[Array, "B S 2*Hv"],
+    weights: Float[Array, "*L P"],
+    conv_state: Float[Array, "*L Z W-1 Dc"],
+    state: Float[Array, "*L Z Hv Dv Dk"],
+    state_indices: Int[Array, " B"],
+    *,
+    write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
+    layer: int | Int[Array, ""] | LayerOf | None = None,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    arena: Arena | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, ...]:
+    """S more tokens of each row through convolution, gates, delta rule and gated norm.
+
+    Args:
+        qkvz: the projection's columns `q | k | v | z`, head after head, C = Dc + Hv Dv with
+            Dc = 2 Hk Dk + Hv Dv; float32, bfloat16 or float16.
+        ba: the columns `b | a`, any float dtype. The gates are float32:
+            `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`.
+        weights: `pack_gdn_weights(...)` of this layer, or of a stack of layers, which `layer`
+            indexes as well.
+        conv_state: the last W - 1 inputs of the convolution, oldest first, `[Z, W - 1, Dc]` or a
+            stack `[L, ...]` with `layer`; any float dtype.
+        state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
+            both pools to update them in place. A state is rounded when it is stored, not between
+            the S tokens.
+        state_indices: each row's slot in both pools; -1 is a padding row, whose y is exactly 0 and
+            for which nothing is read or written. Slots in use must differ.
+        write_indices: the slots of both pools that are written, if not those that were read. `[B]`
+            takes the states after the row's last token, `[B, S]` those after each token; -1 keeps
+            nothing. A speculative decoder that accepts n of S tokens goes on from
+            `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
+            it writes.
+        layer: index into the stacks, a Python int or traced, or where it is in a repeated pattern.
+            A traced one outside of them changes no pool, and y says nothing.
+        scale: factor on the delta rule's output, Dk**-0.5 if None.
+        eps: of the norm over Dv.
+        arena: scratch that holds at least `scratch(...)`; y is then a view of it, valid until the
+            next op that uses the arena.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
+
+    Returns:
+        `(y, conv_state, state)`, and the arena if one was given; y is `[B, S, Hv Dv]` in qkvz's
+        dtype.
+
+    Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
+        NotImplementedError: the named implementation refuses; the message says why. The kernel has
+            Dk = Dv = 128, W = 4, up to 8 tokens a row and 65,535 rows; "xla" has no such limits.
+
+    Source: Qwen3-Next's layer; the slots per token are vLLM's for speculative decoding.
+    """
+    op = "gated_delta_net_decode"
+    qkvz, ba, weights, conv_state, state = floats(
+        op, qkvz=qkvz, ba=ba, weights=weights, conv_state=conv_state, state=state
+    )
+    check_arena(op, arena)
+    reads, writes = as_given(state_indices), as_given(write_indices)
+    key_heads = _check(op, qkvz, ba, weights, conv_state, state)
+    batch, tokens, _ = qkvz.shape
+    value_heads, value_dim, key_dim = state.shape[-3:]
+    first, affine, number = taken_apart(layer)
+    check_pool(op, "state", state, reads, number, state.shape[-3:], batch)
+    check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
+    writes = write_slots(op, state, reads, writes, number, tokens)
+    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    factor, eps = output_scale(op, scale, key_dim), finite(op, "eps", eps)
+
+    def mosaic(interpret: bool):
+        out, *rest = gdn_decode_mosaic(
+            op,
+            qkvz,
+            ba,
+            weights,
+            conv_state,
+            state,
+            state_indices,
+            writes,
+            num_key_heads=key_heads,
+            layer=first,
+            affine=affine,
+            scale=factor,
+            eps=eps,
+            arena=arena,
+            interpret=interpret,
+        )
+        return lax.collapse(out, 2), *rest
+
+    def xla():
+        own = weights if weights.ndim == 1 else weights[number]
+        channels = conv_state.shape[-1]
+        A_log, dt_bias, norm, taps = jnp.split(
+            own, [value_heads, 2 * value_heads, 2 * value_heads + value_dim]
+        )
+        qkv, new_conv = causal_conv1d_update(
+            qkvz[..., :channels],
+            taps.reshape(-1, channels).T,
+            conv_state,
+            state_indices,
+            write_indices=writes,
+            layer=number,
+        )
+        keys = key_heads * key_dim
+        q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
+        b, a = jnp.split(ba, 2, axis=-1)
+        o, new_state = gated_delta_rule_decode(
+            q.reshape(batch, tokens, key_heads, key_dim),
+            k.reshape(batch, tokens, key_heads, key_dim),
+            v.reshape(batch, tokens, value_heads, value_dim),
+            a,
+            b,
+            state,
+            state_indices,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            write_indices=writes,
+            layer=number,
+            scale=factor,
+            implementation="xla",
+        )
+        with jax.named_scope("gated_rms_norm"):
+            o = o.astype(jnp.float32)
+            o *= lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps) * norm
+            z = qkvz[..., channels:].reshape(o.shape).astype(jnp.float32)
+            used = rows_in_use(state, state_indices, layer=number)
+            # A select: whatever a padding row's gate holds, its output is 0.
+            y = jnp.where(used[:, None, None, None], o * jax.nn.silu(z), 0).astype(qkvz.dtype)
+        if arena is None:
+            return lax.collapse(y, 2), new_conv, new_state
+        spec = scratch(
+            batch=batch,
+            q_len=tokens,
+            num_v_heads=value_heads,
+            head_v_dim=value_dim,
+            dtype=y.dtype,
+        )
+        held = arena.write(spec, "out", y)
+        return lax.collapse(held.read(spec, "out"), 2), new_conv, new_state, held
+
+    return dispatch(
+        op,
+        implementation,
+        {
+            "mosaic_gpu": lambda: mosaic(False),
+            "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": xla,
+        },
+    )
+
+
+def _check(
+    op: str,
+    qkvz: Array,
+    ba: Array,
+    weights: Array,
+    conv_state: Array,
+    state: Array,
+) -> int:
+    """The number of key heads; raises unless the shapes and dtypes fit each other."""
+    check_dtype(op, "state", state, "float32", "bfloat16")
+    check_dtype(op, "qkvz", qkvz, "float32", "bfloat16", "float16")
+    check_dtype(op, "weights", weights, "float32")
+    if state.ndim not in (4, 5):
+        raise ValueError(
+            f"{op}: state must be [Z, Hv, Dv, Dk] or [L, Z, Hv, Dv, Dk], got {list(state.shape)}"
+        )
+    value_heads, value_dim, key_dim = state.shape[-3:]
+    values = value_heads * value_dim
+    if conv_state.ndim != state.ndim - 1 or conv_state.shape[:-2] != state.shape[:-3]:
+        raise ValueError(
+            f"{op}: conv_state must be [Z, W - 1, Dc] or [L, Z, W - 1, Dc] with the L and Z of "
+            f"state {list(state.shape)}, got {list(conv_state.shape)}"
+        )
+    taps, channels = conv_state.shape[-2:]
+    keys = channels - values
+    key_heads = keys // (2 * key_dim)
+    if keys <= 0 or keys % (2 * key_dim) or value_heads % key_heads:
+        raise ValueError(
+            f"{op}: conv_state's Dc={channels} must be 2 Hk Dk + Hv Dv with a number of key heads "
+            f"Hk that divides Hv={value_heads}; state says Hv Dv={values} and Dk={key_dim}"
+        )
+    if qkvz.ndim != 3 or qkvz.shape[2] != channels + values or qkvz.shape[1] < 1:
+        raise ValueError(
+            f"{op}: qkvz must be [B, S, Dc + Hv Dv = {channels + values}] with S >= 1, "
+            f"got {list(qkvz.shape)}"
+        )
+    if ba.shape != (*qkvz.shape[:2], 2 * value_heads):
+        raise ValueError(
+            f"{op}: ba must be [B, S, 2 Hv] = {[*qkvz.shape[:2], 2 * value_heads]}, "
+            f"got {list(ba.shape)}"
+        )
+    length = 2 * value_heads + value_dim + (taps + 1) * channels
+    one, stack = [length], [*state.shape[: state.ndim - 4], length]
+    if list(weights.shape) not in (one, stack):
+        raise ValueError(
+            f"{op}: weights must be {one}, or with a stack of states {stack}, as "
+            f"pack_gdn_weights returns them; got {list(weights.shape)}"
+        )
+    return key_heads

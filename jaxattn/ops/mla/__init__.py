@@ -1,0 +1,1 @@
+"""Multi-head latent attention: `jaxattn.mla` is the public face."""

@@ -1,0 +1,204 @@
+"""The latent cache of MLA: how a token's R + P numbers are stored, and how they are written.
+
+The cache's dtype says which of three formats it has (R kv_lora_rank, P qk_rope_head_dim):
+
+    bfloat16, float16,   R + P numbers as they are
+    float32, float64
+    float8_e4m3fn        R + P e4m3 numbers; each times one `kv_scale` for the whole cache is the
+                         value
+    uint8                FlashMLA's block-scaled bytes, 656 for 512 + 64: R e4m3 numbers, R / 128
+                         float32 scales (a power of two for each 128 dims), P bfloat16 numbers
+
+`LatentFormat` gives the shape and the bytes of each, packs latents and unpacks what is stored.
+Finite numbers beyond 448 times their scale are stored as that. NaN stays NaN, and Inf, which e4m3
+does not have, becomes NaN: neither has a part in the scale of the numbers beside it. (The bfloat16
+numbers of a uint8 cache keep Inf.)
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
+
+from jaxattn.core.checks import Arguments
+from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
+from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+
+
+def check_format(
+    arguments: Arguments,
+    kv_cache: jax.Array,
+    kv_scale: Any,
+    *,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+) -> tuple[LatentFormat, jax.Array | None]:
+    """The cache's format and its scale as an array, if the two and the latents' dims fit."""
+    op, shape, dtype = arguments.op, tuple(kv_cache.shape), kv_cache.dtype.name
+    try:
+        format = LatentFormat(kv_cache.dtype, kv_lora_rank, qk_rope_head_dim)
+    except ValueError as error:
+        raise ValueError(f"{op}: kv_cache {shape} {dtype}: {error}") from None
+    if shape[-1] != format.width:
+        raise ValueError(
+            f"{op}: kv_cache {shape} {dtype} has {shape[-1]} as its last axis, but a token of "
+            f"{kv_lora_rank=} and {qk_rope_head_dim=} takes {format.width}"
+        )
+    return format, _check_kv_scale(op, kv_cache, format, kv_scale)
+
+
+def _check_kv_scale(
+    op: str, kv_cache: jax.Array, format: LatentFormat, kv_scale: Any
+) -> jax.Array | None:
+    described = f"kv_cache {tuple(kv_cache.shape)} {format.dtype.name}"
+    if not format.per_tensor:
+        if kv_scale is not None:
+            raise ValueError(
+                f"{op}: kv_scale is the scale of a {FP8.name} cache, and {described} has none; "
+                "drop kv_scale"
+            )
+        return None
+    if kv_scale is None:
+        raise ValueError(f"{op}: {described} needs kv_scale=, by which its numbers are multiplied")
+    if isinstance(kv_scale, int | float | np.floating) and not isinstance(kv_scale, bool):
+        if not (math.isfinite(kv_scale) and kv_scale > 0):
+            raise ValueError(f"{op}: kv_scale must be positive and finite, got {kv_scale}")
+        return jnp.float32(kv_scale)
+    found = str(getattr(kv_scale, "dtype", type(kv_scale).__name__))
+    if found != "float32" or kv_scale.shape != ():
+        raise TypeError(
+            f"{op}: kv_scale must be a Python number or a float32 scalar, got {found} "
+            f"{getattr(kv_scale, 'shape', '')}".rstrip()
+        )
+    return jnp.asarray(kv_scale)
+
+
+def _written_format(
+    arguments: Arguments, kv_cache: jax.Array, latent: jax.Array, kv_scale: Any
+) -> tuple[LatentFormat, jax.Array | None]:
+    """The format of what is written: the two widths alone say a block-scaled cache's R."""
+    dim, shape = latent.shape[-1], tuple(kv_cache.shape)
+    if kv_cache.dtype != BYTES:
+        return check_format(arguments, kv_cache, kv_scale, kv_lora_rank=dim, qk_rope_head_dim=0)
+    for rank in range(BLOCK, dim + 1, BLOCK):
+        format = LatentFormat(BYTES, rank, dim - rank)
+        if format.width == shape[-1]:
+            return format, _check_kv_scale(arguments.op, kv_cache, format, kv_scale)
+    raise ValueError(
+        f"{arguments.op}: kv_cache {shape} uint8 has {shape[-1]} bytes as its last axis, which no "
+        f"latent of D = {dim} takes (latent {tuple(latent.shape)}): R e4m3 numbers, R / {BLOCK} "
+        f"float32 scales and D - R bfloat16 numbers, R a multiple of {BLOCK}; 656 for 512 + 64"
+    )
+
+
+@jax.named_scope("mla_cache_write")
+def mla_cache_write(
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
+    latent: Float[Array, "B S D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | None = None,
+    kv_scale: Array | float | None = None,
+    rotation: Rotation | None = None,
+    config: RopeConfig | None = None,
+) -> Array:
+    """The cache with the new tokens' latents written; in place, where the cache is donated.
+
+    (Not a float8_e4m3fn cache on a CPU: jax 0.11.2 widens all of it there around the write.)
+
+    Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
+    with seq_lens 0, for t >= query_lens[b], for a negative position, or where the table does
+    not name a page from 0 to N - 1. No two rows may share a page that is written.
+
+    On a GPU, rotation, quantization and write are one kernel; a block-scaled cache has one before
+    it, which finds the scales.
+
+    Args:
+        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
+            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). FP8 numbers saturate, and
+            Inf is NaN among them.
+        latent: of the new tokens, R dims and P rotated ones, or P to be rotated.
+        block_tables: int32 page ids.
+        seq_lens: int32 tokens of each row, the new ones included.
+        query_lens: int32 new tokens of each row, at most S; S, if None.
+        layer: index into the stack, a Python int or a traced scalar.
+        kv_scale: for a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
+            latent / kv_scale is stored.
+        rotation: `jaxattn.rotation` of the tokens' positions [B, S], by which the last P dims
+            are rotated on the way; None: they are already.
+        config: of that rotation; P is `config.dim`.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+    """
+    arguments = Arguments("mla_cache_write")
+    latent = arguments.check("latent", latent, "B S D")
+    kv_cache, block_tables, seq_lens = arguments.check_paged(
+        kv_cache, block_tables, seq_lens, layer
+    )
+    format, kv_scale = _written_format(arguments, kv_cache, latent, kv_scale)
+    if rotation is not None or config is not None:
+        latent = _rotated(arguments.op, latent, rotation, config, format)
+    if query_lens is None:
+        query_lens = jnp.full_like(seq_lens, latent.shape[1])
+    else:
+        query_lens = arguments.check_query_lens(query_lens, "latent", latent)
+    return _write(
+        kv_cache, latent, block_tables, seq_lens, query_lens, layer, kv_scale, format=format
+    )
+
+
+def _rotated(
+    op: str,
+    latent: jax.Array,
+    rotation: Rotation | None,
+    config: RopeConfig | None,
+    format: LatentFormat,
+) -> jax.Array:
+    """`latent` with its last dims rotated, if all that is given fits."""
+    if rotation is None or config is None:
+        given, missing = ("rotation=", "config=") if config is None else ("config=", "rotation=")
+        raise ValueError(f"{op}: rotation= and config= go together, got {given} without {missing}")
+    check_config(op, config)
+    batch, tokens, dim = latent.shape
+    if config.dim > dim or format.block_scaled and config.dim != format.qk_rope_head_dim:
+        raise ValueError(
+            f"{op}: {config.dim=} dims are to be rotated, but latent {latent.shape} has "
+            f"{format.qk_rope_head_dim if format.block_scaled else dim} that can be"
+        )
+    check_rotation(op, rotation, config, (batch, tokens))
+    compressed, rotated = jnp.split(latent, [dim - config.dim], axis=-1)
+    return jnp.concatenate([compressed, rope(rotated, rotation, config)], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _write(
+    kv_cache: jax.Array,
+    latent: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    *,
+    format: LatentFormat,
+) -> jax.Array:
+    num_pages, page = kv_cache.shape[-3:-1]
+    tokens = jnp.arange(latent.shape[1])
+    position = (seq_lens - query_lens)[:, None] + tokens
+    column = position // page
+    written = (seq_lens > 0)[:, None] & (tokens < query_lens[:, None]) & (position >= 0)
+    written &= column < block_tables.shape[1]
+    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
+    # An index past the end is dropped; a negative one would count from the end.
+    pages = jnp.where(written & (pages >= 0), pages, num_pages)
+    layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
+    return kv_cache.at[(*layers, pages, position % page)].set(
+        format.pack(latent, kv_scale), mode="drop", wrap_negative_indices=False
+    )

@@ -1,0 +1,289 @@
+"""MLA decode over a paged cache of latents; layouts and the ops around it: `jaxattn.mla`."""
+
+import functools
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from jaxattn.arena import Arena
+from jaxattn.core.checks import Arguments, check_arena
+from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.formats import LatentFormat
+from jaxattn.core.pages import attend_pages
+from jaxattn.core.products import dot
+from jaxattn.core.softmax import Softmax
+from jaxattn.core.varying import vary_alike
+from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
+from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
+from jaxattn.kernels.mla_decode.scratch import scratch
+from jaxattn.ops.mla.cache import check_format
+
+# Cached tokens that the plain-JAX decode holds at a time, of every row.
+DECODE_BLOCK = 512
+
+
+@overload
+def mla_decode(
+    q: Array | tuple[Array, Array],
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None = ...,
+    layer: Array | int | None = ...,
+    kv_lora_rank: int = ...,
+    kv_scale: Array | float | None = ...,
+    schedule: Schedule | None = ...,
+    arena: None = None,
+    implementation: Implementation | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def mla_decode(
+    q: Array | tuple[Array, Array],
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None = ...,
+    layer: Array | int | None = ...,
+    kv_lora_rank: int = ...,
+    kv_scale: Array | float | None = ...,
+    schedule: Schedule | None = ...,
+    arena: Arena,
+    implementation: Implementation | None = ...,
+) -> tuple[Array, Array, Arena]: ...
+
+
+@overload
+def mla_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None = ...,
+    layer: Array | int | None = ...,
+    kv_lora_rank: int = ...,
+    kv_scale: Array | float | None = ...,
+    schedule: Schedule | None = ...,
+    arena: Arena | None,
+    implementation: Implementation | None = ...,
+) -> tuple[Any, ...]: ...
+
+
+def mla_decode(
+    q: Float[Array, "B S H D"] | tuple[Float[Array, "B S H R"], Float[Array, "B S H P"]],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    scale: float,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | None = None,
+    kv_lora_rank: int = 512,
+    kv_scale: Array | float | None = None,
+    schedule: Schedule | None = None,
+    arena: Arena | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, ...]:
+    """Attention of each row's last S tokens to its cached latents, in the latent's R dims.
+
+    The S tokens are in the cache already (`mla_cache_write`). Token s sees the positions up to
+    its own, seq_lens - S + s: causal from the bottom right. Rows with fewer new tokens give them
+    first and say how many in `query_lens`, which then stands for S. S tokens that all see the whole
+    row are S * H heads of one: give q.reshape(B, 1, S * H, D), with its scratch and schedule, and
+    reshape `out` and `lse` back.
+
+    Padding and uninitialised memory: a row with seq_lens 0, a token s >= query_lens, and one whose
+    position would be negative, give exactly 0 and lse -inf. Entries of `block_tables` past a row's
+    length may hold anything and so may the cache outside of the tokens that a row owns, NaN
+    included. A NaN that a row does own stays in that row (in any of its S tokens) and is not
+    hidden. Of a row whose every score is -inf the kernels give 0 as well, XLA gives NaN.
+
+    Args:
+        q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P). Or the
+            two as a pair, which need not be joined first where H is a multiple of 64.
+        kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's. Its
+            dtype is its format (`LatentFormat`): bfloat16, float16, float32 or float64;
+            float8_e4m3fn with `kv_scale`; uint8, block-scaled.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
+        scale: factor of the scores, of the unabsorbed dims: DeepSeek-V3's is
+            192**-0.5 * mscale**2 (`jaxattn.core.rope.softmax_scale`), never D**-0.5.
+        query_lens: int32 new tokens of each row, at most S; S, if None.
+        layer: index into the stack, a Python int or a traced scalar.
+        kv_lora_rank: R; the latent's first R dims are the values.
+        kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar,
+            by which the stored numbers are multiplied.
+        schedule: `decode_schedule` of these `seq_lens` and shapes (of other lengths it gives wrong
+            numbers). The layers of a step share it; without it each call works it out, in one or
+            two dozen small kernels.
+        arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
+            it, good until the arena is written again.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
+            the reference: any shape, float32 throughout (float64 for float64), differentiable.
+
+    Returns:
+        (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm), and the
+        arena if one was given.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("mla_decode")
+    parts = q if isinstance(q, tuple) else None
+    q = _check_queries(arguments, q)
+    kv_cache, block_tables, seq_lens = arguments.check_paged(
+        kv_cache, block_tables, seq_lens, layer
+    )
+    scale = arguments.check_scale(scale)
+    integer = isinstance(kv_lora_rank, int) and not isinstance(kv_lora_rank, bool)
+    if not integer or not 1 <= kv_lora_rank <= q.shape[-1]:
+        raise ValueError(
+            f"mla_decode: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
+            f"{q.shape}), got {kv_lora_rank}"
+        )
+    format, kv_scale = check_format(
+        arguments,
+        kv_cache,
+        kv_scale,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=q.shape[-1] - kv_lora_rank,
+    )
+    if query_lens is not None:
+        query_lens = arguments.check_query_lens(query_lens, "q", q)
+    if schedule is not None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                "mla_decode: schedule must be what decode_schedule returns, got "
+                f"{type(schedule).__name__}"
+            )
+        max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
+        schedule.check("mla_decode", q.shape, max_pages)
+    check_arena("mla_decode", arena)
+
+    def mosaic(interpret: bool) -> tuple[Any, ...]:
+        apart = reads_apart(q.shape[2]) and not format.quantized
+        return mla_decode_mosaic(
+            parts if parts is not None and apart else q,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            layer=layer,
+            scale=scale,
+            kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
+            query_lens=query_lens,
+            schedule=schedule,
+            arena=arena,
+            interpret=interpret,
+        )
+
+    def xla() -> tuple[Any, ...]:
+        args = (q, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+        out, lse = _decode_xla(*args, scale=scale, format=format)
+        return (out, lse) if arena is None else _into_arena(out, lse, arena)
+
+    with jax.named_scope("mla_decode"):
+        return dispatch(
+            "mla_decode",
+            implementation,
+            {
+                "mosaic_gpu": lambda: mosaic(interpret=False),
+                "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+                "xla": xla,
+            },
+        )
+
+
+def _check_queries(arguments: Arguments, q: Any) -> jax.Array:
+    """The queries in one array [B, S, H, D]; what nobody reads is never computed."""
+    if not isinstance(q, tuple):
+        return arguments.check("q", q, "B S H D")
+    if len(q) != 2:
+        shapes = [tuple(getattr(x, "shape", ())) for x in q]
+        raise ValueError(
+            f"{arguments.op}: q must be an array or a pair, got {len(q)} arrays, {shapes}"
+        )
+    latent = arguments.check("q[0]", q[0], "B S H R")
+    rotated = arguments.check("q[1]", q[1], "B S H P", (str(latent.dtype),))
+    return arguments.check("q", jnp.concatenate([latent, rotated], axis=-1), "B S H D")
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "format"))
+def _decode_xla(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array | None,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    *,
+    scale: float,
+    format: LatentFormat,
+) -> tuple[jax.Array, jax.Array]:
+    q, kv_cache, kv_scale = vary_alike(
+        (q, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
+    )
+    (batch, q_len, heads, dim), rank = q.shape, format.kv_lora_rank
+    kv_dtype = jnp.float32 if format.quantized else kv_cache.dtype
+    wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
+    # Rows s * H + h. Keys that a token sees, its own included; 0 or fewer for a token without any.
+    token = jnp.arange(q_len)
+    new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
+    limit = (seq_lens - new)[:, None] + 1 + token
+    limit = jnp.minimum(limit, block_tables.shape[1] * kv_cache.shape[-2])
+    # A padding row's length may be so negative that the subtraction above wraps around.
+    limit = jnp.where((token < new[:, None]) & (seq_lens > 0)[:, None], limit, 0)
+    limit = jnp.repeat(limit, heads, axis=1)
+    queries = q.reshape(batch, q_len * heads, dim).astype(wide)
+    queries = jnp.where((limit > 0)[..., None], queries, 0)
+
+    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+        kv = kv.astype(wide)
+        scores = dot("bqd,bkd->bqk", queries, kv) * scale
+        values = kv[..., :rank]
+        return state.add(
+            scores, positions < limit[..., None], lambda p: dot("bqk,bkr->bqr", p, values)
+        )
+
+    out, lse = attend_pages(
+        vary_alike(Softmax.empty((batch, q_len * heads), rank, wide), q),
+        add_block,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        layer=layer,
+        block=DECODE_BLOCK,
+        unpack=functools.partial(format.unpack, kv_scale=kv_scale),
+    ).finish(limit > 0)
+    out = out.reshape(batch, q_len, heads, rank).astype(q.dtype)
+    return out, lse.reshape(batch, q_len, heads)
+
+
+def _into_arena(out: jax.Array, lse: jax.Array, arena: Arena) -> tuple[jax.Array, jax.Array, Arena]:
+    """Writes the output where the kernel would, and returns the view of it."""
+    batch, q_len, heads, rank = out.shape
+    spec = scratch(  # the output alone: nothing is split here
+        batch=batch,
+        q_len=q_len,
+        num_heads=heads,
+        max_pages=1,
+        kv_lora_rank=rank,
+        dtype=out.dtype,
+    )
+    rows = q_len * heads
+    packed = out.reshape(batch, rows, rank)
+    packed = jnp.pad(packed, ((0, 0), (0, spec.region("out").shape[1] - rows), (0, 0)))
+    arena = arena.write(spec, "out", packed)
+    view = arena.read(spec, "out")[:, :rows]
+    return view.reshape(batch, q_len, heads, rank), lse, arena

@@ -1,0 +1,326 @@
+"""MLA prefill: many new tokens of a row at once. `jaxattn.mla` is the public face.
+
+Prefill does not absorb: keys and values of each head are expanded from the latent, which for many
+tokens at once costs less than attending in the latent's R dims.
+
+The kernel (kernels/mla_prefill/kernel.py) goes forward only. Its gradient is the plain JAX path's,
+which starts again from the inputs: nothing of the attention is kept for the backward pass, and
+that pass holds the scores of an eighth of the queries at a time.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxattn.core.checks import INT32, Arguments, is_integer
+from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.formats import LatentFormat
+from jaxattn.core.pages import attend_pages
+from jaxattn.core.products import dot
+from jaxattn.core.softmax import Softmax
+from jaxattn.core.varying import vary_alike
+from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic, refuse
+from jaxattn.ops.mla.cache import check_format
+from jaxattn.ops.mla.merge import merge_attention_states
+from jaxattn.ops.mla.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def _causal(
+    q: jax.Array,
+    k: jax.Array,
+    k_pe: jax.Array | None,
+    v: jax.Array,
+    valid: Bool[Array, "B T"],
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed."""
+    if k_pe is not None:
+        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k.shape[:3], k_pe.shape[-1]))
+        k = jnp.concatenate([k, k_pe], axis=-1)
+    batch, tokens, heads, _ = q.shape
+    # All three: a NaN times a zero gradient would be NaN in the other operand's gradient.
+    q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
+    # At most 8 blocks of queries, each against the keys up to its own end: about half of the
+    # scores are computed, and an eighth of them held at a time.
+    block = max(512, -(-tokens // 8))
+
+    @functools.partial(jax.checkpoint, static_argnums=3)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: int) -> tuple[jax.Array, jax.Array]:
+        stop = min(first + block, tokens)
+        keys, values = k[:, :stop], v[:, :stop]
+        scores = dot("bqhd,bkhd->bhqk", q[:, first:stop], keys) * scale
+        causal = jnp.arange(stop) <= jnp.arange(first, stop)[:, None]
+        state = Softmax.empty((batch, heads, stop - first), v.shape[-1], scores.dtype)
+        return state.add(
+            scores,
+            causal & valid[:, None, None, :stop],
+            lambda p: dot("bhqk,bkhv->bhqv", p.astype(v.dtype), values),
+        ).finish(valid[:, None, first:stop])
+
+    parts = [attend(q, k, v, first) for first in range(0, tokens, block)]
+    out = jnp.concatenate([out for out, _ in parts], axis=2)
+    lse = jnp.concatenate([lse for _, lse in parts], axis=2)
+    return out.swapaxes(1, 2), lse.swapaxes(1, 2)
+
+
+@jax.named_scope("causal_attention")
+def causal_attention(
+    q: Float[Array, "B T H Dqk"],
+    k: Float[Array, "B T H Dqk"],
+    v: Float[Array, "B T H Dv"],
+    *,
+    scale: float,
+    lengths: Int[Array, "B"] | None = None,
+    k_pe: Float[Array, "B T P"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
+    """Causal attention of tokens to themselves, values as wide as they like; differentiable.
+
+    Args:
+        q, k, v: floating, one dtype; float32 accumulation.
+        scale: factor of the scores, a Python number.
+        lengths: int32, valid tokens of each row, at most T (all, if None). The rest is padding:
+            whatever it holds, its output is 0, its lse -inf, and it receives and causes no
+            gradient.
+        k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
+        implementation: "mosaic_gpu" (Dqk 128 + 64, Dv 128, bfloat16 or float16, forward only in
+            the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret", "xla", or
+            None for the best.
+
+    Returns:
+        `out` in q's dtype and `lse` float32, natural logarithm.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("causal_attention")
+    q = arguments.check("q", q, "B T H Dqk")
+    k = arguments.check("k", k, "B T H Dqk" if k_pe is None else "B T H nope")
+    v = arguments.check("v", v, "B T H Dv")
+    if k_pe is not None:
+        k_pe = arguments.check("k_pe", k_pe, "B T P")
+        if k.shape[-1] + k_pe.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                "causal_attention: k's and k_pe's last axes must add up to q's, got "
+                f"k {k.shape}, k_pe {k_pe.shape}, q {q.shape}"
+            )
+    if not q.dtype == k.dtype == v.dtype == (q if k_pe is None else k_pe).dtype:
+        arrays = dict(q=q, k=k, v=v) if k_pe is None else dict(q=q, k=k, v=v, k_pe=k_pe)
+        raise TypeError(
+            "causal_attention: q, k and v must have one dtype, got "
+            + ", ".join(f"{name} {x.dtype} {x.shape}" for name, x in arrays.items())
+        )
+    scale = arguments.check_scale(scale)
+    batch, tokens = q.shape[:2]
+    if lengths is None:
+        config, lengths = Config.resident(), jnp.full(batch, tokens, jnp.int32)
+    else:
+        config, given = Config(), lengths
+        lengths = arguments.check("lengths", given, "B", INT32)
+        arguments.check_most(
+            f"lengths {lengths.shape}",
+            given,
+            tokens,
+            f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}",
+        )
+
+    def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
+        *operands, lengths = args
+        valid = jnp.arange(tokens) < lengths[:, None]
+        out, lse = _causal(*operands, valid, scale=scale)
+        return out.astype(q.dtype), lse
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        rope = 64 if k_pe is None else k_pe.shape[-1]
+        dims = dict(nope=q.shape[-1] - rope, rope=rope, values=v.shape[-1])
+        refuse("causal_attention", q, **dims, interpret=interpret)
+
+        def forward(q, k, k_pe, v, lengths):
+            count = jnp.clip(lengths, 0, tokens)
+            bounds = jnp.stack([0 * count, count, count, 0 * count], axis=1)
+            return attend_mosaic(
+                q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
+            )
+
+        return with_gradient_of(xla, forward)(q, k, k_pe, v, lengths)
+
+    return dispatch(
+        "causal_attention",
+        implementation,
+        {
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": lambda: xla(q, k, k_pe, v, lengths),
+        },
+    )
+
+
+@jax.named_scope("mla_prefill")
+def mla_prefill(
+    q: Float[Array, "B T H nope_and_P"],
+    latent: Float[Array, "B T D"],
+    w_uk: Float[Array, "H nope R"],
+    w_uv: Float[Array, "H R Dv"],
+    kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    query_lens: Int[Array, "B"],
+    *,
+    scale: float,
+    layer: jax.Array | int | None = None,
+    kv_scale: Array | float | None = None,
+    block: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
+    """Attention of new tokens to themselves and to their row's cached prefix.
+
+    The new tokens' own causal attention is merged by log-sum-exp with that to the prefix (positions
+    below seq_lens - query_lens), which is read from the cache `block` tokens at a time. The
+    new tokens come from `latent`, so the cache may hold them already or not, and an FP8 cache has
+    not rounded them; give the cache that `mla_cache_write` returned, so that XLA need not keep the
+    one from before the write.
+
+    Args:
+        q: queries, nope dims first, then the rotated P.
+        latent: of the new tokens: normed c_kv (R) and rotated k_pe (P), as in the cache.
+        w_uk, w_uv: per-head up-projections of keys and values.
+        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`. FP8
+            formats are unpacked `block` tokens at a time.
+        block_tables: int32 page ids; entries past a row's length are not read.
+        seq_lens: int32 tokens of each row, the new ones included. 0 is a padding row.
+        query_lens: int32 new tokens of each row, at most T.
+        scale: factor of the scores; see `jaxattn.core.rope.softmax_scale`.
+        layer: index into the stack, a Python int or a traced scalar.
+        kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
+        block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
+            bytes of scores; the kernel none, but B * H * block * (nope + Dv) * 2 bytes of expanded
+            keys and values (None: 512 MiB or 1024 tokens, whichever is more).
+        implementation: "mosaic_gpu" (nope 128, P 64, Dv 128, bfloat16 or float16, any R; forward
+            only in the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret",
+            "xla", or None for the best.
+
+    Returns:
+        `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
+        whose position would be negative, are padding: exactly 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("mla_prefill")
+    q = arguments.check("q", q, "B T H Dqk")
+    latent = arguments.check("latent", latent, "B T D")
+    w_uk = arguments.check("w_uk", w_uk, "H nope R")
+    w_uv = arguments.check("w_uv", w_uv, "H R Dv")
+    kv_cache, block_tables, seq_lens = arguments.check_paged(
+        kv_cache, block_tables, seq_lens, layer
+    )
+    query_lens = arguments.check_query_lens(query_lens, "q", q)
+    scale = arguments.check_scale(scale)
+    nope, rank = w_uk.shape[1:]
+    if not 0 <= latent.shape[-1] - rank == q.shape[-1] - nope:
+        raise ValueError(
+            "mla_prefill: q's last axis must be nope + P and latent's R + P, got q "
+            f"{q.shape}, latent {latent.shape}, w_uk [H, nope, R] {w_uk.shape}"
+        )
+    if block is not None:
+        if not is_integer(block):
+            raise TypeError(
+                f"mla_prefill: block must be a Python integer, got {type(block).__name__}"
+            )
+        if block < 1:
+            raise ValueError(f"mla_prefill: block must be at least 1, got {block}")
+        block = int(block)
+    format, kv_scale = check_format(
+        arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=q.shape[-1] - nope
+    )
+    args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+    xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK, format=format)
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        dims = dict(nope=nope, rope=q.shape[-1] - nope, values=w_uv.shape[-1])
+        refuse("mla_prefill", q, **dims, interpret=interpret)
+        forward = functools.partial(
+            prefill_mosaic, scale=scale, block=block, format=format, interpret=interpret
+        )
+        return with_gradient_of(xla, forward)(*args)
+
+    return dispatch(
+        "mla_prefill",
+        implementation,
+        {
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": lambda: xla(*args),
+        },
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "block", "format"))
+def _prefill(
+    q: jax.Array,
+    latent: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    *,
+    scale: float,
+    block: int,
+    format: LatentFormat,
+) -> tuple[jax.Array, jax.Array]:
+    q, latent, w_uk, w_uv, kv_cache, kv_scale = vary_alike(
+        (q, latent, w_uk, w_uv, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
+    )
+    (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
+    query_lens = jnp.where(seq_lens > 0, query_lens, 0)
+    prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
+    token = jnp.arange(tokens)
+    valid = (token < query_lens[:, None]) & (token >= (query_lens - seq_lens)[:, None])
+
+    def expand(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each head's keys [B, K, H, nope + P] and values [B, K, H, Dv]."""
+        latent = latent.astype(q.dtype)
+        compressed, k_pe = latent[..., :rank], latent[..., None, rank:]
+        k_nope = dot("bkr,hnr->bkhn", compressed, w_uk).astype(q.dtype)
+        k_pe = jnp.broadcast_to(k_pe, (*k_nope.shape[:-1], k_pe.shape[-1]))
+        v = dot("bkr,hrv->bkhv", compressed, w_uv).astype(q.dtype)
+        return jnp.concatenate([k_nope, k_pe], axis=-1), v
+
+    with jax.named_scope("new_tokens"):
+        k, v = expand(jnp.where(valid[..., None], latent, 0))
+        new = _causal(q, k, None, v, valid, scale=scale)
+
+    queries = jnp.where(valid[..., None, None], q, 0)
+
+    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+        k, v = expand(kv)
+        scores = dot("bqhd,bkhd->bhqk", queries, k) * scale
+        visible = (positions < prefix[:, None])[:, None, None, :]
+        return state.add(scores, visible, lambda p: dot("bhqk,bkhv->bhqv", p.astype(v.dtype), v))
+
+    with jax.named_scope("cached_prefix"):
+        state = Softmax.empty((batch, heads, tokens), w_uv.shape[-1], new[1].dtype)
+        state = attend_pages(
+            vary_alike(state, q),
+            add_block,
+            kv_cache,
+            block_tables,
+            prefix,
+            layer=layer,
+            block=block,
+            unpack=functools.partial(format.unpack, kv_scale=kv_scale),
+        )
+        out, lse = state.finish((valid & (prefix > 0)[:, None])[:, None])
+    out, lse = merge_attention_states([new[0], out.swapaxes(1, 2)], [new[1], lse.swapaxes(1, 2)])
+    return out.astype(q.dtype), lse

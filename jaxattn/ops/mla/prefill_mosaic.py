@@ -1,0 +1,118 @@
+"""MLA prefill around the kernel: keys and values expanded, the chunk attended, the prefix merged.
+
+`jaxattn.mla.mla_prefill` is the public face and has the plain JAX path.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxattn.core.formats import LatentFormat
+from jaxattn.core.pages import page_blocks
+from jaxattn.core.products import dot
+from jaxattn.kernels.mla_prefill.kernel import attend_padded, unpad
+
+# Cached tokens of a row that are expanded at a time: as many as make EXPANDED_BYTES of keys and
+# values of all rows, and at least PREFIX_BLOCK.
+PREFIX_BLOCK = 1024
+EXPANDED_BYTES = 2**29
+
+
+@jax.named_scope("mla_expand")
+def _expand(
+    compressed: Float[Array, "N R"], w_uk: Float[Array, "H nope R"], w_uv: Float[Array, "H R Dv"]
+) -> tuple[Float[Array, "N H nope"], Float[Array, "N H Dv"]]:
+    """Keys and values of each head, rounded by the products themselves to the operands' dtype."""
+    heads, nope, rank = w_uk.shape
+
+    def gpu(compressed: jax.Array, w_uk: jax.Array, w_uv: jax.Array) -> tuple[jax.Array, ...]:
+        product = functools.partial(jnp.einsum, preferred_element_type=compressed.dtype)
+        k = product("kr,nr->kn", compressed, w_uk.reshape(-1, rank)).reshape(-1, heads, nope)
+        # One product for each head, of the same left side: XLA repeats no bytes of it, and takes
+        # w_uv as it is, where one product for all heads would have it transposed.
+        repeated = jnp.broadcast_to(compressed, (heads, *compressed.shape))
+        return k, product("hkr,hrv->khv", repeated, w_uv)
+
+    def cpu(compressed: jax.Array, w_uk: jax.Array, w_uv: jax.Array) -> tuple[jax.Array, ...]:
+        k, v = dot("kr,hnr->khn", compressed, w_uk), dot("kr,hrv->khv", compressed, w_uv)
+        return k.astype(compressed.dtype), v.astype(compressed.dtype)
+
+    return lax.platform_dependent(compressed, w_uk, w_uv, cpu=cpu, default=gpu)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "block", "format", "interpret"))
+def prefill_mosaic(
+    q: jax.Array,
+    latent: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    *,
+    scale: float,
+    block: int | None,
+    format: LatentFormat,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`jaxattn.mla.mla_prefill` by the kernel; arguments and results are documented there."""
+    (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
+    dtype, zero = q.dtype, jnp.zeros_like(seq_lens)
+    query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, tokens), 0)
+    first = jnp.maximum(query_lens - seq_lens, 0)
+    prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
+    token = jnp.arange(tokens)
+    valid = (token >= first[:, None]) & (token < query_lens[:, None])
+    w_uk, w_uv = w_uk.astype(dtype), w_uv.astype(dtype)
+
+    def attend(latent: jax.Array, bounds: Any, out_dtype: Any, state: Any = None) -> Any:
+        latent = latent.astype(dtype)
+        compressed, k_pe = latent[..., :rank], latent[..., rank:]
+        k, v = _expand(compressed.reshape(-1, rank), w_uk, w_uv)
+        k, v = (x.reshape(*latent.shape[:2], heads, -1) for x in (k, v))
+        return attend_padded(
+            q, k, k_pe, v, jnp.stack(bounds, axis=1), out_dtype,
+            scale=scale, state=state, interpret=interpret,
+        )  # fmt: skip
+
+    def new_tokens(out_dtype: Any) -> Any:
+        with jax.named_scope("new_tokens"):
+            # Zeroed, since the values are read below `first` too, with a weight of 0.
+            new = jnp.where(valid[..., None], latent, 0)
+            return attend(new, (first, query_lens, query_lens, zero), out_dtype)
+
+    def all_tokens() -> Any:
+        state = new_tokens(jnp.float32)
+        token_bytes = batch * heads * (w_uk.shape[1] + w_uv.shape[2]) * 2
+        size = block or max(PREFIX_BLOCK, EXPANDED_BYTES // token_bytes)
+        with jax.named_scope("cached_prefix"):
+            pages, firsts, read = page_blocks(
+                kv_cache,
+                block_tables,
+                prefix,
+                layer=layer,
+                block=size,
+                unpack=functools.partial(format.unpack, kv_scale=kv_scale),
+            )
+
+            def add_block(i: jax.Array, state: Any) -> Any:
+                kv, positions = read(pages[i], firsts[i])
+                count = positions.shape[0]
+                visible = jnp.clip(prefix - firsts[i], 0, count)
+                return attend(kv, (zero, query_lens, visible, zero + count), jnp.float32, state)
+
+            # Not a scan with a condition in it: a branch that reads nothing copies the state.
+            reached = jnp.sum(firsts < prefix.max(), dtype=jnp.int32)
+            out, lse = lax.fori_loop(0, reached, add_block, state)
+        return out.astype(dtype), lse
+
+    # Both branches make their output, since one that passed it on would copy it.
+    out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, lambda: new_tokens(dtype))
+    return unpad(out, lse, tokens)

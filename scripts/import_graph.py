@@ -1,0 +1,167 @@
+"""Prints which rooms of jaxattn import which, and fails on an arrow that runs back up.
+
+    python -m scripts.import_graph              # rooms, by floor, with what each imports
+    python -m scripts.import_graph --files      # the same for files
+
+Exit codes: 0, or 1 with each wrong arrow: a room that imports from a floor above or beside its
+own, files that import each other in a circle, or a file of the engine that imports a model.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# From the top down. A file imports rooms of lower floors and files of its own room. Rooms that
+# share a floor do not know each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("serve", "plan.__main__"),
+    ("cli", "bench"),
+    ("jaxattn",),
+    ("plan",),
+    ("engine",),
+    ("models",),
+    ("nn",),
+    ("mla", "gdn"),
+    ("ops.mla", "ops.gdn", "ops"),
+    (
+        "kernels.mla_decode",
+        "kernels.mla_prefill",
+        "kernels.gdn_decode",
+        "kernels.gdn_prefill",
+        "kernels",
+    ),
+    ("kernels.hopper",),
+    ("memory",),
+    ("core",),
+    ("arena", "aliasing"),
+)
+
+type Graph = Mapping[str, Mapping[str, int]]
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The package's modules by name, without the leading `jaxattn.`; the package is `jaxattn`."""
+    package = root / "jaxattn"
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join(parts) or "jaxattn"] = path
+    return found
+
+
+def imported(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, int]]:
+    """Each module of jaxattn that a file imports, with the line; imports in functions count too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.split(".")[0] != "jaxattn":
+                continue
+            inner = name.removeprefix("jaxattn").removeprefix(".")
+            while inner and inner not in known:
+                inner = inner.rpartition(".")[0]
+            yield inner or "jaxattn", getattr(node, "lineno", 0)
+
+
+def import_graph(root: Path = ROOT) -> Graph:
+    """For each module what it imports, and the first line that does."""
+    known = modules(root)
+    graph: dict[str, dict[str, int]] = {}
+    for name, path in known.items():
+        arrows = graph.setdefault(name, {})
+        for target, line in imported(path, known):
+            if target != name:
+                arrows.setdefault(target, line)
+    return graph
+
+
+def room_of(module: str) -> str:
+    """The longest listed room that a module lies in.
+
+    Raises:
+        ValueError: no floor lists its room.
+    """
+    rooms = [room for floor in FLOORS for room in floor]
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        if (room := ".".join(parts[:length])) in rooms:
+            return room
+    raise ValueError(f"jaxattn.{module} lies in no room of FLOORS (scripts/import_graph.py)")
+
+
+def floor_of(room: str) -> int:
+    return next(place for place, floor in enumerate(FLOORS) if room in floor)
+
+
+def wrong_arrows(graph: Graph) -> list[str]:
+    """One sentence for each import that the floors do not allow."""
+    found = []
+    for module, arrows in graph.items():
+        own = room_of(module)
+        for target, line in arrows.items():
+            room = room_of(target)
+            if room != own and floor_of(room) <= floor_of(own):
+                found.append(f"{module}:{line} imports {target}: {own} is not above {room}")
+            if own == "engine" and room == "models" and target not in ("models", "models.base"):
+                found.append(f"{module}:{line} imports the model {target}")
+    return found
+
+
+def circle(graph: Graph) -> list[str]:
+    """The modules of a circle of imports, or an empty list."""
+    state: dict[str, int] = {}
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        state[module] = 1
+        for target in graph.get(module, {}):
+            if state.get(target) == 1:
+                return [*path[path.index(target) :], target]
+            if target not in state and (found := visit(target, [*path, target])):
+                return found
+        state[module] = 2
+        return []
+
+    for module in graph:
+        if module not in state and (found := visit(module, [module])):
+            return found
+    return []
+
+
+def by_room(graph: Graph) -> dict[str, set[str]]:
+    rooms: dict[str, set[str]] = {}
+    for module, arrows in graph.items():
+        own = room_of(module)
+        rooms.setdefault(own, set()).update({room_of(target) for target in arrows} - {own})
+    return rooms
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--files", action="store_true", help="print files, not rooms")
+    files = options.parse_args().files
+    graph = import_graph()
+    rooms = by_room(graph)
+    for floor in FLOORS:
+        for room in floor:
+            if files:
+                for module in (m for m in graph if room_of(m) == room):
+                    print(f"{module}: {' '.join(sorted(graph[module]))}")
+            else:
+                print(f"{room}: {' '.join(sorted(rooms.get(room, ()), key=floor_of))}")
+    wrong = wrong_arrows(graph)
+    if ring := circle(graph):
+        wrong.append(f"a circle: {' -> '.join(ring)}")
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

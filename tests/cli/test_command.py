@@ -1,0 +1,97 @@
+"""How the commands end when their input or output cannot be used."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxattn.cli.command import Terminated, code_of, exit_code
+from jaxattn.cli.options import InputError
+from jaxattn.engine.request import GenerationInterrupted
+
+
+def of(error):
+    def run():
+        raise error
+
+    return exit_code("python -m name", run)
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (InputError("--batch is odd"), 2, "python -m name: error: --batch is odd\n"),
+        (OSError(28, "No space left"), 2, "python -m name: error: No space left\n"),
+        (OSError(2, "No such file", "x.json"), 2, "python -m name: error: x.json: No such file\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Terminated(), 143, "interrupted\n"),
+    ],
+)
+def test_one_line_and_a_code(error, code, said, capfd):
+    assert of(error) == code
+    assert capfd.readouterr().err == said
+
+
+def test_a_generation_that_sigterm_ended():
+    try:
+        try:
+            raise Terminated
+        except KeyboardInterrupt as interrupt:
+            raise GenerationInterrupted([]) from interrupt
+    except KeyboardInterrupt as interrupt:
+        assert code_of(interrupt) == 143
+    assert code_of(GenerationInterrupted([])) == 130
+
+
+def command(*arguments, **options):
+    line = [sys.executable, "-m", *arguments]
+    return subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=120, **options)
+
+
+PLAN = ("jaxattn.plan", "DeepSeek-R1", "--gpus", "8", "--json")
+
+
+def test_a_reader_that_left():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = command(*PLAN, stdout=pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_no_room_for_the_output():
+    with open("/dev/full", "w") as full:
+        done = command(*PLAN, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == "python -m jaxattn.plan: error: No space left on device\n"
+
+
+def test_a_closed_stdout():
+    line = [sys.executable, "-m", *PLAN]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *line], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_is_not_about_files_keeps_its_traceback():
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        of(OSError(12, "Cannot allocate memory"))
+
+
+def test_a_closed_stdin():
+    line = [sys.executable, "-m", "jaxattn.serve", "--prompt", "-"]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" <&-', "sh", *line], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: --prompt - reads stdin, which is closed\n")
+
+
+def test_a_config_nested_too_deeply(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    done = command("jaxattn.plan", str(tmp_path))
+    assert done.returncode == 2 and "error: cannot read" in done.stderr

@@ -1,0 +1,438 @@
+"""python -m jaxattn.serve: its options, what it refuses, what it prints and how it ends."""
+
+import argparse
+import dataclasses
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
+
+from jaxattn.cli.options import parser, size
+from jaxattn.cli.prompts import PROMPTS
+from jaxattn.cli.report import TextStream
+from jaxattn.cli.serve import main
+from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.request import Completion, Request
+from jaxattn.models import checkpoint
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import init_params
+
+CONFIG = HybridConfig(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_repeats=1,
+    gdn_per_repeat=1,
+    num_attention_heads=2,
+    kv_lora_rank=64,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    rope=RopeConfig(dim=16),
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    dtype="float32",
+    param_dtype="float32",
+)
+SMALL = ["--max-model-len", "64", "--prefill-chunk", "16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a random model of bytes; its name can be given to --checkpoint."""
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint.save(folder, CONFIG, init_params(CONFIG, jax.random.key(0)))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "text, value", [("4096", 4096), ("4k", 4096), ("4K", 4096), ("2m", 2**21), (" 7 ", 7)]
+)
+def test_sizes(text, value):
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "0k", "-4", "4.5k", "k", "4kb", "4 k", "1e3", "four"])
+def test_what_is_no_size_is_shown_with_an_example(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size: .* as in 4096 or 4k"):
+        size(text)
+
+
+def test_help_is_grouped_and_shows_every_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for group in ("model:", "prompts:", "sampling:", "batch and memory:", "output:"):
+        assert group in text
+    for action in parser()._actions[1:]:
+        assert action.option_strings[0] in text
+        if action.default not in (None, False):
+            assert f"(default: {action.default})" in text
+        elif action.default is None:
+            assert "(default: " in action.help
+
+
+BAD_INPUT = {
+    "empty prompt": (["--prompt", ""], "--prompt number 1 is empty"),
+    "second prompt empty": (["--prompt", "x", "--prompt", ""], "--prompt number 2 is empty"),
+    "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - can be given once"),
+    "prompt too long": (
+        ["--prompt", "x", "--prompt", "y" * 64, *SMALL],
+        "prompt 2 has 64 bytes and the model length is 64",
+    ),
+    "length beyond the model": (["--max-model-len", "8k"], "--max-model-len 8192 is longer than"),
+    "no checkpoint": (["--checkpoint", "/no/such"], "cannot read /no/such/config.json"),
+    "implementation": (["--implementation", "cuda"], "invalid choice: 'cuda'"),
+    "batch": (["--batch", "0"], "argument --batch: '0' is not a size"),
+    "length": (["--max-model-len", "4kb"], "argument --max-model-len: '4kb' is not a size"),
+    "pages": (["--num-pages", "-3"], "argument --num-pages: '-3' is not a size"),
+    "pages beyond int32": (["--num-pages", "4000m"], "num_pages must be at most 2,147,483,647"),
+    "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
+    "bucket": (["--decode-buckets", "8"], "decode_buckets=(8,) must be at most batch=4"),
+    "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
+    "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
+    "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),
+    "top-p": (["--top-p", "1.5"], "'1.5' is not a probability"),
+    "seed": (["--seed", "x"], "'x' is not a seed"),
+    "option": (["--tempo", "1"], "unrecognized arguments: --tempo 1"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2_before_compiling(
+    arguments, message, model, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled something")
+    )
+    assert main(["--checkpoint", model, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    line = printed.err.strip().splitlines()[-1]
+    assert line.startswith("python -m jaxattn.serve: error: ") and message in line
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--device", "gpu"], "--device gpu: JAX sees no GPU, its device is 'cpu'"),
+        (["--implementation", "mosaic_gpu"], "needs a Hopper GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_missed_in_one_line(arguments, message, model, capsys):
+    assert main(["--checkpoint", model, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_empty_stdin_is_an_empty_prompt(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert main(["--checkpoint", model, "--prompt", "-"]) == 2
+    assert "stdin is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda data: data[:-10], "model.safetensors is cut off within tensor"),
+        (lambda data: data[:-10] + bytes(10), "is damaged: its checksum differs"),
+        (lambda data: b"", "model.safetensors is cut off or no safetensors file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys):
+    config, params = checkpoint.load(model)
+    checkpoint.save(tmp_path, config, params)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    assert main(["--checkpoint", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path, capsys):
+    checkpoint.save(tmp_path, CONFIG, init_params(CONFIG, jax.random.key(0)))
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["--checkpoint", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
+    assert "prompt 1 has 64 bytes and the model length is 64" in capsys.readouterr().err
+    assert main(["--checkpoint", str(tmp_path), "--prompt", "y", *SMALL]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
+    config = dataclasses.replace(CONFIG, vocab_size=300)
+    checkpoint.save(tmp_path, config, init_params(config, jax.random.key(0)))
+    assert main(["--checkpoint", str(tmp_path)]) == 2
+    assert "its vocab_size is 300, not 256" in capsys.readouterr().err
+
+
+def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(model, capsys):
+    arguments = ["--max-tokens", "20", "--max-model-len", "512", "--prefill-chunk", "128"]
+    assert main(["--checkpoint", model, *arguments]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.split("\n")
+    assert lines.pop() == "" and all(line.startswith("[") for line in lines)
+    numbers = [int(line[1]) for line in lines]
+    assert numbers == sorted(numbers)
+    for number, prompt in enumerate(PROMPTS, 1):
+        own = [line.removeprefix(f"[{number}] ") for line in lines if line[1] == str(number)]
+        assert "\n".join(own).startswith(prompt.rstrip())
+    for part in (
+        "memory plan for 4 rows of up to 512 tokens",
+        "kv cache",
+        "xla temp",
+        "total",
+        "[6] 20 tokens, length, first token after",
+        "tok/s",
+        "planned",
+        "measured",
+    ):
+        assert part in printed.err
+
+
+def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, capsys):
+    arguments = ["--prompt", "def f():", "--prompt", "é", "--max-tokens", "80", "--json"]
+    arguments += ["--temperature", "0.5", "--seed", "5", "--batch", "1", *SMALL]
+    assert main(["--checkpoint", model, *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    result = json.loads(printed.out)
+    first, second = result["requests"]
+    assert first["prompt"] == "def f():" and second["prompt"] == "é"
+    assert second["prompt_tokens"] == 2
+    assert first["finish_reason"] in ("length", "stop")
+    assert first["generated_tokens"] <= 64 - 8  # the model length
+    assert first["text"] and first["text"][:1] in printed.err
+    assert 0 < first["seconds_to_first_token"] <= first["seconds"] <= second["seconds"]
+    plan = result["plan"]
+    assert plan["total_bytes"] == sum(item["bytes"] for item in plan["items"])
+    assert {"weights", "arena", "kv cache", "xla temp"} <= {item["name"] for item in plan["items"]}
+    assert all(value > 0 for value in result["measured"].values()) and result["measured"]
+    assert set(result["versions"]) == {"python", "jaxattn", "jax", "jaxlib", "flax"}
+    assert result["timings"]["decoded_tokens_per_second"] > 0
+    assert len(result["timings"]["compile_seconds"]) == 2
+    assert result["settings"]["seed"] == 5
+    assert result["device"]["platform"] == jax.default_backend()
+    assert result["implementations"] == {"mla_decode": "xla", "gated_delta_rule_decode": "xla"}
+
+
+def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded the weights"))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
+    assert main(["--checkpoint", model, "--plan", *SMALL]) == 0
+    printed = capsys.readouterr()
+    for part in ("weights", "kv cache", "xla temp", "bound", "reserve", "\u2588"):
+        assert part in printed.out
+    assert main(["--checkpoint", model, "--plan", "--json", "--num-pages", "3", *SMALL]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and "3 pages x 64 tokens" in str(plan["items"])
+    assert main(["--checkpoint", model, "--plan", "--plot", "/no/such/x.png", *SMALL]) == 2
+    assert "x.png" in (error := capsys.readouterr().err) or "matplotlib" in error
+
+
+@pytest.mark.parametrize("extra", [[], ["--plan"]], ids=["serving", "plan"])
+def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, model, capsys):
+    assert (
+        main(["--checkpoint", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
+    )
+    printed = capsys.readouterr()
+    assert "kv cache" in printed.out + printed.err and "missing" in printed.out + printed.err
+    error = printed.err.strip().splitlines()[-1]
+    assert "the line that does not fit is the kv cache" in error
+    assert "what would make it fit: at most" in error and "pages" in error
+
+
+def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monkeypatch):
+    for name in ("MEM_FRACTION", "PREALLOCATE"):  # so that what it sets is undone
+        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", "0.5" if name[0] == "M" else "true")
+    arguments = ["--prompt", "ab", "--max-tokens", "4", "--utilization", "0.5", "--batch", "2"]
+    arguments += ["--strict", "--json", "--max-model-len", "128", "--prefill-chunk", "16"]
+    arguments += ["--decode-buckets", "1", "--prefill-buckets", "4"]
+    assert main(["--checkpoint", model, *arguments]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["after_warm_up"] == {}
+    assert "after the warm-up: nothing traced, compiled or allocated" in printed.err
+    names = {
+        "prefill of 1 x 4 tokens",
+        "prefill of 1 x 16 tokens",
+        "decode of 1 x 1 tokens",
+        "decode of 2 x 1 tokens",
+    }
+    assert set(result["timings"]["compile_seconds"]) == names
+    assert result["plan"]["reserve_bytes"] > 0
+    cache = next(item for item in result["plan"]["items"] if item["name"] == "kv cache")
+    assert "x 4 pages x" in cache["why"]  # no more than two rows of 128 tokens can use
+
+
+def test_what_was_compiled_is_found_again_in_the_cache_folder(model, capsys, tmp_path):
+    arguments = ["--prompt", "ab", "--max-tokens", "2", "--compile-cache", str(tmp_path / "xla")]
+    old = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
+    try:
+        assert main(["--checkpoint", model, *arguments, *SMALL]) == 0
+        assert list((tmp_path / "xla").iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", old[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
+        compilation_cache.reset_cache()
+    (tmp_path / "file").write_text("")
+    arguments = ["--prompt", "ab", "--compile-cache", str(tmp_path / "file" / "x")]
+    assert main(["--checkpoint", model, *arguments, *SMALL]) == 2
+    assert "--compile-cache" in capsys.readouterr().err
+
+
+def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(model, capsys):
+    arguments = ["--prompt", "a", "--prompt", "b" * 120, "--max-tokens", "20"]
+    arguments += ["--num-pages", "1", "--max-model-len", "256", "--batch", "2"]
+    assert main(["--checkpoint", model, *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("[1] a")
+    assert re.search(r"\[1\] \d+ tokens, (length|stop)", printed.err)
+    assert "[2] refused: 120 prompt tokens and 20 to generate need 3 pages of 64" in printed.err
+
+
+def test_the_plan_counts_each_parameter_once(capsys):
+    assert main(["--plan", "--json"]) == 0
+    (weights,) = [
+        each for each in json.loads(capsys.readouterr().out)["items"] if each["name"] == "weights"
+    ]
+    count = weights["why"].partition(" parameters")[0]
+    assert f"| parameters | {count}," in (checkpoint.EMBEDDED / "README.md").read_text()
+
+
+def test_a_picture_without_a_plan(capsys):
+    assert main(["--plot", "x.png", "--prompt", "a"]) == 2
+    assert "--plot draws a plan: give --plan too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_print_what_was_generated_and_the_summary(number, model):
+    command = [sys.executable, "-m", "jaxattn.serve", "--checkpoint", model, "--json"]
+    command += ["--prompt", "def f():", "--max-model-len", "4k", "--max-tokens", "4k"]
+    command += ["--batch", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        seen = b""
+        while b"def f():" not in seen:
+            data = process.stderr.read1()
+            assert data, seen.decode()
+            seen += data
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err.decode()
+    (request,) = json.loads(out)["requests"]
+    assert request["finish_reason"] == "interrupted"
+    assert request["generated_tokens"] > 0 and request["text"]
+    assert b"tok/s" in err and b"Traceback" not in err
+
+
+def stream(requests, **console):
+    out = io.StringIO()
+    return TextStream(Console(file=out, **console), requests), out
+
+
+def feed(text_stream, request, data):
+    for byte in data:
+        text_stream.token(request, byte)
+
+
+def done(request):
+    return Completion(request, (), "length")
+
+
+def test_one_request_flows_exactly_as_it_is():
+    request = Request("\tdef é".encode(), id=0)
+    text_stream, out = stream([request])
+    feed(text_stream, request, "ü(x):\n\treturn ".encode())
+    assert out.getvalue() == "\tdef éü(x):\n\treturn "
+    feed(text_stream, request, b"x")
+    text_stream.finish(done(request))
+    assert out.getvalue() == "\tdef éü(x):\n\treturn x\n"
+
+
+def test_of_several_requests_the_first_that_is_not_done_flows_and_the_others_wait():
+    first, second, third = (Request(b"a\nb", id=0), Request(b"c", id=1), Request(b"d", id=2))
+    text_stream, out = stream([first, second, third])
+    feed(text_stream, first, b"1")
+    feed(text_stream, second, b"2\n\n3")
+    feed(text_stream, third, b"4\n")
+    assert out.getvalue() == "[1] a\n[1] b1"
+    text_stream.finish(done(second))
+    feed(text_stream, first, b"5\n6")
+    assert out.getvalue() == "[1] a\n[1] b15\n[1] 6"
+    text_stream.finish(done(first))
+    shown = "[1] a\n[1] b15\n[1] 6\n[2] c2\n[2] \n[2] 3\n[3] d4\n"
+    assert out.getvalue() == shown
+    feed(text_stream, third, b"7")
+    assert out.getvalue() == shown + "[3] 7"
+    text_stream.finish(done(third))
+    assert out.getvalue() == shown + "[3] 7\n"
+
+
+def test_what_waits_is_printed_after_ctrl_c():
+    first, second = Request(b"a", id=0), Request(b"b", id=1)
+    text_stream, out = stream([first, second])
+    feed(text_stream, second, b"2")
+    assert out.getvalue() == ""
+    feed(text_stream, first, b"1")
+    text_stream.close()
+    assert out.getvalue() == "[1] a1\n[2] b2\n"
+
+
+def test_a_character_appears_when_its_last_byte_does_and_half_of_one_is_replaced():
+    request = Request(b"x", id=0)
+    text_stream, out = stream([request])
+    euro = "€".encode()
+    feed(text_stream, request, euro[:2])
+    assert out.getvalue() == "x"
+    feed(text_stream, request, euro[2:])
+    assert out.getvalue() == "x€"
+    feed(text_stream, request, b"\xff" + euro[:1])
+    text_stream.close()
+    assert out.getvalue() == "x€\ufffd\ufffd\n"
+
+
+def test_a_terminal_gets_colour_a_dim_prompt_and_no_control_characters():
+    first, second = Request(b"a\n\x07", id=0), Request(b"b", id=1)
+    text_stream, out = stream([first, second], force_terminal=True, color_system="standard")
+    feed(text_stream, first, b"\x1b[2J\n")
+    number, prompt = "\x1b[36m[1] \x1b[0m", "\x1b[2m{}\x1b[0m"
+    lines = [number + prompt.format("a") + "\n", number + prompt.format("\ufffd") + "\ufffd[2J\n"]
+    assert out.getvalue() == "".join(lines)
+
+
+def test_a_request_that_never_ran_prints_nothing():
+    request = Request(b"x", id=0)
+    text_stream, out = stream([request])
+    text_stream.finish(done(request))
+    text_stream.close()
+    assert out.getvalue() == ""
+
+
+@pytest.mark.gpu
+def test_a_hopper_gpu_runs_the_kernels_within_the_plan(tmp_path, capsys):
+    config = HybridConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=480,
+        num_repeats=2,
+        num_attention_heads=2,
+        linear_num_value_heads=2,
+    )
+    checkpoint.save(tmp_path, config, init_params(config, jax.random.key(0)))
+    assert main(["--checkpoint", str(tmp_path), "--json", "--max-tokens", "40"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["implementations"].values()) == {"mosaic_gpu"}
+    assert result["device"]["platform"] == "gpu"
+    assert result["measured"]["device_peak_bytes"] > 0

@@ -1,0 +1,74 @@
+"""Which implementation runs, and what is said where a GPU's kernel does not."""
+
+import warnings
+
+import jax
+import pytest
+
+from jaxattn.core import dispatch as module
+from jaxattn.core.dispatch import dispatch
+from jaxattn.kernels.hopper import machine as hopper
+
+
+def refuse():
+    raise NotImplementedError("op: the kernel has D=576, and got D=20")
+
+
+CANDIDATES = {"mosaic_gpu": refuse, "mosaic_gpu_interpret": refuse, "xla": lambda: "xla's"}
+
+
+@pytest.mark.parametrize("backend, warned", [("gpu", True), ("cpu", False)])
+def test_a_gpu_that_runs_xla_instead_says_why_at_the_callers_line(backend, warned, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(module, "PACKAGE", module.__file__)  # this file is then the caller
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert dispatch("op", None, CANDIDATES) == "xla's"
+        assert dispatch("op", "xla", CANDIDATES) == "xla's"  # who names it knows
+        assert dispatch("op", None, {"xla": CANDIDATES["xla"]}) == "xla's"  # there is no kernel
+    assert len(caught) == warned
+    for each in caught:
+        assert "op: 'xla' runs instead of the GPU's kernel: op: the kernel has D=576" in str(
+            each.message
+        )
+        assert each.filename == __file__
+
+
+def test_a_named_one_that_refuses_and_one_that_is_not_there():
+    with pytest.raises(NotImplementedError, match="got D=20; use implementation='xla'$"):
+        dispatch("op", "mosaic_gpu", CANDIDATES)
+    with pytest.raises(ValueError, match="unknown implementation='triton'; choose one of"):
+        dispatch("op", "triton", CANDIDATES)
+    with pytest.raises(ExceptionGroup, match="every implementation refused"):
+        dispatch("op", None, {"mosaic_gpu": refuse})
+
+
+@pytest.mark.parametrize(
+    "variables, cores, threads",
+    [
+        ({"PJRT_NPROC": "3"}, 64, 3),
+        ({"NPROC": "2"}, 64, 2),
+        ({}, 2, 2),
+        ({}, 8, None),
+        ({"PJRT_NPROC": "16"}, 2, None),
+        ({"PJRT_NPROC": "16", "NPROC": "2"}, 2, None),
+    ],
+)
+def test_the_interpreter_with_few_host_threads_warns_once(variables, cores, threads, monkeypatch):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hopper.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    hopper._warn_of_few_threads.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert hopper.interpret_mode(False) is False
+        assert not caught
+        assert hopper.interpret_mode(True) and hopper.interpret_mode(True)
+    assert len(caught) == (threads is not None)
+    for each in caught:
+        assert f"XLA's pool has {threads}; set the environment variable PJRT_NPROC=16" in str(
+            each.message
+        )
+        assert each.filename == __file__

@@ -1,0 +1,1 @@
+"""What tests share: inputs, oracles, models that are small enough to compile in seconds."""

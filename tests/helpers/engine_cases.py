@@ -1,0 +1,77 @@
+"""A model that compiles in seconds on a CPU, and devices of any size, for the engine's tests."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import pytest
+
+from jaxattn.core.rope import RopeConfig
+from jaxattn.engine import engine as engine_module
+from jaxattn.engine.memory_plan import packed_shapes
+from jaxattn.engine.request import Request
+from jaxattn.engine.steps import Steps, compiled_steps
+from jaxattn.memory.device import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import init_params
+
+CONFIG = HybridConfig(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_repeats=1,
+    gdn_per_repeat=2,
+    num_attention_heads=2,
+    kv_lora_rank=64,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    rope=RopeConfig(dim=16),
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    max_position_embeddings=256,
+    dtype="bfloat16",
+    param_dtype="bfloat16",
+)
+# Three pages of 64 tokens: less than one row's longest, so that waiting and refusing both happen.
+SMALLEST = dataclasses.replace(CONFIG, hidden_size=16, intermediate_size=16, gdn_per_repeat=1)
+LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16)
+BUCKETS = dataclasses.replace(
+    LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_buckets=(4,), q_lens=(1, 3)
+)
+# Of a device that is filled: all that rows can use, and the one row of the trial before it.
+WHOLE, TRIAL = (
+    Limits(batch=3, max_model_len=256, prefill_chunk=16, num_pages=pages) for pages in (12, 4)
+)
+
+
+def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
+    return init_params(config, jax.random.key(seed))
+
+
+@functools.cache
+def kept_steps(*kinds: Limits) -> list[Steps]:
+    """Compiled once for the whole run: while they are kept, engines of these limits find them."""
+    return [compiled_steps(SMALLEST, limits, packed_shapes(SMALLEST)) for limits in kinds]
+
+
+def prompts(count: int, *, length: int = 5, max_tokens: int = 6) -> list[Request]:
+    """Requests of different texts and lengths."""
+    return [
+        Request([(7 * i + 3 * j) % 250 + 1 for j in range(length + i)], max_tokens=max_tokens + i)
+        for i in range(count)
+    ]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *memories: DeviceMemory) -> None:
+    """Makes engines see these memories, one after another; the last for good."""
+    left = list(memories)
+
+    def next_memory(device: Any) -> DeviceMemory:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    monkeypatch.setattr(engine_module, "device_memory", next_memory)

@@ -1,0 +1,182 @@
+"""What the tests of the delta rule's prefill kernels share: packed cases, and float64 for them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxattn import gdn
+from tests.helpers.kernel_cases import relative
+
+BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
+
+
+@dataclasses.dataclass
+class Case:
+    q: Array  # [1, T, Hk, 128]
+    k: Array
+    v: Array  # [1, T, Hv, 128]
+    g: Array  # [1, T, Hv]
+    beta: Array
+    initial_state: Array  # [n, Hv, 128, 128]
+    cu_seqlens: Array
+    tokens: int  # T less the padding
+
+    @property
+    def args(self):
+        return self.q, self.k, self.v, self.g, self.beta
+
+    @property
+    def packed(self):
+        return {"initial_state": self.initial_state, "cu_seqlens": self.cu_seqlens}
+
+
+def make_case(
+    lens, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, padding=10, gates=1.0, seed=0
+):
+    """Sequences packed in one row, then `padding` tokens of NaN."""
+    rng = np.random.default_rng(seed)
+    tokens = sum(lens)
+    total = tokens + padding
+
+    def draw(*shape):
+        x = rng.normal(size=(1, total, *shape))
+        x[:, tokens:] = np.nan
+        return x
+
+    gate = -gates * rng.exponential(size=(1, total, value_heads))
+    beta = rng.uniform(size=gate.shape)
+    gate[:, tokens:] = beta[:, tokens:] = np.nan
+    return Case(
+        *(jnp.asarray(draw(heads, 128), dtype) for heads in (key_heads, key_heads, value_heads)),
+        jnp.asarray(gate, jnp.float32),
+        jnp.asarray(beta, jnp.float32),
+        jnp.asarray(rng.normal(size=(len(lens), value_heads, 128, 128)), jnp.float32),
+        jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
+        tokens,
+    )
+
+
+def oracle(case, *, l2norm=True, scale=128**-0.5):
+    """(o [1, tokens, Hv, 128], final states) token by token in float64."""
+    q, k, v, g, beta = (np.asarray(x[0, : case.tokens], np.float64) for x in case.args)
+    if l2norm:
+        q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    group = v.shape[1] // k.shape[1]
+    q, k = (np.repeat(x, group, axis=1) for x in (q, k))
+    out, states = np.zeros(v.shape), np.asarray(case.initial_state, np.float64).copy()
+    offsets = np.asarray(case.cu_seqlens)
+    for state, start, end in zip(states, offsets[:-1], offsets[1:], strict=True):
+        for t in range(start, end):
+            state *= np.exp(g[t])[:, None, None]
+            delta = beta[t][:, None] * (v[t] - (state @ k[t][..., None])[..., 0])
+            state += delta[..., None] * k[t][:, None]
+            out[t] = scale * (state @ q[t][..., None])[..., 0]
+    return out[None], states
+
+
+def run(case, implementation, **options):
+    options = {"use_qk_l2norm": True, "output_final_state": True} | options
+    step = functools.partial(
+        gdn.chunk_gated_delta_rule, implementation=implementation, **case.packed, **options
+    )
+    return jax.jit(step)(*case.args)
+
+
+def assert_matches(case, out, states, *, bound=BOUND, **options):
+    expected, expected_states = oracle(case, **options)
+    assert relative(out[:, : case.tokens], expected) < bound
+    assert relative(states, expected_states) < bound
+    assert (np.asarray(out, np.float32)[:, case.tokens :] == 0).all()
+    untouched = np.diff(case.cu_seqlens) == 0
+    np.testing.assert_array_equal(
+        np.asarray(states)[untouched].view(np.uint32),
+        np.asarray(case.initial_state)[untouched].view(np.uint32),
+    )
+
+
+@dataclasses.dataclass
+class PoolCase:
+    """Sequences of a `Case` whose states lie in slots of layer 1; everything else is NaN."""
+
+    case: Case
+    pool: Array  # [2, Z, Hv, 128, 128]
+    reads: list[int]  # -1: a padding sequence
+    writes: list[int]
+    kept: list[list[int]]
+    fresh: list[bool]
+
+    @property
+    def live(self):
+        """Which tokens belong to a sequence that is none of padding."""
+        return live_tokens(self.case, self.reads)
+
+    @property
+    def arguments(self):
+        """Of `gated_delta_rule_prefill`, by name, all arrays."""
+        names = ("q", "k", "v", "g", "beta")
+        slots = dict(state_indices=self.reads, write_indices=self.writes)
+        return dict(
+            zip(names, self.case.args, strict=True),
+            state=self.pool,
+            cu_seqlens=self.case.cu_seqlens,
+            has_initial_state=~jnp.asarray(self.fresh),
+            checkpoint_indices=jnp.asarray(self.kept, jnp.int32),
+            layer=jnp.int32(1),
+            **{name: jnp.asarray(slots, jnp.int32) for name, slots in slots.items()},
+        )
+
+
+def live_tokens(case, reads):
+    offsets, tokens = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
+    for read, start, end in zip(reads, offsets[:-1], offsets[1:], strict=True):
+        tokens[start:end] = read >= 0
+    return tokens
+
+
+def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float32):
+    count, token = len(reads), live_tokens(case, reads)
+    state = case.initial_state.astype(dtype)
+    started = np.array([i for i in range(count) if reads[i] >= 0 and i not in fresh])
+    pool = jnp.full((2, num_slots, *state.shape[1:]), jnp.nan, dtype)
+    pool = pool.at[1, np.asarray(reads)[started]].set(state[started])
+    first = [i in fresh for i in range(count)]
+    zero = jnp.asarray(first)[:, None, None, None]
+    mask = lambda x: jnp.where(token.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)  # noqa: E731
+    case = dataclasses.replace(
+        case,
+        **{name: mask(getattr(case, name)) for name in ("q", "k", "v", "g", "beta")},
+        initial_state=jnp.where(zero, 0.0, state.astype(jnp.float32)),
+    )
+    return PoolCase(case, pool, reads, writes, kept, first)
+
+
+def assert_pool_matches(pooled, out, new, *, every=64):
+    """Against float64; every slot that nobody writes keeps its bits, NaN or not."""
+    case, untouched = pooled.case, np.ones(new.shape[:2], bool)
+    offsets, real = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
+    for i, read in enumerate(pooled.reads):
+        length = int(offsets[i + 1] - offsets[i])
+        kept = pooled.kept[i][: length // every]
+        ends = [(length, pooled.writes[i]), *((every * (j + 1), z) for j, z in enumerate(kept))]
+        for tokens, slot in ends if read >= 0 and length else ():
+            here = slice(offsets[i], offsets[i] + tokens)
+            part = Case(
+                *(x[:, here] for x in case.args),
+                case.initial_state[i : i + 1],
+                jnp.array([0, tokens]),
+                tokens,
+            )
+            expected, state = oracle(part)
+            assert relative(out[:, here], expected) < BOUND
+            real[here] = True
+            if slot >= 0:
+                assert relative(new[1, slot], state[0]) < BOUND
+                untouched[1, slot] = False
+    assert (np.asarray(out, np.float32)[:, ~real] == 0).all()
+    unsigned = np.uint32 if new.dtype == jnp.float32 else np.uint16
+    bits = lambda x: np.asarray(x)[untouched].view(unsigned)  # noqa: E731
+    np.testing.assert_array_equal(bits(new), bits(pooled.pool))

@@ -1,0 +1,156 @@
+"""Without a GPU: the decode kernels lowered for one, whose rules differ from the interpreter's.
+
+What a kernel takes in place is an operand and a result of its launch; nothing else may be.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxattn.core.layers import LayerOf
+from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.kernels import mla_append
+from jaxattn.kernels.gdn_decode import launch as gdn_decode
+from jaxattn.kernels.mla_decode import launch as mla_decode
+from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
+from jaxattn.kernels.mla_decode.scratch import decode_schedule
+from jaxattn.ops.gdn.layer import gated_delta_net_decode
+from jaxattn.ops.mla.append import mla_append as append_op
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_needed(monkeypatch):
+    for module in (gdn_decode, mla_append, mla_decode):
+        monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
+
+
+def launches(step, *args, **kwargs):
+    """Each Mosaic launch's line in the module for CUDA."""
+    text = jax.jit(step).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+    return [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+ints = functools.partial(shape, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(pair=True),
+        dict(page=16, ragged=True),
+        dict(page=128, output_by_tma=True),
+        dict(batch_invariant=True),
+        dict(dim=512),
+    ],
+    ids=str,
+)
+def test_mla_decode(options):
+    options = dict(options)
+    pair, ragged, page = (options.pop(name, 0) for name in ("pair", "ragged", "page"))
+    invariant, page = options.pop("batch_invariant", False), page or 64
+    dim = options.pop("dim", 576)
+    batch, q_len, heads, pages = 4, 2, 64, 4096 // page
+    q = shape(batch, q_len, heads, dim)
+    if pair:
+        q = (shape(batch, q_len, heads, 512), shape(batch, q_len, heads, 64))
+    query_lens = ints(batch) if ragged else None
+
+    def step(q, cache, tables, lens, query_lens):
+        schedule = decode_schedule(
+            lens, q_len=q_len, num_heads=heads, max_pages=pages, page_size=page,
+            batch_invariant=invariant,
+        )  # fmt: skip
+        return mla_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, query_lens=query_lens, schedule=schedule, **options
+        )
+
+    args = (q, shape(8, page, dim), ints(batch, pages), ints(batch), query_lens)
+    decode, combine = launches(step, *args)
+    # The output and the partial results; then the output and its LSE, the rest being read.
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize(
+    "cache, width, page, heads, q_len",
+    [("float16", 576, 16, 20, 2), ("float8_e4m3fn", 576, 128, 3, 1), ("uint8", 656, 64, 12, 3)],
+)
+def test_mla_decode_with_heads_as_columns(cache, width, page, heads, q_len):
+    dtype = jnp.float16 if cache == "float16" else jnp.bfloat16
+    kv_scale = shape(dtype=jnp.float32) if cache == "float8_e4m3fn" else None
+
+    def step(q, cache, tables, lens, query_lens, kv_scale):
+        return mla_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, columns=True, query_lens=query_lens,
+            kv_scale=kv_scale,
+        )  # fmt: skip
+
+    args = (shape(4, q_len, heads, 576, dtype=dtype), shape(8, page, width, dtype=cache))
+    tables, lens = ints(4, 4096 // page), ints(4)
+    decode, combine = launches(step, *args, tables, lens, ints(4), kv_scale)
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_mla_decode_of_more_rows_than_parts(columns):
+    batch, heads = 200, 20
+
+    def step(q, cache, tables, lens):
+        schedule = decode_schedule(lens, q_len=1, num_heads=heads, max_pages=64)
+        assert schedule.order is not None
+        return mla_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, columns=columns, schedule=schedule
+        )
+
+    args = (shape(batch, 1, heads, 576), shape(8, 64, 576), ints(batch, 64), ints(batch))
+    decode, combine = launches(step, *args)
+    # Beside the rows' lengths their order, which is read alone.
+    assert decode.count("tensor<200xi32>") == 2
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_mla_append(interleaved):
+    config = RopeConfig(interleaved=interleaved)
+
+    def step(kv, q, weights, cache, tables, lens, layer):
+        return append_op(
+            kv, q, weights, cache, tables, lens,
+            rotation=rotation(lens[:, None], config), config=config, layer=layer,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    args = (shape(4, 1, 576), shape(4, 1, 1536), shape(2, 576 + 1536, dtype=jnp.float32))
+    (launch,) = launches(step, *args, shape(2, 8, 64, 576), ints(4, 8), ints(4), ints())
+    assert launch.count("output_operand_alias<") == 1
+
+
+def test_gdn_decode_of_a_layer_in_a_pattern():
+    heads, keys = 4, 2
+    channels = (2 * keys + heads) * 128
+
+    def step(qkvz, ba, weights, conv, state, slots, repeat):
+        return gated_delta_net_decode(
+            qkvz, ba, weights, conv, state, slots, layer=LayerOf(repeat, 3, 1),
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    args = (
+        shape(2, 1, channels + heads * 128),
+        f32(2, 1, 2 * heads),
+        f32(6, 2 * heads + 128 + 4 * channels),
+        shape(6, 3, 3, channels),
+        f32(6, 3, heads, 128, 128),
+    )
+    (launch,) = launches(step, *args, ints(2), ints())
+    assert launch.count("output_operand_alias<") == 2

@@ -1,0 +1,295 @@
+"""A model folder comes back bit for bit, and every way to damage one is named before it is loaded.
+
+The training script is tested here too: what it leaves is such a folder.
+"""
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from jaxattn.core.rope import RopeConfig
+from jaxattn.models import checkpoint
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import abstract_model, init_params
+from scripts import train_tiny
+
+SMALL = HybridConfig(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_repeats=2,
+    gdn_per_repeat=1,
+    num_attention_heads=1,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    rope=RopeConfig(dim=8),
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+OUT = "repeats.mla.mla.o_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(SMALL, jax.random.key(0))
+
+
+@pytest.fixture
+def folder(tmp_path, params):
+    checkpoint.save(tmp_path / "model", SMALL, params)
+    return tmp_path / "model"
+
+
+def rewrite(folder: Path, change) -> None:
+    """Applies `change` to the dict of tensors and writes the file anew."""
+    file = folder / "model.safetensors"
+    tensors = dict(safetensors.numpy.load_file(file))
+    change(tensors)
+    safetensors.numpy.save_file(tensors, file)
+
+
+def rewrite_header(folder: Path, change) -> None:
+    """Applies `change` to the header alone and leaves the data as it is."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def test_a_saved_model_comes_back_bit_for_bit(folder, params):
+    config, loaded = checkpoint.load(folder)
+    assert config == SMALL
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    for (path, mine), (_, theirs) in zip(
+        nnx.to_flat_state(params), nnx.to_flat_state(loaded), strict=True
+    ):
+        assert mine[...].dtype == theirs[...].dtype, path
+        np.testing.assert_array_equal(mine[...], theirs[...], err_msg=str(path))
+    nnx.merge(abstract_model(config)[0], loaded)
+
+
+def test_names_are_flat_and_dotted_and_the_file_is_plain_safetensors(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    assert tensors["repeats.gdn.0.gdn.in_proj_qkvz.weight"].shape == (2, 32, 64)
+    assert tensors[OUT].dtype == jnp.bfloat16
+    assert tensors["repeats.gdn.0.gdn.A_log"].dtype == np.float32
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_params_of_another_config_are_not_saved(tmp_path, params):
+    other = dataclasses.replace(SMALL, intermediate_size=64)
+    with pytest.raises(CheckpointError, match=r"down_proj.* is bfloat16\[2, 48, 32\]; expected"):
+        checkpoint.save(tmp_path / "model", other, params)
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: No such file"):
+        checkpoint.load(folder)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot read .*nowhere.config\.json"):
+        checkpoint.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not a model's configuration"),
+        ("[]", "it is not a JSON object"),
+        ("{}", "missing field vocab_size"),
+        (json.dumps(SMALL.to_dict() | {"colour": 1}), "unknown field colour"),
+        (json.dumps(SMALL.to_dict() | {"hidden_size": -1}), "hidden_size must be an integer"),
+    ],
+)
+def test_a_damaged_config_says_what_is_wrong(folder, text, message):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(OUT), rf"'{OUT}' is missing; expected bfloat16\[2, 8, 32\]"),
+        (lambda t: t.update(extra=t[OUT]), "unexpected tensor 'extra'"),
+        (
+            lambda t: t.update({OUT: np.swapaxes(t[OUT], 1, 2).copy()}),
+            rf"'{OUT}' is bfloat16\[2, 32, 8\]; expected bfloat16\[2, 8, 32\]",
+        ),
+        (
+            lambda t: t.update({OUT: t[OUT].astype(np.float32)}),
+            rf"'{OUT}' is float32\[2, 8, 32\]; expected bfloat16\[2, 8, 32\]",
+        ),
+        (
+            lambda t: t.update({OUT: t[OUT].view(np.int16)}),
+            rf"'{OUT}' is I16\[2, 8, 32\]; expected bfloat16",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "integers"],
+)
+def test_a_tensor_that_does_not_fit_is_named(folder, change, message):
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(folder)
+
+
+def test_nothing_reaches_a_device_before_all_is_checked(folder, monkeypatch):
+    rewrite(folder, lambda t: t.pop(OUT))
+    monkeypatch.setattr(jnp, "asarray", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(CheckpointError):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 60])
+def test_a_file_cut_off_in_its_header_is_refused(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="cut off or no safetensors file"):
+        checkpoint.load(folder)
+
+
+def test_a_file_cut_off_in_its_data_names_the_first_tensor_lost(folder):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__")
+    last = max(header, key=lambda name: header[name]["data_offsets"])
+    file.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=f"cut off within tensor '{last}'"):
+        checkpoint.load(folder)
+
+
+def test_a_flipped_bit_names_its_tensor(folder):
+    def place(header):
+        place.begin = header[OUT]["data_offsets"][0]
+
+    rewrite_header(folder, place)
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    (length,) = struct.unpack("<Q", content[:8])
+    content[8 + length + place.begin + 3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"tensor '{OUT}' is damaged"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h[OUT].pop("shape"), "its header is damaged"),
+        (lambda h: h[OUT].update(data_offsets=[0, 8]), f"'{OUT}' has 8 bytes where bfloat16"),
+        (lambda h: h[OUT].update(data_offsets=[-1024, 0]), "cut off|damaged"),
+        (lambda h: h[OUT].update(shape="many"), "header is damaged|expected"),
+    ],
+)
+def test_a_damaged_header_is_refused(folder, change, message):
+    rewrite_header(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(folder)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(folder):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(64))
+    with pytest.raises(CheckpointError, match="its header is damaged"):
+        checkpoint.load(folder)
+
+
+def test_a_failed_save_leaves_the_old_model(folder, params):
+    before = (folder / "model.safetensors").read_bytes()
+    other = dataclasses.replace(SMALL, num_repeats=3)
+    with pytest.raises(CheckpointError):
+        checkpoint.save(folder, other, params)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert checkpoint.load(folder)[0] == SMALL
+
+
+# --- the training script
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """A folder like the standard library's, with two held-out modules and their tests."""
+    root = tmp_path_factory.mktemp("library")
+    files = {
+        "ast.py": b"def parse(source):\n    return compile(source)\n" * 60,
+        "os.py": b"import sys\n\ndef getenv(name):\n    return sys.env[name]\n" * 60,
+        "argparse.py": b"class ArgumentParser:\n    def parse(self):\n        return 1\n" * 8,
+        "json/decoder.py": b"def decode(text):\n    return parse(text)\n" * 8,
+        "html/entities.py": b"table = {0x26: 38, 0x27: 39, 128: 8364}\n" * 50,
+        "site-packages/numpy.py": b"from elsewhere import *\n" * 50,
+        "test/test_os.py": b"class TestOs(TestCase):\n    pass\n" * 60,
+        "test/test_json/test_decode.py": b"SECRET\n" * 60,
+        "test/test_argparse.py": b"SECRET\n" * 60,
+        "broken.py": b"\xff\xfe" * 50,
+        "empty.py": b"\n",
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return root
+
+
+def test_held_out_modules_and_their_tests_are_kept_apart(library):
+    corpus = train_tiny.read_corpus(library)
+    assert sorted(corpus.held_out) == ["argparse.py", "json/decoder.py"]
+    text = bytes(corpus.data)
+    for word in b"ArgumentParser", b"decode", b"SECRET", b"table", b"elsewhere", b"\xff":
+        assert word not in text
+    assert b"getenv" in text[: corpus.library_size] and b"TestOs" in text[corpus.library_size :]
+
+
+def test_a_folder_without_a_library_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="holds no standard library"):
+        train_tiny.read_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 11, 12, 13, 40])
+def test_every_held_out_byte_is_scored_once(size):
+    text = bytes(range(1, size + 1))
+    counts = np.zeros(size + 1, int)
+    for tokens, scored in train_tiny.windows({"a": text}, window=8, stride=4, batch=2):
+        assert tokens.shape == (2, 9) and scored.shape == (2, 8)
+        for row, mask in zip(tokens, scored, strict=True):
+            np.add.at(counts, row[1:][mask], 1)
+            if mask.any():  # and each sees the byte before it
+                context = row[: mask.nonzero()[0].max() + 2].astype(int)
+                np.testing.assert_array_equal(np.diff(context), 1)
+    assert counts[0] == 0 and np.all(counts[1:] == 1)
+
+
+def test_training_lowers_the_loss_and_leaves_a_model(library, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL.to_dict()))
+    sizes = "--batch 4 --seq-len 64 --steps-per-call 5 --eval-batch 4 --learning-rate 1e-2"
+    out = tmp_path / "model"
+    shared = ["--out", str(out), "--corpus", str(library), *sizes.split()]
+    train_tiny.main([*shared, "--config", str(config), "--steps", "15"])
+    printed = capsys.readouterr().out
+    losses = [float(line.split("train ")[1].split()[0]) for line in printed.splitlines()[1:-1]]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 1
+    result = printed.splitlines()[-1]
+    assert float(result.split()[0]) < 7 and "on the 808 held-out bytes" in result
+    assert result in (out / "README.md").read_text()
+    assert checkpoint.load(out)[0] == SMALL
+    train_tiny.main([*shared, "--eval"])
+    assert capsys.readouterr().out.strip() == result

@@ -1,0 +1,112 @@
+"""`rms_norm_layer` against float64 and its kernel; stacks, patterns, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.rms_norm import rms_norm_mosaic
+from jaxattn.ops.norm import rms_norm_layer
+from tests.helpers.kernel_cases import both_devices, no_races
+
+
+def operands(tokens, features, layers=3):
+    keys = jax.random.split(jax.random.key(features), 2)
+    x = 3 * jax.random.normal(keys[0], (*tokens, features))
+    return x, 1 + jax.random.normal(keys[1], (layers, features)) / 4
+
+
+def expected(x, weight, eps):
+    x, weight = (np.asarray(a, np.float64) for a in (x, weight))
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("tokens, features", [((2, 1), 640), ((3,), 512)])
+def test_matches_float64(tokens, features, dtype, implementation):
+    x, weights = operands(tokens, features)
+    weights = weights.at[:2].set(jnp.nan)  # other layers'
+    norm = functools.partial(rms_norm_layer, eps=1e-3, dtype=dtype, implementation=implementation)
+    out = jax.jit(norm)(x, weights, layer=2)
+    assert out.dtype == dtype
+    rtol = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected(x, weights[2], 1e-3), rtol)
+
+
+@both_devices
+def test_a_place_in_a_pattern_is_the_layer_of_its_number(implementation):
+    x, weights = operands((2,), 256, layers=6)
+    norm = functools.partial(rms_norm_layer, x, weights, implementation=implementation)
+    by_place = jax.jit(lambda repeat: norm(layer=LayerOf(repeat, 3, 1)))(jnp.int32(1))
+    np.testing.assert_array_equal(by_place, norm(layer=4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [128, 2048, 7168, 8192])
+def test_real_widths_and_more_blocks_than_65535(features):
+    x, weights = operands((2**17 if features == 128 else 64, 1), features)
+    norm = functools.partial(rms_norm_layer, layer=1, implementation="mosaic_gpu")
+    np.testing.assert_allclose(jax.jit(norm)(x, weights), expected(x, weights[1], 1e-6), rtol=1e-5)
+
+
+def test_no_race_in_the_interpreter():
+    x, weights = operands((2,), 256)
+    options = dict(eps=1e-6, dtype=jnp.bfloat16, interpret=True, detect_races=True)
+    with no_races():
+        jax.block_until_ready(rms_norm_mosaic(x, weights, layer=0, **options))
+
+
+@pytest.mark.parametrize("features", [100, 16384])
+def test_the_kernel_refuses_what_it_has_no_threads_for(features):
+    x, weights = operands((1,), features)
+    with pytest.raises(NotImplementedError, match=rf"features.*\(1, {features}\)"):
+        rms_norm_layer(x, weights, layer=0, implementation="mosaic_gpu_interpret")
+
+
+def test_shapes_that_do_not_fit_are_named():
+    x, weights = operands((1,), 256)
+    with pytest.raises(ValueError, match=r"x \(1, 128\).*weights \(3, 256\)"):
+        rms_norm_layer(x[:, :128], weights, layer=0)
+    with pytest.raises(TypeError, match=r"x must be.*int32 \(1, 256\)"):
+        rms_norm_layer(x.astype(jnp.int32), weights, layer=0)
+    with pytest.raises(ValueError, match="weights"):
+        rms_norm_layer(x, weights[0], layer=0)
+    with pytest.raises(TypeError, match="rms_norm_layer: x must be an array, got list"):
+        rms_norm_layer([1.0], weights, layer=0)
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu", "xla"])
+@pytest.mark.parametrize(
+    "layer, error, words",
+    [
+        (3, ValueError, r"layer=3 is not in weights \(3, 256\), which has 3"),
+        (-1, ValueError, "layer=-1 is not in"),
+        (np.int64(5), ValueError, "layer=5 is not in"),
+        (jnp.int32(-1), ValueError, "layer=-1 is not in"),
+        (LayerOf(1, 3, 0), ValueError, "layer=3 is not in"),
+        (LayerOf(jnp.int32(1), 3, 2), ValueError, "layer=5 is not in"),
+        (True, TypeError, "layer must be an integer, got bool"),
+        (1.0, TypeError, "layer must be an integer, got float"),
+        (None, TypeError, "layer must be an integer, got NoneType"),
+        (jnp.zeros(1, jnp.int32), TypeError, r"layer must be an integer scalar, got int32 \(1,\)"),
+        (jnp.float32(1), TypeError, r"layer must be an integer scalar, got float32 \(\)"),
+    ],
+)
+def test_a_layer_outside_of_the_stack_is_refused(layer, error, words, implementation):
+    x, weights = operands((1,), 256)
+    with pytest.raises(error, match=f"rms_norm_layer: {words}"):
+        rms_norm_layer(x, weights, layer=layer, implementation=implementation)
+
+
+@pytest.mark.parametrize("layer", [np.int64(2), np.array(2), jnp.int32(2), LayerOf(2, 1, 0)])
+def test_a_layer_may_be_any_integer(layer):
+    x, weights = operands((1,), 256)
+    found = rms_norm_layer(x, weights, layer=layer, implementation="xla")
+    np.testing.assert_array_equal(found, rms_norm_layer(x, weights, layer=2, implementation="xla"))

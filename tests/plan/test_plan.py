@@ -1,0 +1,559 @@
+"""The memory plan: what it says without a device, and that engines then take exactly that."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jaxattn.cli.plan import main
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.steps import int32
+from jaxattn.memory.bound import LIBRARY_WORKSPACE, temp_bound
+from jaxattn.memory.device import DeviceError, DeviceMemory, known_device
+from jaxattn.memory.limits import Limits
+from jaxattn.models import known
+from jaxattn.models.hybrid import abstract_model, decode_step, jit_step, prefill_step
+from jaxattn.models.packed import pack_vectors
+from jaxattn.models.state import DecodeBatch, PrefillBatch, init_state
+from jaxattn.plan import Budget, Item, MemoryPlan, PlanError, plan, solve
+from jaxattn.plan.naive import published, split_kv_workspace
+from jaxattn.plan.placement import Placement
+from jaxattn.plan.show import bar, print_plan
+from tests.helpers.engine_cases import CONFIG, LIMITS, params_of
+
+GIB = 2**30
+SERVING = Limits(batch=128, max_model_len=8192, prefill_chunk=512)
+
+# Public models ------------------------------------------------------------------------------------
+
+
+def test_deepseek_r1_is_counted_tensor_by_tensor_as_its_checkpoint():
+    model = known.load("DeepSeek-R1")
+    tensors = (*model.weights, *model.extra)
+    scales = sum(model.stored_bytes(w)[1] // 4 * w.count for w in tensors)
+    by_dtype = {
+        "F8_E4M3": sum(w.parameters for w in tensors if w.quantized),
+        "BF16": sum(w.parameters for w in tensors if not w.quantized and w.dtype_bytes == 2),
+        "F32": scales + sum(w.parameters for w in tensors if w.dtype_bytes == 4),
+    }
+    # As the hub lists the published safetensors, the prediction layer among them.
+    assert by_dtype == {"F8_E4M3": 680_571_043_840, "BF16": 3_918_786_560, "F32": 41_555_600}
+    assert model.total_parameters() == 671_026_419_200
+    assert model.total_bytes(extra=True) == 688_574_839_360
+
+
+def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 * 16, out=2048):
+    """Parameters beside the text model in Qwen3.5-35B-A3B's checkpoint, from its vision_config."""
+
+    def linear(inputs, outputs):
+        return inputs * outputs + outputs
+
+    block = linear(hidden, 3 * hidden) + linear(hidden, hidden) + 2 * 2 * hidden
+    block += linear(hidden, mlp) + linear(mlp, hidden)
+    merged = 4 * hidden
+    merger = 2 * hidden + linear(merged, merged) + linear(merged, out)
+    return linear(3 * patch, hidden) + positions * hidden + depth * block + merger
+
+
+@pytest.mark.parametrize(
+    "name, text, published, beside",
+    [
+        # `published`: all of the checkpoint's numbers as the hub lists them; `text`: without the
+        # prediction layers, which the named size of the model leaves out.
+        ("DeepSeek-V2-Lite", 15_706_484_224, 15_706_484_224, 0),
+        ("Qwen3-Next-80B-A3B", 79_674_391_296, 81_324_862_720, 0),
+        ("Qwen3.5-35B-A3B", 34_660_610_688, 35_951_822_704, vision_tower()),
+        # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
+        ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
+    ],
+)
+def test_the_other_models_have_their_published_parameters(name, text, published, beside):
+    model = known.load(name.lower())
+    assert model.total_parameters() == text
+    assert model.total_parameters(extra=True) + beside == published
+    assert model.total_bytes() / model.total_parameters() == pytest.approx(2, rel=1e-3)
+
+
+def test_r1_on_8_and_16_gpus_leaves_this_cache():
+    plans = {
+        gpus: plan(known.load("DeepSeek-R1"), "h200", SERVING, placement=Placement(gpus=gpus))
+        for gpus in (8, 16)
+    }
+    for gpus, made in plans.items():
+        experts = {part.name: part.nbytes for part in made.items[0].parts}["experts weights"]
+        assert experts == 58 * (256 // gpus) * (3 * 7168 * 2048 + 3 * 16 * 56 * 4)
+        # Outputs of 128 rows, and two partial results of each of 66 parts.
+        assert made["arena"] == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
+        assert made.reserve >= 0
+    assert plans[16]["kv cache"] > plans[8]["kv cache"]
+    page = 61 * 64 * 576 * 2
+    for made in plans.values():
+        assert made["kv cache"] % page == 0 and made.reserve < page + made["arena"]
+
+
+def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
+    r1 = known.load("DeepSeek-R1")
+    limits = dataclasses.replace(SERVING, num_pages=100)
+    one = plan(r1, "400GiB", limits, placement=Placement(gpus=8, attention="data"))
+    divided = plan(r1, "400GiB", limits, placement=Placement(gpus=8, attention="tensor"))
+    assert divided["kv cache"] == one["kv cache"] == 100 * 61 * 64 * 576 * 2
+    assert divided["weights"] < one["weights"]
+    # Of 16 heads no more is kept than there is, and twice as many parts run at a time.
+    assert one["arena"] == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
+    assert divided["arena"] == 128 * 16 * 512 * 2 + 132 * 2 * 16 * 512 * 4
+
+    qwen = known.load("Qwen3-Next-80B-A3B")
+    caches = {
+        gpus: plan(qwen, "400GiB", limits, placement=Placement(gpus=gpus, attention="tensor"))[
+            "kv cache"
+        ]
+        for gpus in (1, 2, 4)
+    }
+    assert caches[2] == caches[1] // 2 == caches[4]  # two key-value heads: four GPUs hold copies
+
+
+def test_a_float8_cache_is_half_and_states_are_a_slot_a_row():
+    kimi = known.load("Kimi-Linear-48B-A3B")
+    limits = dataclasses.replace(SERVING, num_pages=100)
+    wide = plan(kimi, "h200", limits)
+    narrow = plan(kimi, "h200", limits, placement=Placement(cache_dtype="float8"))
+    assert narrow["kv cache"] == wide["kv cache"] // 2 == 7 * 100 * 64 * 576
+    assert wide["ssm state"] == 20 * 128 * 32 * 128 * 128 * 4
+    assert wide["conv state"] == 20 * 128 * 3 * (3 * 4096) * 2
+
+
+def test_what_others_would_have_taken():
+    naive = [each.nbytes for each in published()]
+    assert naive == [
+        16_374_562_816,
+        66_956_820_480,
+        42_405_986_304,
+        17_448_304_640,
+    ]
+    gib = [f"{size / GIB:.3f}" for size in naive]
+    assert gib == ["15.250", "62.358", "39.494", "16.250"]
+    assert published()[0].ours == 268_435_456
+    assert published()[3].ours <= 3.18 * GIB
+
+
+# The fixed point ----------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 50),
+    st.lists(st.integers(0, 400), min_size=1, max_size=30),
+    st.none() | st.integers(0, 300),
+)
+def test_pages_and_workspace_fit_and_one_page_more_does_not(available, page, steps, most):
+    levels = sorted(steps)
+
+    def workspace(pages):  # any function that does not fall
+        return levels[min(pages, len(levels) - 1)] + pages // 7
+
+    found = solve(available, page, workspace, most=most)
+    room = available - found.pages * page - workspace(found.pages)
+    assert room >= 0 or found.pages == 0
+    after = found.pages + 1
+    if most is None or after <= most:
+        assert after * page + workspace(after) > available
+    highs, lows = zip(*found.steps, strict=True)
+    assert list(highs) == sorted(highs, reverse=True) and list(lows) == sorted(lows)
+
+
+def test_sglangs_workspace_is_sized_by_what_its_cache_holds():
+    # 16.25 GiB were asked for beside 25,432 cached tokens with 4.23 GiB free: sized by the context.
+    rows = dict(rows=2048, heads=32, dim=128)
+    whole = split_kv_workspace(**rows, tokens=131_072)
+    token = 32 * 2 * 8 * 128 * 2
+    budget = 25_432 * token + int(4.23 * GIB)
+    assert 25_432 * token + whole > budget
+
+    def workspace(tokens):
+        return split_kv_workspace(**rows, tokens=min(tokens, 131_072))
+
+    held = solve(budget, token, workspace, most=25_432)
+    assert held.pages == 25_432 and held.workspace <= 3.18 * GIB
+    assert held.pages * token + held.workspace <= budget
+    free = solve(budget, token, workspace)
+    assert free.pages > 25_432 and free.pages * token + free.workspace <= budget
+    assert len(free.steps) <= 12
+
+
+# Budgets ------------------------------------------------------------------------------------------
+
+
+def test_utilization_is_of_the_total_and_what_lies_outside_can_lower_it():
+    budget = Budget("x", 1000, 0.9)
+    assert budget.arrays() == budget.arrays(outside=100) == 900
+    assert budget.arrays(outside=150) == 850
+    assert Budget("x", 1000, 0.9, limit=700).arrays(outside=150) == 700
+    assert Budget("x", 1000, 0.9).arrays(outside=2000) == 0
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.1, True, "0.9", float("nan")])
+def test_a_utilization_that_is_no_fraction_is_refused(value):
+    with pytest.raises(ValueError, match="utilization is a fraction of the device's total memory"):
+        Limits(utilization=value)
+
+
+def test_the_line_that_does_not_fit_is_named():
+    items = (Item("weights", 60, "w"), Item("kv cache", 50, "k"), Item("temp", 5, "t"))
+    with pytest.raises(PlanError, match="115 .* 100 are allowed, 1 of 100 .* is the kv cache"):
+        MemoryPlan(items, Budget("x", 100)).check()
+    driver = (*items[:1], Item("driver", 100, "d", outside=True))
+    with pytest.raises(PlanError, match="the line that does not fit is the driver"):
+        MemoryPlan(driver, Budget("x", 100)).check()
+
+
+@pytest.mark.parametrize(
+    "name, total", [("H200", 150_109_880_320), ("nvidia h100", 84_942_979_072), ("96GiB", 96 * GIB)]
+)
+def test_devices_have_names_or_sizes(name, total):
+    assert known_device(name).total == total
+
+
+@pytest.mark.parametrize("name", ["b200x", "", "GiB", "-4GiB", "0GiB", "1e9GiB"])
+def test_an_unknown_device_is_refused_with_those_that_are_known(name):
+    with pytest.raises(DeviceError, match="use one of h200, h100, h20, or its memory, as in 96GiB"):
+        known_device(name)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "Kimi-Linear-48B-A3B"])
+def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
+    model, gib, limits = (
+        (CONFIG, 3, Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9))
+        if name == "hybrid"
+        else (known.load(name), 200, dataclasses.replace(SERVING, batch=512, utilization=0.9))
+    )
+    total = gib * GIB
+    empty = plan(model, DeviceMemory("x", total), limits)
+    free = empty.inside + empty["driver"] - empty["kv cache"] // 2
+    made = plan(model, DeviceMemory("x", total, free=free), limits)
+    assert made["in use"] == total - free
+    assert made.inside + made["driver"] <= free < empty.inside + empty["driver"]
+    assert 0 < made["kv cache"] < empty["kv cache"]
+    assert made.budget.reason(made.outside) == f"what {made.outside:,} outside of it leave of " + (
+        f"{total:,} (x)"
+    )
+    with pytest.raises(PlanError, match=r"what [\d,]+ outside of it leave of"):
+        plan(model, DeviceMemory("x", total, free=total // 8), limits)
+
+
+def test_memory_that_contradicts_itself_is_refused():
+    with pytest.raises(DeviceError, match="at least one byte"):
+        DeviceMemory("x", 0)
+    with pytest.raises(DeviceError, match="2,000 bytes free of 1,000"):
+        DeviceMemory("x", 1000, free=2000)
+
+
+# The bound of temp --------------------------------------------------------------------------------
+
+
+def shapes(config, *, rows, chunk, pages, held):
+    state = jax.eval_shape(lambda: init_state(config, rows, held, rows, max_pages=pages))
+    decode = DecodeBatch(int32(rows, 1), int32(rows), int32(rows, pages), int32(rows))
+    one = int32(1)
+    prefill = PrefillBatch(int32(1, chunk), one, one, int32(1, pages), one)
+    return state, ((decode_step, decode), (prefill_step, prefill))
+
+
+@pytest.mark.parametrize(
+    "change, rows, chunk",
+    [({}, 4, 64), ({"num_repeats": 3, "gdn_per_repeat": 0}, 3, 200), ({"vocab_size": 5000}, 1, 16)],
+    ids=["hybrid", "mla", "vocabulary"],
+)
+def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, rows, chunk):
+    config = dataclasses.replace(CONFIG, **change)
+    params = jax.eval_shape(pack_vectors, abstract_model(config)[1])
+    state, steps = shapes(config, rows=rows, chunk=chunk, pages=4, held=9)
+    larger, _ = shapes(config, rows=rows, chunk=chunk, pages=4, held=9000)
+    for step, batch in steps:
+        traced = functools.partial(step, config, implementation="xla")
+        bound = temp_bound(traced, params, state, batch, donated=1)
+        compiled = jit_step(step, config, implementation="xla").lower(params, state, batch)
+        temp = compiled.compile().memory_analysis().temp_size_in_bytes
+        assert temp <= bound
+        assert temp_bound(traced, params, larger, batch, donated=1) == bound
+
+
+def test_a_second_copy_of_a_donated_buffer_counts():
+    def step(x, buffer):
+        return jax.lax.dynamic_update_slice(buffer, x, (0,)), buffer.sum() + (buffer * 2).sum()
+
+    x, buffer = jax.ShapeDtypeStruct((4,), "float32"), jax.ShapeDtypeStruct((10**6,), "float32")
+    assert temp_bound(step, x, buffer, donated=1) - LIBRARY_WORKSPACE == 4 * (10**6 + 3)
+
+
+# Without a device ---------------------------------------------------------------------------------
+
+
+def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
+    before = len(jax.live_arrays())
+    made = plan(CONFIG, "2GiB", dataclasses.replace(LIMITS, num_pages=7))
+    assert len(jax.live_arrays()) == before
+    assert {item.name: item.basis for item in made.items} == {
+        "weights": "shapes",
+        "arena": "shapes",
+        "kv cache": "shapes",
+        "conv state": "shapes",
+        "ssm state": "shapes",
+        "step inputs and outputs": "bound",
+        "xla temp": "bound",
+        "xla code": "bound",
+        "driver": "assumed",
+    }
+
+
+def test_the_engine_takes_what_was_planned_without_a_device():
+    made = plan(CONFIG, "2GiB", LIMITS)
+    engine = Engine(CONFIG, params_of(), LIMITS)
+    for name in ("weights", "arena", "kv cache", "conv state", "ssm state"):
+        assert made[name] == engine.plan[name]
+    state = engine.state
+    assert made["kv cache"] == state.kv_cache.nbytes and made["arena"] == state.arena.nbytes
+    assert engine.plan["xla temp"] <= made["xla temp"]
+    assert engine.plan["step inputs and outputs"] <= made["step inputs and outputs"]
+
+
+def test_without_pages_the_cache_gets_what_the_rest_leaves():
+    limits = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
+    made = plan(CONFIG, "2.07GiB", limits)
+    pages = made["kv cache"] // (64 * 80 * 2)
+    assert 0 < pages < limits.wanted_pages
+    assert 0 <= made.reserve < 2 * 64 * 80 * 2 + 64 * 256
+
+
+def test_what_would_help_the_decoder_helps_with_its_temp_too():
+    limits = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
+    with pytest.raises(
+        PlanError, match="1 pages are left, and one row of 256 .* takes 4"
+    ) as caught:
+        plan(CONFIG, "2GiB", limits)
+    advised = re.fullmatch(r"batch ([\d,]+) with ([\d,]+) pages", caught.value.advice[0])
+    batch, pages = (int(number.replace(",", "")) for number in advised.groups())
+    smaller = dataclasses.replace(limits, batch=batch, num_pages=pages, utilization=0.9)
+    assert plan(CONFIG, "2GiB", smaller).reserve >= 0
+
+
+@pytest.mark.parametrize(
+    "model, device, share, advised",
+    [(CONFIG, "2GiB", 0.001, "utilization"), ("DeepSeek-V2-Lite", "h200", 0.1, "--utilization")],
+)
+def test_a_larger_share_of_the_device_is_advised_first(model, device, share, advised):
+    limits = Limits(batch=16, max_model_len=256, prefill_chunk=16, utilization=share)
+    model = known.load(model) if isinstance(model, str) else model
+    with pytest.raises(PlanError) as caught:
+        plan(model, device, limits)
+    word, larger = caught.value.advice[0].split()
+    assert word == advised and share < float(larger) <= 0.9
+    assert plan(model, device, dataclasses.replace(limits, utilization=float(larger))).reserve >= 0
+
+
+def test_the_share_that_is_advised_holds_a_row_at_full_length():
+    one = dataclasses.replace(CONFIG, max_position_embeddings=2**22)
+    limits = Limits(batch=1, max_model_len=2**22, prefill_chunk=16, utilization=0.1)
+    with pytest.raises(PlanError) as caught:
+        plan(one, "2GiB", limits)
+    (word, larger, *_) = caught.value.advice[0].split()
+    assert word == "utilization" and float(larger) > 0.2
+    made = plan(one, "2GiB", dataclasses.replace(limits, utilization=float(larger)))
+    assert made.reserve >= 0 and made["kv cache"] >= limits.pages_per_row * 64 * 80 * 2
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_the_table_of_r1_comes_within_ten_seconds(gpus):
+    before = os.times()
+    command = [sys.executable, "-m", "jaxattn.plan", "DeepSeek-R1", "--gpus", str(gpus)]
+    done = subprocess.run([*command, "--compare", "naive"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = (
+        os.times()
+    )  # its processor time: the tests beside this one take their share of the clock
+    took = after.children_user + after.children_system
+    assert took - before.children_user - before.children_system < 10
+    for part in ("weights", "arena", "kv cache", "xla temp", "bound", "assumed", "reserve"):
+        assert part in done.stdout
+    for gib in ("15.250", "62.358", "39.494", "16.250"):
+        assert gib in done.stdout
+    assert "Utilization 0.9 is the fraction of the device's total memory" in done.stdout
+    assert "\u2588" in done.stdout
+
+
+def test_json_has_every_line_in_bytes(capsys):
+    assert main(["kimi-linear-48b-a3b", "--json", "--compare", "naive", "--device", "141GiB"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["fits"] and result["total"] == sum(item["nbytes"] for item in result["items"])
+    assert result["inside_jax"] + result["outside_jax"] == result["total"]
+    assert result["naive"][0]["name"] == "Kimi-Linear-48B-A3B"
+    assert result["notes"]
+
+
+def test_a_model_that_does_not_fit_prints_the_table_the_line_and_what_would_help(capsys):
+    assert main(["DeepSeek-R1", "--gpus", "4"]) == 2
+    printed = capsys.readouterr()
+    assert "missing" in printed.out and "weights" in printed.out
+    assert "the line that does not fit is the weights" in printed.err
+    assert "8 GPUs (--gpus 8)" in printed.err and printed.err.count("\n") == 1
+
+
+def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
+    arguments = ["Kimi-Linear-48B-A3B", "--device", "100GiB", "--utilization", "1", "--batch", "8"]
+    assert main([*arguments, "--max-model-len", "1m", "--prefill-chunk", "64"]) == 2
+    error = capsys.readouterr().err
+    assert "the line that does not fit is the kv cache: " in error
+    assert "one row of 1,048,576 tokens takes 16,384" in error
+    for fix in ("2 GPUs", "--max-model-len", "a float8 cache"):
+        assert fix in error, error
+
+
+BAD_INPUT = {
+    "nothing": ([], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
+    "model": (["DeepSeek-R9"], "unknown configuration 'DeepSeek-R9': use one of DeepSeek-R1,"),
+    "folder": (["/"], "/ is a folder without a config.json"),
+    "device": (["DeepSeek-R1", "--device", "v100"], "unknown device 'v100': use one of h200"),
+    "gpus": (["DeepSeek-R1", "--gpus", "-8"], "argument --gpus: '-8' is not a size"),
+    "no gpus": (["DeepSeek-R1", "--gpus", "0"], "argument --gpus: '0' is not a size"),
+    "more gpus than experts": (
+        ["DeepSeek-V2-Lite", "--gpus", "65"],
+        "gpus=65 is more than DeepSeek-V2-Lite's 64 experts",
+    ),
+    "heads": (
+        ["DeepSeek-V2-Lite", "--gpus", "3", "--attention", "tensor"],
+        "16 attention heads cannot be divided over 3 GPUs",
+    ),
+    "batch": (["DeepSeek-R1", "--batch", "0"], "argument --batch: '0' is not a size"),
+    "absurd batch": (
+        ["DeepSeek-R1", "--batch", "9999m"],
+        "batch must be at most 2,147,483,647, an int32; got 10,484,711,424",
+    ),
+    "length": (
+        ["DeepSeek-R1", "--max-model-len", "1m"],
+        "max_model_len=1,048,576 is longer than DeepSeek-R1's 163,840",
+    ),
+    "utilization": (["DeepSeek-R1", "--utilization", "98"], "'98' is not a fraction"),
+    "cache dtype": (["DeepSeek-R1", "--cache-dtype", "int4"], "invalid choice: 'int4'"),
+    "bucket": (["DeepSeek-R1", "--decode-buckets", "500"], "must be at most batch=128"),
+    "plot": (
+        ["DeepSeek-V2-Lite", "--plot", "/no/such/folder/x.png"],
+        ("cannot write /no/such/folder/x.png", "--plot needs matplotlib"),
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m jaxattn.plan: error: ") and error.count("\n") == 1
+    messages = (message,) if isinstance(message, str) else message
+    assert any(part in error for part in messages), error
+
+
+def test_a_folder_is_a_model_too(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(
+        json.dumps(known.load("DeepSeek-V2-Lite").config | {"num_hidden_layers": 3})
+    )
+    assert main([str(tmp_path), "--json"]) == 0
+    assert main([str(tmp_path), "--gpus", "2", "--json"]) == 0
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    assert main([str(tmp_path), "--batch", "4"]) == 0
+    assert "xla temp" in capsys.readouterr().out
+    assert main([str(tmp_path), "--gpus", "2"]) == 2
+    assert "are for the named models" in capsys.readouterr().err
+
+
+BROKEN_CONFIG = {
+    "no json": ("{", "cannot read"),
+    "no object": ([], "config.json is not an object"),
+    "null": (None, "config.json is not an object"),
+    "text": ({"text_config": [1]}, "text_config in config.json is not an object"),
+    "type": ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of deepseek_v2, deepseek_v3,"),
+    "missing": ({"vocab_size": ...}, "config.json lacks vocab_size"),
+    "negative": ({"hidden_size": -1}, "hidden_size in config.json must be an integer from 1 to"),
+    "text for a size": ({"v_head_dim": "128"}, "must be an integer from 1 to 2,147,483,647"),
+    "a fraction": (
+        {"num_hidden_layers": 1.5},
+        "num_hidden_layers in config.json must be an integer",
+    ),
+    "absurd": (
+        {"n_routed_experts": 10**30},
+        "from 1 to 2,147,483,647; got 1000",
+    ),
+    "layers": ({"first_k_dense_replace": 62}, "first_k_dense_replace=62 in config.json is more"),
+    "quantization": ({"quantization_config": "int4"}, "quantization 'int4' is not known"),
+    "block": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
+        "weight_block_size in config.json must be the two equal sides of a square; got [128, 0]",
+    ),
+    "kimi": (
+        known.load("Kimi-Linear-48B-A3B").config | {"linear_attn_config": 3},
+        "linear_attn_config in config.json is not an object",
+    ),
+    "kimi's layers": (
+        known.load("Kimi-Linear-48B-A3B").config
+        | {
+            "linear_attn_config": {
+                "num_heads": 1,
+                "head_dim": 1,
+                "short_conv_kernel_size": 4,
+                "full_attn_layers": [0],
+            }
+        },
+        "full_attn_layers in config.json must be layers from 1 to 27; got [0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", BROKEN_CONFIG.values(), ids=BROKEN_CONFIG)
+def test_a_broken_config_is_one_line_and_exit_code_2(change, message, tmp_path, capsys):
+    text = change
+    if not isinstance(change, str):
+        if isinstance(change, dict):
+            change = known.load("DeepSeek-R1").config | change
+            change = {name: value for name, value in change.items() if value is not ...}
+        text = json.dumps(change)
+    (tmp_path / "config.json").write_text(text)
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m jaxattn.plan: error: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_the_bar_is_as_wide_as_it_says_and_in_proportion():
+    items = (Item("weights", 50, ""), Item("kv cache", 25, ""), Item("driver", 5, "", outside=True))
+    text = bar(MemoryPlan(items, Budget("x", 100)), 40).plain
+    line, legend = text.split("\n")
+    assert line == "\u2588" * 32 + "\u2591" * 8
+    assert "weights 50.0%" in legend and "free 20.0%" in legend
+
+
+def test_a_narrow_terminal_keeps_every_byte(capsys):
+    console = Console(width=80, force_terminal=False)
+    print_plan(console, plan(known.load("DeepSeek-V2-Lite"), "h200", SERVING))
+    assert "31,412,968,448" in capsys.readouterr().out
+
+
+def test_the_picture_is_a_png(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
+    assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "--plot needs matplotlib: install jaxattn[plot]" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""scripts/sanitize.py without a GPU: its cases are ones that ops and kernels take; its verdicts."""
+
+import os
+import sys
+
+import jax
+import pytest
+
+from scripts import sanitize
+
+NAMES = [name for name in sanitize.CASES if name != "out_of_bounds"]
+cases = pytest.mark.parametrize("name", NAMES)
+
+
+@cases
+def test_the_ops_take_its_cases(name, capsys):
+    sanitize.run(name, "xla")
+    assert "nan" not in capsys.readouterr().out
+
+
+@cases
+def test_the_kernels_take_its_cases(name, monkeypatch):
+    """Traced, which is what finds what a kernel does not serve; lowered they are elsewhere."""
+    for module in [module for at, module in sys.modules.items() if at.startswith("jaxattn.")]:
+        if hasattr(module, "require_hopper"):
+            monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
+    op, arguments = sanitize.CASES[name]("mosaic_gpu")
+    assert "kernel_name=" in str(jax.make_jaxpr(op)(*arguments))
+
+
+@pytest.mark.parametrize(
+    "name, said, status, exits",
+    [
+        ("mla_append", "ERROR SUMMARY: 0 errors", 0, 0),
+        ("mla_append", "ERROR SUMMARY: 0 errors", 2, 1),  # the case failed by itself
+        ("mla_append", "ERROR SUMMARY: 172 errors", 1, 0),
+        ("mla_append", "ERROR SUMMARY: 172 errors", 1, 1),
+        ("mla_append", "Segmentation fault", 2, 0),
+        ("out_of_bounds", "ERROR SUMMARY: 172 errors", 0, 0),
+        ("out_of_bounds", "ERROR SUMMARY: 0 errors", 1, 0),
+        ("mla_append", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0),
+        ("mla_append", "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 1, 0),
+    ],
+)
+def test_a_tool_that_said_nothing_is_no_verdict(name, said, status, exits, tmp_path):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho '========= {said}'\nexit {exits}\n")
+    program.chmod(0o755)
+    tool = "racecheck" if "RACECHECK" in said else "memcheck"
+    assert sanitize.watched(tool, str(program), name, dict(os.environ))[0] == status
