@@ -34,8 +34,8 @@ from jaxattn.kernels.gdn_decode.inputs import (
     factors_of,
     gates,
     products,
-    silu,
 )
+from jaxattn.kernels.hopper.elementwise import silu
 from jaxattn.kernels.hopper.machine import meet, swizzled
 
 

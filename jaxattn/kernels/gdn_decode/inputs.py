@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.elementwise import silu
+
 DIM = 128  # Dk and Dv
 WIDTH = 4  # taps of the convolution
 CHANNEL = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)

@@ -29,10 +29,10 @@ from jaxattn.kernels.gdn_decode.inputs import (
     factors_of,
     gates,
     products,
-    silu,
 )
 from jaxattn.kernels.hopper.block_sums import BlockSums
 from jaxattn.kernels.hopper.cluster import Squares, block_of_cluster
+from jaxattn.kernels.hopper.elementwise import silu
 from jaxattn.kernels.hopper.machine import asked_for, made_here, meet
 
 SPLIT = 4  # blocks of a state
