@@ -31,6 +31,7 @@ PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
 # Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
 DRIVER = 1 * GIB
 COLLECTIVES = 1 * GIB  # NCCL's channels and buffers, with more than one GPU
+MOST_GPUS = 512  # that advice tries
 
 
 def plan_known(
@@ -243,7 +244,8 @@ def advice(
         return plan.reserve is not None and plan.reserve >= 0 and plan["kv cache"] >= least
 
     def gpus_for(changed: Limits) -> int | None:
-        sizes = (place.gpus << shift for shift in range(1, 10))
+        # One after another: the fewest that hold it are the same from wherever one starts.
+        sizes = range(place.gpus + 1, MOST_GPUS + 1)
         return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
 
     def smaller(name: str, on: Placement, like: Limits) -> int | None:
@@ -277,7 +279,7 @@ def advice(
     one_row = _with(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
     if gpus is None:
-        return ("a larger device (--device): up to 512 of these do not hold it",)
+        return (f"a larger device (--device): up to {MOST_GPUS} of these do not hold it",)
     on = dataclasses.replace(place, gpus=gpus)
     changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
     if not fits(plain, on):

@@ -407,7 +407,14 @@ def test_a_model_that_does_not_fit_prints_the_table_the_line_and_what_would_help
     printed = capsys.readouterr()
     assert "missing" in printed.out and "weights" in printed.out
     assert "the line that does not fit is the weights" in printed.err
-    assert "8 GPUs (--gpus 8)" in printed.err and printed.err.count("\n") == 1
+    assert "6 GPUs (--gpus 6)" in printed.err and printed.err.count("\n") == 1
+
+
+def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
+    for gpus in range(1, 6):
+        assert main(["DeepSeek-R1", "--gpus", str(gpus)]) == 2
+        assert "what would make it fit: 6 GPUs (--gpus 6)" in capsys.readouterr().err
+    assert main(["DeepSeek-R1", "--gpus", "6"]) == 0
 
 
 def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
