@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from jaxattn.models.hybrid import abstract_model, decode_step, jit_step, prefill
 from jaxattn.models.packed import pack_vectors
 from jaxattn.models.state import DecodeBatch, PrefillBatch, init_state
 from jaxattn.plan import Budget, Item, MemoryPlan, PlanError, plan, solve
+from jaxattn.plan.known import plan_known
 from jaxattn.plan.naive import published, split_kv_workspace
 from jaxattn.plan.placement import Placement
 from jaxattn.plan.show import bar, print_plan
@@ -557,6 +559,21 @@ def test_a_narrow_terminal_keeps_every_byte(capsys):
 def test_the_picture_is_a_png(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
     assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 0
+@pytest.mark.parametrize("columns", [79, 20])
+def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
+    out = io.StringIO()
+    console = Console(width=columns, file=out, force_terminal=True, color_system=None)
+    made = plan_known(known.load("DeepSeek-R1"), known_device("h200"), SERVING)
+    print_plan(console, made, published())
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    for item in (*made.items, *made.items[0].parts):
+        assert f"  {item.nbytes:,} B" in lines
+    for each in published():
+        assert f"  {each.nbytes:,} B" in lines and f"  {each.ours:,} B" in lines
+    assert "missing" in lines and f"  {abs(made.reserve):,} B" in lines
+
+
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
