@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-PROGRAM = "python -m jaxattn.serve"
+from jaxattn import interrupt
+
+PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
 
 
@@ -77,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         description="Continues prompts with a hybrid MLA and gated-delta-net model of bytes. "
         "Without arguments the embedded model continues six beginnings of Python code.",
-        epilog="Exit codes: 0; 1 if a request was refused or the reader of stdout left; 2 for bad "
-        "input; 130 after Ctrl-C; 143 after SIGTERM.",
+        epilog="Exit codes: 0; 1 if a request was refused, or if stdout is closed or its "
+        "reader left; 2 for bad input; 130 after Ctrl-C; 143 after SIGTERM.",
     )
     model = root.add_argument_group("model")
     model.add_argument(

@@ -1,7 +1,7 @@
 """The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
 
 No device is used and nothing is allocated. Exit codes: 0, 2 for bad input or a plan that does not
-fit (its table is printed all the same), 1 if the reader of stdout left.
+fit (its table is printed all the same), 1 if stdout is closed or its reader left, 130 after Ctrl-C.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxattn import interrupt
 from jaxattn.cli.command import exit_code
 from jaxattn.cli.options import HelpFormatter, InputError, Parser, fraction, size, sizes
 from jaxattn.memory.budget import MemoryPlan, PlanError
@@ -26,7 +27,7 @@ from jaxattn.plan.naive import Naive, of_model, published
 from jaxattn.plan.placement import CACHE_BYTES, Placement
 from jaxattn.plan.show import PlotError, print_plan, save_plot
 
-PROGRAM = "python -m jaxattn.plan"
+PROGRAM = interrupt.program("plan")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,8 +1,9 @@
 """A model of bytes continues prompts, many at a time, in one compiled step: python -m jaxattn.serve
 
 The generated text goes to stdout (with `--json`, one JSON object instead), all else to stderr.
-Exit codes: 0, 1 if a request was refused or the reader of stdout left, 2 for bad input, 130 after
-Ctrl-C and 143 after SIGTERM; what was generated until then is reported all the same.
+Exit codes: 0; 1 if a request was refused, or if stdout is closed or its reader left; 2 for bad
+input; 130 after Ctrl-C and 143 after SIGTERM. What was generated until then is reported all the
+same. Before the first token, and at a second Ctrl-C, the command ends at once.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxattn.cli.command import code_of, exit_code, terminated_like_interrupted
+from jaxattn import interrupt
+from jaxattn.cli.command import code_of, exit_code, interrupts_raised
 from jaxattn.cli.options import MAX_MODEL_LEN, PROGRAM, InputError, parser
 from jaxattn.cli.prompts import PROMPTS
 from jaxattn.cli.report import TextStream, measure, plan_lines, summary_lines, to_json
@@ -35,6 +37,9 @@ from jaxattn.plan.show import PlotError, print_plan, save_plot
 
 STOP = 0  # the byte that ends every file that the embedded model was trained on
 VOCAB_SIZE = 256
+
+
+CURSOR = b"\x1b[?25h\n"  # shows it: the display of progress hides it, in a line without an end
 
 
 def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[bytes]:
@@ -183,10 +188,16 @@ def run(options: argparse.Namespace) -> int:
     stream = TextStream(messages if options.json else Console(), requests)
     interrupted = None
     try:
-        with terminated_like_interrupted():
-            completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
-    except GenerationInterrupted as interrupt:
-        completions, interrupted = interrupt.completions, code_of(interrupt)
+        with interrupts_raised() as asked:
+
+            def on_token(request: Request, token: int) -> None:
+                asked.check()
+                stream.token(request, token)
+
+            completions = engine.generate(requests, on_token=on_token, on_finish=stream.finish)
+        interrupted = asked.code
+    except GenerationInterrupted as ended:
+        completions, interrupted = ended.completions, code_of(ended)
     except SealError as error:
         raise InputError(f"--strict: {_one_line(error)}") from error
     stream.close()
@@ -309,10 +320,13 @@ def start_engine(
             print_plan(_wide(messages), error.plan)
         raise InputError(_one_line(error)) from error
     except NotImplementedError as error:
+        if messages.is_terminal and not messages.is_dumb_terminal:
+            interrupt.before_end(CURSOR)
         raise InputError(_one_line(error)) from error
     finally:
         if tasks:
             progress.stop()
+        interrupt.before_end(None)
     for line in plan_lines(engine):
         messages.print(line)
     engine.start()
