@@ -15,7 +15,16 @@ from rich.console import Console
 
 from jaxattn import interrupt
 from jaxattn.cli.command import exit_code
-from jaxattn.cli.options import HelpFormatter, InputError, Parser, fraction, size, sizes
+from jaxattn.cli.options import (
+    VERSION,
+    HelpFormatter,
+    InputError,
+    Parser,
+    fraction,
+    in_options,
+    size,
+    sizes,
+)
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
@@ -104,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--plot", metavar="FILE.png", type=Path, help="draws the bar as a picture")
     root.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    root.add_argument("--version", action="version", version=VERSION)
     return root
 
 
@@ -124,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         limits, placement = read_limits(options, model)
         found, refused = make(model, memory, limits, placement)
     except (DeviceError, ValueError) as error:
-        raise InputError(" ".join(str(error).split())) from error
+        raise InputError(in_options(error)) from error
     if naive and isinstance(model, known.KnownModel):
         naive = [
             *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
@@ -146,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
         except PlotError as error:
             raise InputError(str(error)) from error
     if refused is not None:
-        raise InputError(" ".join(str(refused).split()))
+        raise InputError(in_options(refused))
     return 0
 
 

@@ -7,6 +7,7 @@ same. Before the first token, and at a second Ctrl-C, the command ends at once.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -20,9 +21,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxattn import interrupt
 from jaxattn.cli.command import code_of, exit_code, interrupts_raised
-from jaxattn.cli.options import MAX_MODEL_LEN, PROGRAM, InputError, parser
+from jaxattn.cli.options import MAX_MODEL_LEN, PROGRAM, InputError, in_options, parser
 from jaxattn.cli.prompts import PROMPTS
 from jaxattn.cli.report import TextStream, measure, plan_lines, summary_lines, to_json
+from jaxattn.core.checks import MOST
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Completion, GenerationInterrupted, Request
 from jaxattn.engine.seal import SealError
@@ -37,16 +39,16 @@ from jaxattn.plan.show import PlotError, print_plan, save_plot
 
 STOP = 0  # the byte that ends every file that the embedded model was trained on
 VOCAB_SIZE = 256
-
-
 CURSOR = b"\x1b[?25h\n"  # shows it: the display of progress hides it, in a line without an end
 
 
-def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[bytes]:
-    """The prompts' bytes.
+def read_prompts(
+    prompts: Sequence[str] | None, stdin: TextIO | None, most: int = MAX_MODEL_LEN
+) -> list[bytes]:
+    """The prompts' bytes. Of stdin, which may have no end, at most `most` are read.
 
     Raises:
-        InputError: one is empty, or stdin is asked for twice or closed.
+        InputError: one is empty, or stdin is asked for twice, closed, or has `most` bytes.
     """
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
@@ -58,7 +60,12 @@ def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[by
         elif stdin is None:
             raise InputError("--prompt - reads stdin, which is closed")
         else:
-            data = stdin.buffer.read()
+            data = stdin.buffer.read(most)
+            if len(data) == most:
+                raise InputError(
+                    f"--prompt - read {most:,} bytes of stdin, and that is the whole model length: "
+                    "shorten the prompt, or give a larger --max-model-len"
+                )
         if not data:
             where = "stdin" if prompt == "-" else f"--prompt number {place}"
             raise InputError(f"{where} is empty; a prompt needs at least one byte")
@@ -126,11 +133,11 @@ def load_params(folder: Path) -> Any:
         raise InputError(_one_line(error)) from error
 
 
-def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: HybridConfig) -> int:
-    """The model length to use.
+def model_length(max_model_len: int | None, config: HybridConfig) -> int:
+    """The longest row, prompt and continuation together.
 
     Raises:
-        InputError: the model has not that length, or a prompt leaves nothing of it to generate.
+        InputError: the model has not that length.
     """
     longest = config.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
@@ -138,14 +145,17 @@ def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: H
             f"--max-model-len {max_model_len} is longer than the model's max_position_embeddings, "
             f"{longest}"
         )
-    length = max_model_len or min(MAX_MODEL_LEN, longest)
+    return max_model_len or min(MAX_MODEL_LEN, longest)
+
+
+def check_prompts(prompts: Sequence[bytes], length: int, longest: int) -> None:
+    """Raises InputError if a prompt leaves nothing of `length` to generate."""
     for place, prompt in enumerate(prompts, 1):
         if len(prompt) >= length:
             raise InputError(
                 f"prompt {place} has {len(prompt)} bytes and the model length is {length}, with at "
                 f"least one byte to generate; the model goes up to --max-model-len {longest}"
             )
-    return length
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,13 +168,19 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
-    messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    messages = Console(
+        stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
+    )
     if options.plot and not options.plan:
         raise InputError("--plot draws a plan: give --plan too")
-    prompts = read_prompts(options.prompt, sys.stdin)
     folder = options.checkpoint or checkpoint.EMBEDDED
     config = read_config(folder)
-    limits = read_limits(options, () if options.plan else prompts, config)
+    length = model_length(options.max_model_len, config)
+    limits = read_limits(options, length)
+    prompts: list[bytes] = []
+    if not options.plan:
+        prompts = read_prompts(options.prompt, sys.stdin, length)
+        check_prompts(prompts, length, config.max_position_embeddings)
     choose_device(options.device, options.implementation, options.utilization)
     if options.plan:
         return show_plan(config, limits, options)
@@ -214,17 +230,14 @@ def run(options: argparse.Namespace) -> int:
     return interrupted or int(any(map(_refused, completions)))
 
 
-def read_limits(
-    options: argparse.Namespace, prompts: Sequence[bytes], config: HybridConfig
-) -> Limits:
+def read_limits(options: argparse.Namespace, length: int) -> Limits:
     """The engine's limits.
 
     Raises:
-        InputError: they make no sense, or a prompt does not fit them.
+        InputError: they make no sense; it names the options.
     """
-    length = check_lengths(prompts, options.max_model_len, config)
     try:
-        return Limits(
+        limits = Limits(
             batch=options.batch,
             max_model_len=length,
             num_pages=options.num_pages,
@@ -234,11 +247,20 @@ def read_limits(
             prefill_buckets=options.prefill_buckets or (),
         )
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise InputError(in_options(error)) from error
+    if limits.pages > MOST:
+        raise InputError(
+            f"--batch {limits.batch} times --max-model-len {limits.max_model_len} is "
+            f"{limits.pages:,} pages, and an int32 numbers {MOST:,}: make one of them smaller, or "
+            "give --num-pages"
+        )
+    return limits
 
 
 def show_plan(config: HybridConfig, limits: Limits, options: argparse.Namespace) -> int:
     """Prints the plan from shapes alone; 2 if it does not fit."""
+    if limits.utilization is None:  # as the server does, which shrinks no cache unasked
+        limits = dataclasses.replace(limits, num_pages=limits.pages)
     memory = device_memory(jax.devices()[0])
     if memory is None:
         raise InputError("--plan: nothing says how much memory this device has")
@@ -258,7 +280,7 @@ def show_plan(config: HybridConfig, limits: Limits, options: argparse.Namespace)
         except PlotError as error:
             raise InputError(str(error)) from error
     if refused is not None:
-        raise InputError(_one_line(refused))
+        raise InputError(in_options(refused))
     return 0
 
 
@@ -292,12 +314,14 @@ def start_engine(
 ) -> tuple[Engine, dict[str, float]]:
     """A compiled engine, whose plan was printed before its state was allocated."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    progress = Progress(*columns, console=messages)
+    progress = Progress(*columns, console=messages, disable=options.quiet)
     compile_seconds: dict[str, float] = {}
     tasks: dict[str, Any] = {}
 
     def on_compile(name: str, seconds: float | None) -> None:
         progress.start()  # not earlier: an empty progress display prints an empty line
+        if messages.is_terminal and not messages.is_dumb_terminal:
+            interrupt.before_end(CURSOR)
         if seconds is None:
             tasks[name] = progress.add_task(f"compiling {name}", total=1)
         else:
@@ -318,16 +342,14 @@ def start_engine(
     except PlanError as error:
         if error.plan is not None:
             print_plan(_wide(messages), error.plan)
-        raise InputError(_one_line(error)) from error
+        raise InputError(in_options(error)) from error
     except NotImplementedError as error:
-        if messages.is_terminal and not messages.is_dumb_terminal:
-            interrupt.before_end(CURSOR)
         raise InputError(_one_line(error)) from error
     finally:
         if tasks:
             progress.stop()
         interrupt.before_end(None)
-    for line in plan_lines(engine):
+    for line in plan_lines(engine.plan):
         messages.print(line)
     engine.start()
     return engine, compile_seconds

@@ -5,15 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from jaxattn import interrupt
+from jaxattn import __main__, interrupt
 from jaxattn.cli.command import interrupts_raised
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("jaxattn.serve", "jaxattn.plan", "jaxattn.bench")
+MODULES = ("jaxattn", "jaxattn.serve", "jaxattn.plan", "jaxattn.bench")
 
 # What stands in for JAX, so that the signal comes while it is imported.
 IN_A_DESTRUCTOR = """
@@ -104,6 +105,22 @@ def test_how_python_was_started(given, own, name, monkeypatch):
     assert interrupt.started_as() == name
     assert interrupt.program("plan") == (name or "python -m jaxattn.plan")
     assert interrupt.program("serve") == "python -m jaxattn.serve"
+
+
+def test_every_list_has_all_commands(capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {f"jaxattn-{name}" for name in interrupt.COMMANDS}
+    assert __main__.main([]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(interrupt.COMMANDS) + 1
+    for name, line in zip(interrupt.COMMANDS, printed, strict=False):
+        assert line.startswith(f"python -m jaxattn.{name} ") and name in printed[-1]
+
+
+def test_a_word_after_the_list_of_commands(capsys):
+    assert __main__.main(["serve", "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("run python -m jaxattn.serve\n") and error.count("\n") == 1
 
 
 in_the_main_thread = pytest.mark.skipif(

@@ -14,12 +14,16 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from jaxattn.cli.options import parser, size
+import jaxattn
+from jaxattn.__main__ import main as list_main
+from jaxattn.cli.options import in_options, parser, size
+from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.prompts import PROMPTS
-from jaxattn.cli.report import TextStream
-from jaxattn.cli.serve import main
+from jaxattn.cli.report import TextStream, ending, plan_lines
+from jaxattn.cli.serve import main, read_prompts
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.request import Completion, Request
+from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import init_params
@@ -74,7 +78,7 @@ def test_help_is_grouped_and_shows_every_default(capsys):
         assert group in text
     for action in parser()._actions[1:]:
         assert action.option_strings[0] in text
-        if action.default not in (None, False):
+        if action.default not in (None, False, argparse.SUPPRESS):
             assert f"(default: {action.default})" in text
         elif action.default is None:
             assert "(default: " in action.help
@@ -94,9 +98,13 @@ BAD_INPUT = {
     "batch": (["--batch", "0"], "argument --batch: '0' is not a size"),
     "length": (["--max-model-len", "4kb"], "argument --max-model-len: '4kb' is not a size"),
     "pages": (["--num-pages", "-3"], "argument --num-pages: '-3' is not a size"),
-    "pages beyond int32": (["--num-pages", "4000m"], "num_pages must be at most 2,147,483,647"),
+    "pages beyond int32": (["--num-pages", "4000m"], "--num-pages must be at most 2,147,483,647"),
+    "too many pages": (
+        ["--batch", "1000m", "--max-model-len", "256"],
+        "--batch 1048576000 times --max-model-len 256 is 4,194,304,000 pages",
+    ),
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
-    "bucket": (["--decode-buckets", "8"], "decode_buckets=(8,) must be at most batch=4"),
+    "bucket": (["--decode-buckets", "8"], "--decode-buckets 8 must be at most --batch 4"),
     "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
     "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),
@@ -133,6 +141,108 @@ def test_a_gpu_that_is_not_there_is_missed_in_one_line(arguments, message, model
     assert main(["--checkpoint", model, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+class Endless(io.RawIOBase):
+    """What `yes |` gives."""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        buffer[:] = b"y" * len(buffer)
+        return len(buffer)
+
+
+def test_of_an_endless_stdin_the_model_length_is_read(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    assert main(["--checkpoint", model, "--prompt", "-", *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert "--prompt - read 64 bytes of stdin" in error and "--max-model-len" in error
+
+
+def test_a_prompt_of_stdin_is_read_to_its_end():
+    stdin = io.TextIOWrapper(io.BytesIO(b"y" * 63))
+    assert read_prompts(["-", "x"], stdin, 64) == [b"y" * 63, b"x"]
+
+
+def test_a_plan_reads_no_stdin(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["--checkpoint", model, "--plan", "--prompt", "-", *SMALL]) == 0
+
+
+def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
+    """It shrinks no cache unasked, so that both say the same of one that does not fit."""
+    assert main(["--checkpoint", model, "--plan", "--json", *SMALL]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["budget"]["utilization"] == 1 and "x 4 pages x" in str(plan["items"])
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        ("max_model_len=1,048,576 is longer", "--max-model-len 1048576 is longer"),
+        ("batch 6,250 with 100,000 pages", "--batch 6250 with 100,000 pages"),
+        ("prefill_chunk 64 with 4 pages", "--prefill-chunk 64 with 4 pages"),
+        ("decode_buckets=(8, 4) must be", "--decode-buckets 8,4 must be"),
+        ("use attention='data' or another", "use --attention data or another"),
+        ("gpus=65 is more", "--gpus 65 is more"),
+        ("q_lens must have 1", "--q-len must have 1"),
+        ("num_pages must be\n at most", "--num-pages must be at most"),
+        ("--utilization 0.9 or --batch 8", "--utilization 0.9 or --batch 8"),
+        ("16 attention heads of a batch", "16 attention heads of a batch"),
+        ("its max_position_embeddings=4096", "its max_position_embeddings=4096"),
+    ],
+)
+def test_a_message_names_the_options(message, said):
+    assert in_options(message) == said
+
+
+@pytest.mark.parametrize(
+    "tokens, reason, said",
+    [
+        (3, "length", "3 tokens, cut by --max-tokens 3"),
+        (2, "length", "2 tokens, cut by --max-model-len 4"),
+        (2, "stop", "2 tokens, stop"),
+    ],
+)
+def test_the_summary_says_which_option_cut_a_text(tokens, reason, said):
+    completion = Completion(Request(b"ab", max_tokens=3, id=0), (65,) * tokens, reason)
+    assert ending(completion) == said
+
+
+def test_quiet_leaves_the_text_alone(model, capsys):
+    arguments = ["--prompt", "ab", "--max-tokens", "2", "--quiet", *SMALL]
+    assert main(["--checkpoint", model, *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("ab") and printed.err == ""
+
+
+def test_quiet_with_json_prints_no_text_on_stderr():
+    request = Request(b"a", id=0)
+    text_stream, out = stream([request], quiet=True)
+    feed(text_stream, request, b"b")
+    text_stream.close()
+    assert out.getvalue() == ""
+
+
+def test_the_plan_before_serving_is_three_lines():
+    items = (Item("weights", 3 * 2**20, ""), Item("kv cache", 2**20, ""), Item("none", 0, ""))
+    lines = list(plan_lines(MemoryPlan(items, Budget("cpu", 10 * 2**20), "4 rows")))
+    assert lines == [
+        "memory plan for 4 rows: 4,194,304 bytes in total",
+        "  in MiB: weights 3.00, kv cache 1.00",
+        "  6.00 MiB of cpu stay free; --plan prints every line with its reason",
+    ]
+    assert len(list(plan_lines(MemoryPlan(items, None, "4 rows")))) == 3
+
+
+def test_the_version(capsys):
+    for command in (main, plan_main, list_main):
+        with pytest.raises(SystemExit) as ended:
+            command(["--version"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == f"jaxattn {jaxattn.__version__}\n"
 
 
 def test_empty_stdin_is_an_empty_prompt(model, capsys, monkeypatch):
@@ -190,8 +300,9 @@ def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(
         "memory plan for 4 rows of up to 512 tokens",
         "kv cache",
         "xla temp",
-        "total",
-        "[6] 20 tokens, length, first token after",
+        "in total",
+        "stay free; --plan prints every line with its reason",
+        "[6] 20 tokens, cut by --max-tokens 20, first token after",
         "tok/s",
         "planned",
         "measured",
@@ -299,7 +410,7 @@ def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(mode
     assert main(["--checkpoint", model, *arguments]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("[1] a")
-    assert re.search(r"\[1\] \d+ tokens, (length|stop)", printed.err)
+    assert re.search(r"\[1\] \d+ tokens, (cut by|stop)", printed.err)
     assert "[2] refused: 120 prompt tokens and 20 to generate need 3 pages of 64" in printed.err
 
 
@@ -410,6 +521,14 @@ def test_a_terminal_gets_colour_a_dim_prompt_and_no_control_characters():
     number, prompt = "\x1b[36m[1] \x1b[0m", "\x1b[2m{}\x1b[0m"
     lines = [number + prompt.format("a") + "\n", number + prompt.format("\ufffd") + "\ufffd[2J\n"]
     assert out.getvalue() == "".join(lines)
+
+
+def test_no_color(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    first, second = Request(b"a", id=0), Request(b"b", id=1)
+    text_stream, out = stream([first, second], force_terminal=True, color_system="standard")
+    feed(text_stream, first, b"1\n")
+    assert out.getvalue() == "[1] \x1b[2ma\x1b[0m1\n"  # dim is no colour
 
 
 def test_a_request_that_never_ran_prints_nothing():

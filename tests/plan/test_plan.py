@@ -438,7 +438,7 @@ BAD_INPUT = {
     "no gpus": (["DeepSeek-R1", "--gpus", "0"], "argument --gpus: '0' is not a size"),
     "more gpus than experts": (
         ["DeepSeek-V2-Lite", "--gpus", "65"],
-        "gpus=65 is more than DeepSeek-V2-Lite's 64 experts",
+        "--gpus 65 is more than DeepSeek-V2-Lite's 64 experts",
     ),
     "heads": (
         ["DeepSeek-V2-Lite", "--gpus", "3", "--attention", "tensor"],
@@ -447,15 +447,18 @@ BAD_INPUT = {
     "batch": (["DeepSeek-R1", "--batch", "0"], "argument --batch: '0' is not a size"),
     "absurd batch": (
         ["DeepSeek-R1", "--batch", "9999m"],
-        "batch must be at most 2,147,483,647, an int32; got 10,484,711,424",
+        "--batch must be at most 2,147,483,647, an int32; got 10,484,711,424",
     ),
     "length": (
         ["DeepSeek-R1", "--max-model-len", "1m"],
-        "max_model_len=1,048,576 is longer than DeepSeek-R1's 163,840",
+        "--max-model-len 1048576 is longer than DeepSeek-R1's 163,840",
     ),
     "utilization": (["DeepSeek-R1", "--utilization", "98"], "'98' is not a fraction"),
     "cache dtype": (["DeepSeek-R1", "--cache-dtype", "int4"], "invalid choice: 'int4'"),
-    "bucket": (["DeepSeek-R1", "--decode-buckets", "500"], "must be at most batch=128"),
+    "bucket": (
+        ["DeepSeek-R1", "--decode-buckets", "500"],
+        "--decode-buckets 500 must be at most --batch 128",
+    ),
     "plot": (
         ["DeepSeek-V2-Lite", "--plot", "/no/such/folder/x.png"],
         ("cannot write /no/such/folder/x.png", "--plot needs matplotlib"),
@@ -556,9 +559,6 @@ def test_a_narrow_terminal_keeps_every_byte(capsys):
     assert "31,412,968,448" in capsys.readouterr().out
 
 
-def test_the_picture_is_a_png(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
-    assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 0
 @pytest.mark.parametrize("columns", [79, 20])
 def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
     out = io.StringIO()
@@ -574,6 +574,9 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
     assert "missing" in lines and f"  {abs(made.reserve):,} B" in lines
 
 
+def test_the_picture_is_a_png(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
+    assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
