@@ -227,6 +227,8 @@ def run(options: argparse.Namespace) -> int:
         }
         result = to_json(engine, completions, measured, settings, compile_seconds)
         print(json.dumps(result), flush=True)
+    if interrupted and options.quiet:  # else the summary says it
+        print("interrupted", file=sys.stderr)
     return interrupted or int(any(map(_refused, completions)))
 
 

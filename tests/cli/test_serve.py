@@ -22,7 +22,7 @@ from jaxattn.cli.prompts import PROMPTS
 from jaxattn.cli.report import TextStream, ending, plan_lines
 from jaxattn.cli.serve import main, read_prompts
 from jaxattn.core.rope import RopeConfig
-from jaxattn.engine.request import Completion, Request
+from jaxattn.engine.request import Completion, GenerationInterrupted, Request
 from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
@@ -211,11 +211,19 @@ def test_the_summary_says_which_option_cut_a_text(tokens, reason, said):
     assert ending(completion) == said
 
 
-def test_quiet_leaves_the_text_alone(model, capsys):
-    arguments = ["--prompt", "ab", "--max-tokens", "2", "--quiet", *SMALL]
-    assert main(["--checkpoint", model, *arguments]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("ab") and printed.err == ""
+def test_quiet_still_says_that_it_was_interrupted(model, capsys, monkeypatch):
+    monkeypatch.setattr("jaxattn.cli.serve.start_engine", lambda *a: (Interrupted(), {}))
+    monkeypatch.setattr("jaxattn.cli.serve.summary_lines", lambda *a: ["summary"])
+    for extra, said in ([], "summary\n"), (["--quiet"], "interrupted\n"):
+        assert main(["--checkpoint", model, "--prompt", "ab", *extra, *SMALL]) == 130
+        assert capsys.readouterr().err == said
+
+
+class Interrupted:
+    """An engine at Ctrl-C."""
+
+    def generate(self, requests, **callbacks):
+        raise GenerationInterrupted([Completion(each, (), "interrupted") for each in requests])
 
 
 def test_quiet_with_json_prints_no_text_on_stderr():
@@ -385,8 +393,11 @@ def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monk
     assert "x 4 pages x" in cache["why"]  # no more than two rows of 128 tokens can use
 
 
-def test_what_was_compiled_is_found_again_in_the_cache_folder(model, capsys, tmp_path):
+def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_the_text_alone(
+    model, capsys, tmp_path
+):
     arguments = ["--prompt", "ab", "--max-tokens", "2", "--compile-cache", str(tmp_path / "xla")]
+    arguments += ["--quiet"]
     old = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
@@ -394,6 +405,8 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder(model, capsys, tmp
     try:
         assert main(["--checkpoint", model, *arguments, *SMALL]) == 0
         assert list((tmp_path / "xla").iterdir())
+        printed = capsys.readouterr()
+        assert printed.out.startswith("ab") and printed.err == ""
     finally:
         jax.config.update("jax_compilation_cache_dir", old[0])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
