@@ -11,8 +11,20 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxattn.arena import Arena
+from jaxattn.core.tables import check_pages, check_places
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_given(x: Any) -> Any:
+    """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
+
+    `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
+    """
+    known = all(
+        isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
+    )
+    return x if x is None else np.asarray(x) if known else jnp.asarray(x)
 
 
 def check_array(op: str, name: str, x: Any) -> None:
@@ -186,40 +198,121 @@ class Arguments:
     def check_paged(
         self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Checks a cache and its addressing, and lengths against the tables if they are known."""
+        """A cache and its addressing: tables and lengths are checked where they are known.
+
+        A traced row of more tokens than its table has places comes back as one of 0, padding.
+        """
         self.check_layer(kv_cache, layer)
         # Bytes are not numbers: how many of them a latent takes is the format's to say.
-        width = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
-        axes = f"N C {width}" if layer is None else f"L N C {width}"
+        stored = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
+        axes = f"N C {stored}" if layer is None else f"L N C {stored}"
         cache = self.check("kv_cache", kv_cache, axes, CACHES)
-        tables = self.check("block_tables", block_tables, "B M", INT32)
-        lengths = self.check("seq_lens", seq_lens, "B", INT32)
-        capacity = tables.shape[1] * cache.shape[-2]
-        self.check_most(
-            f"seq_lens {lengths.shape}",
+        known_tables, tables = self.integers("block_tables", block_tables, "B M")
+        width: int = tables.shape[1]
+        num_pages, page = cache.shape[-3:-1]
+        known_lengths, lengths = self.lengths(
+            "seq_lens",
             seq_lens,
-            capacity,
-            f"block_tables {tables.shape} with pages of {cache.shape[-2]} tokens reach {capacity}; "
+            width * page,
+            f"block_tables {tables.shape} with pages of {page} tokens reach {width * page}; "
             "give wider block_tables",
         )
+        check_pages(self.op, known_tables, known_lengths, num_pages, page)
         return cache, tables, lengths
 
     def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
-        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding."""
-        lengths = self.check("query_lens", query_lens, "B", INT32)
+        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding.
+
+        A traced row with more of them than S has none.
+        """
         most = tokens.shape[1]
-        self.check_most(
-            f"query_lens {lengths.shape}",
-            query_lens,
-            most,
-            f"{name} {tokens.shape} has {most} tokens a row",
-        )
-        return lengths
+        but = f"{name} {tokens.shape} has {most} tokens a row"
+        return self.lengths("query_lens", query_lens, most, but)[1]
+
+    def check_written(
+        self, block_tables: Any, seq_lens: Any, query_lens: Any, tokens: int, page: int
+    ) -> None:
+        """Raises where rows would write to one place, unless something is traced.
+
+        The arguments are those of `check_paged` and `check_query_lens`, which have checked them;
+        without `query_lens` a row writes `tokens`.
+        """
+        new = tokens if query_lens is None else query_lens
+        tables, lengths, new = map(as_given, (block_tables, seq_lens, new))
+        check_places(self.op, tables, lengths, new, page)
+
+    def integers(self, name: str, x: Any, axes: str) -> tuple[Any, jax.Array]:
+        """An argument of int32 numbers; lists and other integers are taken where they fit.
+
+        Returns:
+            What is known of it: a NumPy array, JAX's, or a tracer; and the JAX array, int32.
+        """
+        title = f"{name} [{', '.join(axes.split())}]"
+        if not isinstance(x, list | tuple | int):
+            check_array(self.op, name, x)
+        try:
+            known = as_given(x)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{self.op}: {title} must be integers in rows of one length, got "
+                f"{type(x).__name__} {_shortened(x)}"
+            ) from None
+        if isinstance(x, list | tuple) and known.size == 0:
+            known = known.astype(np.int32)  # NumPy takes an empty list for floats
+        if not jnp.issubdtype(known.dtype, jnp.integer):
+            raise TypeError(
+                f"{self.op}: {name} must be integers, got {known.dtype} {tuple(known.shape)}"
+            )
+        if known.dtype != jnp.int32:
+            known = self._narrowed(name, known)
+        return known, self.check(name, known, axes, INT32)
+
+    def _narrowed(self, name: str, known: Any) -> Any:
+        """Other integers as int32.
+
+        Traced ones that do not fit become its first or last: no row is so long, no cache has such
+        a page.
+        """
+        if not isinstance(known, jax.core.Tracer):
+            known = np.asarray(known)
+            for value in (known.min(), known.max()) if known.size else ():
+                if not -MOST - 1 <= int(value) <= MOST:
+                    raise ValueError(
+                        f"{self.op}: {name} {known.shape} holds {value}, which no int32 is"
+                    )
+            return known.astype(np.int32)
+        wide = jnp.iinfo(known.dtype)
+        low, high = max(int(wide.min), -MOST - 1), min(int(wide.max), MOST)
+        return jnp.clip(known, low, high).astype(jnp.int32)
+
+    def lengths(self, name: str, x: Any, most: int, but: str) -> tuple[Any, jax.Array]:
+        """Lengths of rows [B], from 0 to `most`: others are refused for the reason that `but`
+        gives, or, where they are traced, are those of padding.
+
+        Returns:
+            As `integers`.
+        """
+        known, lengths = self.integers(name, x, "B")
+        self.check_most(f"{name} {lengths.shape}", known, most, but)
+        if isinstance(known, jax.core.Tracer) and most < MOST:
+            # Such a row is marked by what padding gives. Cut to `most`, it would give numbers.
+            lengths = jnp.where(lengths > most, 0, lengths)
+        return known, lengths
 
     def check_most(self, described: str, lengths: Any, most: int, but: str) -> None:
-        """Refuses lengths beyond `most`, for the reason that `but` gives, unless they are traced:
-        what is known now is checked now."""
+        """Refuses lengths below 0 and beyond `most`, for the reason that `but` gives, unless they
+        are traced: what is known now is checked now."""
         if isinstance(lengths, jax.core.Tracer):
             return
         if (longest := int(np.asarray(lengths).max())) > most:
             raise ValueError(f"{self.op}: {described} holds {longest}, but {but}")
+        if (shortest := int(np.asarray(lengths).min())) < 0:
+            raise ValueError(
+                f"{self.op}: {described} holds {shortest}, but no length is below 0; a padding row "
+                "has 0"
+            )
+
+
+def _shortened(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:76]} ..."

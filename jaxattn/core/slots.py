@@ -10,17 +10,6 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.checks import check_integers, check_layer
 
 
-def as_given(x: Any) -> Any:
-    """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
-
-    `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
-    """
-    known = all(
-        isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
-    )
-    return x if x is None else np.asarray(x) if known else jnp.asarray(x)
-
-
 def state_read(
     pool: Float[Array, "..."],
     state_indices: Int[Array, " B"],

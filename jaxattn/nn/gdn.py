@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_array, check_features, check_integers
+from jaxattn.core.checks import Arguments, as_given, check_array, check_features, check_integers
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf, number_to_check
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.core.slots import as_given, check_pool
+from jaxattn.core.slots import check_pool
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv

@@ -20,6 +20,7 @@ from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.mla import decode
 from jaxattn.ops.mla.append import mla_append
 from jaxattn.ops.norm import rms_norm_layer
 
@@ -109,7 +110,7 @@ def paged():
 
 @pytest.mark.parametrize("cache", ["own", "shared"])
 def test_mla_decode_where_devices_read_different_numbers_of_blocks(cache, monkeypatch):
-    monkeypatch.setattr(mla, "DECODE_BLOCK", PAGE)
+    monkeypatch.setattr(decode, "DECODE_BLOCK", PAGE)
     op = functools.partial(mla.mla_decode, scale=0.3, kv_lora_rank=8)
     own = paged() | dict(q=each(0, BATCH, 2, 3, 12))
     if cache == "own":

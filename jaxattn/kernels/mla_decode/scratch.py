@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.checks import INT32, Arguments, is_integer
+from jaxattn.core.checks import Arguments, is_integer
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.rows_values import RANK
 from jaxattn.kernels.mla_decode.schedule import (
@@ -45,7 +45,7 @@ def decode_schedule(
     """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
 
     Args:
-        seq_lens: int32 [B], as for `mla_decode`.
+        seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
         q_len: S.
         num_heads: H.
         max_pages: M, width of the block tables.
@@ -59,17 +59,16 @@ def decode_schedule(
     Raises:
         TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
     """
-    arguments, given = Arguments("mla.decode_schedule"), seq_lens
-    seq_lens = arguments.check("seq_lens", given, "B", INT32)
+    arguments = Arguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}
     _check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
-    arguments.check_most(
-        f"seq_lens {seq_lens.shape}",
-        given,
+    seq_lens = arguments.lengths(
+        "seq_lens",
+        seq_lens,
         max_pages * page_size,
         f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
         "block_tables, and their width",
-    )
+    )[1]
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)

@@ -4,6 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import (
+    as_given,
     check_integer,
     floats,
     maybe_floats,
@@ -11,7 +12,6 @@ from jaxattn.core.checks import (
 )
 from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.slots import (
-    as_given,
     as_offsets,
 )
 from jaxattn.kernels.gdn_prefill.launch import gdn_prefill_mosaic, refuse_prefill

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import floats, maybe_floats
+from jaxattn.core.checks import as_given, floats, maybe_floats
 from jaxattn.core.slots import (
-    as_given,
     as_offsets,
     check_cu_seqlens,
     check_pool,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import (
+    as_given,
     check_arena,
     check_dtype,
     floats,
@@ -16,7 +17,6 @@ from jaxattn.core.checks import (
 )
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.slots import (
-    as_given,
     check_pool,
     each_write,
     rows_in_use,

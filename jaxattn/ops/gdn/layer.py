@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import check_arena, check_dtype, finite, floats, output_scale
+from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.slots import as_given, check_pool, rows_in_use, write_slots
+from jaxattn.core.slots import check_pool, rows_in_use, write_slots
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.conv import causal_conv1d_update
 from jaxattn.ops.gdn.decode import gated_delta_rule_decode

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import (
+    as_given,
     check_dtype,
     check_integer,
     check_integers,
@@ -26,7 +27,6 @@ from jaxattn.core.checks import (
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
-    as_given,
     as_offsets,
     check_pool,
     rows_in_use,

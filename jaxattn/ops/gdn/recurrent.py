@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import check_dtype, floats, maybe_floats, output_scale
+from jaxattn.core.checks import as_given, check_dtype, floats, maybe_floats, output_scale
 from jaxattn.core.dispatch import Implementation, dispatch
-from jaxattn.core.slots import as_given, as_offsets, check_cu_seqlens
+from jaxattn.core.slots import as_offsets, check_cu_seqlens
 from jaxattn.core.varying import vary_alike
 from jaxattn.ops.gdn.chunk_xla import l2norm
 
