@@ -60,6 +60,14 @@ def check_integer(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
+def check_sizes(op: str, *, least: int = 1, **sizes: Any) -> None:
+    """Raises ValueError unless each of the named sizes is an integer of at least `least`."""
+    for name, size in sizes.items():
+        if not is_integer(size) or size < least:
+            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ValueError(f"{op}: {name} must be {wanted}, got {size!r}")
+
+
 def floats(op: str, **arrays: Any) -> list[Array]:
     """The named arguments as JAX arrays.
 

@@ -12,7 +12,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, as_given, check_array, check_features, check_integers
+from jaxattn.core.checks import (
+    Arguments,
+    as_given,
+    check_array,
+    check_features,
+    check_integers,
+    check_sizes,
+)
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf, number_to_check
 from jaxattn.core.norms import gated_rms_norm
@@ -43,7 +50,8 @@ class GatedDeltaNet(nnx.Module):
         out_init_scale: scale of the initial out_proj, for deep residual stacks.
 
     Raises:
-        ValueError: `num_v_heads` is not a multiple of `num_k_heads`.
+        ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
+            not a multiple of `num_k_heads`.
     """
 
     def __init__(
@@ -61,8 +69,17 @@ class GatedDeltaNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes(
+            "GatedDeltaNet",
+            hidden_size=hidden_size,
+            num_k_heads=num_k_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_k_dim,
+            head_v_dim=head_v_dim,
+        )
+        check_sizes("GatedDeltaNet", least=2, conv_width=conv_width)
         if num_v_heads % num_k_heads:
-            raise ValueError(f"{num_v_heads=} must be a multiple of {num_k_heads=}")
+            raise ValueError(f"GatedDeltaNet: {num_v_heads=} must be a multiple of {num_k_heads=}")
         self.num_k_heads, self.num_v_heads = num_k_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
@@ -204,6 +221,8 @@ class GatedDeltaNet(nnx.Module):
         """
         op = "GatedDeltaNet.decode"
         self._check_tokens(op, x)
+        if x.shape[1] == 0:
+            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
         state_indices = as_given(state_indices)
         self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features
+from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.core.varying import vary_alike
 
 
@@ -72,6 +72,10 @@ class Linear(nnx.Module):
     """`x [*T, in_features] -> [*T, out_features]` in `out_dtype`, without a bias.
 
     The weight is [in_features, out_features], of standard deviation init_scale / sqrt(in_features).
+
+    Raises:
+        TypeError: x has no dtype of floats.
+        ValueError: x has another last axis, or a size is not a positive integer; it is named.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Linear(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.dtype, self.out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
         shape = (in_features, out_features)
         self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))

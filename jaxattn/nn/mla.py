@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
-from jaxattn.core.checks import FLOATS, MOST, Arguments, as_given
+from jaxattn.core.checks import FLOATS, MOST, Arguments, as_given, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 from jaxattn.nn.linear import Linear, matmul, normal
@@ -41,8 +41,8 @@ class MultiHeadLatentAttention(nnx.Module):
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
 
     Raises:
-        ValueError: the RoPE configuration rotates another number of dimensions than
-            `qk_rope_head_dim`.
+        ValueError: a size is not a positive integer, or the RoPE configuration rotates another
+            number of dimensions than `qk_rope_head_dim`.
     """
 
     def __init__(
@@ -62,6 +62,16 @@ class MultiHeadLatentAttention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes(
+            "MultiHeadLatentAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
+        )
         self.rope = RopeConfig(dim=qk_rope_head_dim) if rope is None else rope
         if self.rope.dim != qk_rope_head_dim:
             raise ValueError(

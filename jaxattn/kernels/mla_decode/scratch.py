@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.checks import Arguments, is_integer
+from jaxattn.core.checks import Arguments, check_sizes
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.rows_values import RANK
 from jaxattn.kernels.mla_decode.schedule import (
@@ -24,12 +24,6 @@ from jaxattn.kernels.mla_decode.schedule import (
 
 PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
-
-
-def _check_sizes(op: str, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if not is_integer(size) or size < 1:
-            raise ValueError(f"{op}: {name} must be a positive integer, got {size!r}")
 
 
 def decode_schedule(
@@ -61,7 +55,7 @@ def decode_schedule(
     """
     arguments = Arguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}
-    _check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
+    check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
     seq_lens = arguments.lengths(
         "seq_lens",
         seq_lens,
@@ -113,7 +107,7 @@ def scratch(
         ValueError: a size is not a positive integer; it is named.
     """
     sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
-    _check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
+    check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
     steps = num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
     rows = packed_rows(q_len, num_heads)

@@ -134,7 +134,8 @@ def gated_delta_rule_decode(
                 new_state = state_write(new_state, now, slots, layer=layer)
                 outs.append(o)
                 begin = done
-            o = jnp.where(used[:, None, None, None], jnp.concatenate(outs, axis=1), 0)
+            o = jnp.concatenate(outs, axis=1) if outs else v  # of S = 0 tokens
+            o = jnp.where(used[:, None, None, None], o, 0)
         if arena is None:
             return o, new_state
         spec = scratch(

@@ -49,6 +49,11 @@ def pack_gdn_weights(
     if norm.shape[:-1] != layers or norm.ndim < 1:
         raise ValueError(f"{op}: norm must be {[*layers, 'Dv']}, got {norm.shape}")
     values = A_log.shape[-1] * norm.shape[-1]
+    if values == 0:
+        raise ValueError(
+            f"{op}: there must be a value head, of a dim or more, got A_log {A_log.shape} and norm "
+            f"{norm.shape}"
+        )
     keys = conv.shape[-2] - values if conv.ndim == len(layers) + 2 else 0
     if conv.shape[:-2] != layers or keys <= 0 or keys % 2:
         raise ValueError(
@@ -239,8 +244,8 @@ def _check(
         )
     taps, channels = conv_state.shape[-2:]
     keys = channels - values
-    key_heads = keys // (2 * key_dim)
-    if keys <= 0 or keys % (2 * key_dim) or value_heads % key_heads:
+    key_heads = keys // (2 * max(key_dim, 1))
+    if keys <= 0 or key_dim == 0 or keys % (2 * key_dim) or values == 0 or value_heads % key_heads:
         raise ValueError(
             f"{op}: conv_state's Dc={channels} must be 2 Hk Dk + Hv Dv with a number of key heads "
             f"Hk that divides Hv={value_heads}; state says Hv Dv={values} and Dk={key_dim}"
