@@ -92,15 +92,19 @@ def finite(op: str, name: str, value: Any) -> float:
         TypeError: it is another thing.
         ValueError: it is not finite.
     """
-    known = isinstance(value, jax.Array | np.ndarray | np.generic)
-    known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
-    if known and value.dtype.kind in "iuf":
-        value = value.item()
+    value = _number(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
     if not abs(value) < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
     return float(value)
+
+
+def _number(value: Any) -> Any:
+    """A known scalar of NumPy or JAX as a Python number; anything else as it is."""
+    known = isinstance(value, jax.Array | np.ndarray | np.generic)
+    known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
+    return value.item() if known and value.dtype.kind in "iuf" else value
 
 
 def output_scale(op: str, scale: Any, key_dim: int) -> float:
@@ -179,7 +183,8 @@ class Arguments:
         return jnp.asarray(x)
 
     def check_scale(self, scale: Any) -> float:
-        if not isinstance(scale, int | float | np.floating) or isinstance(scale, bool):
+        scale = _number(scale)
+        if not isinstance(scale, int | float) or isinstance(scale, bool):
             raise TypeError(
                 f"{self.op}: scale must be a Python number, got {type(scale).__name__}; DeepSeek's "
                 "is jaxattn.softmax_scale(qk_nope_head_dim + qk_rope_head_dim, config)"

@@ -34,6 +34,8 @@ from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 class GatedDeltaNet(nnx.Module):
     """Gated delta rule with a short convolution and an output gate, without the layer's pre-norm.
 
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
     Parameters (Dc = 2 * Hk * Dk + Hv * Dv):
         in_proj_qkvz [hidden, Dc + Hv * Dv]: columns q | k | v | z, head after head (Qwen3-Next's
             checkpoints interleave them per key head: reorder on loading)
@@ -104,7 +106,7 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = linear(value_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
-        """Whole sequences from a zero state; differentiable. Returns float32."""
+        """Whole sequences from a zero state. Returns float32."""
         self._check_tokens("GatedDeltaNet", x)
         qkvz, a, b = self._project(x)
         mixed, _ = conv.causal_conv1d(qkvz[..., : self.conv_dim], self.conv1d[...])

@@ -27,6 +27,8 @@ from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 class MultiHeadLatentAttention(nnx.Module):
     """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
 
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
     Parameters, in DeepSeek's names (`kv_b_proj` is stored as its two halves, head first, the layout
     in which the decode step multiplies them, so that no step transposes or copies weights):
         q_proj [hidden, H * (nope + P)], or with `q_lora_rank` q_a_proj, q_a_norm and q_b_proj
@@ -104,7 +106,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
-        """Causal attention over whole sequences; differentiable. Returns float32."""
+        """Causal attention over whole sequences. Returns float32."""
         self._check_tokens("MultiHeadLatentAttention", x, "B T hidden")
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         q_nope, q_pe = self._queries(x, positions)

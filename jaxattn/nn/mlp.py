@@ -15,6 +15,8 @@ from jaxattn.nn.linear import Linear
 class GatedMLP(nnx.Module):
     """SwiGLU, `down_proj(silu(gate_proj(x)) * up_proj(x))`: x [*T, hidden] -> float32, the same.
 
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
     Raises:
         TypeError: x has no dtype of floats.
         ValueError: x has another last axis, or a size is not a positive integer; it is named.

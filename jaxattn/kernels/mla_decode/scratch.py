@@ -106,7 +106,7 @@ def scratch(
     Raises:
         ValueError: a size is not a positive integer; it is named.
     """
-    sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
+    sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
     check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
     steps = num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)

@@ -35,8 +35,10 @@ def chunk_gated_delta_rule(
     split_tokens: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """Gated delta rule over whole sequences, in matmuls over chunks of tokens. Differentiable
-    in reverse mode.
+    """Gated delta rule over whole sequences, in matmuls over chunks of tokens.
+
+    Differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and `jax.jacfwd`
+    raise TypeError. `recurrent_gated_delta_rule` has both.
 
     Matmul operands have q's dtype; states, gates, their sums and the chunk's inverse are float32.
 
@@ -73,7 +75,8 @@ def chunk_gated_delta_rule(
         `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
 
     Raises:
-        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
+        TypeError: an argument is no array, its dtype does not fit, or a size is no integer; or it
+            is differentiated in forward mode.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
         NotImplementedError: the named implementation refuses; the message says why.
     """

@@ -69,6 +69,8 @@ def gated_delta_rule_prefill(
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
     """`chunk_gated_delta_rule` with each sequence's state read from and written to a pool.
 
+    Differentiable in reverse mode only, and only by "xla".
+
     Args:
         q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in
             `chunk_gated_delta_rule`; n is B, or with cu_seqlens the number of sequences.
@@ -100,8 +102,8 @@ def gated_delta_rule_prefill(
             elsewhere XLA does.
         norm_eps: added to the mean square.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
-            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
-            Not differentiable there.
+            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest. It
+            is not differentiable.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.

@@ -61,7 +61,7 @@ def recurrent_gated_delta_rule(
     """The same function one token at a time, in float32: the definition, and for a few tokens.
 
     Arguments, results and errors are those of `chunk_gated_delta_rule`; `scale` may be traced.
-    Differentiable, at the cost of one saved state a token.
+    Differentiable in both modes; in reverse at the cost of one saved state a token.
     """
     op = "recurrent_gated_delta_rule"
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.checks import FLOATS, Arguments, is_integer
+from jaxattn.core.checks import FLOATS, Arguments, finite, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
@@ -110,6 +110,7 @@ def mla_append(
     if weights.ndim == 2 and layer is None:
         raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
     check_config(op, config)
+    eps = finite(op, "eps", eps)
     batch, q_len, dim = kv.shape
     rank, query_rank = dim - config.dim, 0 if q is None else q.shape[-1]
     if rank < 1 or weights.shape[-1] != dim + query_rank:

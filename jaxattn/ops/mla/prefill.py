@@ -79,7 +79,9 @@ def causal_attention(
     k_pe: Float[Array, "B T P"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Causal attention of tokens to themselves, values as wide as they like; differentiable.
+    """Causal attention of tokens to themselves, values as wide as they like.
+
+    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
@@ -173,6 +175,8 @@ def mla_prefill(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Attention of new tokens to themselves and to their row's cached prefix.
+
+    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
 
     The new tokens' own causal attention is merged by log-sum-exp with that to the prefix (positions
     below seq_lens - query_lens), which is read from the cache `block` tokens at a time. The
