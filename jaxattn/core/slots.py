@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import as_given, check_array, check_integers, check_layer
+from jaxattn.core.varying import refuse_explicit_axes
 
 
 def state_read(
@@ -89,6 +90,7 @@ def _checked(op: str, pool: Any, state_indices: Any, layer: Any) -> Array:
         )
     if layer is not None:
         check_layer(op, "pool", tuple(pool.shape), layer)
+    refuse_explicit_axes(op, pool, indices)
     return jnp.asarray(indices)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.rows_values import RANK
 from jaxattn.kernels.mla_decode.schedule import (
@@ -63,6 +64,7 @@ def decode_schedule(
         f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
         "block_tables, and their width",
     )[1]
+    refuse_explicit_axes(arguments.op, seq_lens)
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)

@@ -14,6 +14,7 @@ from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.slots import (
     as_offsets,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
@@ -88,6 +89,7 @@ def chunk_gated_delta_rule(
     cu_seqlens = as_offsets(ends)
     check_chunks(op, chunk_size, split_tokens)
     factor = output_scale(op, scale, k.shape[-1])
+    refuse_explicit_axes(op, q, k, v, g, beta, initial_state, cu_seqlens)
 
     def reference(q, k, v, g, beta, initial_state, cu_seqlens):
         arguments = (q, k, v, g, beta, factor, initial_state, cu_seqlens, use_qk_l2norm)

@@ -24,6 +24,7 @@ from jaxattn.core.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
 
@@ -100,6 +101,7 @@ def gated_delta_rule_decode(
     writes = write_slots(op, state, reads, writes, layer, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
     factor = output_scale(op, scale, k.shape[-1])
+    refuse_explicit_axes(op, q, k, v, a, b, state, state_indices, writes)
 
     def mosaic(interpret: bool):
         # One array each, as a layer's projections would write them.

@@ -18,6 +18,7 @@ from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floa
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.slots import check_pool, rows_in_use, write_slots
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.conv import causal_conv1d_update
 from jaxattn.ops.gdn.decode import gated_delta_rule_decode
@@ -135,6 +136,7 @@ def gated_delta_net_decode(
     check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
     writes = write_slots(op, state, reads, writes, number, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    refuse_explicit_axes(op, qkvz, ba, conv_state, state, state_indices, writes)
     factor, eps = output_scale(op, scale, key_dim), finite(op, "eps", eps)
 
     def mosaic(interpret: bool):

@@ -34,6 +34,7 @@ from jaxattn.core.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic, refuse_prefill
 from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.ops.gdn.chunk import check_chunks
@@ -138,6 +139,7 @@ def gated_delta_rule_prefill(
     kept = None if kept is None else jnp.asarray(kept)
     factor = output_scale(OP, scale, k.shape[-1])
     norm = _check_norm(v, gate, norm_weight, norm_eps)
+    refuse_explicit_axes(OP, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)

@@ -14,6 +14,7 @@ from jaxattn.core.checks import FLOATS, Arguments, finite, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
 from jaxattn.ops.mla.cache import check_format, mla_cache_write
 
@@ -120,6 +121,7 @@ def mla_append(
         )
     check_format(arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=config.dim)
     check_rotation(op, rotation, config, (batch, q_len))
+    refuse_explicit_axes(op, kv, q, weights, kv_cache, block_tables, seq_lens, query_lens)
     out_dtype = jnp.dtype(kv.dtype if dtype is None else dtype)
 
     def mosaic(interpret: bool) -> tuple[Array | None, Array]:

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.core.checks import Arguments
 from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.varying import refuse_explicit_axes
 
 
 def check_format(
@@ -156,6 +157,7 @@ def mla_cache_write(
     else:
         query_lens = arguments.check_query_lens(query_lens, "latent", latent)
     arguments.check_written(*given, latent.shape[1], kv_cache.shape[-2])
+    refuse_explicit_axes(arguments.op, kv_cache, latent, block_tables, seq_lens, query_lens)
     return _write(
         kv_cache, latent, block_tables, seq_lens, query_lens, layer, kv_scale, format=format
     )

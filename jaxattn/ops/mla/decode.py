@@ -14,7 +14,7 @@ from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import vary_alike
+from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
 from jaxattn.kernels.mla_decode.scratch import scratch
@@ -172,6 +172,7 @@ def mla_decode(
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
         schedule.check("mla_decode", q.shape, max_pages)
     check_arena("mla_decode", arena)
+    refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         apart = reads_apart(q.shape[2]) and not format.quantized

@@ -21,7 +21,7 @@ from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import vary_alike
+from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic, refuse
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.merge import merge_attention_states
@@ -243,6 +243,7 @@ def mla_prefill(
         arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=q.shape[-1] - nope
     )
     args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+    refuse_explicit_axes("mla_prefill", args)
     xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK, format=format)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
