@@ -38,8 +38,8 @@ def _axes(x: Any) -> frozenset[Any]:
 def refuse_explicit_axes(op: str, *arrays: Any) -> None:
     """Raises TypeError where an array is split over an Explicit axis of a mesh.
 
-    Inside `shard_map` none is. Outside, each gather has to say how its result is split, and sorts and Pallas kernels cannot. JAX
-    would name the gather, which no caller of the op has written.
+    Inside `shard_map` none is. Outside, each gather has to say how its result is split, and sorts
+    and Pallas kernels cannot. JAX would name the gather, which no caller of the op has written.
     """
     for x in jax.tree.leaves(arrays):
         sharding = jax.typeof(x).sharding
