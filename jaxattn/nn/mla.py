@@ -184,7 +184,7 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_scale=kv_scale,
             implementation=implementation,
         )
-        return self._output(out, kv_cache, block_tables, seq_lens), kv_cache
+        return self._output(out, kv_cache, block_tables, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -275,7 +275,7 @@ class MultiHeadLatentAttention(nnx.Module):
             implementation=implementation,
         )
         out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        y = self._output(out, kv_cache, block_tables, seq_lens)
+        y = self._output(out, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
     def decode_rotation(
@@ -342,9 +342,9 @@ class MultiHeadLatentAttention(nnx.Module):
             return latent.astype(self.dtype)
 
     def _output(
-        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any
+        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
     ) -> Float[Array, "B T hidden"]:
-        """The projection of the heads; NaN for a traced row beyond its table.
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table.
 
         The ops mark such a row by its LSE, which ends here. Its 0 would be a finite, wrong output.
         """
@@ -352,7 +352,10 @@ class MultiHeadLatentAttention(nnx.Module):
         most = block_tables.shape[1] * kv_cache.shape[-2]
         if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
             return y
-        return jnp.where((seq_lens > most)[:, None, None], jnp.nan, y)
+        beyond = (seq_lens > most)[:, None]
+        if query_lens is not None:  # the others are padding, whatever the row's length
+            beyond &= jnp.arange(y.shape[1]) < query_lens[:, None]
+        return jnp.where(beyond[..., None], jnp.nan, y)
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):

@@ -228,6 +228,15 @@ def test_a_module_gives_nan_for_it(call):
     np.testing.assert_array_equal(y[1], wanted[1])
     assert not (np.asarray(cache) != CACHE)[[1, 3, 4]].any()
 
+    @jax.jit  # a row without new tokens is padding, whatever its length
+    def ragged(new, lens):
+        given = dict(block_tables=tables, seq_lens=lens, query_lens=new)
+        return getattr(module, call)(x, CACHE, **given)[0]
+
+    y = ragged(np.int32([0, 1]), np.int32([13, 13]))
+    assert not np.asarray(y[0]).any() and not np.asarray(y[1, 1]).any()
+    assert np.isnan(y[1, 0]).all()
+
 
 @both_devices
 def test_the_kernels_treat_it_as_padding(implementation):
