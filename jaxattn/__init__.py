@@ -9,6 +9,11 @@ The dimension key of every signature:
     Hk, Hv key and value heads of the delta rule   Dk, Dv their head dims (128)
     W convolution width   Dc = 2 * Hk * Dk + Hv * Dv convolution channels
 """
+# ruff: noqa: E402
+
+from jaxattn import interrupt
+
+interrupt.guard_command()  # before the lines below import JAX
 
 from jaxattn.aliasing.check import AliasingError as AliasingError
 from jaxattn.aliasing.check import check_aliasing as check_aliasing

@@ -37,7 +37,7 @@ from jaxtyping import Array
 
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import abstract_model, init_params
+from jaxattn.models.hybrid import Hybrid
 
 # Top-level modules that training never sees: parsers, formats, arithmetic, scheduling, text.
 HELD_OUT = (
@@ -151,7 +151,7 @@ def windows(
 
 def byte_bits(config: HybridConfig, params: nnx.State, tokens: Array) -> Array:
     """Bits of each byte after the first, float32 [B, T] for tokens [B, T + 1]."""
-    model = nnx.merge(abstract_model(config)[0], params)
+    model = Hybrid(config).bind(params)
     tokens = tokens.astype(jnp.int32)
     logits = model(tokens[:, :-1])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -188,7 +188,7 @@ class Training:
         self._args = args
         self._data = jnp.asarray(corpus.data)
         self._library_size = corpus.library_size
-        params = init_params(self.config, jax.random.key(args.seed))
+        params = Hybrid(self.config).init_params(jax.random.key(args.seed))
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(1.0),
             optax.scale_by_adam(b1=0.9, b2=0.95),
@@ -291,7 +291,7 @@ def train(args: argparse.Namespace, config: HybridConfig, corpus: Corpus) -> Non
 
 
 def save(args: argparse.Namespace, config: HybridConfig, params: nnx.State) -> None:
-    _, shapes = abstract_model(config)
+    shapes = Hybrid(config).param_shapes()
     stored = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, shapes)
     checkpoint.save(args.out, config, stored)
 
@@ -345,7 +345,7 @@ model can repeat short passages of it.
 def write_card(
     args: argparse.Namespace, config: HybridConfig, corpus: Corpus, steps: int, seconds: float
 ) -> None:
-    _, shapes = abstract_model(config)
+    shapes = Hybrid(config).param_shapes()
     leaves = jax.tree.leaves(shapes)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     names = ("minutes", "steps", "batch", "seq_len", "learning_rate", "weight_decay", "seed")

@@ -33,6 +33,7 @@ def test_no_files_import_each_other_in_a_circle():
         ("ops.gdn.decode", "ops.mla.decode"),
         ("arena", "core.checks"),
         ("kernels.mla_append", "ops.mla.append"),
+        ("engine.engine", "models.hybrid"),
     ],
 )
 def test_a_wrong_arrow_is_found(module, target):

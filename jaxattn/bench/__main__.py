@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxattn import __version__, interrupt
 from jaxattn.bench import (
     gdn_decode,
     gdn_norm,
@@ -33,6 +34,7 @@ from jaxattn.bench import (
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
 from jaxattn.kernels.hopper.machine import require_hopper
 
+PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
@@ -42,10 +44,11 @@ MODULES: dict[str, list[Any]] = {
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxattn.bench",
+        prog=PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
     parser.add_argument("what", choices=(*MODULES, "step", "plot"), help="what to measure")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
     parser.add_argument(
@@ -220,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             run(args)
     except plot.PlotError as error:
-        print(f"python -m jaxattn.bench: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     return 0
 

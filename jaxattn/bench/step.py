@@ -15,10 +15,8 @@ import numpy as np
 from jaxattn.aliasing.check import AliasingReport, check_aliasing
 from jaxattn.bench.timing import profile, seconds
 from jaxattn.core.dispatch import Implementation
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import decode_step, init_params, jit_step
-from jaxattn.models.packed import pack_vectors
-from jaxattn.models.state import DecodeBatch, DecodeState, init_state
+from jaxattn.models import CacheSize, DecodeBatch, DecodeState, Hybrid, HybridConfig
+from jaxattn.models.base import init_state, jit_step, scratch_spec
 
 STEPS = 10
 # Ours, by what their names hold: over caches and states, and around a layer's products.
@@ -77,9 +75,10 @@ def _measure(
     implementation: Implementation | None,
 ) -> dict:
     batch = batch_of(rows, tokens)
-    params = pack_vectors(init_params(config, jax.random.key(0)))
-    step: Any = jit_step(decode_step, config, implementation=implementation)
-    held = [_random_state(config, batch)]
+    model = Hybrid(config)
+    params = model.pack(model.init_params(jax.random.key(0)))
+    step: Any = jit_step(model.decode, implementation=implementation)
+    held = [_random_state(model, batch)]
     compiled = step.lower(params, held[0], batch).compile()
     report = check_aliasing(compiled)
 
@@ -120,14 +119,15 @@ def copied_in_loop(report: AliasingReport) -> str:
     return f"{copy.leaf}: {copy.nbytes:,} bytes" if copy else "none"
 
 
-def _random_state(config: HybridConfig, batch: DecodeBatch) -> DecodeState:
+def _random_state(model: Hybrid, batch: DecodeBatch) -> DecodeState:
     """Random caches and states: zeros time faster than data."""
     rows, pages = batch.block_tables.shape
-    state = init_state(config, rows, rows * pages, rows, max_pages=pages)
+    size = CacheSize(pages=rows * pages, slots=rows)
+    state = init_state(model, size, scratch_spec(model, rows, max_pages=pages))
     fill = jax.jit(lambda x, key: jax.random.normal(key, x.shape, x.dtype), donate_argnums=0)
-    stored = (state.kv_cache, state.conv_state, state.ssm_state)
-    keys = jax.random.split(jax.random.key(1), len(stored))
-    return DecodeState(state.arena, *(map(fill, stored, keys)))
+    leaves, tree = jax.tree.flatten(state.caches)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return DecodeState(state.arena, jax.tree.unflatten(tree, map(fill, leaves, keys)))
 
 
 def _kind(kernel: str) -> str:

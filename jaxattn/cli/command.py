@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from jaxattn import interrupt
 from jaxattn.cli.options import InputError
 
 # What goes wrong with files that the user named, or with the disk.
@@ -22,8 +22,11 @@ class Terminated(KeyboardInterrupt):
 
 
 def exit_code(program: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 2 for bad input or no place for the output, 1 if the output's reader
-    left, 130 after Ctrl-C, 143 after SIGTERM."""
+    """What `run` returns; 2 for bad input or no place for the output, 1 if stdout is closed or its
+    reader left, 130 after Ctrl-C, 143 after SIGTERM."""
+    if sys.stdout is None:  # as after `>&-`
+        print(f"{program}: error: stdout is closed; give the output a place", file=sys.stderr)
+        return 1
     try:
         code = run()
         if sys.stdout is not None:
@@ -32,9 +35,9 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     except InputError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt as ended:
         print("interrupted", file=sys.stderr)
-        return code_of(interrupt)
+        return code_of(ended)
     except BrokenPipeError:
         _discard_output()
         return 1
@@ -45,33 +48,66 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
+    finally:
+        interrupt.finished()
 
 
-def code_of(interrupt: KeyboardInterrupt) -> int:
+def code_of(ended: KeyboardInterrupt) -> int:
     """130 after Ctrl-C, 143 after SIGTERM."""
-    terminated = isinstance(interrupt, Terminated) or isinstance(interrupt.__cause__, Terminated)
+    terminated = isinstance(ended, Terminated) or isinstance(ended.__cause__, Terminated)
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
 
 
+class Asked:
+    """Whether Ctrl-C or SIGTERM came while `interrupts_raised` held.
+
+    Attributes:
+        code: the exit code that it asks for, or None.
+    """
+
+    code: int | None = None
+
+    def check(self) -> None:
+        """Raises the interrupt once more: Python ignores what is raised in a destructor."""
+        if self.code is not None:
+            raise KeyboardInterrupt if self.code == interrupt.CODE else Terminated
+
+
 @contextlib.contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """Around what has something to report. Elsewhere SIGTERM ends the process at once, also where
-    it waits in a library, which no Python handler would reach."""
+def interrupts_raised() -> Iterator[Asked]:
+    """Around what has something to report: Ctrl-C and SIGTERM raise KeyboardInterrupt.
 
-    def stop(*_: Any) -> None:
-        raise Terminated
-
+    A second Ctrl-C ends a command at once. Elsewhere Ctrl-C does that already, and so does SIGTERM.
+    """
+    asked = Asked()
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what a signal does
+        yield asked  # only the main thread may say what a signal does
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, _: object) -> None:
+        asked.code = 128 + number
+        if before[signal.SIGINT] is interrupt.end_process:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+            interrupt.listen()
+        asked.check()
+
+    interrupt.listen(False)
+    if before[signal.SIGINT] is not signal.SIG_IGN:  # as of a command that runs in the background
+        signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        yield asked
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for each, handler in before.items():
+            signal.signal(each, handler or signal.SIG_DFL)
+        interrupt.listen()
 
 
 def _discard_output() -> None:
     """What is still buffered for stdout has to go somewhere, or Python complains at its exit."""
+    stdout = sys.__stdout__
+    if stdout is None or sys.stdout is not stdout:
+        return  # a caller's own stream, whose file is not ours to change
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())

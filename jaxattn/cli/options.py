@@ -7,8 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-PROGRAM = "python -m jaxattn.serve"
+from jaxattn import __version__, interrupt
+
+PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
+VERSION = f"jaxattn {__version__}"
+# Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
+# plain words count only with a value, or where they begin a sentence about one.
+_FIELD = re.compile(
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|decode_buckets|prefill_buckets|q_lens"
+    r"|cache_dtype)|(?P<word>batch|utilization|gpus|attention|prediction)(?=\s+(?:\d|must\b)|=))"
+    r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
+)
 
 
 class InputError(ValueError):
@@ -70,6 +80,21 @@ def fraction(text: str) -> float:
     return number(float, lambda x: 0 < x <= 1, "a fraction: use above 0 and at most 1")(text)
 
 
+def in_options(error: Exception | str) -> str:
+    """A message in one line, in which fields are the options that set them: 'num_pages=3' is
+    '--num-pages 3'."""
+
+    def option(match: re.Match[str]) -> str:
+        field = match["name"] or match["word"]
+        name = "--q-len" if field == "q_lens" else "--" + field.replace("_", "-")
+        value = re.sub(r"[()'\s]|,(?=\))", "", match["value"] or "")
+        if field not in ("decode_buckets", "prefill_buckets", "q_lens"):
+            value = value.replace(",", "")  # of thousands: no option takes them
+        return f"{name} {value}".rstrip()
+
+    return _FIELD.sub(option, " ".join(str(error).split()))
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's options, in groups, each with its default in the help."""
     root = Parser(
@@ -77,8 +102,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         description="Continues prompts with a hybrid MLA and gated-delta-net model of bytes. "
         "Without arguments the embedded model continues six beginnings of Python code.",
-        epilog="Exit codes: 0; 1 if a request was refused or the reader of stdout left; 2 for bad "
-        "input; 130 after Ctrl-C; 143 after SIGTERM.",
+        epilog="Exit codes: 0; 1 if a request was refused, or if stdout is closed or its "
+        "reader left; 2 for bad input; 130 after Ctrl-C; 143 after SIGTERM.",
     )
     model = root.add_argument_group("model")
     model.add_argument(
@@ -103,7 +128,8 @@ def parser() -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="may be repeated; - reads one prompt from stdin (default: six that begin Python code)",
+        help="may be repeated; - reads one prompt from stdin, shorter than --max-model-len "
+        "(default: six that begin Python code)",
     )
     prompts.add_argument(
         "--max-tokens", metavar="N", type=size, default=160, help="generated for each prompt"
@@ -187,7 +213,9 @@ def parser() -> argparse.ArgumentParser:
         help="stop if anything is compiled or allocated after the warm-up",
     )
     memory.add_argument(
-        "--plan", action="store_true", help="print the memory plan, load nothing and stop"
+        "--plan",
+        action="store_true",
+        help="print the whole memory plan with the reason of every line, load nothing and stop",
     )
     memory.add_argument(
         "--plot",
@@ -196,6 +224,8 @@ def parser() -> argparse.ArgumentParser:
         help="with --plan, draws it as a picture too (default: no picture)",
     )
     output = root.add_argument_group("output")
+    output.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    output.add_argument("--version", action="version", version=VERSION)
     output.add_argument(
         "--json", action="store_true", help="one JSON object on stdout, the text on stderr"
     )

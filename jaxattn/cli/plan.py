@@ -1,7 +1,7 @@
 """The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
 
 No device is used and nothing is allocated. Exit codes: 0, 2 for bad input or a plan that does not
-fit (its table is printed all the same), 1 if the reader of stdout left.
+fit (its table is printed all the same), 1 if stdout is closed or its reader left, 130 after Ctrl-C.
 """
 
 import argparse
@@ -13,20 +13,30 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxattn import interrupt
 from jaxattn.cli.command import exit_code
-from jaxattn.cli.options import HelpFormatter, InputError, Parser, fraction, size, sizes
+from jaxattn.cli.options import (
+    VERSION,
+    HelpFormatter,
+    InputError,
+    Parser,
+    fraction,
+    in_options,
+    size,
+    sizes,
+)
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import known
 from jaxattn.models.checkpoint import CheckpointError, read_config
-from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import plan
 from jaxattn.plan.naive import Naive, of_model, published
-from jaxattn.plan.placement import CACHE_BYTES, Placement
+from jaxattn.plan.placement import CACHE_DTYPES, Placement
 from jaxattn.plan.show import PlotError, print_plan, save_plot
 
-PROGRAM = "python -m jaxattn.plan"
+PROGRAM = interrupt.program("plan")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
     root.add_argument(
-        "--cache-dtype", choices=sorted(CACHE_BYTES), default="bfloat16", help="of the KV cache"
+        "--cache-dtype", choices=sorted(CACHE_DTYPES), default="bfloat16", help="of the KV cache"
     )
     root.add_argument(
         "--prediction", action="store_true", help="load the prediction (MTP) layers too"
@@ -103,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--plot", metavar="FILE.png", type=Path, help="draws the bar as a picture")
     root.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    root.add_argument("--version", action="version", version=VERSION)
     return root
 
 
@@ -123,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         limits, placement = read_limits(options, model)
         found, refused = make(model, memory, limits, placement)
     except (DeviceError, ValueError) as error:
-        raise InputError(" ".join(str(error).split())) from error
+        raise InputError(in_options(error)) from error
     if naive and isinstance(model, known.KnownModel):
         naive = [
             *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
@@ -145,12 +156,12 @@ def run(options: argparse.Namespace) -> int:
         except PlotError as error:
             raise InputError(str(error)) from error
     if refused is not None:
-        raise InputError(" ".join(str(refused).split()))
+        raise InputError(in_options(refused))
     return 0
 
 
 def make(
-    model: known.KnownModel | HybridConfig,
+    model: known.KnownModel | Hybrid,
     memory: DeviceMemory,
     limits: Limits,
     placement: Placement,
@@ -164,7 +175,7 @@ def make(
         return error.plan, error
 
 
-def read_model(name: str) -> known.KnownModel | HybridConfig:
+def read_model(name: str) -> known.KnownModel | Hybrid:
     """A shipped model, or a folder's.
 
     Raises:
@@ -178,14 +189,14 @@ def read_model(name: str) -> known.KnownModel | HybridConfig:
             except (ValueError, RecursionError) as error:
                 raise InputError(f"cannot read {folder / 'config.json'}: {error}") from error
             if isinstance(values, dict) and not {"model_type", "text_config"} & values.keys():
-                return read_config(folder)
+                return Hybrid(read_config(folder))
         return known.load(name)
     except (known.KnownModelError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
 
 def read_limits(
-    options: argparse.Namespace, model: known.KnownModel | HybridConfig
+    options: argparse.Namespace, model: known.KnownModel | Hybrid
 ) -> tuple[Limits, Placement]:
     """Both, as the options say.
 
@@ -208,7 +219,7 @@ def read_limits(
         cache_dtype=options.cache_dtype,
         prediction=options.prediction,
     )
-    if isinstance(model, HybridConfig) and placement != Placement():
+    if isinstance(model, Hybrid) and placement != Placement():
         raise ValueError(
             "--gpus, --attention, --cache-dtype and --prediction are for the named models: "
             "jaxattn's own runs on one GPU, and its config.json says the cache's dtype"

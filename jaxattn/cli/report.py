@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxattn import __version__
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Completion, Request
+from jaxattn.engine.request import Completion, FinishReason, Request
 from jaxattn.memory.budget import MemoryPlan
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
@@ -78,6 +78,8 @@ class TextStream:
                 self._write("\n")
 
     def _write(self, text: str, style: str | None = None) -> None:
+        if self._console.quiet:
+            return
         if self._console.is_terminal:
             self._console.out(text.translate(CONTROL), style=style, end="", highlight=False)
         else:  # not through rich, which expands tabs
@@ -110,22 +112,15 @@ class _Text:
         self.waiting.extend((line, style) for line in re.findall(r"[^\n]*\n|[^\n]+", text))
 
 
-def plan_lines(engine: Engine) -> Iterable[str]:
-    """The memory plan, a line for each part: bytes, MiB and why."""
-    limits, plan = engine.limits, engine.plan
-    yield (
-        f"memory plan for {limits.batch} rows of up to {limits.max_model_len:,} tokens "
-        f"({limits.pages} pages, {limits.batch} state slots), known before a cache is allocated"
-    )
-    for item in plan.items:
-        yield _bytes_line(item.name, item.nbytes, item.why)
-        for part in item.parts:
-            yield _bytes_line(f"  {part.name}", part.nbytes, part.why)
-    yield _bytes_line("total", plan.total, "")
-    if plan.reserve is not None:
-        yield _bytes_line(
-            "reserve", plan.reserve, f"of {plan.budget.device}" if plan.budget else ""
-        )
+def plan_lines(plan: MemoryPlan) -> Iterable[str]:
+    """The memory plan in three lines: its sum, its parts, and what it leaves."""
+    yield f"memory plan for {plan.title}: {plan.total:,} bytes in total"
+    parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in plan.items if item.nbytes]
+    yield f"  in MiB: {', '.join(parts)}"
+    left = ""
+    if plan.budget is not None and plan.reserve is not None:
+        left = f"{plan.reserve / MIB:,.2f} MiB of {plan.budget.device} stay free; "
+    yield f"  {left}--plan prints every line with its reason"
 
 
 def summary_lines(
@@ -134,12 +129,12 @@ def summary_lines(
     """Each request's end, then tokens a second, planned and measured bytes."""
     for completion in completions:
         number = (completion.request.id or 0) + 1
-        if completion.finish_reason.startswith("refused"):
-            yield f"[{number}] {completion.finish_reason}"
+        if completion.finish_reason == FinishReason.REFUSED:
+            yield f"[{number}] refused: {completion.detail}"
             continue
         first = completion.seconds_to_first_token
         when = "" if first is None else f", first token after {first:.2f} s"
-        yield f"[{number}] {len(completion.tokens)} tokens, {completion.finish_reason}{when}"
+        yield f"[{number}] {ending(completion)}{when}"
     stats = engine.stats
     yield (
         f"prompt     {stats.prompt_tokens_per_second:10,.1f} tok/s   {stats.prompt_tokens:,} "
@@ -155,6 +150,17 @@ def summary_lines(
     for name, why in MEASURES.items():
         if name in measured:
             yield _bytes_line("measured", measured[name], why)
+
+
+def ending(completion: Completion) -> str:
+    """How long a text is and why it ends, with the option that cut it if one did."""
+    tokens, asked = len(completion.tokens), completion.request.max_tokens
+    reason = str(completion.finish_reason)
+    if reason == "length":
+        length = len(completion.request.prompt) + tokens
+        cut = f"--max-tokens {asked}" if tokens == asked else f"--max-model-len {length}"
+        reason = f"cut by {cut}"
+    return f"{tokens} tokens, {reason}"
 
 
 MEASURES = {
@@ -201,6 +207,7 @@ def to_json(
                 "prompt_tokens": len(completion.request.prompt),
                 "generated_tokens": len(completion.tokens),
                 "finish_reason": completion.finish_reason,
+                "finish_detail": completion.detail,
                 "seconds_to_first_token": completion.seconds_to_first_token,
                 "seconds": completion.seconds,
             }

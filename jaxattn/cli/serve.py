@@ -1,11 +1,13 @@
 """A model of bytes continues prompts, many at a time, in one compiled step: python -m jaxattn.serve
 
 The generated text goes to stdout (with `--json`, one JSON object instead), all else to stderr.
-Exit codes: 0, 1 if a request was refused or the reader of stdout left, 2 for bad input, 130 after
-Ctrl-C and 143 after SIGTERM; what was generated until then is reported all the same.
+Exit codes: 0; 1 if a request was refused, or if stdout is closed or its reader left; 2 for bad
+input; 130 after Ctrl-C and 143 after SIGTERM. What was generated until then is reported all the
+same. Before the first token, and at a second Ctrl-C, the command ends at once.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -17,10 +19,12 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxattn.cli.command import code_of, exit_code, terminated_like_interrupted
-from jaxattn.cli.options import MAX_MODEL_LEN, PROGRAM, InputError, parser
+from jaxattn import interrupt
+from jaxattn.cli.command import code_of, exit_code, interrupts_raised
+from jaxattn.cli.options import MAX_MODEL_LEN, PROGRAM, InputError, in_options, parser
 from jaxattn.cli.prompts import PROMPTS
 from jaxattn.cli.report import TextStream, measure, plan_lines, summary_lines, to_json
+from jaxattn.core.checks import MOST
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Completion, GenerationInterrupted, Request
 from jaxattn.engine.seal import SealError
@@ -30,18 +34,22 @@ from jaxattn.memory.device import device_memory
 from jaxattn.memory.limits import Limits
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import plan
 from jaxattn.plan.show import PlotError, print_plan, save_plot
 
 STOP = 0  # the byte that ends every file that the embedded model was trained on
 VOCAB_SIZE = 256
+CURSOR = b"\x1b[?25h\n"  # shows it: the display of progress hides it, in a line without an end
 
 
-def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[bytes]:
-    """The prompts' bytes.
+def read_prompts(
+    prompts: Sequence[str] | None, stdin: TextIO | None, most: int = MAX_MODEL_LEN
+) -> list[bytes]:
+    """The prompts' bytes. Of stdin, which may have no end, at most `most` are read.
 
     Raises:
-        InputError: one is empty, or stdin is asked for twice or closed.
+        InputError: one is empty, or stdin is asked for twice, closed, or has `most` bytes.
     """
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
@@ -53,7 +61,12 @@ def read_prompts(prompts: Sequence[str] | None, stdin: TextIO | None) -> list[by
         elif stdin is None:
             raise InputError("--prompt - reads stdin, which is closed")
         else:
-            data = stdin.buffer.read()
+            data = stdin.buffer.read(most)
+            if len(data) == most:
+                raise InputError(
+                    f"--prompt - read {most:,} bytes of stdin, and that is the whole model length: "
+                    "shorten the prompt, or give a larger --max-model-len"
+                )
         if not data:
             where = "stdin" if prompt == "-" else f"--prompt number {place}"
             raise InputError(f"{where} is empty; a prompt needs at least one byte")
@@ -121,11 +134,11 @@ def load_params(folder: Path) -> Any:
         raise InputError(_one_line(error)) from error
 
 
-def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: HybridConfig) -> int:
-    """The model length to use.
+def model_length(max_model_len: int | None, config: HybridConfig) -> int:
+    """The longest row, prompt and continuation together.
 
     Raises:
-        InputError: the model has not that length, or a prompt leaves nothing of it to generate.
+        InputError: the model has not that length.
     """
     longest = config.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
@@ -133,14 +146,17 @@ def check_lengths(prompts: Sequence[bytes], max_model_len: int | None, config: H
             f"--max-model-len {max_model_len} is longer than the model's max_position_embeddings, "
             f"{longest}"
         )
-    length = max_model_len or min(MAX_MODEL_LEN, longest)
+    return max_model_len or min(MAX_MODEL_LEN, longest)
+
+
+def check_prompts(prompts: Sequence[bytes], length: int, longest: int) -> None:
+    """Raises InputError if a prompt leaves nothing of `length` to generate."""
     for place, prompt in enumerate(prompts, 1):
         if len(prompt) >= length:
             raise InputError(
                 f"prompt {place} has {len(prompt)} bytes and the model length is {length}, with at "
                 f"least one byte to generate; the model goes up to --max-model-len {longest}"
             )
-    return length
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,13 +169,19 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
-    messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    messages = Console(
+        stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
+    )
     if options.plot and not options.plan:
         raise InputError("--plot draws a plan: give --plan too")
-    prompts = read_prompts(options.prompt, sys.stdin)
     folder = options.checkpoint or checkpoint.EMBEDDED
     config = read_config(folder)
-    limits = read_limits(options, () if options.plan else prompts, config)
+    length = model_length(options.max_model_len, config)
+    limits = read_limits(options, length)
+    prompts: list[bytes] = []
+    if not options.plan:
+        prompts = read_prompts(options.prompt, sys.stdin, length)
+        check_prompts(prompts, length, config.max_position_embeddings)
     choose_device(options.device, options.implementation, options.utilization)
     if options.plan:
         return show_plan(config, limits, options)
@@ -172,8 +194,8 @@ def run(options: argparse.Namespace) -> int:
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
-            seed=options.seed,
-            stop_token=STOP,
+            seed=(options.seed + place) % 2**32,
+            stop_tokens=STOP,
             id=place,
         )
         for place, prompt in enumerate(prompts)
@@ -183,10 +205,16 @@ def run(options: argparse.Namespace) -> int:
     stream = TextStream(messages if options.json else Console(), requests)
     interrupted = None
     try:
-        with terminated_like_interrupted():
-            completions = engine.generate(requests, on_token=stream.token, on_finish=stream.finish)
-    except GenerationInterrupted as interrupt:
-        completions, interrupted = interrupt.completions, code_of(interrupt)
+        with interrupts_raised() as asked:
+
+            def on_token(request: Request, token: int) -> None:
+                asked.check()
+                stream.token(request, token)
+
+            completions = engine.generate(requests, on_token=on_token, on_finish=stream.finish)
+        interrupted = asked.code
+    except GenerationInterrupted as ended:
+        completions, interrupted = ended.completions, code_of(ended)
     except SealError as error:
         raise InputError(f"--strict: {_one_line(error)}") from error
     stream.close()
@@ -200,20 +228,19 @@ def run(options: argparse.Namespace) -> int:
         }
         result = to_json(engine, completions, measured, settings, compile_seconds)
         print(json.dumps(result), flush=True)
+    if interrupted and options.quiet:  # else the summary says it
+        print("interrupted", file=sys.stderr)
     return interrupted or int(any(map(_refused, completions)))
 
 
-def read_limits(
-    options: argparse.Namespace, prompts: Sequence[bytes], config: HybridConfig
-) -> Limits:
+def read_limits(options: argparse.Namespace, length: int) -> Limits:
     """The engine's limits.
 
     Raises:
-        InputError: they make no sense, or a prompt does not fit them.
+        InputError: they make no sense; it names the options.
     """
-    length = check_lengths(prompts, options.max_model_len, config)
     try:
-        return Limits(
+        limits = Limits(
             batch=options.batch,
             max_model_len=length,
             num_pages=options.num_pages,
@@ -223,17 +250,26 @@ def read_limits(
             prefill_buckets=options.prefill_buckets or (),
         )
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise InputError(in_options(error)) from error
+    if limits.pages > MOST:
+        raise InputError(
+            f"--batch {limits.batch} times --max-model-len {limits.max_model_len} is "
+            f"{limits.pages:,} pages, and an int32 numbers {MOST:,}: make one of them smaller, or "
+            "give --num-pages"
+        )
+    return limits
 
 
 def show_plan(config: HybridConfig, limits: Limits, options: argparse.Namespace) -> int:
     """Prints the plan from shapes alone; 2 if it does not fit."""
+    if limits.utilization is None:  # as the server does, which shrinks no cache unasked
+        limits = dataclasses.replace(limits, num_pages=limits.pages)
     memory = device_memory(jax.devices()[0])
     if memory is None:
         raise InputError("--plan: nothing says how much memory this device has")
     refused = None
     try:
-        found = plan(config, memory, limits)
+        found = plan(Hybrid(config), memory, limits)
     except PlanError as error:
         assert error.plan is not None
         found, refused = error.plan, error
@@ -247,7 +283,7 @@ def show_plan(config: HybridConfig, limits: Limits, options: argparse.Namespace)
         except PlotError as error:
             raise InputError(str(error)) from error
     if refused is not None:
-        raise InputError(_one_line(refused))
+        raise InputError(in_options(refused))
     return 0
 
 
@@ -281,12 +317,14 @@ def start_engine(
 ) -> tuple[Engine, dict[str, float]]:
     """A compiled engine, whose plan was printed before its state was allocated."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    progress = Progress(*columns, console=messages)
+    progress = Progress(*columns, console=messages, disable=options.quiet)
     compile_seconds: dict[str, float] = {}
     tasks: dict[str, Any] = {}
 
     def on_compile(name: str, seconds: float | None) -> None:
         progress.start()  # not earlier: an empty progress display prints an empty line
+        if messages.is_terminal and not messages.is_dumb_terminal:
+            interrupt.before_end(CURSOR)
         if seconds is None:
             tasks[name] = progress.add_task(f"compiling {name}", total=1)
         else:
@@ -295,7 +333,7 @@ def start_engine(
 
     try:
         engine = Engine(
-            config,
+            Hybrid(config),
             params,
             limits,
             implementation=options.implementation,
@@ -307,13 +345,14 @@ def start_engine(
     except PlanError as error:
         if error.plan is not None:
             print_plan(_wide(messages), error.plan)
-        raise InputError(_one_line(error)) from error
+        raise InputError(in_options(error)) from error
     except NotImplementedError as error:
         raise InputError(_one_line(error)) from error
     finally:
         if tasks:
             progress.stop()
-    for line in plan_lines(engine):
+        interrupt.before_end(None)
+    for line in plan_lines(engine.plan):
         messages.print(line)
     engine.start()
     return engine, compile_seconds

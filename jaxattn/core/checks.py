@@ -11,8 +11,20 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxattn.arena import Arena
+from jaxattn.core.tables import check_pages, check_places
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_given(x: Any) -> Any:
+    """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
+
+    `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
+    """
+    known = all(
+        isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
+    )
+    return x if x is None else np.asarray(x) if known else jnp.asarray(x)
 
 
 def check_array(op: str, name: str, x: Any) -> None:
@@ -48,6 +60,14 @@ def check_integer(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
+def check_sizes(op: str, *, least: int = 1, **sizes: Any) -> None:
+    """Raises ValueError unless each of the named sizes is an integer of at least `least`."""
+    for name, size in sizes.items():
+        if not is_integer(size) or size < least:
+            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ValueError(f"{op}: {name} must be {wanted}, got {size!r}")
+
+
 def floats(op: str, **arrays: Any) -> list[Array]:
     """The named arguments as JAX arrays.
 
@@ -72,15 +92,19 @@ def finite(op: str, name: str, value: Any) -> float:
         TypeError: it is another thing.
         ValueError: it is not finite.
     """
-    known = isinstance(value, jax.Array | np.ndarray | np.generic)
-    known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
-    if known and value.dtype.kind in "iuf":
-        value = value.item()
+    value = _number(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
     if not abs(value) < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
     return float(value)
+
+
+def _number(value: Any) -> Any:
+    """A known scalar of NumPy or JAX as a Python number; anything else as it is."""
+    known = isinstance(value, jax.Array | np.ndarray | np.generic)
+    known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
+    return value.item() if known and value.dtype.kind in "iuf" else value
 
 
 def output_scale(op: str, scale: Any, key_dim: int) -> float:
@@ -159,7 +183,8 @@ class Arguments:
         return jnp.asarray(x)
 
     def check_scale(self, scale: Any) -> float:
-        if not isinstance(scale, int | float | np.floating) or isinstance(scale, bool):
+        scale = _number(scale)
+        if not isinstance(scale, int | float) or isinstance(scale, bool):
             raise TypeError(
                 f"{self.op}: scale must be a Python number, got {type(scale).__name__}; DeepSeek's "
                 "is jaxattn.softmax_scale(qk_nope_head_dim + qk_rope_head_dim, config)"
@@ -186,40 +211,121 @@ class Arguments:
     def check_paged(
         self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Checks a cache and its addressing, and lengths against the tables if they are known."""
+        """A cache and its addressing: tables and lengths are checked where they are known.
+
+        A traced row of more tokens than its table has places comes back as one of 0, padding.
+        """
         self.check_layer(kv_cache, layer)
         # Bytes are not numbers: how many of them a latent takes is the format's to say.
-        width = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
-        axes = f"N C {width}" if layer is None else f"L N C {width}"
+        stored = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
+        axes = f"N C {stored}" if layer is None else f"L N C {stored}"
         cache = self.check("kv_cache", kv_cache, axes, CACHES)
-        tables = self.check("block_tables", block_tables, "B M", INT32)
-        lengths = self.check("seq_lens", seq_lens, "B", INT32)
-        capacity = tables.shape[1] * cache.shape[-2]
-        self.check_most(
-            f"seq_lens {lengths.shape}",
+        known_tables, tables = self.integers("block_tables", block_tables, "B M")
+        width: int = tables.shape[1]
+        num_pages, page = cache.shape[-3:-1]
+        known_lengths, lengths = self.lengths(
+            "seq_lens",
             seq_lens,
-            capacity,
-            f"block_tables {tables.shape} with pages of {cache.shape[-2]} tokens reach {capacity}; "
+            width * page,
+            f"block_tables {tables.shape} with pages of {page} tokens reach {width * page}; "
             "give wider block_tables",
         )
+        check_pages(self.op, known_tables, known_lengths, num_pages, page)
         return cache, tables, lengths
 
     def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
-        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding."""
-        lengths = self.check("query_lens", query_lens, "B", INT32)
+        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding.
+
+        A traced row with more of them than S has none.
+        """
         most = tokens.shape[1]
-        self.check_most(
-            f"query_lens {lengths.shape}",
-            query_lens,
-            most,
-            f"{name} {tokens.shape} has {most} tokens a row",
-        )
-        return lengths
+        but = f"{name} {tokens.shape} has {most} tokens a row"
+        return self.lengths("query_lens", query_lens, most, but)[1]
+
+    def check_written(
+        self, block_tables: Any, seq_lens: Any, query_lens: Any, tokens: int, page: int
+    ) -> None:
+        """Raises where rows would write to one place, unless something is traced.
+
+        The arguments are those of `check_paged` and `check_query_lens`, which have checked them;
+        without `query_lens` a row writes `tokens`.
+        """
+        new = tokens if query_lens is None else query_lens
+        tables, lengths, new = map(as_given, (block_tables, seq_lens, new))
+        check_places(self.op, tables, lengths, new, page)
+
+    def integers(self, name: str, x: Any, axes: str) -> tuple[Any, jax.Array]:
+        """An argument of int32 numbers; lists and other integers are taken where they fit.
+
+        Returns:
+            What is known of it: a NumPy array, JAX's, or a tracer; and the JAX array, int32.
+        """
+        title = f"{name} [{', '.join(axes.split())}]"
+        if not isinstance(x, list | tuple | int):
+            check_array(self.op, name, x)
+        try:
+            known = as_given(x)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{self.op}: {title} must be integers in rows of one length, got "
+                f"{type(x).__name__} {_shortened(x)}"
+            ) from None
+        if isinstance(x, list | tuple) and known.size == 0:
+            known = known.astype(np.int32)  # NumPy takes an empty list for floats
+        if not jnp.issubdtype(known.dtype, jnp.integer):
+            raise TypeError(
+                f"{self.op}: {name} must be integers, got {known.dtype} {tuple(known.shape)}"
+            )
+        if known.dtype != jnp.int32:
+            known = self._narrowed(name, known)
+        return known, self.check(name, known, axes, INT32)
+
+    def _narrowed(self, name: str, known: Any) -> Any:
+        """Other integers as int32.
+
+        Traced ones that do not fit become its first or last: no row is so long, no cache has such
+        a page.
+        """
+        if not isinstance(known, jax.core.Tracer):
+            known = np.asarray(known)
+            for value in (known.min(), known.max()) if known.size else ():
+                if not -MOST - 1 <= int(value) <= MOST:
+                    raise ValueError(
+                        f"{self.op}: {name} {known.shape} holds {value}, which no int32 is"
+                    )
+            return known.astype(np.int32)
+        wide = jnp.iinfo(known.dtype)
+        low, high = max(int(wide.min), -MOST - 1), min(int(wide.max), MOST)
+        return jnp.clip(known, low, high).astype(jnp.int32)
+
+    def lengths(self, name: str, x: Any, most: int, but: str) -> tuple[Any, jax.Array]:
+        """Lengths of rows [B], from 0 to `most`: others are refused for the reason that `but`
+        gives, or, where they are traced, are those of padding.
+
+        Returns:
+            As `integers`.
+        """
+        known, lengths = self.integers(name, x, "B")
+        self.check_most(f"{name} {lengths.shape}", known, most, but)
+        if isinstance(known, jax.core.Tracer) and most < MOST:
+            # Such a row is marked by what padding gives. Cut to `most`, it would give numbers.
+            lengths = jnp.where(lengths > most, 0, lengths)
+        return known, lengths
 
     def check_most(self, described: str, lengths: Any, most: int, but: str) -> None:
-        """Refuses lengths beyond `most`, for the reason that `but` gives, unless they are traced:
-        what is known now is checked now."""
+        """Refuses lengths below 0 and beyond `most`, for the reason that `but` gives, unless they
+        are traced: what is known now is checked now."""
         if isinstance(lengths, jax.core.Tracer):
             return
         if (longest := int(np.asarray(lengths).max())) > most:
             raise ValueError(f"{self.op}: {described} holds {longest}, but {but}")
+        if (shortest := int(np.asarray(lengths).min())) < 0:
+            raise ValueError(
+                f"{self.op}: {described} holds {shortest}, but no length is below 0; a padding row "
+                "has 0"
+            )
+
+
+def _shortened(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:76]} ..."

@@ -67,7 +67,7 @@ def dispatch[T](
 
 
 def with_gradient_of(reference: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """`function`, differentiated as `reference` of the same arguments."""
+    """`function`, differentiated as `reference` of the same arguments, in reverse mode only."""
     differentiable = jax.custom_vjp(function)
 
     def backward(arguments, cotangents):

@@ -19,6 +19,8 @@ class LayerOf:
 
     @property
     def index(self) -> jax.Array:
+        if (self.per_repeat, self.place) == (1, 0):
+            return self.repeat
         return self.repeat * self.per_repeat + self.place
 
 

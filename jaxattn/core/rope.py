@@ -9,7 +9,7 @@ DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 and stre
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,40 +17,45 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxattn.core.checks import MOST
+from jaxattn.core.fields import Flag, Integer, Nested, Number, OrNone, check_fields
+
+MOST_ROPE_DIMS = 2**16
+# With both, the slowest frequency is above 1e-36, a normal float32 number.
+MOST_THETA, MOST_FACTOR = 1e30, 1e6
+
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
     """YaRN (arXiv 2309.00071) in the words of DeepSeek's `rope_scaling`.
 
     Attributes:
-        factor: how many times the trained context is stretched, at least 1.
+        factor: how many times the trained context is stretched, from 1 to a million.
         original_max_position_embeddings: tokens of the trained context.
         beta_fast: a frequency that turns this often or more within the trained context is kept.
         beta_slow: one that turns this often or less is divided by `factor`; a ramp lies between.
-        mscale: weight of the logarithmic correction of the rotated queries' and keys' length.
+        mscale: weight of the logarithmic correction of the rotated queries' and keys' length, from
+            0 to 100.
         mscale_all_dim: weight of the correction moved into the softmax scale, where it reaches the
             dims that are not rotated too; DeepSeek-V3 has 1.0 for both. 0 moves nothing.
+
+    Raises:
+        ValueError: a field is no finite number or outside its range, or beta_fast < beta_slow.
     """
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32
-    beta_slow: float = 1
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    factor: Annotated[float, Number(1, MOST_FACTOR)]
+    original_max_position_embeddings: Annotated[int, Integer(1, MOST)]
+    beta_fast: Annotated[float, Number(1e-6, 1e6)] = 32.0
+    beta_slow: Annotated[float, Number(1e-6, 1e6)] = 1.0
+    mscale: Annotated[float, Number(0, 100)] = 1.0
+    mscale_all_dim: Annotated[float, Number(0, 100)] = 0.0
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise ValueError(f"YarnConfig: factor must be at least 1, got {self.factor}")
-        if self.original_max_position_embeddings < 1:
+        check_fields(self)
+        if self.beta_fast < self.beta_slow:
             raise ValueError(
-                "YarnConfig: original_max_position_embeddings must be at least 1, got "
-                f"{self.original_max_position_embeddings}"
-            )
-        if not self.beta_fast >= self.beta_slow > 0:
-            raise ValueError(
-                "YarnConfig: needs beta_fast >= beta_slow > 0, got "
-                f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}"
+                "YarnConfig: beta_fast must be at least beta_slow; got "
+                f"beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
             )
 
 
@@ -60,23 +65,45 @@ class RopeConfig:
 
     Attributes:
         dim: P, rotated dims (qk_rope_head_dim), even.
-        theta: base of the frequencies.
+        theta: base of the frequencies, more than 1.
         interleaved: True pairs dims (2i, 2i + 1) as DeepSeek's checkpoints do; False pairs
             (i, i + P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the
             same layout.
         yarn: stretches the context; None leaves the frequencies as they are.
+
+    Raises:
+        ValueError: a field does not fit, or YaRN's ramp would run backwards.
     """
 
-    dim: int = 64
-    theta: float = 10000.0
-    interleaved: bool = True
-    yarn: YarnConfig | None = None
+    dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
+    theta: Annotated[float, Number(1, MOST_THETA, open_below=True)] = 10000.0
+    interleaved: Annotated[bool, Flag()] = True
+    yarn: Annotated[YarnConfig | None, OrNone(Nested(YarnConfig))] = None
 
     def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"RopeConfig: dim must be even and at least 2, got {self.dim}")
-        if self.theta <= 1:
-            raise ValueError(f"RopeConfig: theta must be more than 1, got {self.theta}")
+        check_fields(self)
+        if self.yarn is not None:
+            _ramp(self.dim, self.theta, self.yarn)
+
+
+def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
+    """The pairs where YaRN's ramp begins and ends, as DeepSeek-V3's model.py computes them."""
+
+    def pair_turning(times: float) -> float:
+        """The (fractional) pair that turns that often within the trained context."""
+        wavelength = yarn.original_max_position_embeddings / (times * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    # The published code bounds this index of a pair by dim - 1, not by dim / 2 - 1.
+    high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
+    if low > high:  # the formulas would stretch the pairs to keep, and keep those to stretch
+        raise ValueError(
+            f"RopeConfig: YaRN's ramp would begin at pair {low:,} and end at pair {high:,} of "
+            f"{dim=}; change theta={theta:g} or original_max_position_embeddings="
+            f"{yarn.original_max_position_embeddings:,}"
+        )
+    return low, high
 
 
 def _mscale(factor: float, weight: float) -> float:
@@ -90,15 +117,7 @@ def inv_freq(config: RopeConfig) -> np.ndarray:
     if config.yarn is None:
         return freq.astype(np.float32)
     yarn = config.yarn
-
-    def pair_turning(times: float) -> float:
-        """The (fractional) pair that turns that often within the trained context."""
-        wavelength = yarn.original_max_position_embeddings / (times * 2 * math.pi)
-        return config.dim * math.log(wavelength) / (2 * math.log(config.theta))
-
-    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
-    # The published code bounds this index of a pair by dim - 1, not by dim / 2 - 1.
-    high = min(math.ceil(pair_turning(yarn.beta_slow)), config.dim - 1)
+    low, high = _ramp(config.dim, config.theta, yarn)
     width = high - low if high != low else 0.001
     stretched = np.clip((pairs - low) / width, 0, 1)
     return (freq / yarn.factor * stretched + freq * (1 - stretched)).astype(np.float32)
@@ -109,9 +128,11 @@ def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
 
     `qk_head_dim` counts the dims of the unabsorbed query (DeepSeek-V3: nope 128 + rope 64 = 192):
     absorption changes the shape of the dot product, not its value.
+
+    Raises:
+        ValueError: `qk_head_dim` is no integer of at least 1.
     """
-    if qk_head_dim < 1:
-        raise ValueError(f"softmax_scale: qk_head_dim must be at least 1, got {qk_head_dim}")
+    Integer(1, MOST)("softmax_scale: qk_head_dim", qk_head_dim)
     mscale = _mscale(config.yarn.factor, config.yarn.mscale_all_dim) if config.yarn else 1.0
     return qk_head_dim**-0.5 * mscale**2
 

@@ -7,18 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import check_integers, check_layer
-
-
-def as_given(x: Any) -> Any:
-    """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
-
-    `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
-    """
-    known = all(
-        isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
-    )
-    return x if x is None else np.asarray(x) if known else jnp.asarray(x)
+from jaxattn.core.checks import as_given, check_array, check_integers, check_layer
+from jaxattn.core.varying import refuse_explicit_axes
 
 
 def state_read(
@@ -34,8 +24,12 @@ def state_read(
         state_indices: the slot of each row.
         layer: index into the stack, a Python int or traced. It is part of the gather: no layer is
             sliced out of the stack.
+
+    Raises:
+        TypeError: `pool` is no array, `state_indices` are no integers, or `layer` is none.
+        ValueError: a shape does not fit, or a concrete `layer` is not in the stack.
     """
-    slots, _ = _slots(pool, state_indices, layer)
+    slots = _slots(pool, _checked("state_read", pool, state_indices, layer), layer)[0]
     index = slots if layer is None else (layer, slots)
     return jnp.asarray(pool).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -56,8 +50,22 @@ def state_write(
         values: one state a row, cast to the pool's dtype.
         state_indices: the slot of each row.
         layer: index into the stack, a Python int or traced.
+
+    Raises:
+        TypeError: `pool` or `values` is no array, `state_indices` are no integers, or `layer` is
+            none.
+        ValueError: a shape does not fit, or a concrete `layer` is not in the stack.
     """
-    slots, _ = _slots(pool, state_indices, layer)
+    op = "state_write"
+    indices = _checked(op, pool, state_indices, layer)
+    check_array(op, "values", values)
+    shape = (*indices.shape, *pool.shape[1 if layer is None else 2 :])
+    if values.shape != shape:
+        raise ValueError(
+            f"{op}: values must be [B, ...] = {list(shape)}, a state of pool {tuple(pool.shape)} "
+            f"for each row, got {list(values.shape)}"
+        )
+    slots = _slots(pool, indices, layer)[0]
     index = slots if layer is None else (layer, slots)
     return (
         jnp.asarray(pool)
@@ -66,6 +74,24 @@ def state_write(
             values.astype(pool.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
         )
     )
+
+
+def _checked(op: str, pool: Any, state_indices: Any, layer: Any) -> Array:
+    """The slots as an array, if they are integers and the layer is in the pool."""
+    check_array(op, "pool", pool)
+    if state_indices is None:
+        raise TypeError(f"{op}: state_indices must be integers of shape [B], got None")
+    indices = as_given(state_indices)
+    check_integers(op, "state_indices", indices, "[B]", fits=indices.ndim == 1)
+    least = 1 if layer is None else 2
+    if pool.ndim < least:
+        raise ValueError(
+            f"{op}: pool must be [Z, ...], or with layer [L, Z, ...], got {list(pool.shape)}"
+        )
+    if layer is not None:
+        check_layer(op, "pool", tuple(pool.shape), layer)
+    refuse_explicit_axes(op, pool, indices)
+    return jnp.asarray(indices)
 
 
 def _slots(pool: Array, state_indices: Array, layer: int | Array | None) -> tuple[Array, Array]:

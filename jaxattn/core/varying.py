@@ -1,9 +1,10 @@
-"""Inside `jax.shard_map`: the carries of a loop vary over the mesh axes its operands vary over.
+"""On a mesh: what varies inside `jax.shard_map`, and axes that ops cannot be split over.
 
-There an array's type says over which axes it varies. Operators take arrays of several such types;
-a loop wants one of its carry, before and after, a condition one of its branches, and a custom
-gradient has that of its primal. But zeros that a loop starts from vary over nothing, and a weight
-that all devices share over less than the tokens do.
+Inside `jax.shard_map` the carries of a loop vary over the mesh axes its operands vary over. There
+an array's type says over which axes it varies. Operators take arrays of several such types; a loop
+wants one of its carry, before and after, a condition one of its branches, and a custom gradient has
+that of its primal. But zeros that a loop starts from vary over nothing, and a weight that all
+devices share over less than the tokens do.
 """
 
 from typing import Any
@@ -32,3 +33,23 @@ def vary_alike[T](tree: T, *others: Any) -> T:
 
 def _axes(x: Any) -> frozenset[Any]:
     return jax.typeof(x).manual_axis_type.varying
+
+
+def refuse_explicit_axes(op: str, *arrays: Any) -> None:
+    """Raises TypeError where an array is split over an Explicit axis of a mesh.
+
+    Inside `shard_map` none is. Outside, each gather has to say how its result is split, and sorts
+    and Pallas kernels cannot. JAX would name the gather, which no caller of the op has written.
+    """
+    for x in jax.tree.leaves(arrays):
+        sharding = jax.typeof(x).sharding
+        explicit = set(sharding.mesh.explicit_axes)
+        split = explicit.intersection(jax.tree.leaves(tuple(sharding.spec)))
+        if split:
+            axes = ", ".join(repr(axis) for axis in sorted(split, key=str))
+            raise TypeError(
+                f"{op}: an argument of shape {tuple(x.shape)} is split over the mesh axis {axes}, "
+                "which is Explicit, jax.make_mesh's default; give jax.make_mesh "
+                "axis_types=(jax.sharding.AxisType.Auto,) for each axis, or call the op inside "
+                "jax.shard_map"
+            )

@@ -1,277 +1,326 @@
 """Continuous batching over one compiled decode step: requests in, tokens out as they appear.
 
-    engine = Engine(config, params, Limits(batch=4))     # compiles and plans; allocates no cache
-    print(engine.plan.total)
-    completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")], on_token=...)
+    with Engine(model, params, Limits(batch=4)) as engine:
+        print(engine.plan.total)
+        completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")])
 
-A prompt is read in chunks of one size, one request at a time; the rows that have read theirs
-decode together, one token a step. A row that finishes frees its pages and its slot, and the next
-waiting request takes them while the others go on (scheduler.py). The steps are executables of
-fixed shapes, so nothing can be compiled after the constructor; the state is donated to each step
-and comes back in the same buffers.
+`generate` is a loop over `add` and `step`. Each round of `step` reads one chunk of a prompt, then
+decodes the rows that have read theirs, one token each. A row that finishes frees its pages and its
+slot, and the next waiting request takes them (scheduler.py). The steps are executables of fixed
+shapes, so nothing can be compiled after `start`. The state is donated to each step and comes back
+in the same buffers.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.memory_plan import (
-    Executable,
-    advice,
-    check_row,
-    fill,
-    from_compiled,
-    from_shapes,
-    plan_hybrid,
+from jaxattn.engine.prepare import (
+    Prepared,
+    check_arguments,
+    checked_params,
+    on_device,
+    prepare,
 )
-from jaxattn.engine.request import Completion, GenerationInterrupted, Request, Stats
-from jaxattn.engine.sampling import SamplingBatch
+from jaxattn.engine.process import PROCESS
+from jaxattn.engine.request import (
+    Completion,
+    Event,
+    FinishEvent,
+    FinishReason,
+    GenerationInterrupted,
+    Request,
+    Stats,
+    TokenEvent,
+)
+from jaxattn.engine.sampling import NOT_FINITE, SamplingBatch
 from jaxattn.engine.scheduler import Row, Scheduler
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import (
-    EntryPoint,
-    OnCompile,
-    Steps,
-    compiled_steps,
-    entry_points,
-    new_state,
-)
-from jaxattn.memory.budget import MemoryPlan, check_allocated, nbytes
-from jaxattn.memory.device import DeviceMemory, device_memory
+from jaxattn.engine.steps import EntryPoint, OnCompile, entry_points, new_state
+from jaxattn.memory import device
+from jaxattn.memory.budget import MemoryPlan, check_allocated
 from jaxattn.memory.limits import Limits
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.packed import PackedParams, pack_vectors
-from jaxattn.models.state import DecodeBatch, DecodeState, PrefillBatch
-
-# Decode op -> its kernel's name in a compiled step.
-KERNELS = {"mla_decode": "mla_decode", "gated_delta_rule_decode": "gdn_decode"}
+from jaxattn.models.base import DecodeBatch, DecodeState, Model, PrefillBatch, line_name
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
-
-_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+Detokenize = Callable[[Sequence[int]], str]
 
 
 class EngineBusyError(RuntimeError):
-    """The engine's one state is in use by another thread."""
+    """The engine's one state is in use."""
 
 
 class Engine:
     """A model compiled for `Limits`. One thread at a time; another gets an `EngineBusyError`.
 
     Args:
-        params: of `config`, on JAX's default device; an argument of the steps, never captured.
-        implementation: of the decode kernels; None is the best for the device.
-        on_compile: called with each executable's name and None before it is compiled, and with the
-            seconds that it took after that.
+        model: a `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
+        params: its parameters; an argument of the steps, never captured.
+        limits, devices, implementation, on_compile, workers: see `prepare`.
         strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
             it is counted in `seal`.
-        workers: executables that are compiled at a time.
+        detokenize: tokens to text, for requests with stop strings.
 
     Attributes:
-        limits: as given; with `utilization`, with the pages that fit.
+        model, limits: as given; with `utilization`, the limits have the pages that fit.
         plan: what memory the engine takes and why.
-        executables: name -> compiled step (params, state, batch) -> (tokens, state).
         scheduler: rows, waiting requests and pools.
         seal: what was compiled or allocated after the warm-up.
-        stats: of the last `generate`, or of the one that is running.
+        stats: of the last `generate`, or of what was added since.
 
     Raises:
-        ValueError: `max_model_len` is longer than the model's `max_position_embeddings`.
-        PlanError: the device has not enough memory, or with `utilization` the cache that is left
-            holds no row at full length.
-        NotImplementedError: the named implementation refuses; the message says why.
+        TypeError, ValueError, PlanError, NotImplementedError: see `prepare`.
     """
 
     def __init__(
         self,
-        config: HybridConfig,
-        params: nnx.State | PackedParams,
+        model: Model,
+        params: Any,
         limits: Limits | None = None,
+        devices: Sequence[jax.Device] | jax.Device | None = None,
         *,
         implementation: Implementation | None = None,
         on_compile: OnCompile | None = None,
         strict: bool = False,
         workers: int = 1,
+        detokenize: Detokenize | None = None,
     ):
-        limits = limits or Limits()
-        if limits.max_model_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len={limits.max_model_len} is longer than the model's "
-                f"max_position_embeddings={config.max_position_embeddings}"
-            )
-        self.config, self.limits, self.stats = config, limits, Stats()
-        self._named, self._on_compile, self._workers = implementation, on_compile, workers
-        self._params: Any = jax.eval_shape(pack_vectors, params)
-        if limits.utilization is not None:  # the least that it can come to
-            self.limits = self._trial(1)
-        self._plan({}, self._memory()).check(lambda: self._advice({}))
-        self.limits, self._params = limits, pack_vectors(params)
+        check_arguments(model, Limits() if limits is None else limits, implementation)
+        _check_arrays(params)
+        prepared = prepare(
+            model,
+            params,
+            limits,
+            devices,
+            implementation=implementation,
+            on_compile=on_compile,
+            workers=workers,
+        )
+        self._open(prepared, model.pack(params), strict, detokenize)
+
+    @classmethod
+    def of(
+        cls, prepared: Prepared, *, strict: bool = False, detokenize: Detokenize | None = None
+    ) -> Self:
+        """An engine of what `prepare` made; `start(params)` gives it its parameters."""
+        engine = cls.__new__(cls)
+        engine._open(prepared, None, strict, detokenize)
+        return engine
+
+    def _open(
+        self, prepared: Prepared, params: Any, strict: bool, detokenize: Detokenize | None
+    ) -> None:
+        self._prepared, self._params, self._detokenize = prepared, params, detokenize
         self._state: DecodeState | None = None
+        self._owner: int | None = None
         self._busy = threading.Lock()
-        self.seal = Seal(strict=strict)
-        self._steps = self._compile() if limits.utilization is None else self._fill()
-        known = self._known(self._steps)
-        self.plan = self._plan(known, self._memory())
-        self.plan.check(lambda: self._advice(known))
-        self.scheduler = Scheduler(self.limits, config.vocab_size)
-        self._points = entry_points(self.limits)
-        _engines.add(self)
+        self._events: list[Event] = []
+        self._clocks: dict[int, _Clock] = {}
+        self._next_id = 0
+        self.stats, self.seal = Stats(), Seal(strict=strict)
+        self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
+        self._closed = False
+        PROCESS.engines.add(self)
+
+    def _replan(self, prepared: Prepared) -> None:
+        """Goes on with another plan; with fewer pages, requests that wait may be refused."""
+        before, self._prepared = self._prepared, prepared
+        if prepared.limits != before.limits:
+            waiting = list(self.scheduler.waiting)
+            self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
+            for request in waiting:
+                self._submit(request)
+
+    @property
+    def model(self) -> Model:
+        return self._prepared.model
+
+    @property
+    def limits(self) -> Limits:
+        return self._prepared.limits
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self._prepared.plan
 
     @property
     def executables(self) -> dict[str, jax.stages.Compiled]:
-        return self._steps.executables
-
-    def _compile(self) -> Steps:
-        return compiled_steps(
-            self.config,
-            self.limits,
-            self._params,
-            implementation=self._named,
-            on_compile=self._on_compile,
-            workers=self._workers,
-        )
-
-    def _fill(self) -> Steps:
-        """Sets the pages to what the device has room for, before any cache exists.
-
-        Every executable is compiled and run twice beside a cache of one row, so that what XLA, its
-        libraries and the driver take is known and taken; then the cache is sized and the steps
-        are compiled for it, while there is memory to tune them in.
-        """
-        wanted = self.limits
-        memory = self._memory()
-        assert memory is not None, "utilization needs a device whose memory is known"
-        beside = self._beside(memory)
-        self.limits = fill(self.config, wanted, memory, self._params, {}, **beside)
-        self._check_row(wanted, memory, {}, beside)  # before minutes of compiling
-        self.limits = self._trial(min(self.limits.pages_per_row, self.limits.pages))
-        steps = self._compile()
-        known = self._known(steps)
-        state: Any = new_state(self.config, self.limits)
-        for entry in entry_points(self.limits) * 2:
-            tokens, state = steps.executables[str(entry)](self._params, state, self._padding(entry))
-            tokens.block_until_ready()
-        memory = self._memory()
-        assert memory is not None
-        beside = self._beside(memory, known, state)
-        del state, tokens, steps
-        for _ in range(3):
-            self.limits = fill(self.config, wanted, memory, self._params, known, **beside)
-            self._check_row(wanted, memory, known, beside)
-            steps = self._compile()
-            found = self._known(steps)
-            if all(found[name].temp <= known[name].temp for name in known):
-                return steps
-            known = found
-        raise AssertionError(f"XLA's temp grows with the pages: {known}")
-
-    def _check_row(
-        self,
-        wanted: Limits,
-        memory: DeviceMemory,
-        known: dict[str, Executable],
-        beside: dict[str, Any],
-    ) -> None:
-        """Raises PlanError unless the pages that were found hold a row, or what was asked for."""
-        args = (self.config, self.limits, memory, self._params)
-
-        def helps() -> tuple[str, ...]:
-            bounds = known or from_shapes(self.config, self.limits, self._params, self._named)
-            return advice(*args, bounds, **beside)
-
-        made = plan_hybrid(*args, known, **beside)
-        check_row(made, self.limits, helps, wanted=wanted.num_pages)
-
-    def _trial(self, pages: int) -> Limits:
-        return dataclasses.replace(self.limits, num_pages=pages, utilization=None)
-
-    def _known(self, steps: Steps) -> dict[str, Executable]:
-        state = jax.eval_shape(lambda: new_state(self.config, self.limits))
-        held = nbytes(self._params) + nbytes(state)
-        return {name: from_compiled(step, held) for name, step in steps.executables.items()}
-
-    def _memory(self) -> DeviceMemory | None:
-        return device_memory(jax.devices()[0])
-
-    def _plan(self, known: dict[str, Executable], memory: DeviceMemory | None) -> MemoryPlan:
-        return plan_hybrid(
-            self.config, self.limits, memory, self._params, known, **self._beside(memory, known)
-        )
-
-    def _beside(
-        self, memory: DeviceMemory | None, known: Any = None, state: Any = ()
-    ) -> dict[str, Any]:
-        """Bytes that the plan has to leave alone: the driver's, and those of other arrays."""
-        if memory is None or memory.outside is None:
-            return {"outside": 0, "others": 0}
-        code = sum(each.code for each in (known or {}).values())
-        own = nbytes(self._params) if isinstance(self._params, PackedParams) else 0
-        stepping = sum(engine.plan["xla temp"] for engine in _engines)
-        return {
-            "outside": max(memory.outside - code, 0),
-            "others": max(memory.in_use - own - nbytes(state), 0) + stepping,
-        }
-
-    def _advice(self, known: dict[str, Executable]) -> tuple[str, ...]:
-        memory = self._memory()
-        if memory is None:
-            return ()
-        beside = self._beside(memory, known)
-        return advice(self.config, self.limits, memory, self._params, known, **beside)
+        """Name -> compiled step (params, state, batch) -> (tokens, state)."""
+        return self._prepared.steps.executables
 
     @property
     def implementations(self) -> dict[str, str]:
         """Decode op -> what runs it: as it was named, or else as the compiled step shows."""
-        text = self.executables[str(self._points[-1])].as_text() or ""
+        named = self._prepared.compiler.implementation
+        text = self.executables[str(entry_points(self.limits)[-1])].as_text() or ""
         calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
         return {
-            op: self._named or ("mosaic_gpu" if any(kernel in call for call in calls) else "xla")
-            for op, kernel in KERNELS.items()
+            op: named or ("mosaic_gpu" if any(kernel in call for call in calls) else "xla")
+            for op, kernel in self.model.kernels.items()
         }
 
     @property
     def state(self) -> DecodeState:
-        """The arena, the caches and the recurrent states; allocated when it is first asked for."""
+        """The arena and the caches; allocated when they are first asked for."""
         self.start()
         assert self._state is not None
         return self._state
 
-    def start(self) -> None:
-        """Allocates the state, runs each executable twice on padding rows, and seals the engine.
+    # --- beginning and end
 
-        Padding rows write nothing. The first two runs are special on a GPU: one loads the modules,
-        one records the command buffer. Does nothing if the state is there; `generate` calls it.
+    def start(self, params: Any = None) -> None:
+        """Warms up, measures the device's memory, allocates the state, and seals the engine.
+
+        Does nothing if the state is there; `generate`, `step` and `state` call it. Call it after
+        loading has ended, so that the memory which loading took for a while is free again.
+
+        Args:
+            params: the parameters, for an engine that was made without.
 
         Raises:
-            PlanError: what was allocated is not what was planned.
+            ValueError: the engine has no parameters, or they are not the model's.
+            PlanError: the device has less memory than was planned, or what was allocated is not
+                what was planned.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        if params is not None:
+            _check_arrays(params)
+            checked_params(self.model, params)
+            self._params = self.model.pack(params)
+        if self._params is None:
+            raise ValueError("this engine has no parameters: give them to start(params)")
         leaves = jax.tree.leaves(self._state)
         # An interrupt between a step's call and its return leaves donated buffers behind.
         if leaves and not any(leaf.is_deleted() for leaf in leaves):
             return
         self._state = None
-        state = new_state(self.config, self.limits)
-        for what, part in (
-            ("arena", state.arena),
-            ("kv cache", state.kv_cache),
-            ("conv state", state.conv_state),
-            ("ssm state", state.ssm_state),
-        ):
-            check_allocated(what, part, self.plan[what])
-        for entry in self._points * 2:
-            tokens, state = self.executables[str(entry)](self._params, state, self._padding(entry))
+        with jax.default_device(self._prepared.devices[0]):
+            if self._prepared.trial:
+                self._try()
+            self._check_memory()
+            self._state = self._warmed(self.limits, self.executables)
+        self.seal.hold(self._state)
+
+    def _try(self) -> None:
+        """Runs the trial's steps, so that drivers and libraries have what they want."""
+        assert self._prepared.trial is not None
+        limits, steps = self._prepared.trial
+        self._warmed(limits, steps.executables)
+        self._prepared = dataclasses.replace(self._prepared, trial=None)
+
+    def _check_memory(self) -> None:
+        """Plans again with what the device has now; fewer pages are found where it has less.
+
+        Raises:
+            PlanError: it does not fit.
+        """
+        prepared, compiler = self._prepared, self._prepared.compiler
+        memory = device.device_memory(prepared.devices[0])
+        own = on_device(self._params)
+        PROCESS.engines.discard(self)  # its own temp is a line of its plan
+        try:
+            known = prepared.known
+            if prepared.wanted.utilization is not None and memory is not None:
+                filled = compiler.fill(prepared.wanted, known, memory, own)
+                if filled.pages < prepared.limits.pages:
+                    limits, steps, known = compiler.fit(prepared.wanted, known, memory, own)
+                    prepared = dataclasses.replace(
+                        prepared, limits=limits, steps=steps, known=known
+                    )
+            plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
+            self._replan(dataclasses.replace(prepared, plan=plan))
+        finally:
+            PROCESS.engines.add(self)
+
+    def _warmed(self, limits: Limits, executables: dict[str, jax.stages.Compiled]) -> DecodeState:
+        """A state beside which each executable has run twice, on padding rows, which write nothing.
+
+        The first two runs are special on a GPU: one loads the modules, one records the command
+        buffer.
+        """
+        state = new_state(self.model, limits)
+        if limits is self.limits:
+            check_allocated("arena", state.arena, self.plan["arena"])
+            for arrays in state.caches.values():
+                for name, array in arrays.items():
+                    check_allocated(line_name(name), array, self.plan[line_name(name)])
+        for entry in entry_points(limits) * 2:
+            batch = self._padding(entry, limits.table_width)
+            tokens, state = executables[str(entry)](self._params, state, batch)
             tokens.block_until_ready()
-        self._state = state
-        self.seal.hold(state)
+        return state
+
+    def close(self) -> None:
+        """Gives the state's memory back. The parameters stay with whoever else holds them."""
+        self._closed = True
+        PROCESS.engines.discard(self)
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
+        self._state = self._params = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- requests in, events out
+
+    def add(self, request: Request) -> int:
+        """Queues a request and returns its id. One that can never be served is refused.
+
+        The refusal comes as a `FinishEvent` of the next `step`.
+
+        Raises:
+            TypeError: it is no `Request`.
+            ValueError: a request with its id is running or waiting.
+            EngineBusyError: another thread uses the engine.
+        """
+        with self._alone("add", nested=True):
+            return self._add(request)
+
+    def abort(self, id: int) -> bool:
+        """Ends a request, running or waiting; False if there is none with this id.
+
+        What it generated comes as a `FinishEvent` of the next `step`.
+        """
+        with self._alone("abort", nested=True):
+            row = next((r for r in self.scheduler.rows.values() if r.request.id == id), None)
+            waiting = None if row else self.scheduler.withdraw(id)
+            if row is None and waiting is None:
+                return False
+            if row is not None:
+                self.scheduler.release(row)
+                self._finish(row.request, row.tokens, FinishReason.ABORTED)
+            elif waiting is not None:
+                self._finish(waiting, (), FinishReason.ABORTED)
+            return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.busy or bool(self._events)
+
+    def step(self) -> list[Event]:
+        """One round: at most one chunk of a prompt and one token for each row that decodes.
+
+        Raises:
+            EngineBusyError: another thread uses the engine, or a callback called it.
+            SealError: the engine is strict and something was compiled or allocated.
+        """
+        with self._alone("step"):
+            self.start()
+            return self._step()
 
     def generate(
         self,
@@ -282,65 +331,127 @@ class Engine:
     ) -> list[Completion]:
         """Serves all requests; the completions are in the requests' order.
 
-        A request that can never be served is refused, and the others are served.
+        A request that can never be served is refused, and the others are served. A request
+        without an id gets its place in the list.
 
         Args:
             on_token: called with each token as soon as it is known, stop tokens aside.
             on_finish: called when a request is done or refused.
 
         Raises:
+            TypeError: one of them is no `Request`.
             ValueError: two requests have the same id.
             GenerationInterrupted: Ctrl-C, at any time. It holds what was generated, and the engine
                 stays usable.
-            EngineBusyError: another thread is in `generate`; nothing was touched.
+            EngineBusyError: another thread uses the engine, a callback called it, or requests that
+                were added are not done.
             SealError: the engine is strict and something was compiled or allocated.
         """
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError(
-                "another thread is in this engine's generate: an engine has one state; give each "
-                "thread an engine of its own (they share executables)"
-            )
-        try:
-            return self._generate(requests, on_token, on_finish)
-        finally:
-            self._busy.release()
+        with self._alone("generate"):
+            if self.busy:
+                raise EngineBusyError(
+                    "generate: requests that were added are not done; call step() until the engine "
+                    "is not busy"
+                )
+            numbered = [_numbered(request, place) for place, request in enumerate(requests)]
+            if len({request.id for request in numbered}) < len(numbered):
+                raise ValueError("two requests have the same id")
+            return self._generate(numbered, on_token, on_finish)
 
     def _generate(
-        self,
-        requests: Iterable[Request],
-        on_token: OnToken | None,
-        on_finish: OnFinish | None,
+        self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None
     ) -> list[Completion]:
-        numbered = [
-            dataclasses.replace(request, id=place) if request.id is None else request
-            for place, request in enumerate(requests)
-        ]
-        if len({request.id for request in numbered}) < len(numbered):
-            raise ValueError("two requests have the same id")
-        run = _Run(numbered, on_token, on_finish)
-        self.stats = run.stats
+        self.stats, started = Stats(), time.perf_counter()
+        done: dict[int | None, Completion] = {}
         try:
             self.start()
-            run.started = time.perf_counter()
-            for request in numbered:
-                if reason := self.scheduler.refusal(request):
-                    run.finish(request, (), f"refused: {reason}")
-                else:
-                    self.scheduler.submit(request)
-            while self.scheduler.busy:
-                self.scheduler.admit()
-                if row := self.scheduler.next_prefill():
-                    self._prefill_chunk(row, run)
-                if rows := self.scheduler.next_decode():
-                    self._decode_rows(rows, run)
+            started = time.perf_counter()
+            for request in requests:
+                self._add(request)
+            while self.busy:
+                for event in self._step():
+                    if isinstance(event, FinishEvent):
+                        done[event.completion.request.id] = event.completion
+                        if on_finish:
+                            on_finish(event.completion)
+                    elif on_token:
+                        on_token(event.request, event.token)
         except KeyboardInterrupt as interrupt:
-            raise GenerationInterrupted(run.interrupt(self.scheduler.rows.values())) from interrupt
+            self._interrupt(requests, done)
+            completions = [done[request.id] for request in requests]
+            raise GenerationInterrupted(completions) from interrupt
         finally:
             self.scheduler.clear()
-            run.stats.seconds = time.perf_counter() - run.started
-        return run.completions()
+            self._events.clear()
+            self._clocks.clear()
+            self.stats.seconds = time.perf_counter() - started
+        return [done[request.id] for request in requests]
 
-    def _prefill_chunk(self, row: Row, run: "_Run") -> None:
+    def _interrupt(self, requests: list[Request], done: dict[int | None, Completion]) -> None:
+        """Ends what is not done: rows with what they generated, the rest with nothing."""
+        for row in self.scheduler.rows.values():
+            if row.request.id not in done:
+                self._finish(row.request, row.tokens, FinishReason.INTERRUPTED)
+        for event in self._events:
+            if isinstance(event, FinishEvent):
+                done.setdefault(event.completion.request.id, event.completion)
+        for request in requests:
+            if request.id not in done:
+                done[request.id] = Completion(request, (), FinishReason.INTERRUPTED)
+
+    @contextlib.contextmanager
+    def _alone(self, what: str, *, nested: bool = False) -> Iterator[None]:
+        """Keeps other threads out; `nested` calls may come from a callback of this thread."""
+        me = threading.get_ident()
+        if self._owner == me:
+            if not nested:
+                raise EngineBusyError(f"{what} was called by a callback of this engine")
+            yield
+            return
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError(
+                f"{what}: another thread uses this engine, which has one state; give each thread "
+                "an engine of its own (they share executables)"
+            )
+        self._owner = me
+        try:
+            yield
+        finally:
+            self._owner = None
+            self._busy.release()
+
+    # --- one round
+
+    def _add(self, request: Request) -> int:
+        request = _numbered(request, self._next_id)
+        assert request.id is not None
+        if request.id in self._clocks:
+            raise ValueError(f"a request with id {request.id} is running or waiting")
+        self._next_id = max(self._next_id, request.id + 1)
+        self._clocks[request.id] = _Clock(time.perf_counter())
+        self._submit(request)
+        return request.id
+
+    def _submit(self, request: Request) -> None:
+        """Queues a request, or refuses it."""
+        reason = self.scheduler.refusal(request)
+        if reason is None and request.stop_strings and self._detokenize is None:
+            reason = "it has stop strings, and the engine was made without `detokenize`"
+        if reason:
+            self._finish(request, (), FinishReason.REFUSED, reason)
+        else:
+            self.scheduler.submit(request)
+
+    def _step(self) -> list[Event]:
+        self.scheduler.admit()
+        if row := self.scheduler.next_prefill():
+            self._prefill_chunk(row)
+        if rows := self.scheduler.next_decode():
+            self._decode_rows(rows)
+        events, self._events = self._events, []
+        return events
+
+    def _prefill_chunk(self, row: Row) -> None:
         started = time.perf_counter()
         waiting = len(row.request.prompt) - row.cached
         chunk = next((c for c in self.limits.chunks if c >= waiting), self.limits.chunks[-1])
@@ -348,32 +459,65 @@ class Engine:
         row.cached += len(tokens)
         entry = EntryPoint("prefill", 1, chunk)
         new = self._run(entry, [row], lambda: self._prefill_batch(entry, row, tokens))
-        run.stats.prefill_steps += 1
-        run.stats.prompt_tokens += len(tokens)
-        run.stats.prefill_seconds += time.perf_counter() - started
+        self.stats.prefill_steps += 1
+        self.stats.prompt_tokens += len(tokens)
+        self.stats.prefill_seconds += time.perf_counter() - started
         if not row.prefilling:
-            self._accept(row, int(new[0]), run)
+            self._accept(row, int(new[0]))
 
-    def _decode_rows(self, rows: Sequence[Row], run: "_Run") -> None:
+    def _decode_rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
             row.cached += 1
         entry = EntryPoint("decode", next(b for b in self.limits.batches if b >= len(rows)), 1)
         new = self._run(entry, rows, lambda: self._decode_batch(entry, rows))
-        run.stats.decode_steps += 1
-        run.stats.decoded_tokens += len(rows)
+        self.stats.decode_steps += 1
+        self.stats.decoded_tokens += len(rows)
         for place, row in enumerate(rows):
-            self._accept(row, int(new[place]), run)
+            self._accept(row, int(new[place]))
 
-    def _accept(self, row: Row, token: int, run: "_Run") -> None:
-        reason = "stop" if token == row.request.stop_token else None
-        if reason is None:
-            row.tokens.append(token)
-            run.token(row.request, token)
-            if len(row.tokens) == row.max_tokens:
-                reason = "length"
-        if reason:
-            run.finish(row.request, row.tokens, reason)
-            self.scheduler.release(row)
+    def _accept(self, row: Row, token: int) -> None:
+        """A row's next token; it may be the last."""
+        if token == NOT_FINITE:
+            self._end(row, FinishReason.NOT_FINITE, "the model's logits held NaN or infinity")
+            return
+        if token in row.stop_tokens:
+            self._end(row, FinishReason.STOP, token)
+            return
+        row.tokens.append(token)
+        assert row.request.id is not None
+        self._clocks[row.request.id].first(time.perf_counter())
+        self._events.append(TokenEvent(row.request, token))
+        if text := self._stop_string(row):
+            self._end(row, FinishReason.STOP, text)
+        elif len(row.tokens) == row.max_tokens:
+            cut = row.max_tokens < row.request.max_tokens
+            self._end(row, FinishReason.LENGTH, "max_model_len" if cut else "max_tokens")
+
+    def _stop_string(self, row: Row) -> str | None:
+        """The stop string that the last token completed."""
+        if not row.request.stop_strings or self._detokenize is None:
+            return None
+        # Of one byte each, this many tokens hold the longest of them.
+        longest = max(len(text.encode()) for text in row.request.stop_strings)
+        text = self._detokenize(row.tokens[-longest:])
+        return next((stop for stop in row.request.stop_strings if stop in text), None)
+
+    def _end(self, row: Row, reason: FinishReason, detail: str | int) -> None:
+        self.scheduler.release(row)
+        self._finish(row.request, row.tokens, reason, detail)
+
+    def _finish(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        reason: FinishReason,
+        detail: str | int | None = None,
+    ) -> None:
+        assert request.id is not None
+        clock = self._clocks.pop(request.id)
+        first, seconds = clock.read(time.perf_counter())
+        done = Completion(request, tuple(tokens), reason, detail, first, seconds)
+        self._events.append(FinishEvent(done))
 
     def _run(self, entry: EntryPoint, rows: Sequence[Row], batch: Callable[[], Any]) -> np.ndarray:
         """One sealed step: the tokens, one for each row of the executable."""
@@ -386,51 +530,75 @@ class Engine:
             self.seal.check(self._state)
         return new
 
-    def _padding(self, entry: EntryPoint) -> Any:
-        """A batch without rows."""
-        build = self._prefill_batch if entry.kind == "prefill" else self._decode_batch
-        return build(entry), _sampling([None] * entry.rows)
+    # --- batches
 
-    def _prefill_batch(
-        self, entry: EntryPoint, row: Row | None = None, tokens: Sequence[int] = ()
-    ) -> PrefillBatch:
-        """The row's chunk `tokens`, which `row.cached` counts already; without a row, padding."""
-        fields: Any = dict(
+    def _padding(self, entry: EntryPoint, width: int | None = None) -> Any:
+        """A batch without rows, for tables of `width` pages; the limits' if None."""
+        width = self.limits.table_width if width is None else width
+        rows = [None] * entry.rows
+        tables = np.zeros((entry.rows, width), np.int32)
+        tokens = np.zeros((entry.rows, entry.tokens), np.int32)
+        none, slots = _int32([0] * entry.rows), _int32([-1] * entry.rows)
+        batch: Any = (
+            PrefillBatch(*map(_given, (tokens, none, none, tables, slots)))
+            if entry.kind == "prefill"
+            else DecodeBatch(*map(_given, (tokens, none, tables, slots)))
+        )
+        return batch, _sampling(rows)
+
+    def _prefill_batch(self, entry: EntryPoint, row: Row, tokens: Sequence[int]) -> PrefillBatch:
+        """The row's chunk `tokens`, which `row.cached` counts already."""
+        return PrefillBatch(
             tokens=_int32([[*tokens, *[0] * (entry.tokens - len(tokens))]]),
             query_lens=_int32([len(tokens)]),
-            seq_lens=_int32([row.cached if row else 0]),
-            block_tables=self._tables([row]),
-            state_indices=_int32([row.slot if row else -1]),
+            seq_lens=_int32([row.cached]),
+            block_tables=_given(self.scheduler.block_tables[[row.index]]),
+            state_indices=_int32([row.slot]),
         )
-        return PrefillBatch(**fields)
 
-    def _decode_batch(self, entry: EntryPoint, running: Sequence[Row] = ()) -> DecodeBatch:
+    def _decode_batch(self, entry: EntryPoint, running: Sequence[Row]) -> DecodeBatch:
         """The last token of each row, counted by `row.cached`; the bucket's rest is padding."""
         rows = [*running, *[None] * (entry.rows - len(running))]
-        fields: Any = dict(
+        # What stands in a padding row's table, or past a row's pages, is never read.
+        tables = self.scheduler.block_tables[[row.index if row else 0 for row in rows]]
+        return DecodeBatch(
             tokens=_int32([[row.tokens[-1] if row else 0] * entry.tokens for row in rows]),
             seq_lens=_int32([row.cached if row else 0 for row in rows]),
-            block_tables=self._tables(rows),
+            block_tables=_given(tables),
             state_indices=_int32([row.slot if row else -1 for row in rows]),
         )
-        return DecodeBatch(**fields)
 
-    def _tables(self, rows: Sequence[Row | None]) -> np.ndarray:
-        """int32 [rows, M]; what stands in a padding row, or past a row's pages, is never read."""
-        if not any(rows):
-            return np.zeros((len(rows), self.limits.table_width), np.int32)
-        return self.scheduler.block_tables[[row.index if row else 0 for row in rows]]
+
+@dataclasses.dataclass
+class _Clock:
+    """When a request was added, and when its first token came."""
+
+    added: float
+    first_token: float | None = None
+
+    def first(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+
+    def read(self, now: float) -> tuple[float | None, float]:
+        """(seconds to the first token, seconds) since it was added."""
+        first = None if self.first_token is None else self.first_token - self.added
+        return first, now - self.added
 
 
 def _sampling(rows: Sequence[Row | None]) -> SamplingBatch:
     requests = [row.request if row else None for row in rows]
-    fields: Any = {
-        "temperature": np.array([r.temperature if r else 0 for r in requests], np.float32),
-        "top_p": np.array([r.top_p if r else 1 for r in requests], np.float32),
-        "seeds": np.array([r.seed if r else 0 for r in requests], np.uint32),
-        "request_ids": _int32([r.id if r else 0 for r in requests]),
-    }
-    return SamplingBatch(**fields)
+
+    def column(name: str, padding: float, dtype: Any) -> Any:
+        return np.array([getattr(r, name) if r else padding for r in requests], dtype)
+
+    return SamplingBatch(
+        temperature=column("temperature", 0, np.float32),
+        top_k=column("top_k", 0, np.int32),
+        top_p=column("top_p", 1, np.float32),
+        min_p=column("min_p", 0, np.float32),
+        seeds=column("drawn_from", 0, np.uint32),
+    )
 
 
 def _int32(values: Any) -> Any:
@@ -438,39 +606,23 @@ def _int32(values: Any) -> Any:
     return np.array(values, np.int32)
 
 
-class _Run:
-    """One `generate`: its completions, callbacks, clock and counts."""
+def _given(array: np.ndarray) -> Any:
+    """A NumPy array where a step's signature has JAX's."""
+    return array
 
-    def __init__(
-        self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None
-    ):
-        self.stats = Stats()
-        self.started = time.perf_counter()
-        self._requests, self._on_token, self._on_finish = requests, on_token, on_finish
-        self._first_token: dict[int | None, float] = {}
-        self._done: dict[int | None, Completion] = {}
 
-    def token(self, request: Request, token: int) -> None:
-        self._first_token.setdefault(request.id, time.perf_counter() - self.started)
-        if self._on_token:
-            self._on_token(request, token)
+def _numbered(request: Any, number: int) -> Request:
+    if not isinstance(request, Request):
+        raise TypeError(
+            f"a request must be a jaxattn.Request, got {type(request).__name__}; write "
+            "Request(prompt)"
+        )
+    return dataclasses.replace(request, id=number) if request.id is None else request
 
-    def finish(self, request: Request, tokens: Sequence[int], reason: str) -> None:
-        seconds = time.perf_counter() - self.started
-        first = self._first_token.get(request.id)
-        done = Completion(request, tuple(tokens), reason, first, seconds)
-        self._done[request.id] = done
-        if self._on_finish:
-            self._on_finish(done)
 
-    def interrupt(self, rows: Iterable[Row]) -> list[Completion]:
-        """Ends what is not done, without callbacks: `rows` have tokens, the rest are waiting."""
-        self._on_finish = None
-        generated = {row.request.id: row.tokens for row in rows}
-        for request in self._requests:
-            if request.id not in self._done:
-                self.finish(request, generated.get(request.id, ()), "interrupted")
-        return self.completions()
-
-    def completions(self) -> list[Completion]:
-        return [self._done[request.id] for request in self._requests]
+def _check_arrays(params: Any) -> None:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise TypeError(
+            "params are shapes; an engine needs arrays. To compile before they are loaded, use "
+            "Engine.of(prepare(model, shapes, limits)) and start(params)"
+        )

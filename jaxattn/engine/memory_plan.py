@@ -1,6 +1,6 @@
-"""The plan of an engine of the hybrid decoder, from shapes, and from its executables once compiled.
+"""The plan of an engine, from shapes, and from its executables once they are compiled.
 
-    pool      weights + state (arena, caches, recurrent states) + step inputs and outputs + XLA temp
+    pool      weights + state (arena, caches) + step inputs and outputs + XLA temp
     outside   XLA's code, the driver's own memory
 
 The executables run one at a time, so inputs, outputs and temp are the largest of any; code is
@@ -9,22 +9,21 @@ loaded for all of them, so it is the sum.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.engine.steps import arena_spec, entry_points, new_state, op_specs
+from jaxattn.engine.steps import arena_spec, cache_size, entry_points, new_state, op_specs
 from jaxattn.memory.bound import temp_bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import abstract_model
-from jaxattn.models.packed import PackedParams, pack_vectors
+from jaxattn.models.base import CacheSize, LayerCache, Model
 
 # JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
 # for it if less than REST would be left over (and the piece is less than twice as large).
@@ -56,15 +55,15 @@ def from_compiled(compiled: jax.stages.Compiled, held: int) -> Executable:
 
 
 def from_shapes(
-    config: HybridConfig, limits: Limits, params: Any, implementation: Implementation | None
+    model: Model, limits: Limits, params: Any, implementation: Implementation | None
 ) -> dict[str, Executable]:
     """An upper bound of each executable's memory; traces it and compiles nothing."""
-    state = jax.eval_shape(functools.partial(new_state, config, limits))
+    state = jax.eval_shape(functools.partial(new_state, model, limits))
     found = {}
     for entry in entry_points(limits):
         batch = entry.batch_shapes(limits.table_width)
         chosen = implementation if entry.kind == "decode" or implementation == "xla" else None
-        step = functools.partial(entry.step(), config, implementation=chosen)
+        step = functools.partial(entry.step(model), implementation=chosen)
         bound = temp_bound(step, params, state, batch, donated=1)
         # The results come with a table of their addresses.
         in_out = nbytes(batch) + 4 * entry.rows + 8 * (1 + len(jax.tree.leaves(state)))
@@ -72,18 +71,28 @@ def from_shapes(
     return found
 
 
-def packed_shapes(config: HybridConfig) -> Any:
+def packed_shapes(model: Model) -> Any:
     """The parameters as an engine holds them, as shapes."""
-    return jax.eval_shape(pack_vectors, abstract_model(config)[1])
+    return jax.eval_shape(model.pack, model.param_shapes())
 
 
-def page_bytes(config: HybridConfig) -> int:
-    """Of a page in all layers."""
-    return config.num_mla_layers * PAGE_SIZE * config.latent_format.nbytes
+def page_bytes(caches: Sequence[LayerCache]) -> int:
+    """Of a page in all layers of all caches."""
+    return sum(_page_bytes_of_arrays(caches))
+
+
+def _page_bytes_of_arrays(caches: Sequence[LayerCache]) -> list[int]:
+    """What each array of the caches grows by with a page; those that do not grow are left out."""
+    one, two = (
+        [shape for cache in caches for shape in cache.shapes(size).values()]
+        for size in (CacheSize(pages=1, slots=1), CacheSize(pages=2, slots=1))
+    )
+    grown = [nbytes(after) - nbytes(before) for before, after in zip(one, two, strict=True)]
+    return [extra for extra in grown if extra]
 
 
 def fill(
-    config: HybridConfig,
+    model: Model,
     limits: Limits,
     memory: DeviceMemory,
     params: Any,
@@ -97,18 +106,22 @@ def fill(
     """
     assert limits.utilization is not None
     one = dataclasses.replace(limits, num_pages=1)
-    plan = plan_hybrid(config, one, memory, params, executables, **beside)
+    plan = plan_engine(model, one, memory, params, executables, **beside)
     assert plan.budget is not None
-    # Cache and arena of other sizes are rounded up differently.
-    fixed = plan.inside - plan["kv cache"] - plan["arena"] + 2 * BFC_ALIGNMENT
+    of_arrays = _page_bytes_of_arrays(model.caches)
+    page = sum(of_arrays)
     most = limits.num_pages or limits.wanted_pages
+    if not page:  # nothing is cached by page
+        return dataclasses.replace(limits, num_pages=most)
+    # Arrays of other sizes are rounded up differently.
+    fixed = plan.inside - page - plan["arena"] + (1 + len(of_arrays)) * BFC_ALIGNMENT
 
     def arena(pages: int) -> int:
-        return arena_spec(config, limits, min(limits.pages_per_row, max(pages, 1))).nbytes
+        return arena_spec(model, limits, min(limits.pages_per_row, max(pages, 1))).nbytes
 
     found = solve(
         plan.budget.arrays(plan.outside) - fixed,
-        page_bytes(config),
+        page,
         arena,
         most=most,
     )
@@ -141,8 +154,8 @@ def check_row(
         )
 
 
-def plan_hybrid(
-    config: HybridConfig,
+def plan_engine(
+    model: Model,
     limits: Limits,
     memory: DeviceMemory | None,
     params: Any,
@@ -160,8 +173,8 @@ def plan_hybrid(
         outside: bytes of the driver and of other processes, and how they are known.
         others: bytes of JAX's pool that other arrays and engines hold.
     """
-    state = jax.eval_shape(functools.partial(new_state, config, limits))
-    items = [*resident_items(config, limits, params, state)]
+    state = jax.eval_shape(functools.partial(new_state, model, limits))
+    items = [*resident_items(model, limits, params)]
     if executables:
         bases = {known.basis for known in executables.values()}
         basis = "bound" if "bound" in bases else "compiled"
@@ -234,7 +247,7 @@ def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:
 
 
 def advice(
-    config: HybridConfig,
+    model: Model,
     limits: Limits,
     memory: DeviceMemory,
     params: Any,
@@ -244,19 +257,21 @@ def advice(
     """What would make it fit, as far as one change does, with every row's cache whole.
 
     Args:
-        executables: what the plan that does not fit counted, as in `plan_hybrid`. Smaller steps
+        executables: what the plan that does not fit counted, as in `plan_engine`. Smaller steps
             take no more; where that is too much still, their own bound decides.
     """
 
     def left(changed: Limits, known: Mapping[str, Executable], of: DeviceMemory) -> bool:
-        plan = plan_hybrid(config, changed, of, params, known, **beside)
+        plan = plan_engine(model, changed, of, params, known, **beside)
         return plan.reserve is not None and plan.reserve >= 0
 
     def fits(changed: Limits, of: DeviceMemory = memory) -> bool:
-        if left(changed, executables, of):
+        if executables and left(changed, executables, of):
             return True
-        known = from_shapes(config, changed, params, None)
-        return left(changed, {}, of) and left(changed, known, of)
+        # Tracing takes a second, so it comes after what weights and state alone say.
+        return left(changed, {}, of) and left(
+            changed, from_shapes(model, changed, params, None), of
+        )
 
     found = []
     for larger in larger_shares(limits.utilization):
@@ -265,12 +280,12 @@ def advice(
             of = dataclasses.replace(memory, limit=int(larger * memory.total))
             how += " with XLA_PYTHON_CLIENT_MEM_FRACTION as large"
         changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
-        filled = fill(config, changed, of, params, executables, **beside)
+        filled = fill(model, changed, of, params, executables, **beside)
         if filled.pages >= limits.pages_per_row and fits(filled, of):
             found.append(how)
             break
     one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
-    pages = fill(config, one_row, memory, params, executables, **beside).pages
+    pages = fill(model, one_row, memory, params, executables, **beside).pages
     if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
         found.append(f"at most {pages:,} pages")
     for name, least in (("batch", 1), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1)):
@@ -286,58 +301,33 @@ def advice(
     return tuple(found) or ("a device with more memory",)
 
 
-def resident_items(
-    config: HybridConfig, limits: Limits, params: Any, state: Any
-) -> tuple[Item, ...]:
-    """Weights and state, from arrays or from their shapes."""
+def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...]:
+    """Weights, arena and caches, from arrays or from their shapes."""
     weights = jax.tree.leaves(params)
-    copies = jax.tree.leaves(params.copies) if isinstance(params, PackedParams) else []
-    twice = sum(leaf.size for leaf in copies)
+    twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
     why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
     if twice:
         why += f", {twice:,} of them once more for decoding,"
     dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
-    layers, pages, page_size, width = state.kv_cache.shape
-    gdn_layers, slots, taps, channels = state.conv_state.shape
-    heads = "x".join(map(str, state.ssm_state.shape[2:]))
+    size = cache_size(limits)
     return (
         Item("weights", nbytes(params), f"{why} in {dtypes}, only read"),
-        Item(
-            "arena",
-            nbytes(state.arena),
-            f"scratch of {limits.batch} rows; all layers use the same, so it does not grow with "
-            "them",
-            _arena_parts(config, limits),
-        ),
-        Item(
-            "kv cache",
-            nbytes(state.kv_cache),
-            f"{layers} MLA layers x {pages} pages x {page_size} tokens x {width} "
-            f"{state.kv_cache.dtype.name}",
-        ),
-        Item(
-            "conv state",
-            nbytes(state.conv_state),
-            f"{gdn_layers} GDN layers x {slots} slots x last {taps} inputs x {channels} "
-            f"{state.conv_state.dtype.name}",
-        ),
-        Item(
-            "ssm state",
-            nbytes(state.ssm_state),
-            f"{gdn_layers} GDN layers x {slots} slots x {heads} {state.ssm_state.dtype.name}",
-        ),
+        arena_item(op_specs(model, limits, limits.table_width), limits.batch),
+        *(item for cache in model.caches for item in cache.items(size)),
     )
 
 
-def _arena_parts(config: HybridConfig, limits: Limits) -> tuple[Item, ...]:
-    """Each op's regions, the largest of any bucket."""
-    parts: dict[str, Item] = {}
-    for spec in op_specs(config, limits, limits.table_width):
+def arena_item(specs: Sequence[ArenaSpec], rows: int) -> Item:
+    """The line of the scratch of these ops, overlaid: the largest region of each name is a part."""
+    whole, parts = ArenaSpec(), dict[str, Item]()
+    for spec in specs:
+        whole |= spec
         for name, region in (*spec.regions, *spec.persistent):
             part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
             if part.name not in parts or parts[part.name].nbytes < part.nbytes:
                 parts[part.name] = part
-    return tuple(parts.values())
+    why = f"scratch of {rows:,} rows; all layers use the same, so it does not grow with them"
+    return Item("arena", whole.nbytes, why, tuple(parts.values()))
 
 
 def _largest(sizes: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import numbers
 import operator
 from collections.abc import Sequence
@@ -13,13 +14,18 @@ class Request:
     """A prompt and how to continue it.
 
     Attributes:
-        prompt: token ids; for a model of bytes, `bytes`.
+        prompt: token ids; for a model of bytes, `bytes`. A list or array is copied.
         max_tokens: how many to generate at most.
         temperature: 0 takes the most likely token.
-        top_p: in (0, 1]; samples from the most likely tokens that together reach it.
-        seed: with `id` and the token's position it decides every draw.
-        stop_token: ends the row when it is generated, and is no part of the completion.
-        id: names the request, in callbacks and for sampling; None is its place in the list.
+        top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
+        top_k: samples from the k most likely tokens; 0 from all.
+        min_p: in [0, 1]; samples from tokens at least this likely beside the most likely one.
+        seed: with the token's position it decides every draw. None: the `id` serves as one.
+        stop_tokens: any of them ends the row and is no part of the completion. One may be given
+            as an integer.
+        stop_strings: the row ends with the token that completes one of them. The engine needs a
+            `detokenize` for them.
+        id: names the request in events and callbacks; None lets the engine number it.
 
     Raises:
         TypeError: an attribute is of another type; the message names it.
@@ -30,29 +36,37 @@ class Request:
     max_tokens: int = 160
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int = 0
-    stop_token: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_tokens: Sequence[int] | int = ()
+    stop_strings: Sequence[str] = ()
     id: int | None = None
 
     def __post_init__(self) -> None:
-        prompt: Any = self.prompt
-        if isinstance(prompt, str):
-            raise TypeError(
-                "prompt must be token ids, got a str; for a model of bytes give prompt.encode()"
-            )
-        if hasattr(prompt, "dtype"):
-            if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
-                raise TypeError(f"prompt must be integers [T], got {prompt.dtype} {prompt.shape}")
-        elif not isinstance(prompt, Sequence):
-            raise TypeError(f"prompt must be a sequence of token ids, got {prompt!r}")
-        elif not isinstance(prompt, bytes):
-            for place, token in enumerate(prompt):
-                _check_integer(f"prompt[{place}]", token)
-        for name in ("max_tokens", "seed", "stop_token", "id"):
+        object.__setattr__(self, "prompt", _copied(self.prompt))
+        stops: Any = self.stop_tokens
+        stops = (stops,) if _is_integer(stops) else stops
+        for name, value, kind in (
+            ("stop_tokens", stops, "integers"),
+            ("stop_strings", self.stop_strings, "strings"),
+        ):
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence | frozenset | set):
+                raise TypeError(f"{name} must be a sequence of {kind}, got {value!r}")
+        for place, token in enumerate(stops):
+            _check_integer(f"stop_tokens[{place}]", token)
+        object.__setattr__(self, "stop_tokens", tuple(map(operator.index, stops)))
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        for text in self.stop_strings:
+            if not isinstance(text, str):
+                raise TypeError(f"stop_strings must be strings, got {text!r}")
+            if not text:
+                raise ValueError("stop_strings has an empty string, which would end every row")
+        for name in ("max_tokens", "top_k", "seed", "id"):
             value = getattr(self, name)
-            if value is not None or name in ("max_tokens", "seed"):
+            if value is not None or name in ("max_tokens", "top_k"):
                 _check_integer(name, value)
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -64,18 +78,72 @@ class Request:
             raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
-        if not 0 <= self.seed < 2**32:
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1; got {self.min_p}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be from 0 to 2**31 - 1; got {self.top_k}")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to 2**32 - 1; got {self.seed}")
         if self.id is not None and not 0 <= self.id < 2**31:
             raise ValueError(f"id must be from 0 to 2**31 - 1; got {self.id}")
 
+    @property
+    def drawn_from(self) -> int:
+        """The seed of its draws: its own, or one that its id makes."""
+        if self.seed is not None:
+            return int(self.seed)
+        return (int(self.id or 0) * 0x9E3779B1) % 2**32
 
-def _check_integer(name: str, value: Any) -> None:
+
+def _copied(prompt: Any) -> Sequence[int]:
+    """The prompt as bytes or a tuple, which nobody can change while it is served."""
+    if isinstance(prompt, bytes):
+        return prompt
+    if isinstance(prompt, str):
+        raise TypeError(
+            "prompt must be token ids, got a str; for a model of bytes give prompt.encode()"
+        )
+    if hasattr(prompt, "dtype"):
+        if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
+            raise TypeError(f"prompt must be integers [T], got {prompt.dtype} {prompt.shape}")
+        return tuple(prompt.tolist())
+    if not isinstance(prompt, Sequence | bytearray):
+        raise TypeError(f"prompt must be a sequence of token ids, got {prompt!r}")
+    for place, token in enumerate(prompt):
+        _check_integer(f"prompt[{place}]", token)
+    return tuple(map(operator.index, prompt))
+
+
+def _is_integer(value: Any) -> bool:
     with contextlib.suppress(TypeError):
         if not isinstance(value, bool):
             operator.index(value)
-            return
-    raise TypeError(f"{name} must be an integer, got {value!r}")
+            return True
+    return False
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not _is_integer(value):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+class FinishReason(enum.StrEnum):
+    """Why a row ended. `Completion.detail` says more.
+
+    STOP: a stop token (the detail is the token) or a stop string (the detail is the string).
+    LENGTH: `max_tokens`, or the engine's `max_model_len`; the detail names it.
+    NOT_FINITE: the logits held NaN or infinity, as with a damaged checkpoint.
+    ABORTED: `Engine.abort`.
+    INTERRUPTED: Ctrl-C.
+    REFUSED: the request can never be served; the detail says why.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    NOT_FINITE = "not finite"
+    ABORTED = "aborted"
+    INTERRUPTED = "interrupted"
+    REFUSED = "refused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,17 +152,35 @@ class Completion:
 
     Attributes:
         tokens: what was generated, without the stop token.
-        finish_reason: "stop", "length" (`max_tokens` or the model length), "interrupted" or
-            "refused: ...".
-        seconds_to_first_token: since `generate` began; None if there was none.
+        detail: of the finish reason, see `FinishReason`; None if there is nothing to add.
+        seconds_to_first_token: since the request was added; None if there was none.
         seconds: until it was done.
     """
 
     request: Request
     tokens: tuple[int, ...]
-    finish_reason: str
+    finish_reason: FinishReason
+    detail: str | int | None = None
     seconds_to_first_token: float | None = None
     seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvent:
+    """A row's next token; stop tokens are not announced."""
+
+    request: Request
+    token: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishEvent:
+    """A request is done or refused."""
+
+    completion: Completion
+
+
+type Event = TokenEvent | FinishEvent
 
 
 class GenerationInterrupted(KeyboardInterrupt):

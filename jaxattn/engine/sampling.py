@@ -1,7 +1,7 @@
 """The next token of each row, chosen inside the jitted step.
 
-A row's randomness is a function of its request's seed and id and of the token's position, and of
-nothing else: its draws are the same in any row, beside any neighbours.
+A row's randomness is a function of its request's seed and of the token's position, and of nothing
+else: its draws are the same in any row, beside any other rows.
 """
 
 import dataclasses
@@ -10,7 +10,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, UInt
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+# The token of a row whose logits are not finite.
+NOT_FINITE = -1
 
 
 @jax.tree_util.register_dataclass
@@ -20,64 +24,106 @@ class SamplingBatch:
 
     Attributes:
         temperature: float32 [B]; 0 takes the most likely token.
+        top_k: int32 [B]; only the k most likely tokens, 0 for all.
         top_p: float32 [B] in (0, 1]; the fewest most likely tokens that together reach it.
+        min_p: float32 [B] in [0, 1]; only tokens at least this likely beside the most likely one.
         seeds: uint32 [B].
-        request_ids: int32 [B].
     """
 
     temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
     seeds: UInt[Array, "B"]
-    request_ids: Int[Array, "B"]
 
 
-def sampling_key(
-    seed: UInt[Array, ""], request_id: Int[Array, ""], position: Int[Array, ""]
-) -> Key[Array, ""]:
+def sampling_key(seed: UInt[Array, ""], position: Int[Array, ""]) -> Key[Array, ""]:
     """The key of the token at `position` (0 is the prompt's first) of a request."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request_id), position)
+    return jax.random.fold_in(jax.random.key(seed), position)
 
 
 def sample(
     logits: Float[Array, "B vocab"], sampling: SamplingBatch, positions: Int[Array, "B"]
 ) -> Int[Array, "B"]:
-    """int32 token ids. Of equally likely tokens the greedy choice and `top_p` prefer the lowest id.
+    """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
+
+    Of equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
+    `top_k` filter first, then `top_p` filters what they leave. The vocabulary is sorted only where
+    a row samples with `top_k` or `top_p`.
 
     Args:
         logits: float32.
         positions: int32, where in its row the sampled token will stand.
     """
     with jax.named_scope("sample"):
-        return jax.vmap(_sample_row)(logits, sampling, positions)
+        greedy = jnp.argmax(logits, axis=-1)
+        most = jnp.take_along_axis(logits, greedy[:, None], axis=-1)
+        draws = sampling.temperature > 0
+        heat = jnp.where(draws, sampling.temperature, 1.0)
+        # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
+        scaled = (logits - most) / heat[:, None]
+        sorts = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
+        drawn = lax.switch(
+            draws.any().astype(jnp.int32) + sorts.any(),
+            (_no_row_draws, _draw, _filter_and_draw),
+            scaled,
+            sampling,
+            sorts,
+            positions,
+        )
+        tokens = jnp.where(draws, drawn, greedy).astype(jnp.int32)
+        return jnp.where(jnp.isfinite(most[:, 0]), tokens, NOT_FINITE)
 
 
-def _sample_row(logits: Array, sampling: SamplingBatch, position: Array) -> Array:
-    greedy = jnp.argmax(logits)
-    heat = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
-    order = jnp.argsort(-logits)  # stable
-    scaled = (logits[order] - logits[greedy]) / heat
-    probabilities = jax.nn.softmax(scaled)
-    before = jnp.cumsum(probabilities) - probabilities
-    # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
-    kept = (before < sampling.top_p) | (sampling.top_p >= 1)
-    scaled = jnp.where(kept, scaled, -jnp.inf)
-    key = sampling_key(sampling.seeds, sampling.request_ids, position)
-    drawn = order[jax.random.categorical(key, scaled)]
-    return jnp.where(sampling.temperature > 0, drawn, greedy).astype(jnp.int32)
+def _no_row_draws(scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array) -> Array:
+    """A greedy step makes no random numbers."""
+    return jnp.zeros(scaled.shape[0], jnp.int32)
+
+
+def _draw(scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array) -> Array:
+    kept = scaled >= jnp.log(sampling.min_p)[:, None]
+    keys = jax.vmap(sampling_key)(sampling.seeds, positions)
+    drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(kept, scaled, -jnp.inf))
+    return drawn.astype(jnp.int32)
+
+
+def _filter_and_draw(
+    scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array
+) -> Array:
+    kept = scaled >= jnp.log(sampling.min_p)[:, None]
+    scaled = _sorted_filters(jnp.where(kept, scaled, -jnp.inf), sampling, sorts)
+    return _draw(scaled, sampling, sorts, positions)
+
+
+def _sorted_filters(
+    scaled: Float[Array, "B vocab"], sampling: SamplingBatch, sorts: Bool[Array, "B"]
+) -> Float[Array, "B vocab"]:
+    """-inf for what `top_k` and `top_p` leave out, in the rows that have one of them."""
+
+    def of_row(row: Array, top_k: Array, top_p: Array) -> Array:
+        order = jnp.argsort(-row)  # stable
+        rank = jnp.zeros_like(order).at[order].set(jnp.arange(row.shape[0], dtype=order.dtype))
+        row = jnp.where((top_k == 0) | (rank < top_k), row, -jnp.inf)
+        probabilities = jax.nn.softmax(row)[order]
+        before = (jnp.cumsum(probabilities) - probabilities)[rank]
+        # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
+        return jnp.where((before < top_p) | (top_p >= 1), row, -jnp.inf)
+
+    filtered = jax.vmap(of_row)(scaled, sampling.top_k, sampling.top_p)
+    return jnp.where(sorts[:, None], filtered, scaled)
 
 
 def sampled(step: Callable) -> Callable:
-    """A model's step (..., state, batch) -> (logits, state), made to return tokens for logits.
+    """A model's step (params, state, batch) -> (logits, state), made to return tokens for logits.
 
     The new step's batch is a pair of the model's batch, whose `seq_lens` are the new tokens'
     positions, and a `SamplingBatch`.
     """
 
     @functools.wraps(step)
-    def step_and_sample(config, params, state, batch, **options):
+    def step_and_sample(params, state, batch, **options):
         rows, sampling = batch
-        logits, state = step(config, params, state, rows, **options)
+        logits, state = step(params, state, rows, **options)
         return sample(logits, sampling, rows.seq_lens), state
 
     return step_and_sample

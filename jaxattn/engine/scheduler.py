@@ -9,6 +9,8 @@ one does not starve). One that it can never hold is refused.
 
 import dataclasses
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +36,11 @@ class Row:
     max_tokens: int
     cached: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def stop_tokens(self) -> Sequence[int]:
+        stops: Any = self.request.stop_tokens
+        return stops
 
     @property
     def prefilling(self) -> bool:
@@ -69,7 +76,7 @@ class Scheduler:
                 f"{longest:,} to generate"
             )
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
-            return f"the prompt has a token outside of 0 to {self.vocab_size - 1}"
+            return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
         new = self._max_tokens(request)
         needed = self.pages.pages_for(self._cached_tokens(request))
         if needed > self.pages.size:
@@ -96,6 +103,13 @@ class Scheduler:
             self.waiting.popleft()
             self.rows[index] = Row(request, index, slot, pages, self._max_tokens(request))
             self.block_tables[index, : len(pages)] = pages
+
+    def withdraw(self, id: int) -> Request | None:
+        """Takes a waiting request out of the queue, by its id."""
+        found = next((request for request in self.waiting if request.id == id), None)
+        if found is not None:
+            self.waiting.remove(found)
+        return found
 
     def next_prefill(self) -> Row | None:
         """The row whose next prompt chunk is due: the first admitted of those that are reading."""

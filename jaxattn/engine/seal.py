@@ -14,12 +14,12 @@ and after, with those that other threads make meanwhile.
 
 import collections
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.monitoring
+
+from jaxattn.engine.process import PROCESS
 
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -29,10 +29,6 @@ EVENTS = {
 
 # What JAX says of what `_nothing_runs` refuses.
 _REFUSALS = ("no_execution", "Disallowed host-to-device transfer")
-
-_inside = threading.local()
-_listening = threading.Lock()
-_registered = False
 
 
 class SealError(RuntimeError):
@@ -55,13 +51,13 @@ class Seal:
         self.counts: collections.Counter[str] = collections.Counter()
         self.what: list[str] = []
         self._addresses: Sequence[int] = ()
-        _listen()
+        PROCESS.listen(_on_event)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """What this thread traces, compiles or allocates inside counts."""
-        outer = getattr(_inside, "seal", None)
-        _inside.seal = self
+        outer = PROCESS.seal
+        PROCESS.seal = self
         try:
             if self.strict:
                 with _nothing_runs(True):
@@ -76,7 +72,7 @@ class Seal:
                 raise
             self.note("buffer", str(error))
         finally:
-            _inside.seal = outer
+            PROCESS.seal = outer
 
     def allowed(self) -> contextlib.AbstractContextManager[None]:
         """Inside of it the engine's own executables run, inside of `watch`."""
@@ -122,16 +118,7 @@ def _addresses(tree: Any) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.size]
 
 
-def _listen() -> None:
-    """Registers the one listener of the process, once."""
-    global _registered
-    with _listening:
-        if not _registered:
-            jax.monitoring.register_scalar_listener(_on_event)
-            _registered = True
-
-
 def _on_event(event: str, value: float | int, **details: Any) -> None:
-    seal = getattr(_inside, "seal", None)
+    seal = PROCESS.seal
     if seal is not None and event in EVENTS:
         seal.note(EVENTS[event], str(details.get("fun_name", "")))

@@ -6,15 +6,13 @@
 
 Lengths are data, so a row's length never asks for another executable; shapes are buckets.
 
-Two engines of one configuration share their executables while either lives, however many threads
+Two engines of one model share their executables while either lives, however many threads
 build them, so that nothing is compiled twice. Executables hold no arrays.
 """
 
 import concurrent.futures
 import dataclasses
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,11 +21,18 @@ import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.process import PROCESS
 from jaxattn.engine.sampling import SamplingBatch, sampled
 from jaxattn.memory.limits import Limits
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import decode_step, jit_step, prefill_step
-from jaxattn.models.state import DecodeBatch, DecodeState, PrefillBatch, init_state, op_scratch
+from jaxattn.models.base import (
+    CacheSize,
+    DecodeBatch,
+    DecodeState,
+    Model,
+    PrefillBatch,
+    init_state,
+    jit_step,
+)
 
 OnCompile = Callable[[str, float | None], None]
 
@@ -43,9 +48,9 @@ class EntryPoint:
     def __str__(self) -> str:
         return f"{self.kind} of {self.rows} x {self.tokens} tokens"
 
-    def step(self) -> Callable:
-        """The step, with sampling: (config, params, state, batch) -> (tokens, state)."""
-        return sampled(prefill_step if self.kind == "prefill" else decode_step)
+    def step(self, model: Model) -> Callable:
+        """The model's step with sampling: (params, state, batch) -> (tokens, state)."""
+        return sampled(model.prefill if self.kind == "prefill" else model.decode)
 
     def batch_shapes(self, width: int) -> Any:
         """Its batch, as shapes: what `jit(...).lower` is given and what every call passes."""
@@ -58,7 +63,7 @@ class EntryPoint:
         )
         floats: Any = jax.ShapeDtypeStruct((self.rows,), jnp.float32)
         seeds: Any = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
-        return model, SamplingBatch(floats, floats, seeds, rows)
+        return model, SamplingBatch(floats, rows, floats, floats, seeds)
 
 
 def int32(*shape: int) -> Any:
@@ -76,34 +81,32 @@ def entry_points(limits: Limits) -> tuple[EntryPoint, ...]:
     return *prefills, *decodes
 
 
-def op_specs(config: HybridConfig, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
+def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
     """The scratch of every op of every entry point; a small batch can ask for more than a large."""
     return tuple(
         spec
         for entry in entry_points(limits)
         if entry.kind == "decode"
-        for spec in op_scratch(config, entry.rows, max_pages=width, q_len=entry.tokens)
+        for spec in model.scratch(entry.rows, max_pages=width, q_len=entry.tokens)
     )
 
 
-def arena_spec(config: HybridConfig, limits: Limits, width: int) -> ArenaSpec:
+def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
     """The arena that serves them all: the maximum, whatever ran first."""
     whole = ArenaSpec()
-    for spec in op_specs(config, limits, width):
+    for spec in op_specs(model, limits, width):
         whole |= spec
     return whole
 
 
-def new_state(config: HybridConfig, limits: Limits) -> DecodeState:
+def cache_size(limits: Limits) -> CacheSize:
+    """What the caches of an engine are made for."""
+    return CacheSize(pages=limits.pages, slots=limits.batch)
+
+
+def new_state(model: Model, limits: Limits) -> DecodeState:
     """The state of an engine; under `jax.eval_shape`, its shapes."""
-    return init_state(
-        config,
-        limits.batch,
-        limits.pages,
-        limits.batch,
-        max_pages=limits.table_width,
-        spec=arena_spec(config, limits, limits.table_width),
-    )
+    return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
 
 
 class Steps:
@@ -113,15 +116,11 @@ class Steps:
         self.executables = dict(executables)
 
 
-_shared: "weakref.WeakValueDictionary[Any, Steps]" = weakref.WeakValueDictionary()
-_locks: dict[Any, threading.Lock] = {}
-_guard = threading.Lock()
-
-
 def compiled_steps(
-    config: HybridConfig,
+    model: Model,
     limits: Limits,
     params: Any,
+    devices: tuple[jax.Device, ...],
     *,
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
@@ -130,7 +129,8 @@ def compiled_steps(
     """Every entry point, compiled, or those of an engine alive that has the same.
 
     Args:
-        params: the parameters, or their shapes.
+        params: the packed parameters, or their shapes.
+        devices: that run them.
         on_compile: called with each name and None before it is compiled, and with the seconds
             that it took after that (0 if it was there already). With several workers from their
             threads.
@@ -138,16 +138,14 @@ def compiled_steps(
     """
     avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
     leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
-    device, x64 = jax.devices()[0], bool(jax.config.jax_enable_x64)
+    x64 = bool(jax.config.jax_enable_x64)
     shape = dataclasses.replace(limits, utilization=None, num_pages=limits.pages)
-    key = (config, shape, implementation, tuple(leaves), tree, device, x64)
-    with _guard:
-        lock = _locks.setdefault(key, threading.Lock())
-    with lock:
-        steps = _shared.get(key)
+    key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
+    with PROCESS.lock(key):
+        steps = PROCESS.steps.get(key)
         if steps is None:
-            steps = _compile(config, limits, params, implementation, on_compile, workers)
-            _shared[key] = steps
+            steps = _compile(model, limits, params, devices, implementation, on_compile, workers)
+            PROCESS.steps[key] = steps
         elif on_compile:
             for name in steps.executables:
                 on_compile(name, None)
@@ -156,14 +154,15 @@ def compiled_steps(
 
 
 def _compile(
-    config: HybridConfig,
+    model: Model,
     limits: Limits,
     params: Any,
+    devices: tuple[jax.Device, ...],
     implementation: Implementation | None,
     on_compile: OnCompile | None,
     workers: int,
 ) -> Steps:
-    state = jax.eval_shape(lambda: new_state(config, limits))
+    state = jax.eval_shape(lambda: new_state(model, limits))
     # What is named is for decoding. Unless XLA is, prefill takes the best there is: its kernels
     # refuse other models than those of decoding do.
     chosen: dict[str, Implementation | None] = {
@@ -175,9 +174,14 @@ def _compile(
         if on_compile:
             on_compile(str(entry), None)
         start = time.perf_counter()
-        jitted: Any = jit_step(entry.step(), config, implementation=chosen[entry.kind])
+        step = jit_step(
+            entry.step(model),
+            implementation=chosen[entry.kind],
+            backend=devices[0].platform,
+        )
         batch = entry.batch_shapes(limits.table_width)
-        executable = jitted.lower(params, state, batch).compile()
+        with jax.default_device(devices[0]):
+            executable = step.lower(params, state, batch).compile()
         if on_compile:
             on_compile(str(entry), time.perf_counter() - start)
         return executable

@@ -1,1 +1,12 @@
-"""Models, their configurations and checkpoints."""
+"""Models: what the engine asks of one (base), decoders of blocks, configurations, checkpoints."""
+
+from jaxattn.models.base import CacheSize as CacheSize
+from jaxattn.models.base import DecodeBatch as DecodeBatch
+from jaxattn.models.base import DecodeState as DecodeState
+from jaxattn.models.base import LayerCache as LayerCache
+from jaxattn.models.base import Model as Model
+from jaxattn.models.base import PrefillBatch as PrefillBatch
+from jaxattn.models.config import HybridConfig as HybridConfig
+from jaxattn.models.decoder import DecoderModel as DecoderModel
+from jaxattn.models.decoder import DecoderSpec as DecoderSpec
+from jaxattn.models.hybrid import Hybrid as Hybrid

@@ -1,15 +1,36 @@
 """The hybrid decoder's configuration, in DeepSeek-V3's names (MLA) and Qwen3-Next's (linear_*)."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import jax.numpy as jnp
 
-from jaxattn.core.formats import LatentFormat
-from jaxattn.core.rope import RopeConfig, YarnConfig
+from jaxattn.core.checks import MOST
+from jaxattn.core.fields import (
+    Flag,
+    Integer,
+    Nested,
+    Number,
+    OneOf,
+    OrNone,
+    check_fields,
+    from_dict,
+)
+from jaxattn.core.formats import BLOCK, LatentFormat
+from jaxattn.core.rope import MOST_ROPE_DIMS, RopeConfig
 
 DTYPES = ("bfloat16", "float32")
-CACHE_DTYPES = (None, "uint8")
+CACHE_DTYPES = ("uint8",)
+
+MOST_LAYERS = 1024
+# With these, a stack of weights has less than 2**63 bytes, which is as far as XLA counts.
+MOST_SIZE, MOST_VOCAB, MOST_WIDTH = 2**20, 2**24, 2**24
+# The layers of a repeat and the taps of a convolution are unrolled: each is traced and compiled.
+MOST_UNROLLED = 64
+# A smaller eps is 0 in float32, and the norm of a row of zeros NaN.
+LEAST_EPS = float(jnp.finfo("float32").tiny)
+
+_SIZE = Integer(1, MOST_SIZE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,63 +51,79 @@ class HybridConfig:
         param_dtype: what the weights are stored in.
 
     Raises:
-        ValueError: a field does not fit; the message names it and its value.
+        ValueError: a field does not fit; the message names it and its value. Sizes have largest
+            values as well, of which the models here stay far away: the constants above say them.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_repeats: int
-    gdn_per_repeat: int = 3
-    num_attention_heads: int
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    rope: RopeConfig = RopeConfig(dim=64)
-    linear_num_key_heads: int = 1
-    linear_num_value_heads: int = 1
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_conv_kernel_dim: int = 4
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 4096
-    tie_embeddings: bool = False
-    dtype: str = "bfloat16"
-    cache_dtype: str | None = None
-    param_dtype: str = "bfloat16"
+    vocab_size: Annotated[int, Integer(1, MOST_VOCAB)]
+    hidden_size: Annotated[int, _SIZE]
+    intermediate_size: Annotated[int, _SIZE]
+    num_repeats: Annotated[int, Integer(1, MOST_LAYERS)]
+    gdn_per_repeat: Annotated[int, Integer(0, MOST_UNROLLED - 1)] = 3
+    num_attention_heads: Annotated[int, _SIZE]
+    q_lora_rank: Annotated[int | None, OrNone(_SIZE)] = None
+    kv_lora_rank: Annotated[int, _SIZE] = 512
+    qk_nope_head_dim: Annotated[int, _SIZE] = 128
+    qk_rope_head_dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
+    v_head_dim: Annotated[int, _SIZE] = 128
+    rope: Annotated[RopeConfig, Nested(RopeConfig)] = RopeConfig(dim=64)
+    linear_num_key_heads: Annotated[int, _SIZE] = 1
+    linear_num_value_heads: Annotated[int, _SIZE] = 1
+    linear_key_head_dim: Annotated[int, _SIZE] = 128
+    linear_value_head_dim: Annotated[int, _SIZE] = 128
+    linear_conv_kernel_dim: Annotated[int, Integer(2, MOST_UNROLLED)] = 4
+    rms_norm_eps: Annotated[float, Number(LEAST_EPS, 1)] = 1e-6
+    max_position_embeddings: Annotated[int, Integer(1, MOST)] = 4096
+    tie_embeddings: Annotated[bool, Flag()] = False
+    dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
+    cache_dtype: Annotated[str | None, OrNone(OneOf(CACHE_DTYPES))] = None
+    param_dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int or (field.name == "q_lora_rank" and value is not None):
-                least = {"gdn_per_repeat": 0, "linear_conv_kernel_dim": 2}.get(field.name, 1)
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise ValueError(
-                        f"{field.name} must be an integer of at least {least}; got {value!r}"
-                    )
-        for name in ("dtype", "param_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise ValueError(f"{name} must be one of {DTYPES}; got {getattr(self, name)!r}")
-        if self.cache_dtype not in CACHE_DTYPES:
-            raise ValueError(f"cache_dtype must be one of {CACHE_DTYPES}; got {self.cache_dtype!r}")
-        _ = self.latent_format  # it says which dims it cannot store
-        if not isinstance(self.rms_norm_eps, float) or self.rms_norm_eps <= 0:
-            raise ValueError(f"rms_norm_eps must be a positive float; got {self.rms_norm_eps!r}")
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings must be true or false; got {self.tie_embeddings!r}")
-        if not isinstance(self.rope, RopeConfig):
-            raise ValueError(f"rope must be a RopeConfig; got {self.rope!r}")
+        check_fields(self)
+        self._check_layers()
+        self._check_widths()
+        if self.cache_dtype == "uint8" and self.kv_lora_rank % BLOCK:
+            raise ValueError(
+                f"HybridConfig: cache_dtype 'uint8' needs a kv_lora_rank that is a multiple of "
+                f"{BLOCK}, got {self.kv_lora_rank}; change it, or leave cache_dtype None"
+            )
         if self.rope.dim != self.qk_rope_head_dim:
             raise ValueError(
-                f"rope.dim={self.rope.dim} must be qk_rope_head_dim={self.qk_rope_head_dim}"
+                f"HybridConfig: rope.dim={self.rope.dim} must be "
+                f"qk_rope_head_dim={self.qk_rope_head_dim}"
             )
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
-                f"linear_num_value_heads={self.linear_num_value_heads} must be a multiple of "
-                f"linear_num_key_heads={self.linear_num_key_heads}"
+                f"HybridConfig: linear_num_value_heads={self.linear_num_value_heads} must be a "
+                f"multiple of linear_num_key_heads={self.linear_num_key_heads}"
             )
+
+    def _check_layers(self) -> None:
+        layers = self.num_mla_layers + self.num_gdn_layers
+        if layers > MOST_LAYERS:
+            raise ValueError(
+                f"HybridConfig: num_repeats={self.num_repeats:,} times 1 MLA and "
+                f"gdn_per_repeat={self.gdn_per_repeat} GDN layers are {layers:,} layers; at most "
+                f"{MOST_LAYERS:,} are supported"
+            )
+
+    def _check_widths(self) -> None:
+        """All heads of a projection are one axis of its weights."""
+        heads, values = self.num_attention_heads, self.linear_num_value_heads
+        widths = {
+            "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads
+            * (self.qk_nope_head_dim + self.qk_rope_head_dim),
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads
+            * (self.qk_nope_head_dim + self.v_head_dim),
+            "2 * (linear_num_key_heads * linear_key_head_dim + linear_num_value_heads * "
+            "linear_value_head_dim)": self.conv_dim + values * self.linear_value_head_dim,
+        }
+        for words, width in widths.items():
+            if width > MOST_WIDTH:
+                raise ValueError(
+                    f"HybridConfig: {words} must be at most {MOST_WIDTH:,}; got {width:,}"
+                )
 
     @property
     def num_mla_layers(self) -> int:
@@ -126,34 +163,7 @@ class HybridConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a field is unknown, missing or does not fit.
+            ValueError: a field is unknown, missing or does not fit; the message names it by its
+                place, such as rope.yarn.factor.
         """
-        values = dict(values)
-        if "rope" in values:
-            values["rope"] = _nested(RopeConfig, values["rope"], "rope")
-        return _construct(cls, values, "")
-
-
-def _nested(cls: type, values: Any, path: str) -> Any:
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{path} must be an object with the fields of {cls.__name__}; got {values!r}"
-        )
-    values = dict(values)
-    if values.get("yarn") is not None:
-        values["yarn"] = _nested(YarnConfig, values["yarn"], f"{path}.yarn")
-    return _construct(cls, values, f"{path}.")
-
-
-def _construct(cls: Any, values: dict[str, Any], prefix: str) -> Any:
-    fields = dataclasses.fields(cls)
-    unknown = sorted(values.keys() - {field.name for field in fields})
-    if unknown:
-        raise ValueError(f"unknown field {prefix}{unknown[0]}")
-    for field in fields:
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if required and field.name not in values:
-            raise ValueError(f"missing field {prefix}{field.name}")
-    return cls(**values)
+        return from_dict(cls, values)

@@ -12,11 +12,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_array, check_features, check_integers
+from jaxattn.core.checks import (
+    Arguments,
+    as_given,
+    check_array,
+    check_features,
+    check_integers,
+    check_sizes,
+)
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf, number_to_check
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.core.slots import as_given, check_pool
+from jaxattn.core.slots import check_pool
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
@@ -26,6 +33,8 @@ from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 
 class GatedDeltaNet(nnx.Module):
     """Gated delta rule with a short convolution and an output gate, without the layer's pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
     Parameters (Dc = 2 * Hk * Dk + Hv * Dv):
         in_proj_qkvz [hidden, Dc + Hv * Dv]: columns q | k | v | z, head after head (Qwen3-Next's
@@ -43,7 +52,8 @@ class GatedDeltaNet(nnx.Module):
         out_init_scale: scale of the initial out_proj, for deep residual stacks.
 
     Raises:
-        ValueError: `num_v_heads` is not a multiple of `num_k_heads`.
+        ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
+            not a multiple of `num_k_heads`.
     """
 
     def __init__(
@@ -61,8 +71,17 @@ class GatedDeltaNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes(
+            "GatedDeltaNet",
+            hidden_size=hidden_size,
+            num_k_heads=num_k_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_k_dim,
+            head_v_dim=head_v_dim,
+        )
+        check_sizes("GatedDeltaNet", least=2, conv_width=conv_width)
         if num_v_heads % num_k_heads:
-            raise ValueError(f"{num_v_heads=} must be a multiple of {num_k_heads=}")
+            raise ValueError(f"GatedDeltaNet: {num_v_heads=} must be a multiple of {num_k_heads=}")
         self.num_k_heads, self.num_v_heads = num_k_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
@@ -87,7 +106,7 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = linear(value_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
-        """Whole sequences from a zero state; differentiable. Returns float32."""
+        """Whole sequences from a zero state. Returns float32."""
         self._check_tokens("GatedDeltaNet", x)
         qkvz, a, b = self._project(x)
         mixed, _ = conv.causal_conv1d(qkvz[..., : self.conv_dim], self.conv1d[...])
@@ -204,6 +223,8 @@ class GatedDeltaNet(nnx.Module):
         """
         op = "GatedDeltaNet.decode"
         self._check_tokens(op, x)
+        if x.shape[1] == 0:
+            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
         state_indices = as_given(state_indices)
         self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features
+from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.core.varying import vary_alike
 
 
@@ -26,9 +26,9 @@ def matmul(
 ) -> Float[Array, "*T N"]:
     """`x @ weight`, both rounded to `dtype`, summed in float32 and returned as `out_dtype`.
 
-    In the backward pass the incoming gradient is rounded to `dtype` as well, so that training runs
-    on the tensor cores throughout; the gradient of a float32 weight is accumulated and kept in
-    float32.
+    Differentiable in reverse mode only. In the backward pass the incoming gradient is rounded to
+    `dtype` as well, so that training runs on the tensor cores throughout; the gradient of a float32
+    weight is accumulated and kept in float32.
     """
     check_features("matmul", x, "K", "weight", tuple(weight.shape), 0)
     # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
@@ -72,6 +72,12 @@ class Linear(nnx.Module):
     """`x [*T, in_features] -> [*T, out_features]` in `out_dtype`, without a bias.
 
     The weight is [in_features, out_features], of standard deviation init_scale / sqrt(in_features).
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Raises:
+        TypeError: x has no dtype of floats.
+        ValueError: x has another last axis, or a size is not a positive integer; it is named.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Linear(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.dtype, self.out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
         shape = (in_features, out_features)
         self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
-from jaxattn.core.checks import FLOATS, Arguments
+from jaxattn.core.checks import FLOATS, MOST, Arguments, as_given, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 from jaxattn.nn.linear import Linear, matmul, normal
@@ -26,6 +26,8 @@ from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 
 class MultiHeadLatentAttention(nnx.Module):
     """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
     Parameters, in DeepSeek's names (`kv_b_proj` is stored as its two halves, head first, the layout
     in which the decode step multiplies them, so that no step transposes or copies weights):
@@ -41,8 +43,8 @@ class MultiHeadLatentAttention(nnx.Module):
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
 
     Raises:
-        ValueError: the RoPE configuration rotates another number of dimensions than
-            `qk_rope_head_dim`.
+        ValueError: a size is not a positive integer, or the RoPE configuration rotates another
+            number of dimensions than `qk_rope_head_dim`.
     """
 
     def __init__(
@@ -62,6 +64,16 @@ class MultiHeadLatentAttention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes(
+            "MultiHeadLatentAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
+        )
         self.rope = RopeConfig(dim=qk_rope_head_dim) if rope is None else rope
         if self.rope.dim != qk_rope_head_dim:
             raise ValueError(
@@ -94,7 +106,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
-        """Causal attention over whole sequences; differentiable. Returns float32."""
+        """Causal attention over whole sequences. Returns float32."""
         self._check_tokens("MultiHeadLatentAttention", x, "B T hidden")
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         q_nope, q_pe = self._queries(x, positions)
@@ -108,7 +120,7 @@ class MultiHeadLatentAttention(nnx.Module):
             v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
             q = jnp.concatenate([q_nope, q_pe], axis=-1)
         out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale)
-        return self._output(out)
+        return self._project_out(out)
 
     def prefill(
         self,
@@ -128,15 +140,24 @@ class MultiHeadLatentAttention(nnx.Module):
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
             kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
                 included (`jaxattn.mla.LatentFormat`).
-            seq_lens: the row's length after this chunk; 0 is a padding row.
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
             kv_scale: of a float8_e4m3fn cache.
 
         Returns:
-            (float32 [B, T, hidden], the cache). The output at padding is exactly 0.
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
+            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
-        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens = self._check_paged(
+            arguments, kv_cache, block_tables, seq_lens, layer
+        )
         arguments.check_query_lens(query_lens, "x", x)
+        query_lens = as_given(query_lens)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
         latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
@@ -163,7 +184,7 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_scale=kv_scale,
             implementation=implementation,
         )
-        return self._output(out), kv_cache
+        return self._output(out, kv_cache, block_tables, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -186,7 +207,8 @@ class MultiHeadLatentAttention(nnx.Module):
         Args:
             kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
                 included (`jaxattn.mla.LatentFormat`).
-            seq_lens: the row's length with the S new tokens; 0 is a padding row.
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
             kv_scale: of a float8_e4m3fn cache.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
@@ -197,12 +219,21 @@ class MultiHeadLatentAttention(nnx.Module):
 
         Returns:
             (float32 [B, S, hidden], the cache with the new latents, the arena or None).
-            The output at padding is exactly 0, and padding writes nothing.
+            The output at padding is exactly 0, and padding writes nothing. That of a traced row
+            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+            NotImplementedError: the named implementation refuses, and says why.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.decode", x, "B S hidden")
-        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens = self._check_paged(
+            arguments, kv_cache, block_tables, seq_lens, layer
+        )
         if query_lens is not None:
             arguments.check_query_lens(query_lens, "x", x)
+            query_lens = as_given(query_lens)
         new = x.shape[1] if query_lens is None else query_lens
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
@@ -244,7 +275,8 @@ class MultiHeadLatentAttention(nnx.Module):
             implementation=implementation,
         )
         out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        return self._output(out), kv_cache, rest[0] if rest else None
+        y = self._output(out, kv_cache, block_tables, seq_lens, query_lens)
+        return y, kv_cache, rest[0] if rest else None
 
     def decode_rotation(
         self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
@@ -252,10 +284,9 @@ class MultiHeadLatentAttention(nnx.Module):
         """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
         layers of a model share them."""
         arguments = Arguments("MultiHeadLatentAttention.decode_rotation")
-        integers = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-        arguments.check("seq_lens", seq_lens, "B", integers)
+        seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
-            arguments.check("query_lens", query_lens, "B", integers)
+            query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
 
@@ -270,6 +301,14 @@ class MultiHeadLatentAttention(nnx.Module):
         arguments = Arguments(op, {"hidden": (hidden, "kv_a_proj [hidden, R + P]")})
         arguments.check("x", x, axes)
         return arguments
+
+    def _check_paged(
+        self, arguments: Arguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+    ) -> tuple[Any, Any]:
+        """The tables and lengths as they were given: the ops in here check what is known again,
+        and that of `jax.numpy` arrays is not, under jit."""
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        return as_given(block_tables), as_given(seq_lens)
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
         """Of queries and latents: the cache's own, where it holds latents as they are."""
@@ -302,6 +341,22 @@ class MultiHeadLatentAttention(nnx.Module):
             latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
             return latent.astype(self.dtype)
 
-    def _output(self, out: Array) -> Array:
+    def _output(
+        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
+    ) -> Float[Array, "B T hidden"]:
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table.
+
+        The ops mark such a row by its LSE, which ends here. Its 0 would be a finite, wrong output.
+        """
+        y = self._project_out(out)
+        most = block_tables.shape[1] * kv_cache.shape[-2]
+        if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
+            return y
+        beyond = (seq_lens > most)[:, None]
+        if query_lens is not None:  # the others are padding, whatever the row's length
+            beyond &= jnp.arange(y.shape[1]) < query_lens[:, None]
+        return jnp.where(beyond[..., None], jnp.nan, y)
+
+    def _project_out(self, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
             return self.o_proj(out.reshape(*out.shape[:2], -1))

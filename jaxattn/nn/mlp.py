@@ -8,12 +8,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features
+from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.nn.linear import Linear
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU, `down_proj(silu(gate_proj(x)) * up_proj(x))`: x [*T, hidden] -> float32, the same."""
+    """SwiGLU, `down_proj(silu(gate_proj(x)) * up_proj(x))`: x [*T, hidden] -> float32, the same.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Raises:
+        TypeError: x has no dtype of floats.
+        ValueError: x has another last axis, or a size is not a positive integer; it is named.
+    """
 
     def __init__(
         self,
@@ -25,6 +32,7 @@ class GatedMLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_sizes("GatedMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate_proj = linear(hidden_size, intermediate_size, out_dtype=dtype)
         self.up_proj = linear(hidden_size, intermediate_size, out_dtype=dtype)

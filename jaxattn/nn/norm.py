@@ -5,15 +5,21 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features
+from jaxattn.core.checks import check_features, check_sizes, finite
 from jaxattn.core.norms import rms_norm
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight: x [*T, features] -> float32, the same (DeepSeek's convention)."""
+    """x / rms(x) * weight: x [*T, features] -> float32, the same (DeepSeek's convention).
+
+    Raises:
+        TypeError: x has no dtype of floats.
+        ValueError: x has another last axis, or `features` is not a positive integer.
+    """
 
     def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32):
-        self.eps = eps
+        check_sizes("RMSNorm", features=features)
+        self.eps = finite("RMSNorm", "eps", eps)
         self.weight = nnx.Param(jnp.ones((features,), jnp.dtype(param_dtype)))
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
+from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
@@ -38,6 +38,7 @@ def rms_norm_layer(
     op = "rms_norm_layer"
     weights = Arguments(op).check("weights", weights, "L F", FLOATS)
     check_features(op, x, "F", "weights", weights.shape, -1)
+    eps = finite(op, "eps", eps)
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     first, affine, number = taken_apart(layer)
     check_layer(op, "weights", weights.shape, number)

@@ -6,24 +6,29 @@ reused. What is assumed: the driver's and the collectives' memory. Each line say
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxattn import gdn, mla
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.engine.memory_plan import held_elsewhere
+from jaxattn.engine.memory_plan import arena_item, held_elsewhere
+from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.memory.bound import LIBRARY_WORKSPACE
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, Solution, solve
 from jaxattn.memory.device import GIB, MIB, DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
+from jaxattn.models.base import CacheSize, LayerCache
 from jaxattn.models.known import KnownModel
 from jaxattn.plan.activations import activations
 from jaxattn.plan.placement import (
     Placement,
-    cache_width,
+    caches,
     check_placement,
     page_bytes,
-    state_items,
     weight_items,
 )
 
@@ -31,6 +36,7 @@ PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
 # Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
 DRIVER = 1 * GIB
 COLLECTIVES = 1 * GIB  # NCCL's channels and buffers, with more than one GPU
+MOST_GPUS = 512  # that advice tries
 
 
 def plan_known(
@@ -48,7 +54,7 @@ def plan_known(
     check_placement(model, limits, place)
     weights = weight_items(model, place)
     page = page_bytes(model, place)
-    states = state_items(model, limits, place)
+    own = caches(model, place)
     temp, temps = _temp(model, limits, place)
     in_out = limits.batch * max(limits.q_lens) * 4 * 2 + limits.batch * 4 * limits.pages_per_row
     utilization = 0.9 if limits.utilization is None else limits.utilization
@@ -60,25 +66,16 @@ def plan_known(
         )
     outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
-    fixed = sum(item.nbytes for item in (*weights, *states)) + temp + in_out
+    # A page at least, and the slots: what does not depend on the pages.
+    held = sum(item.nbytes for item in _cache_items(own, limits, 1)) - page
+    fixed = sum(item.nbytes for item in weights) + held + temp + in_out
     solved = pages_and_arena(model, limits, place, room - fixed, page)
     pages = limits.num_pages or solved.pages
     width = min(limits.pages_per_row, max(pages, 1))
     items = (
         *weights,
-        Item(
-            "arena",
-            arena_bytes(model, limits, place, width),
-            f"scratch of {limits.batch:,} rows, the same for all {model.layers} layers",
-            _parts(model, limits, place, width),
-        ),
-        Item(
-            "kv cache",
-            pages * page,
-            f"{model.attention_layers} layers x {pages:,} pages x {PAGE_SIZE} tokens x "
-            f"{cache_width(model, place)} {place.cache_dtype}",
-        ),
-        *states,
+        arena_item(_scratch(model, limits, place, width), limits.batch),
+        *_cache_items(own, limits, pages),
         Item("step inputs and outputs", in_out, "tokens, lengths, block tables", (), "bound"),
         Item("xla temp", temp, temps, (), "bound"),
         *outside,
@@ -105,10 +102,7 @@ def pages_and_arena(
 
 def arena_bytes(model: KnownModel, limits: Limits, place: Placement, width: int) -> int:
     """The maximum over ops and buckets: layers of all kinds use the same bytes."""
-    whole = ArenaSpec()
-    for spec in _scratch(model, limits, place, width):
-        whole |= spec
-    return whole.nbytes
+    return arena_item(_scratch(model, limits, place, width), limits.batch).nbytes
 
 
 def _scratch(
@@ -139,14 +133,9 @@ def _scratch(
     return tuple(found)
 
 
-def _parts(model: KnownModel, limits: Limits, place: Placement, width: int) -> tuple[Item, ...]:
-    parts: dict[str, Item] = {}
-    for spec in _scratch(model, limits, place, width):
-        for name, region in (*spec.regions, *spec.persistent):
-            part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
-            if part.name not in parts or parts[part.name].nbytes < part.nbytes:
-                parts[part.name] = part
-    return tuple(parts.values())
+def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[Item]:
+    size = CacheSize(pages=pages, slots=limits.batch)
+    return [item for cache in own for item in cache.items(size)]
 
 
 def _temp(model: KnownModel, limits: Limits, place: Placement) -> tuple[int, str]:
@@ -215,15 +204,29 @@ def _notes(
             "jaxattn has no kernel for this model's full-attention layers: their scratch is in "
             "the bound of temp."
         )
-    if place.cache_dtype == "float8":
-        notes.append(
-            "A float8 cache is one byte a number; jaxattn's MLA decode kernel reads 16-bit caches, "
-            "float8 ones are read by XLA."
-        )
+    if model.is_mla:
+        notes.append(_reader(model, place))
     notes.append(
         "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not counted."
     )
     return tuple(notes)
+
+
+def _reader(model: KnownModel, place: Placement) -> str:
+    """What decodes from the cache on a Hopper GPU: the kernel says itself what it refuses."""
+    config, [latents] = model.config, caches(model, place)[:1]
+    cache = latents.shapes(CacheSize(pages=1, slots=1))["kv_cache"]
+    heads, width = config["num_attention_heads"] // place.ways, model.cache_width
+    q = jax.ShapeDtypeStruct((1, 1, heads, width), jnp.bfloat16)
+    try:
+        mla_decode.refuse(q, cache, config["kv_lora_rank"])
+    except NotImplementedError as refusal:
+        return f"XLA reads the {place.cache_dtype} cache: {refusal}."
+    token = page_bytes(model, place) // (model.attention_layers * PAGE_SIZE)
+    return (
+        f"MLA's decode kernel reads the {place.cache_dtype} cache: {token:,} bytes per token and "
+        "layer."
+    )
 
 
 def advice(
@@ -243,7 +246,8 @@ def advice(
         return plan.reserve is not None and plan.reserve >= 0 and plan["kv cache"] >= least
 
     def gpus_for(changed: Limits) -> int | None:
-        sizes = (place.gpus << shift for shift in range(1, 10))
+        # One after another: the fewest that hold it are the same from wherever one starts.
+        sizes = range(place.gpus + 1, MOST_GPUS + 1)
         return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
 
     def smaller(name: str, on: Placement, like: Limits) -> int | None:
@@ -277,7 +281,7 @@ def advice(
     one_row = _with(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
     if gpus is None:
-        return ("a larger device (--device): up to 512 of these do not hold it",)
+        return (f"a larger device (--device): up to {MOST_GPUS} of these do not hold it",)
     on = dataclasses.replace(place, gpus=gpus)
     changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
     if not fits(plain, on):

@@ -1,15 +1,20 @@
 """How a group of GPUs holds a public model: what one of them has of weights, cache and states."""
 
 import dataclasses
-import math
 from typing import Literal
 
-from jaxattn.core.formats import PAGE_SIZE
+import jax.numpy as jnp
+
+from jaxattn.core.formats import LatentFormat
+from jaxattn.engine import memory_plan
 from jaxattn.memory.budget import Item
 from jaxattn.memory.limits import Limits
+from jaxattn.models.base import LayerCache
+from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
 from jaxattn.models.known import KnownModel, Weights
 
-CACHE_BYTES = {"bfloat16": 2, "float8": 1}
+# What `Placement.cache_dtype` and --cache-dtype call a format, and its dtype.
+CACHE_DTYPES = {"bfloat16": "bfloat16", "float8": "float8_e4m3fn", "uint8": "uint8"}
 
 Attention = Literal["data", "tensor"]
 
@@ -24,7 +29,8 @@ class Placement:
             cache and states of its own. "tensor": those are divided by heads (by vocabulary at
             the ends), all GPUs have the same rows, and an MLA cache, which has no heads, is on
             every one of them.
-        cache_dtype: "bfloat16", or "float8" (one byte a number, a scale for the whole cache).
+        cache_dtype: "bfloat16"; "float8", one byte per number and one scale for the whole cache;
+            or "uint8" for an MLA cache, block-scaled (`LatentFormat`).
         prediction: load the checkpoint's prediction layers (MTP) as well.
 
     Raises:
@@ -41,9 +47,9 @@ class Placement:
             raise ValueError(f"gpus must be a positive integer; got {self.gpus!r}")
         if self.attention not in ("data", "tensor"):
             raise ValueError(f"attention must be 'data' or 'tensor'; got {self.attention!r}")
-        if self.cache_dtype not in CACHE_BYTES:
+        if self.cache_dtype not in CACHE_DTYPES:
             raise ValueError(
-                f"cache_dtype must be one of {sorted(CACHE_BYTES)}; got {self.cache_dtype!r}"
+                f"cache_dtype must be one of {sorted(CACHE_DTYPES)}; got {self.cache_dtype!r}"
             )
 
     @property
@@ -52,10 +58,42 @@ class Placement:
         return self.gpus if self.attention == "tensor" else 1
 
 
+def caches(model: KnownModel, place: Placement) -> tuple[LayerCache, ...]:
+    """What one GPU keeps of its rows."""
+    dtype, found = CACHE_DTYPES[place.cache_dtype], list[LayerCache]()
+    if model.is_mla:
+        latents = LatentFormat(
+            dtype, model.config["kv_lora_rank"], model.config["qk_rope_head_dim"]
+        )
+        found.append(LatentPages(name="latents", layers=model.attention_layers, format=latents))
+    else:
+        found.append(
+            KeyValuePages(
+                name="keys and values",
+                layers=model.attention_layers,
+                # With more GPUs than heads, each GPU holds a copy of one.
+                heads=-(-model.cache_heads // place.ways),
+                head_dim=model.config["head_dim"],
+                dtype=jnp.dtype(dtype),
+            )
+        )
+    if model.state_layers:
+        found.append(
+            RecurrentState(
+                name="states",
+                layers=model.state_layers,
+                conv_shape=(model.conv_taps, model.conv_channels // place.ways),
+                conv_dtype=jnp.dtype("bfloat16"),
+                state_shape=(model.state_heads // place.ways, *model.state_shape),
+                kind="delta-rule",
+            )
+        )
+    return tuple(found)
+
+
 def page_bytes(model: KnownModel, place: Placement) -> int:
     """Of a page in all layers, on one GPU."""
-    width = cache_width(model, place) * CACHE_BYTES[place.cache_dtype]
-    return model.attention_layers * PAGE_SIZE * width
+    return memory_plan.page_bytes(caches(model, place))
 
 
 def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None:
@@ -63,6 +101,11 @@ def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None
         raise ValueError(
             f"max_model_len={limits.max_model_len:,} is longer than {model.name}'s "
             f"{model.max_position_embeddings:,}"
+        )
+    if place.cache_dtype == "uint8" and not model.is_mla:
+        raise ValueError(
+            f"cache_dtype='uint8' is a format of MLA's latents, and {model.name} caches keys and "
+            "values; use 'float8'"
         )
     experts = model.config.get("n_routed_experts", model.config.get("num_experts", 0))
     if experts and place.gpus > experts:
@@ -107,31 +150,3 @@ def weight_items(model: KnownModel, place: Placement) -> list[Item]:
     total = sum(part.nbytes for part in parts)
     stored = "as the checkpoint stores them" + (", FP8 with scales" if model.block else "")
     return [Item("weights", total, stored, tuple(parts))]
-
-
-def cache_width(model: KnownModel, place: Placement) -> int:
-    """Numbers of a token in a layer's cache on one GPU."""
-    if not model.cache_heads:
-        return model.cache_width
-    # With more GPUs than heads, each GPU holds a copy of one.
-    return model.cache_width // model.cache_heads * -(-model.cache_heads // place.ways)
-
-
-def state_items(model: KnownModel, limits: Limits, place: Placement) -> list[Item]:
-    if not model.state_layers:
-        return []
-    heads, slots = model.state_heads // place.ways, limits.batch
-    conv = model.conv_channels // place.ways * model.conv_taps * 2
-    shape = "x".join(map(str, model.state_shape))
-    return [
-        Item(
-            "conv state",
-            model.state_layers * slots * conv,
-            f"{model.state_layers} layers x {slots:,} slots x {model.conv_taps} inputs, bfloat16",
-        ),
-        Item(
-            "ssm state",
-            model.state_layers * slots * heads * math.prod(model.state_shape) * 4,
-            f"{model.state_layers} layers x {slots:,} slots x {heads} heads x {shape}, float32",
-        ),
-    ]

@@ -23,6 +23,7 @@ PLOT_COLOURS = (
     "#663333",
 )
 FREE = "bright_black"
+NARROW = 80  # columns below which a table would cut its numbers
 
 
 class PlotError(RuntimeError):
@@ -30,15 +31,49 @@ class PlotError(RuntimeError):
 
 
 def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[Naive] = ()) -> None:
-    """The table, the bar, what follows from it, what was assumed, and what others would take."""
-    console.print(_table(plan))
-    console.print(bar(plan, min(console.width, 100)))
+    """The table, the bar, what follows from it, what was assumed, and what others would take.
+
+    On a narrow terminal the tables are lists, which cut no number.
+    """
+    narrow = console.width < NARROW
+    if narrow:
+        console.print(_list(plan))
+    else:
+        console.print(_table(plan))
+    console.print(bar(plan, min(console.width, 100), "\n" if narrow else "  "))
     for name, value in plan.facts:
-        console.print(f"{name:<22} {value}")
+        console.print(f"{name}: {value}" if narrow else f"{name:<22} {value}")
     for note in plan.notes:
         console.print(f"- {note}", style="dim")
     if naive:
-        console.print(_comparison(naive))
+        console.print(_comparison_list(naive) if narrow else _comparison(naive))
+
+
+def _list(plan: MemoryPlan) -> Text:
+    """The table's rows below each other; the longest number takes 19 columns."""
+    text = Text()
+    text.append(f"{plan.title}\n", style="bold")
+    for item in plan.items:
+        text.append(f"{item.name}\n  {item.nbytes:,} B\n  ({item.basis}: {item.why})\n")
+        for part in item.parts:
+            text.append(f"  {part.name}\n  {part.nbytes:,} B\n", style="dim")
+    for name, nbytes, why, style in _sums(plan):
+        text.append(f"{name}\n  {nbytes:,} B\n" + (f"  ({why})\n" if why else ""), style=style)
+    text.rstrip()
+    return text
+
+
+def _sums(plan: MemoryPlan) -> list[tuple[str, int, str, str]]:
+    """What the lines come to: (name, bytes, why, style)."""
+    found = [("total", plan.total, "", "")]
+    if plan.budget is not None and plan.reserve is not None:
+        allowed, short = plan.budget.arrays(plan.outside), plan.reserve < 0
+        found += [
+            ("in JAX's allocator", plan.inside, "", ""),
+            ("allowed there", allowed, plan.budget.reason(plan.outside), ""),
+            ("missing" if short else "reserve", abs(plan.reserve), "", "bold red" if short else ""),
+        ]
+    return found
 
 
 def _table(plan: MemoryPlan) -> Table:
@@ -60,24 +95,8 @@ def _table(plan: MemoryPlan) -> Table:
                 style="dim",
             )
     table.add_section()
-    table.add_row("total", f"{plan.total:,}", _mib(plan.total))
-    if plan.budget is not None and plan.reserve is not None:
-        allowed = plan.budget.arrays(plan.outside)
-        table.add_row("in JAX's allocator", f"{plan.inside:,}", _mib(plan.inside))
-        table.add_row(
-            "allowed there",
-            f"{allowed:,}",
-            _mib(allowed),
-            "",
-            plan.budget.reason(plan.outside),
-        )
-        short = plan.reserve < 0
-        table.add_row(
-            "missing" if short else "reserve",
-            f"{abs(plan.reserve):,}",
-            _mib(abs(plan.reserve)),
-            style="bold red" if short else "",
-        )
+    for name, nbytes, why, style in _sums(plan):
+        table.add_row(name, f"{nbytes:,}", _mib(nbytes), "", Text(why), style=style)
     return table
 
 
@@ -96,6 +115,14 @@ def _comparison(naive: Sequence[Naive]) -> Table:
     return table
 
 
+def _comparison_list(naive: Sequence[Naive]) -> Text:
+    lines = ["what scratch would have cost otherwise"]
+    for each in naive:
+        lines += [each.name, "  naive", f"  {each.nbytes:,} B", "  here", f"  {each.ours:,} B"]
+        lines.append(f"  ({each.why})")
+    return Text("\n".join(lines))
+
+
 def segments(plan: MemoryPlan) -> list[tuple[str, int]]:
     """(name, bytes) of the device from left to right; the last is what stays free."""
     found = [(item.name, item.nbytes) for item in plan.items if item.nbytes]
@@ -104,8 +131,8 @@ def segments(plan: MemoryPlan) -> list[tuple[str, int]]:
     return found
 
 
-def bar(plan: MemoryPlan, width: int) -> Text:
-    """One line of blocks, a colour a line of the table, and a legend."""
+def bar(plan: MemoryPlan, width: int, between: str = "  ") -> Text:
+    """One line of blocks, a colour a line of the table, and a legend with `between` its entries."""
     parts = segments(plan)
     whole = sum(size for _, size in parts) or 1
     text, legend, done, drawn = Text(), Text(), 0, 0
@@ -118,7 +145,7 @@ def bar(plan: MemoryPlan, width: int) -> Text:
         drawn = end
         if size / whole >= 0.001:
             legend.append(f"{block} ", style=colour)
-            legend.append(f"{name} {size / whole:.1%}  ")
+            legend.append(f"{name} {size / whole:.1%}{between}")
     return Text("\n").join([text, legend])
 
 

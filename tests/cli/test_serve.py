@@ -14,15 +14,20 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from jaxattn.cli.options import parser, size
+import jaxattn
+from jaxattn.__main__ import main as list_main
+from jaxattn.cli.options import in_options, parser, size
+from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.prompts import PROMPTS
-from jaxattn.cli.report import TextStream
-from jaxattn.cli.serve import main
+from jaxattn.cli.report import TextStream, ending, plan_lines
+from jaxattn.cli.serve import main, read_prompts
 from jaxattn.core.rope import RopeConfig
-from jaxattn.engine.request import Completion, Request
+from jaxattn.engine import memory_plan
+from jaxattn.engine.request import Completion, GenerationInterrupted, Request
+from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import init_params
+from jaxattn.models.hybrid import Hybrid
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -48,7 +53,7 @@ SMALL = ["--max-model-len", "64", "--prefill-chunk", "16"]
 def model(tmp_path_factory):
     """A folder with a random model of bytes; its name can be given to --checkpoint."""
     folder = tmp_path_factory.mktemp("model")
-    checkpoint.save(folder, CONFIG, init_params(CONFIG, jax.random.key(0)))
+    checkpoint.save(folder, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     return str(folder)
 
 
@@ -74,7 +79,7 @@ def test_help_is_grouped_and_shows_every_default(capsys):
         assert group in text
     for action in parser()._actions[1:]:
         assert action.option_strings[0] in text
-        if action.default not in (None, False):
+        if action.default not in (None, False, argparse.SUPPRESS):
             assert f"(default: {action.default})" in text
         elif action.default is None:
             assert "(default: " in action.help
@@ -94,9 +99,13 @@ BAD_INPUT = {
     "batch": (["--batch", "0"], "argument --batch: '0' is not a size"),
     "length": (["--max-model-len", "4kb"], "argument --max-model-len: '4kb' is not a size"),
     "pages": (["--num-pages", "-3"], "argument --num-pages: '-3' is not a size"),
-    "pages beyond int32": (["--num-pages", "4000m"], "num_pages must be at most 2,147,483,647"),
+    "pages beyond int32": (["--num-pages", "4000m"], "--num-pages must be at most 2,147,483,647"),
+    "too many pages": (
+        ["--batch", "1000m", "--max-model-len", "256"],
+        "--batch 1048576000 times --max-model-len 256 is 4,194,304,000 pages",
+    ),
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
-    "bucket": (["--decode-buckets", "8"], "decode_buckets=(8,) must be at most batch=4"),
+    "bucket": (["--decode-buckets", "8"], "--decode-buckets 8 must be at most --batch 4"),
     "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
     "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),
@@ -135,6 +144,116 @@ def test_a_gpu_that_is_not_there_is_missed_in_one_line(arguments, message, model
     assert message in error and error.count("\n") == 1
 
 
+class Endless(io.RawIOBase):
+    """What `yes |` gives."""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        buffer[:] = b"y" * len(buffer)
+        return len(buffer)
+
+
+def test_of_an_endless_stdin_the_model_length_is_read(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    assert main(["--checkpoint", model, "--prompt", "-", *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert "--prompt - read 64 bytes of stdin" in error and "--max-model-len" in error
+
+
+def test_a_prompt_of_stdin_is_read_to_its_end():
+    stdin = io.TextIOWrapper(io.BytesIO(b"y" * 63))
+    assert read_prompts(["-", "x"], stdin, 64) == [b"y" * 63, b"x"]
+
+
+def test_a_plan_reads_no_stdin(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["--checkpoint", model, "--plan", "--prompt", "-", *SMALL]) == 0
+
+
+def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
+    """It shrinks no cache unasked, so that both say the same of one that does not fit."""
+    assert main(["--checkpoint", model, "--plan", "--json", *SMALL]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["budget"]["utilization"] == 1 and "x 4 pages x" in str(plan["items"])
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        ("max_model_len=1,048,576 is longer", "--max-model-len 1048576 is longer"),
+        ("batch 6,250 with 100,000 pages", "--batch 6250 with 100,000 pages"),
+        ("prefill_chunk 64 with 4 pages", "--prefill-chunk 64 with 4 pages"),
+        ("decode_buckets=(8, 4) must be", "--decode-buckets 8,4 must be"),
+        ("use attention='data' or another", "use --attention data or another"),
+        ("gpus=65 is more", "--gpus 65 is more"),
+        ("q_lens must have 1", "--q-len must have 1"),
+        ("num_pages must be\n at most", "--num-pages must be at most"),
+        ("--utilization 0.9 or --batch 8", "--utilization 0.9 or --batch 8"),
+        ("16 attention heads of a batch", "16 attention heads of a batch"),
+        ("its max_position_embeddings=4096", "its max_position_embeddings=4096"),
+    ],
+)
+def test_a_message_names_the_options(message, said):
+    assert in_options(message) == said
+
+
+@pytest.mark.parametrize(
+    "tokens, reason, said",
+    [
+        (3, "length", "3 tokens, cut by --max-tokens 3"),
+        (2, "length", "2 tokens, cut by --max-model-len 4"),
+        (2, "stop", "2 tokens, stop"),
+    ],
+)
+def test_the_summary_says_which_option_cut_a_text(tokens, reason, said):
+    completion = Completion(Request(b"ab", max_tokens=3, id=0), (65,) * tokens, reason)
+    assert ending(completion) == said
+
+
+def test_quiet_still_says_that_it_was_interrupted(model, capsys, monkeypatch):
+    monkeypatch.setattr("jaxattn.cli.serve.start_engine", lambda *a: (Interrupted(), {}))
+    monkeypatch.setattr("jaxattn.cli.serve.summary_lines", lambda *a: ["summary"])
+    for extra, said in ([], "summary\n"), (["--quiet"], "interrupted\n"):
+        assert main(["--checkpoint", model, "--prompt", "ab", *extra, *SMALL]) == 130
+        assert capsys.readouterr().err == said
+
+
+class Interrupted:
+    """An engine at Ctrl-C."""
+
+    def generate(self, requests, **callbacks):
+        raise GenerationInterrupted([Completion(each, (), "interrupted") for each in requests])
+
+
+def test_quiet_with_json_prints_no_text_on_stderr():
+    request = Request(b"a", id=0)
+    text_stream, out = stream([request], quiet=True)
+    feed(text_stream, request, b"b")
+    text_stream.close()
+    assert out.getvalue() == ""
+
+
+def test_the_plan_before_serving_is_three_lines():
+    items = (Item("weights", 3 * 2**20, ""), Item("kv cache", 2**20, ""), Item("none", 0, ""))
+    lines = list(plan_lines(MemoryPlan(items, Budget("cpu", 10 * 2**20), "4 rows")))
+    assert lines == [
+        "memory plan for 4 rows: 4,194,304 bytes in total",
+        "  in MiB: weights 3.00, kv cache 1.00",
+        "  6.00 MiB of cpu stay free; --plan prints every line with its reason",
+    ]
+    assert len(list(plan_lines(MemoryPlan(items, None, "4 rows")))) == 3
+
+
+def test_the_version(capsys):
+    for command in (main, plan_main, list_main):
+        with pytest.raises(SystemExit) as ended:
+            command(["--version"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == f"jaxattn {jaxattn.__version__}\n"
+
+
 def test_empty_stdin_is_an_empty_prompt(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert main(["--checkpoint", model, "--prompt", "-"]) == 2
@@ -160,7 +279,7 @@ def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path, capsys):
-    checkpoint.save(tmp_path, CONFIG, init_params(CONFIG, jax.random.key(0)))
+    checkpoint.save(tmp_path, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     (tmp_path / "model.safetensors").unlink()
     assert main(["--checkpoint", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
     assert "prompt 1 has 64 bytes and the model length is 64" in capsys.readouterr().err
@@ -170,7 +289,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_pa
 
 def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=300)
-    checkpoint.save(tmp_path, config, init_params(config, jax.random.key(0)))
+    checkpoint.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
     assert main(["--checkpoint", str(tmp_path)]) == 2
     assert "its vocab_size is 300, not 256" in capsys.readouterr().err
 
@@ -190,8 +309,9 @@ def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(
         "memory plan for 4 rows of up to 512 tokens",
         "kv cache",
         "xla temp",
-        "total",
-        "[6] 20 tokens, length, first token after",
+        "in total",
+        "stay free; --plan prints every line with its reason",
+        "[6] 20 tokens, cut by --max-tokens 20, first token after",
         "tok/s",
         "planned",
         "measured",
@@ -230,8 +350,9 @@ def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
     assert main(["--checkpoint", model, "--plan", *SMALL]) == 0
     printed = capsys.readouterr()
-    for part in ("weights", "kv cache", "xla temp", "bound", "reserve", "\u2588"):
+    for part in ("weights", "kv cache", "xla temp", "bound", "reserve"):
         assert part in printed.out
+    assert {"\u2588", "\u2591"} & set(printed.out)  # a bar, empty beside a machine's memory
     assert main(["--checkpoint", model, "--plan", "--json", "--num-pages", "3", *SMALL]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and "3 pages x 64 tokens" in str(plan["items"])
@@ -249,6 +370,20 @@ def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, m
     error = printed.err.strip().splitlines()[-1]
     assert "the line that does not fit is the kv cache" in error
     assert "what would make it fit: at most" in error and "pages" in error
+
+
+def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, capsys, monkeypatch):
+    """Each trace takes a second, so what weights and state alone refuse is not traced."""
+    traced = []
+    monkeypatch.setattr(memory_plan, "temp_bound", lambda *a, **k: traced.append(a) or 0)
+    said = []
+    for extra in ([], ["--plan"]):
+        assert (
+            main(["--checkpoint", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
+        )
+        said.append(capsys.readouterr().err.strip().splitlines()[-1])
+    assert said[0] == said[1] and "what would make it fit: --batch " in said[0]
+    assert len(traced) <= 8
 
 
 def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monkeypatch):
@@ -274,8 +409,11 @@ def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monk
     assert "x 4 pages x" in cache["why"]  # no more than two rows of 128 tokens can use
 
 
-def test_what_was_compiled_is_found_again_in_the_cache_folder(model, capsys, tmp_path):
+def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_the_text_alone(
+    model, capsys, tmp_path
+):
     arguments = ["--prompt", "ab", "--max-tokens", "2", "--compile-cache", str(tmp_path / "xla")]
+    arguments += ["--quiet"]
     old = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
@@ -283,6 +421,8 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder(model, capsys, tmp
     try:
         assert main(["--checkpoint", model, *arguments, *SMALL]) == 0
         assert list((tmp_path / "xla").iterdir())
+        printed = capsys.readouterr()
+        assert printed.out.startswith("ab") and printed.err == ""
     finally:
         jax.config.update("jax_compilation_cache_dir", old[0])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
@@ -299,7 +439,7 @@ def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(mode
     assert main(["--checkpoint", model, *arguments]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("[1] a")
-    assert re.search(r"\[1\] \d+ tokens, (length|stop)", printed.err)
+    assert re.search(r"\[1\] \d+ tokens, (cut by|stop)", printed.err)
     assert "[2] refused: 120 prompt tokens and 20 to generate need 3 pages of 64" in printed.err
 
 
@@ -412,6 +552,14 @@ def test_a_terminal_gets_colour_a_dim_prompt_and_no_control_characters():
     assert out.getvalue() == "".join(lines)
 
 
+def test_no_color(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    first, second = Request(b"a", id=0), Request(b"b", id=1)
+    text_stream, out = stream([first, second], force_terminal=True, color_system="standard")
+    feed(text_stream, first, b"1\n")
+    assert out.getvalue() == "[1] \x1b[2ma\x1b[0m1\n"  # dim is no colour
+
+
 def test_a_request_that_never_ran_prints_nothing():
     request = Request(b"x", id=0)
     text_stream, out = stream([request])
@@ -430,7 +578,7 @@ def test_a_hopper_gpu_runs_the_kernels_within_the_plan(tmp_path, capsys):
         num_attention_heads=2,
         linear_num_value_heads=2,
     )
-    checkpoint.save(tmp_path, config, init_params(config, jax.random.key(0)))
+    checkpoint.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
     assert main(["--checkpoint", str(tmp_path), "--json", "--max-tokens", "40"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["implementations"].values()) == {"mosaic_gpu"}

@@ -1,13 +1,25 @@
 """Rope against the published DeepSeek-V3 formulas, written again here in NumPy."""
 
+import dataclasses
+import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxattn.core.rope import RopeConfig, YarnConfig, inv_freq, rope, softmax_scale
+from jaxattn.core.rope import (
+    MOST_FACTOR,
+    MOST_THETA,
+    RopeConfig,
+    YarnConfig,
+    inv_freq,
+    rope,
+    softmax_scale,
+)
 
 DEEPSEEK_V3 = RopeConfig(
     yarn=YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=1.0)
@@ -163,15 +175,101 @@ def test_dtypes_and_configs_that_do_not_fit_are_named():
         rope(jnp.zeros((2, 5, 64)), jnp.zeros((2, 5)), RopeConfig())
     with pytest.raises(TypeError, match=r"x must be floating, got int32 \(2, 5, 64\)"):
         rope(jnp.zeros((2, 5, 64), jnp.int32), POSITIONS, RopeConfig())
-    with pytest.raises(ValueError, match="dim must be even.*63"):
-        RopeConfig(dim=63)
-    with pytest.raises(ValueError, match="theta must be more than 1, got 1"):
-        RopeConfig(theta=1)
-    with pytest.raises(ValueError, match="factor must be at least 1, got 0.5"):
-        YarnConfig(0.5, 4096)
+    with pytest.raises(ValueError, match="qk_head_dim must be an integer from 1 to .*; got 0"):
+        softmax_scale(0, RopeConfig())
+
+
+YARN = dict(factor=40, original_max_position_embeddings=4096)
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+NO_NUMBER = ("1", None, True, [40], 10**400)
+
+
+@pytest.mark.parametrize("value", [*NOT_FINITE, *NO_NUMBER, 1, 0.5, -10000.0, 1e31])
+def test_theta_is_a_finite_number_above_1(value):
+    with pytest.raises(ValueError, match=r"RopeConfig\.theta must be a number above 1 and at most"):
+        RopeConfig(theta=value)
+
+
+@pytest.mark.parametrize("value", [63, 0, -2, 2**20, 64.0, "64", True, None])
+def test_dim_is_an_even_integer(value):
+    with pytest.raises(ValueError, match=r"RopeConfig\.dim must be a multiple of 2 from 2 to"):
+        RopeConfig(dim=value)
+
+
+@pytest.mark.parametrize("value", ["false", 1, 0, None])
+def test_interleaved_is_true_or_false(value):
+    with pytest.raises(ValueError, match=r"RopeConfig\.interleaved must be true or false; got"):
+        RopeConfig(interleaved=value)
+
+
+def test_yarn_is_a_config_or_none():
+    with pytest.raises(ValueError, match=r"RopeConfig\.yarn must be a YarnConfig; got \{'factor"):
+        RopeConfig(yarn=YARN)
+
+
+@pytest.mark.parametrize("value", [*NOT_FINITE, *NO_NUMBER, -1, 1e9])
+@pytest.mark.parametrize("field", ["factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
+def test_numbers_of_yarn_are_finite(field, value):
+    with pytest.raises(ValueError, match=rf"YarnConfig\.{field} must be a number from"):
+        YarnConfig(**YARN | {field: value})
+
+
+@pytest.mark.parametrize("field", ["factor", "beta_fast", "beta_slow"])
+def test_these_are_not_zero(field):
+    with pytest.raises(ValueError, match=rf"YarnConfig\.{field} must be a number from .* got 0"):
+        YarnConfig(**YARN | {field: 0})
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 4096.0, "4096", True, math.nan])
+def test_the_trained_context_is_a_positive_integer(value):
+    name = r"YarnConfig\.original_max_position_embeddings"
+    with pytest.raises(ValueError, match=f"{name} must be an integer from 1 to"):
+        YarnConfig(40, value)
+
+
+def test_the_fast_end_of_the_ramp_is_not_below_the_slow_one():
     with pytest.raises(ValueError, match="beta_fast=1, beta_slow=32"):
         YarnConfig(40, 4096, beta_fast=1, beta_slow=32)
-    with pytest.raises(ValueError, match="original_max_position_embeddings.*got 0"):
-        YarnConfig(40, 0)
-    with pytest.raises(ValueError, match="qk_head_dim must be at least 1, got 0"):
-        softmax_scale(0, RopeConfig())
+
+
+@pytest.mark.parametrize("theta, original", [(2.0, 4096), (10000.0, 1)])
+def test_a_ramp_that_would_run_backwards_is_refused(theta, original):
+    with pytest.raises(ValueError, match="ramp would begin at pair .* and end at pair"):
+        RopeConfig(theta=theta, yarn=YarnConfig(40, original))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    dim=st.integers(1, 64).map(lambda pairs: 2 * pairs),
+    theta=st.floats(1, MOST_THETA, exclude_min=True),
+    original=st.integers(1, 2**31 - 1),
+    values=st.tuples(
+        st.floats(1, MOST_FACTOR),
+        st.floats(1e-6, 1e6),
+        st.floats(1e-6, 1e6),
+        st.floats(0, 100),
+        st.floats(0, 100),
+    ),
+)
+def test_every_config_that_is_accepted_gives_finite_frequencies_and_scales(
+    dim, theta, original, values
+):
+    factor, *betas, mscale, mscale_all_dim = values
+    yarn = YarnConfig(factor, original, max(betas), min(betas), mscale, mscale_all_dim)
+    try:
+        config = RopeConfig(dim, theta, yarn=yarn)
+    except ValueError as error:
+        assert "ramp would begin" in str(error)
+        return
+    freqs = inv_freq(config)
+    assert np.all(np.isfinite(freqs)) and np.all(freqs >= np.finfo(np.float32).tiny)
+    assert np.all(freqs <= 1)
+    assert 0 < softmax_scale(192, config) < math.inf
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    yarn = YarnConfig(np.float32(40), np.int64(4096))
+    config = RopeConfig(np.int32(64), np.float64(10000), np.bool_(True), yarn)
+    assert config == RopeConfig(yarn=YarnConfig(40, 4096))
+    for values in (dataclasses.asdict(config), dataclasses.asdict(yarn)):
+        json.dumps(values)

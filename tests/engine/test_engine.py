@@ -13,8 +13,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Completion, GenerationInterrupted, Request
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.memory.limits import Limits
-from jaxattn.models.hybrid import init_params
-from jaxattn.models.packed import pack_vectors
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import PlanError
 from tests.helpers.engine_cases import CONFIG, LIMITS
 
@@ -30,13 +29,13 @@ PROMPTS = (
 @pytest.fixture(scope="module")
 def engine():
     live = sum(array.nbytes for array in jax.live_arrays())
-    params = init_params(CONFIG, jax.random.key(0))
+    params = Hybrid(CONFIG).init_params(jax.random.key(0))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    packed = pack_vectors(params)
-    small = (packed.vectors, packed.gdn_weights, packed.mla_weights, packed.norm_weights)
+    packed = Hybrid(CONFIG).pack(params)
+    small = jax.tree.leaves((packed.vectors, packed.copies))
     vectors = sum(array.nbytes for array in small)
     del packed, small
-    engine = Engine(CONFIG, params, LIMITS)
+    engine = Engine(Hybrid(CONFIG), params, LIMITS)
     # Compiled and planned, and beyond the weights nothing is allocated.
     assert sum(array.nbytes for array in jax.live_arrays()) - live <= weights + vectors + 1024
     return engine
@@ -68,9 +67,9 @@ def requests(count: int = 5, **options) -> list[Request]:
 
 def test_the_plan_is_what_is_then_allocated(engine):
     plan, state = engine.plan, engine.state
-    assert plan["kv cache"] == state.kv_cache.nbytes
-    assert plan["conv state"] == state.conv_state.nbytes
-    assert plan["ssm state"] == state.ssm_state.nbytes
+    assert plan["kv cache"] == state.array("kv_cache").nbytes
+    assert plan["conv state"] == state.array("conv_state").nbytes
+    assert plan["ssm state"] == state.array("ssm_state").nbytes
     assert plan["arena"] == state.arena.nbytes
     memory = [compiled.memory_analysis() for compiled in engine.executables.values()]
     assert plan["xla temp"] == max(stats.temp_size_in_bytes for stats in memory)
@@ -83,9 +82,9 @@ def test_the_plan_is_what_is_then_allocated(engine):
 def test_every_region_of_the_arena_is_listed_and_lies_within_it(engine):
     (arena,) = [item for item in engine.plan.items if item.name == "arena"]
     assert [part.name for part in arena.parts] == [
+        "gated_delta_rule_decode out",
         "mla_decode out",
         "mla_decode partial_out",
-        "gated_delta_rule_decode out",
     ]
     assert max(part.nbytes for part in arena.parts) <= arena.nbytes
     assert all(item.why for item in engine.plan.items)
@@ -207,7 +206,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_finish(engine, h
         [requests()[0], hopeless, dataclasses.replace(requests()[2], id=None)],
         on_finish=finished.append,
     )
-    assert second.finish_reason.startswith(f"refused: {reason}")
+    assert second.finish_reason == "refused" and second.detail.startswith(reason)
     assert second.tokens == () and second in finished
     assert first.tokens == alone(engine, requests()[0])
     assert third.tokens == alone(engine, requests()[2])
@@ -217,7 +216,7 @@ def test_the_stop_token_ends_a_row_and_is_no_part_of_its_text(engine):
     request = Request(PROMPTS[0], max_tokens=30)
     free = alone(engine, request)
     stop = free[12]
-    (done,) = engine.generate([dataclasses.replace(request, stop_token=stop)])
+    (done,) = engine.generate([dataclasses.replace(request, stop_tokens=stop)])
     assert done.finish_reason == "stop"
     assert done.tokens == free[: free.index(stop)]
 
@@ -235,7 +234,8 @@ def test_an_interrupt_loses_nothing_and_leaves_the_engine_usable(engine):
     with pytest.raises(GenerationInterrupted) as caught:
         engine.generate(requests(), on_token=interrupt_at_40)
     completions = caught.value.completions
-    assert sum(map(len, texts(completions))) == 40
+    # The other rows of the same step have a token that was not called back yet.
+    assert 40 <= sum(map(len, texts(completions))) < 40 + LIMITS.batch
     for done, whole in zip(completions, wanted, strict=True):
         assert done.tokens == whole[: len(done.tokens)]
         assert done.finish_reason == ("length" if done.tokens == whole else "interrupted")
@@ -262,7 +262,7 @@ def test_an_error_in_a_callback_frees_everything(engine):
 
 def test_a_state_lost_to_an_interrupted_step_is_allocated_again(engine):
     wanted = texts(engine.generate(requests()))
-    engine.state.ssm_state.delete()
+    engine.state.array("ssm_state").delete()
     assert texts(engine.generate(requests())) == wanted
 
 
@@ -299,7 +299,7 @@ def test_two_requests_cannot_share_an_id(engine):
 def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled(engine):
     with pytest.raises(PlanError, match="does not fit is the .*kv cache"):
         Engine(
-            CONFIG,
+            Hybrid(CONFIG),
             engine._params,
             dataclasses.replace(LIMITS, num_pages=10**9),
             on_compile=lambda name, seconds: pytest.fail("compiled"),
@@ -308,7 +308,7 @@ def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled(en
 
 def test_a_model_length_beyond_the_models_is_refused(engine):
     with pytest.raises(ValueError, match="max_model_len=257 is longer than .*=256"):
-        Engine(CONFIG, engine._params, Limits(max_model_len=257))
+        Engine(Hybrid(CONFIG), engine._params, Limits(max_model_len=257))
 
 
 @pytest.mark.parametrize("field", ["batch", "max_model_len", "num_pages", "prefill_chunk"])
@@ -349,7 +349,7 @@ def test_a_request_that_makes_no_sense_is_an_error(options, message):
         ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
         ({"max_tokens": None}, "max_tokens must be an integer, got None"),
         ({"seed": 1.5}, "seed must be an integer"),
-        ({"stop_token": "\n"}, "stop_token must be an integer"),
+        ({"stop_tokens": "\n"}, "stop_tokens must be a sequence of integers"),
         ({"id": "a"}, "id must be an integer, got 'a'"),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
     ],

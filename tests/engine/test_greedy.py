@@ -14,7 +14,7 @@ from jaxattn.cli.prompts import PROMPTS
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
 from jaxattn.memory.limits import Limits
-from jaxattn.models import checkpoint
+from jaxattn.models import Hybrid, checkpoint
 from tests.helpers.kernel_cases import relative
 from tests.helpers.make_greedy import FILE, TOKENS, Followed, follow, gaps
 
@@ -46,7 +46,7 @@ def assert_agree(kernels: Followed, reference: Followed, *, logits: float, state
     assert not differs[first - second > 2 * difference].any()
     for name in ("kv_cache", "conv_state", "ssm_state"):
         actual, expected = (
-            np.asarray(getattr(x.state, name), np.float64) for x in (kernels, reference)
+            np.asarray(x.state.array(name), np.float64) for x in (kernels, reference)
         )
         assert np.any(expected) and relative(actual, expected) <= states, name
 
@@ -59,7 +59,8 @@ def test_the_stored_texts_are_those_of_the_default_prompts():
 
 def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
     limits = Limits(batch=len(BYTES), max_model_len=512)
-    engine = Engine(*model, limits, implementation="xla")
+    config, params = model
+    engine = Engine(Hybrid(config), params, limits, implementation="xla")
     together = greedy(engine, BYTES, 24)
     alone = [greedy(engine, [prompt], 8)[0] for prompt in BYTES[:3]]
     assert alone == [text[:8] for text in together[:3]]
@@ -88,6 +89,7 @@ def test_a_gpu_writes_the_text_that_a_cpu_wrote(model):
     stored = np.array([stored["gaps"] for stored in STORED])
     near_ties = np.argwhere(np.abs(ahead - stored) >= stored)
     assert not near_ties.size, f"(prompt, byte) that another device may decide: {near_ties}"
-    engine = Engine(*model, Limits(batch=4))
+    config, params = model
+    engine = Engine(Hybrid(config), params, Limits(batch=4))
     assert set(engine.implementations.values()) == {"mosaic_gpu"}
     assert greedy(engine, BYTES, TOKENS) == TEXTS

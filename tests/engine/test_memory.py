@@ -19,10 +19,11 @@ from jaxattn import mla
 from jaxattn.aliasing.check import check_aliasing
 from jaxattn.arena import Arena
 from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.memory_plan import packed_shapes
+from jaxattn.models.base import DecodeBatch, jit_step, scratch_spec
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import abstract_model, decode_step, jit_step
-from jaxattn.models.packed import PackedParams, pack_vectors
-from jaxattn.models.state import DecodeBatch, init_state, scratch
+from jaxattn.models.hybrid import Hybrid
+from tests.helpers import model_cases
 
 SLACK = 64 * 1024
 DEPTHS = (1, 2, 61)
@@ -78,7 +79,7 @@ def config_of(device: str, gdn_per_repeat: int, depth: int) -> HybridConfig:
 
 
 def state_of(config: HybridConfig):
-    return init_state(config, ROWS, ROWS * PAGES_PER_ROW, SLOTS, max_pages=PAGES_PER_ROW)
+    return model_cases.state_of(config, ROWS, ROWS * PAGES_PER_ROW, SLOTS, max_pages=PAGES_PER_ROW)
 
 
 def batch_of(length: int) -> DecodeBatch:
@@ -99,15 +100,10 @@ def compiled(device: str, gdn_per_repeat: int, depth: int) -> jax.stages.Compile
     products take the same algorithms, with the same workspace, at every depth.
     """
     config = config_of(device, gdn_per_repeat, depth)
-    step = jit_step(decode_step, config, implementation=IMPLEMENTATION[device], backend=device)
+    step = jit_step(Hybrid(config).decode, implementation=IMPLEMENTATION[device], backend=device)
     state = jax.eval_shape(lambda: state_of(config))
     untuned = {"xla_gpu_autotune_level": 0} if device == "gpu" else None
-    return step.lower(packed_shapes(config), state, batch_of(1)).compile(untuned)
-
-
-def packed_shapes(config: HybridConfig) -> PackedParams:
-    """The parameters as the engine holds them, as shapes."""
-    return jax.eval_shape(pack_vectors, abstract_model(config)[1])
+    return step.lower(packed_shapes(Hybrid(config)), state, batch_of(1)).compile(untuned)
 
 
 def nbytes(tree) -> int:
@@ -122,11 +118,11 @@ def temp_of(step: jax.stages.Compiled) -> int:
 
 def stacked_weights(config: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Name in a compiled step -> weights of all layers."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(packed_shapes(config))
+    flat, _ = jax.tree_util.tree_flatten_with_path(packed_shapes(Hybrid(config)))
     return {
         f"params{jax.tree_util.keystr(path)}": leaf
         for path, leaf in flat
-        if re.search("repeats|vectors|gdn_weights", jax.tree_util.keystr(path))
+        if re.search("segments|vectors|weights", jax.tree_util.keystr(path))
     }
 
 
@@ -137,7 +133,9 @@ def stacked_weights(config: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
 @stacks
 def test_the_arena_has_the_same_bytes_at_every_depth(device, gdn_per_repeat):
     configs = [config_of(device, gdn_per_repeat, depth) for depth in DEPTHS]
-    planned = {scratch(config, ROWS, max_pages=PAGES_PER_ROW).nbytes for config in configs}
+    planned = {
+        scratch_spec(Hybrid(config), ROWS, max_pages=PAGES_PER_ROW).nbytes for config in configs
+    }
     held = {nbytes(jax.eval_shape(lambda c=c: state_of(c)).arena) for c in configs}
     assert held == planned and len(planned) == 1
 
@@ -203,7 +201,7 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
 @depths
 def test_a_hundred_steps_stay_in_the_same_buffers(device, gdn_per_repeat, depth):
     config, step = config_of(device, gdn_per_repeat, depth), compiled(device, gdn_per_repeat, depth)
-    shapes = packed_shapes(config)
+    shapes = packed_shapes(Hybrid(config))
     params = jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), shapes)
     )()
@@ -219,7 +217,7 @@ def test_a_hundred_steps_stay_in_the_same_buffers(device, gdn_per_repeat, depth)
     # The steps did what they should: a latent for every token of a real row in every MLA layer,
     # and logits.
     assert np.isfinite(logits).all() and np.any(np.asarray(logits)[:REAL_ROWS])
-    written = jnp.any(state.kv_cache != 0, axis=-1).sum(axis=(1, 2))
+    written = jnp.any(state.array("kv_cache") != 0, axis=-1).sum(axis=(1, 2))
     np.testing.assert_array_equal(written, REAL_ROWS * STEPS)
 
 
@@ -242,9 +240,11 @@ def test_deepseek_r1_needs_256_mib_of_output_scratch_in_all(max_pages):
     assert R1_ROWS * R1.num_attention_heads * R1.kv_lora_rank * 2 == R1_BYTES
     for depth in DEPTHS:
         config = dataclasses.replace(R1, num_repeats=depth)
-        assert scratch(config, R1_ROWS, max_pages=max_pages).nbytes == R1_BYTES
-        state = jax.eval_shape(lambda c=config: init_state(c, R1_ROWS, 64, 1, max_pages=max_pages))
-        assert nbytes(state.arena) == R1_BYTES and state.kv_cache.shape[0] == depth
+        assert scratch_spec(Hybrid(config), R1_ROWS, max_pages=max_pages).nbytes == R1_BYTES
+        state = jax.eval_shape(
+            lambda c=config: model_cases.state_of(c, R1_ROWS, 64, 1, max_pages=max_pages)
+        )
+        assert nbytes(state.arena) == R1_BYTES and state.array("kv_cache").shape[0] == depth
 
 
 HEADS, RANK, LATENT = R1.num_attention_heads, R1.kv_lora_rank, R1.latent_dim

@@ -1,24 +1,25 @@
-"""Sampling: what temperature and top_p promise, and what a row's draw may depend on."""
+"""Sampling: what each control promises, and what a row's draw may depend on."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.engine.sampling import SamplingBatch, sample, sampling_key
+from jaxattn.engine.sampling import NOT_FINITE, SamplingBatch, sample, sampling_key
 
 draw = jax.jit(sample)
 
 
-def controls(rows, temperature=1.0, top_p=1.0, seeds=0, request_ids=0):
+def controls(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=0):
     def filled(value, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 
     return SamplingBatch(
         temperature=filled(temperature, jnp.float32),
+        top_k=filled(top_k, jnp.int32),
         top_p=filled(top_p, jnp.float32),
+        min_p=filled(min_p, jnp.float32),
         seeds=filled(seeds, jnp.uint32),
-        request_ids=filled(request_ids, jnp.int32),
     )
 
 
@@ -34,18 +35,20 @@ def test_temperature_zero_is_the_argmax_and_the_lowest_id_of_equals():
     assert tokens[3] == 17
 
 
-@pytest.mark.parametrize("options", [{"top_p": 1e-6}, {"temperature": 1e-30}])
-def test_the_extremes_of_both_controls_take_the_most_likely_token(options):
+@pytest.mark.parametrize(
+    "options", [{"top_p": 1e-6}, {"temperature": 1e-30}, {"top_k": 1}, {"min_p": 1.0}]
+)
+def test_the_extremes_of_each_control_take_the_most_likely_token(options):
     logits = random_logits(8)
     tokens = draw(logits, controls(8, seeds=range(8), **options), jnp.arange(8))
     assert tokens.tolist() == jnp.argmax(logits, axis=-1).tolist()
 
 
-def test_the_draw_is_categorical_under_the_key_of_seed_request_and_position():
-    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))  # sorted already, so ids are places
-    token = draw(logits, controls(1, seeds=7, request_ids=5), jnp.array([11]))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 5), 11)
-    assert key == sampling_key(jnp.uint32(7), jnp.int32(5), jnp.int32(11))
+def test_the_draw_is_categorical_under_the_key_of_seed_and_position():
+    logits = jnp.log(jnp.array([[0.2, 0.5, 0.3]]))
+    token = draw(logits, controls(1, seeds=7), jnp.array([11]))
+    key = jax.random.fold_in(jax.random.key(7), 11)
+    assert key == sampling_key(jnp.uint32(7), jnp.int32(11))
     assert token[0] == jax.random.categorical(key, logits[0])
 
 
@@ -80,8 +83,9 @@ def test_a_rows_draw_depends_on_no_other_row_and_not_on_its_place():
     values = {
         "temperature": np.linspace(0.5, 1.5, rows),
         "top_p": np.linspace(0.7, 1.0, rows),
+        "top_k": np.arange(rows)[::-1] * 50,
+        "min_p": np.linspace(0.0, 0.1, rows),
         "seeds": np.arange(rows) + 3,
-        "request_ids": np.arange(rows)[::-1] + 10,
     }
     together = draw(logits, controls(rows, **values), positions)
     shuffled = np.random.default_rng(0).permutation(rows)
@@ -94,10 +98,79 @@ def test_a_rows_draw_depends_on_no_other_row_and_not_on_its_place():
         assert alone[0] == together[row]
 
 
-@pytest.mark.parametrize("varied", ["seeds", "request_ids", "positions"])
-def test_seed_request_and_position_each_change_the_draw(varied):
+@pytest.mark.parametrize("varied", ["seeds", "positions"])
+def test_seed_and_position_each_change_the_draw(varied):
     rows = 64
-    options = {"seeds": 1, "request_ids": 2, "positions": 3} | {varied: np.arange(rows)}
+    options = {"seeds": 1, "positions": 3} | {varied: np.arange(rows)}
     positions = jnp.broadcast_to(jnp.asarray(options.pop("positions")), (rows,))
     tokens = draw(jnp.zeros((rows, 256)), controls(rows, **options), positions)
     assert len(set(tokens.tolist())) > rows // 2
+
+
+@pytest.mark.parametrize("top_k, kept", [(1, [2]), (2, [2, 0]), (3, [2, 0, 3]), (0, [2, 0, 3, 1])])
+def test_top_k_keeps_the_k_most_likely_tokens(top_k, kept):
+    rows, probabilities = 2_000, np.array([0.3, 0.05, 0.5, 0.15])
+    logits = jnp.broadcast_to(jnp.log(probabilities), (rows, 4))
+    tokens = draw(logits, controls(rows, top_k=top_k), jnp.arange(rows))
+    assert set(tokens.tolist()) == set(kept)
+
+
+def test_of_equally_likely_tokens_top_k_keeps_the_lowest_ids():
+    tokens = draw(jnp.zeros((500, 8)), controls(500, top_k=3), jnp.arange(500))
+    assert set(tokens.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("min_p, kept", [(0.05, [0, 1, 2, 3]), (0.2, [0, 2, 3]), (0.7, [2])])
+def test_min_p_keeps_what_is_likely_beside_the_most_likely_token(min_p, kept):
+    rows, probabilities = 2_000, np.array([0.3, 0.05, 0.5, 0.15])
+    logits = jnp.broadcast_to(jnp.log(probabilities), (rows, 4))
+    tokens = draw(logits, controls(rows, min_p=min_p), jnp.arange(rows))
+    assert set(tokens.tolist()) == set(kept)
+
+
+def test_top_p_filters_what_top_k_leaves():
+    """Of 0.5 and 0.3, the first is 62%: a top_p of 0.6 keeps it alone."""
+    rows, probabilities = 500, np.array([0.3, 0.05, 0.5, 0.15])
+    logits = jnp.broadcast_to(jnp.log(probabilities), (rows, 4))
+    tokens = draw(logits, controls(rows, top_k=2, top_p=0.6), jnp.arange(rows))
+    assert set(tokens.tolist()) == {2}
+
+
+def test_a_step_sorts_the_vocabulary_only_in_the_branch_of_rows_that_filter():
+    """A sort of 150,000 logits takes longer than the rest of sampling together."""
+    jaxpr = jax.make_jaxpr(sample)(random_logits(2), controls(2), jnp.arange(2)).jaxpr
+    assert "sort" not in names_of(jaxpr)
+    [cond] = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
+    sorts = ["sort" in names_of(branch.jaxpr) for branch in cond.params["branches"]]
+    assert sorts == [False, False, True]
+
+
+def names_of(jaxpr):
+    """The primitives of a jaxpr and of what it calls, without the branches of a `cond`."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found.add(equation.primitive.name)
+        if equation.primitive.name != "cond":
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(inner):
+                    found |= names_of(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def is_jaxpr(value):
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+@pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_give_no_token(damage, temperature):
+    logits = random_logits(3).at[1].set(damage)
+    if damage == np.nan:
+        logits = random_logits(3).at[1, 5].set(damage)
+    tokens = draw(logits, controls(3, temperature), jnp.arange(3))
+    assert tokens[1] == NOT_FINITE and min(tokens[0], tokens[2]) >= 0
+
+
+def test_a_single_token_ruled_out_is_not_damage():
+    tokens = draw(random_logits(1).at[0, 4].set(-np.inf), controls(1), jnp.arange(1))
+    assert tokens[0] >= 0

@@ -12,13 +12,17 @@ import pytest
 from rich.console import Console
 
 from jaxattn.engine import engine as engine_module
+from jaxattn.engine import prepare as prepare_module
 from jaxattn.engine import steps as steps_module
 from jaxattn.engine.engine import Engine, EngineBusyError
+from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import Request
 from jaxattn.engine.seal import Seal, SealError
 from jaxattn.engine.steps import entry_points
+from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import PlanError
 from jaxattn.plan.show import print_plan
 from tests.helpers.engine_cases import (
@@ -31,6 +35,7 @@ from tests.helpers.engine_cases import (
     params_of,
     pretend,
     prompts,
+    with_steps,
 )
 
 
@@ -42,26 +47,26 @@ def params():
 @pytest.fixture(scope="module")
 def plain(params):
     kept_steps(LIMITS)
-    return Engine(SMALLEST, params, LIMITS)
+    return Engine(Hybrid(SMALLEST), params, LIMITS)
 
 
 @pytest.fixture(scope="module")
 def whole(params):
     """Every row at full length; those that fill a device find its and their trial's steps."""
     kept_steps(WHOLE, TRIAL)
-    return Engine(SMALLEST, params, WHOLE)
+    return Engine(Hybrid(SMALLEST), params, WHOLE)
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """The engines of other tests are not beside the ones of this."""
-    monkeypatch.setattr(engine_module, "_engines", weakref.WeakSet())
+    monkeypatch.setattr(PROCESS, "engines", weakref.WeakSet())
 
 
 @pytest.fixture(scope="module")
 def bucketed(params):
     kept_steps(BUCKETS)
-    return Engine(SMALLEST, params, BUCKETS, strict=True)
+    return Engine(Hybrid(SMALLEST), params, BUCKETS, strict=True)
 
 
 def tokens(engine, requests):
@@ -88,7 +93,7 @@ def test_every_entry_point_is_an_executable(bucketed):
     for entry in entry_points(bucketed.limits):
         assert str(entry) in bucketed.executables
         arena = bucketed.state.arena
-        for spec in steps_module.op_specs(SMALLEST, BUCKETS, BUCKETS.table_width):
+        for spec in steps_module.op_specs(Hybrid(SMALLEST), BUCKETS, BUCKETS.table_width):
             arena.check(spec)
 
 
@@ -123,7 +128,7 @@ def test_executables_are_compiled_in_parallel_to_the_same_effect(params, plain):
             events.append((name, seconds is None))
 
     limits = dataclasses.replace(LIMITS, num_pages=5)
-    engine = Engine(SMALLEST, params, limits, workers=2, on_compile=on_compile)
+    engine = Engine(Hybrid(SMALLEST), params, limits, workers=2, on_compile=on_compile)
     assert sorted(name for name, begins in events if begins) == sorted(engine.executables)
     assert list(engine.executables) == [str(entry) for entry in entry_points(limits)]
     requests = prompts(4)
@@ -156,17 +161,20 @@ def test_the_cache_gets_what_the_plan_leaves(params, whole, alone, monkeypatch):
     monkeypatch.setattr(
         engine_module,
         "new_state",
-        lambda config, limits: made.append(limits) or new_state(config, limits),
+        lambda model, limits: made.append(limits) or new_state(model, limits),
     )
     pretend(monkeypatch, device(total))
-    engine = Engine(SMALLEST, params, FULL, strict=True)
+    engine = Engine(Hybrid(SMALLEST), params, FULL, strict=True)
     assert engine.limits.pages in (7, 6)
     assert 0 <= engine.plan.reserve < 2 * page
+    assert not made  # nothing is allocated before the engine starts
+    engine.start()
     # Beside a cache of one row everything ran twice; that is all that was ever allocated before.
-    assert {limits.pages for limits in made} == {4, engine.limits.pages}
+    assert [limits.pages for limits in made] == [4, engine.limits.pages]
     assert {limits.table_width for limits in made} == {4}
 
-    assert engine.state.kv_cache.nbytes == engine.plan["kv cache"] == engine.limits.pages * page
+    assert engine.plan["kv cache"] == engine.limits.pages * page
+    assert engine.plan["kv cache"] == engine.state.array("kv_cache").nbytes
     requests = prompts(5)
     assert tokens(engine, requests) == tokens(whole, requests)
     assert engine.scheduler.pages.size == engine.limits.pages
@@ -178,7 +186,7 @@ def test_the_cache_gets_what_the_plan_leaves(params, whole, alone, monkeypatch):
 
 def test_no_more_pages_are_taken_than_rows_can_use(params, whole, monkeypatch):
     pretend(monkeypatch, device(10**12))
-    engine = Engine(SMALLEST, params, dataclasses.replace(FULL, utilization=0.5))
+    engine = Engine(Hybrid(SMALLEST), params, dataclasses.replace(FULL, utilization=0.5))
     assert engine.limits.pages == engine.limits.wanted_pages == 12
     assert engine.plan.reserve > 10**11
 
@@ -190,10 +198,12 @@ def test_memory_outside_of_jax_is_not_given_to_the_cache(params, whole, alone, m
     total = whole.plan.inside + 10**6
     quiet, taken = device(total, free=total), device(total, free=total - 10**6 - 7 * page)
     pretend(monkeypatch, quiet)
-    assert Engine(SMALLEST, params, limits).limits.pages == 12
-    # The device is looked at when the plan is first checked, for the trial and after it.
-    pretend(monkeypatch, quiet, quiet, taken)
-    engine = Engine(SMALLEST, params, limits)
+    assert Engine(Hybrid(SMALLEST), params, limits).limits.pages == 12
+    # The device is looked at for the first plan, and after the trial.
+    pretend(monkeypatch, quiet, taken)
+    engine = Engine(Hybrid(SMALLEST), params, limits)
+    assert engine.limits.pages == 12
+    engine.start()
     assert engine.plan["driver"] == 10**6 + 7 * page
     assert engine.limits.pages in (4, 5)
     assert engine.plan.reserve >= 0
@@ -206,7 +216,7 @@ def test_a_partly_filled_device_is_planned_by_what_is_free(params, whole, alone,
     total = free * 10 // 7
     assert whole.plan.inside < 0.9 * total  # all twelve pages fit an empty device
     pretend(monkeypatch, device(total, free=free))
-    engine = Engine(SMALLEST, params, FULL)
+    engine = Engine(Hybrid(SMALLEST), params, FULL)
     assert engine.limits.pages == 4
     assert engine.plan["driver"] == total - free
     assert free - page < engine.plan.inside <= free
@@ -220,23 +230,23 @@ def test_a_partly_filled_device_is_planned_by_what_is_free(params, whole, alone,
 def test_a_device_without_room_for_a_page_is_refused_with_the_plan(params, monkeypatch):
     pretend(monkeypatch, device(150_000))
     with pytest.raises(PlanError, match="the line that does not fit is the") as caught:
-        Engine(SMALLEST, params, Limits(batch=3, max_model_len=256, utilization=1.0))
+        Engine(Hybrid(SMALLEST), params, Limits(batch=3, max_model_len=256, utilization=1.0))
     assert caught.value.plan is not None and caught.value.advice
 
 
 def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
     params, plain, whole, alone, monkeypatch
 ):
-    """As `plan` refuses it: known without XLA's temp, or only with what the trial showed."""
+    """As `plan` refuses it: known without XLA's temp, or only with what the compiled steps take."""
     page, temp = whole.plan["kv cache"] // 12, whole.plan["xla temp"]
     beside = whole.plan.inside - whole.plan["kv cache"]
     limits = dataclasses.replace(FULL, utilization=1.0)
     allocated, compiled = [], []
     new_state = engine_module.new_state
 
-    def counted(config, limits):
-        state = new_state(config, limits)
-        if not isinstance(state.kv_cache, jax.core.Tracer):
+    def counted(model, limits):
+        state = new_state(model, limits)
+        if not isinstance(state.array("kv_cache"), jax.core.Tracer):
             allocated.append(limits.pages)
         return state
 
@@ -244,21 +254,23 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         allocated.clear(), compiled.clear()
         pretend(monkeypatch, device(total))
         on_compile = lambda name, seconds: compiled.append(name)  # noqa: E731
-        return Engine(
-            SMALLEST, params, dataclasses.replace(limits, **options), on_compile=on_compile
-        )
+        asked = dataclasses.replace(limits, **options)
+        engine = Engine(Hybrid(SMALLEST), params, asked, on_compile=on_compile)
+        engine.start()
+        return engine
 
     monkeypatch.setattr(engine_module, "new_state", counted)
-    monkeypatch.setattr(engine_module, "advice", lambda *args, **beside: ("something smaller",))
-    for total, trial in ((beside - temp + 3 * page, []), (beside + 7 * page // 2, [4])):
+    monkeypatch.setattr(prepare_module, "advice", lambda *args, **beside: ("something smaller",))
+    for total, compiles in ((beside - temp + 3 * page, False), (beside + 7 * page // 2, True)):
         with pytest.raises(
             PlanError, match=r"[123] pages are left, and one row of 256 .* takes 4"
         ) as caught:
             come_up(total)
         assert caught.value.plan["kv cache"] < 4 * page and caught.value.advice
-        assert allocated == trial and bool(compiled) == bool(trial)
+        assert not allocated and bool(compiled) == compiles
     # Fewer may be asked for by number: short rows alone are served then.
     assert come_up(beside + 7 * page // 2, num_pages=3).limits.pages == 3
+    assert allocated == [3, 3]  # the trial's and the engine's
 
 
 # The seal -----------------------------------------------------------------------------------------
@@ -343,7 +355,7 @@ def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain):
     double, x, kept = jax.jit(lambda x: x * 2), jnp.ones(3), []
     double(x)
     for strict in (True, False):
-        engine = Engine(SMALLEST, params, LIMITS, strict=strict)
+        engine = Engine(Hybrid(SMALLEST), params, LIMITS, strict=strict)
         real = engine._decode_batch
         engine._decode_batch = lambda *args, real=real: kept.append(double(x)) or real(*args)
         if strict:
@@ -368,7 +380,7 @@ def test_a_hundred_mixed_steps_compile_nothing_and_keep_every_buffer(bucketed):
 
 def test_a_step_that_compiles_stops_a_strict_engine_and_is_counted_by_another(params, plain):
     for strict in (True, False):
-        engine = Engine(SMALLEST, params, LIMITS, strict=strict)
+        engine = Engine(Hybrid(SMALLEST), params, LIMITS, strict=strict)
         engine.start()
         name = "decode of 3 x 1 tokens"
         real = engine.executables[name]
@@ -377,7 +389,7 @@ def test_a_step_that_compiles_stops_a_strict_engine_and_is_counted_by_another(pa
             stray()(np.ones(3, np.float32))
             return real(*args)
 
-        engine._steps = steps_module.Steps({**engine.executables, name: compiles})
+        with_steps(engine, {**engine.executables, name: compiles})
         if strict:
             with pytest.raises(SealError, match="trace after the engine was sealed"):
                 engine.generate(prompts(1))
@@ -407,7 +419,7 @@ def test_layers_threads_and_engines_compile_once(params, monkeypatch):
     def build():
         try:
             barrier.wait()
-            engine = Engine(dataclasses.replace(SMALLEST, num_repeats=2), deep, limits)
+            engine = Engine(Hybrid(dataclasses.replace(SMALLEST, num_repeats=2)), deep, limits)
             engine.start()
             engines.append(engine)
         except Exception as error:
@@ -421,7 +433,7 @@ def test_layers_threads_and_engines_compile_once(params, monkeypatch):
         thread.join()
     assert not errors and len(engines) == 8
     assert len(compiled) == 2  # a prefill and a decode
-    pointers = {engine.state.kv_cache.unsafe_buffer_pointer() for engine in engines}
+    pointers = {engine.state.array("kv_cache").unsafe_buffer_pointer() for engine in engines}
     assert len(pointers) == 8
 
 
@@ -430,16 +442,16 @@ def test_executables_are_forgotten_with_their_last_engine(params, plain, monkeyp
     compiled = plain.executables  # what is compiled does not matter here
     monkeypatch.setattr(steps_module, "_compile", lambda *args: steps_module.Steps(compiled))
     gc.collect()  # of engines before
-    before = len(steps_module._shared)
-    first, second = (Engine(SMALLEST, params, limits) for _ in range(2))
+    before = len(PROCESS.steps)
+    first, second = (Engine(Hybrid(SMALLEST), params, limits) for _ in range(2))
     assert first.executables == second.executables
-    assert len(steps_module._shared) == before + 1
+    assert len(PROCESS.steps) == before + 1
     del first
     gc.collect()
-    assert len(steps_module._shared) == before + 1
+    assert len(PROCESS.steps) == before + 1
     del second
     gc.collect()
-    assert len(steps_module._shared) == before
+    assert len(PROCESS.steps) == before
 
 
 # Isolation ----------------------------------------------------------------------------------------
@@ -472,8 +484,8 @@ def test_engines_of_two_configurations_interleave_without_a_trace(params, plain)
         SMALLEST, num_attention_heads=4, kv_lora_rank=32, linear_num_value_heads=4, dtype="float32"
     )
     engines = [
-        Engine(SMALLEST, params, LIMITS, strict=True),
-        Engine(other_config, params_of(other_config, 1), LIMITS, strict=True),
+        Engine(Hybrid(SMALLEST), params, LIMITS, strict=True),
+        Engine(Hybrid(other_config), params_of(other_config, 1), LIMITS, strict=True),
     ]
     alone = [[tokens(engine, [request])[0] for request in prompts(4)] for engine in engines]
     assert alone[0] != alone[1]
@@ -492,7 +504,7 @@ def test_engines_of_two_configurations_interleave_without_a_trace(params, plain)
 
 
 def test_freeing_one_engine_frees_its_bytes_and_not_the_others(params, plain, bucketed):
-    keep, drop = plain, Engine(SMALLEST, params, BUCKETS)
+    keep, drop = plain, Engine(Hybrid(SMALLEST), params, BUCKETS)
     wanted = tokens(keep, prompts(2))
     drop.start()
     gc.collect()
@@ -508,12 +520,12 @@ def test_freeing_one_engine_frees_its_bytes_and_not_the_others(params, plain, bu
 def test_a_second_engine_leaves_alone_what_the_first_holds(params, whole, alone, monkeypatch):
     """In JAX's pool are the first engine's weights and state; the second plans beside them."""
     first = whole
-    engine_module._engines.add(first)
+    PROCESS.engines.add(first)
     held = first.plan.inside - first.plan["xla temp"]
     total = 10**9
     seen = device(total, free=total // 2, pool=total // 2, in_use=held, limit=total)
     pretend(monkeypatch, seen)
-    second = Engine(SMALLEST, params, dataclasses.replace(FULL, utilization=None))
+    second = Engine(Hybrid(SMALLEST), params, dataclasses.replace(FULL, utilization=None))
     # What it holds but for the weights, which are the second's too, and what a step of it takes.
-    assert second.plan["others"] == held - second.plan["weights"] + first.plan["xla temp"]
+    assert second.plan["others"] == held - nbytes(params) + first.plan["xla temp"]
     assert second.plan.reserve == total - second.plan.inside

@@ -18,13 +18,14 @@ from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine import engine as engine_module
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes
+from jaxattn.engine.request import Request
 from jaxattn.engine.steps import arena_spec, entry_points, new_state, op_specs
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models import known
+from jaxattn.models.base import jit_step, scratch_spec
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import decode_step, jit_step
-from jaxattn.models.state import scratch
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import Budget, MemoryPlan, PlanError, nbytes, plan, solve
 from jaxattn.plan.naive import published, split_kv_workspace
 from jaxattn.plan.placement import Placement, page_bytes
@@ -54,7 +55,9 @@ def spec_of(heads=128, rank=512, rows=2048, dtype=jnp.bfloat16):
 
 def test_scratch_is_not_multiplied_by_the_layers():
     sizes = {
-        layers: scratch(dataclasses.replace(R1, num_repeats=layers), 2048, max_pages=64).nbytes
+        layers: scratch_spec(
+            Hybrid(dataclasses.replace(R1, num_repeats=layers)), 2048, max_pages=64
+        ).nbytes
         for layers in (1, 2, 61)
     }
     assert set(sizes.values()) == {268_435_456}
@@ -68,10 +71,10 @@ def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
 
     def needed(layers):
         config = dataclasses.replace(SMALLEST, gdn_per_repeat=0, num_repeats=layers)
-        state = jax.eval_shape(lambda: new_state(config, limits))
+        state = jax.eval_shape(lambda: new_state(Hybrid(config), limits))
         batch = entry_points(limits)[-1].batch_shapes(limits.table_width)[0]
-        step = jit_step(decode_step, config)
-        memory = step.lower(packed_shapes(config), state, batch).compile().memory_analysis()
+        step = jit_step(Hybrid(config).decode)
+        memory = step.lower(packed_shapes(Hybrid(config)), state, batch).compile().memory_analysis()
         beyond = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return nbytes(state.arena) + beyond + memory.temp_size_in_bytes, nbytes(state.arena)
 
@@ -98,9 +101,9 @@ def test_scratch_is_not_left_out_when_the_cache_is_sized():
 
 def test_the_hybrids_cache_is_not_sized_without_its_scratch_and_temp():
     limits = Limits(batch=500, max_model_len=256, prefill_chunk=16, utilization=1.0)
-    half = plan(SMALLEST, "90GiB", dataclasses.replace(limits, num_pages=1000))
+    half = plan(Hybrid(SMALLEST), "90GiB", dataclasses.replace(limits, num_pages=1000))
     device = DeviceMemory("a device", half.total + 20_000)
-    made = plan(SMALLEST, device, limits)
+    made = plan(Hybrid(SMALLEST), device, limits)
     pages = made["kv cache"] // (64 * 80 * 2)
     assert 1000 <= pages <= 1002
     assert 0 <= made.reserve < 50_000 < min(made["arena"], made["xla temp"])
@@ -111,7 +114,7 @@ def test_the_hybrids_cache_is_not_sized_without_its_scratch_and_temp():
 
 def test_buffers_do_not_move_when_batches_of_every_size_run():
     kept_steps(BUCKETS)
-    engine = Engine(SMALLEST, params_of(SMALLEST), BUCKETS)
+    engine = Engine(Hybrid(SMALLEST), params_of(SMALLEST), BUCKETS)
     state = engine.state
 
     def pointers(state):
@@ -136,14 +139,14 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
     """By shapes alone: 1, 32, 2048 and 1 again, each with the state of the one before."""
     sizes = (1, 32, 2048)
     limits = Limits(batch=2048, max_model_len=64, num_pages=4, decode_buckets=sizes[:-1])
-    params = packed_shapes(SMALLEST)
+    params = packed_shapes(Hybrid(SMALLEST))
     points = {entry.rows: entry for entry in entry_points(limits) if entry.kind == "decode"}
-    held = state = jax.eval_shape(lambda: new_state(SMALLEST, limits))
+    held = state = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), limits))
 
     def step(rows, state):
         entry = points[rows]
         batch = entry.batch_shapes(limits.table_width)
-        return jax.eval_shape(functools.partial(entry.step(), SMALLEST), params, state, batch)[1]
+        return jax.eval_shape(entry.step(Hybrid(SMALLEST)), params, state, batch)[1]
 
     for rows in (*sizes, 1):
         state = step(rows, state)
@@ -151,7 +154,7 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
         assert jax.tree.leaves(state) == jax.tree.leaves(held), rows
 
     first = dataclasses.replace(limits, batch=1, decode_buckets=())
-    naive = jax.eval_shape(lambda: new_state(SMALLEST, first))  # sized by what ran first
+    naive = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), first))  # sized by what ran first
     with pytest.raises(ArenaError, match="It never grows"):
         step(2048, naive)
 
@@ -170,16 +173,16 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
         tables = entry.batch_shapes(limits.table_width)[0].block_tables
         assert tables.shape[1] * 64 >= longest
     # ... the arena holds what each op asks for at that width, ...
-    spec = arena_spec(config, limits, limits.table_width)
+    spec = arena_spec(Hybrid(config), limits, limits.table_width)
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
-    for asked in op_specs(config, limits, limits.table_width):
+    for asked in op_specs(Hybrid(config), limits, limits.table_width):
         arena.check(asked)
     # ... and the prefix is walked in blocks: its temp does not follow the row's length.
     temp = {
         tokens: from_shapes(
-            dataclasses.replace(config, max_position_embeddings=tokens),
+            Hybrid(dataclasses.replace(config, max_position_embeddings=tokens)),
             Limits(batch=2, max_model_len=tokens, prefill_chunk=16),
-            packed_shapes(config),
+            packed_shapes(Hybrid(config)),
             "xla",
         )["prefill of 1 x 16 tokens"].temp
         for tokens in (4096, longest)
@@ -192,9 +195,9 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
 
 def test_a_prompt_that_fills_the_model_length_does_not_find_anything_too_small():
     kept_steps(BUCKETS)
-    engine = Engine(SMALLEST, params_of(SMALLEST), BUCKETS, strict=True)
+    engine = Engine(Hybrid(SMALLEST), params_of(SMALLEST), BUCKETS, strict=True)
     longest = engine.limits.max_model_len
-    (done,) = engine.generate([engine_module.Request([1] * (longest - 2), max_tokens=9)])
+    (done,) = engine.generate([Request([1] * (longest - 2), max_tokens=9)])
     assert done.finish_reason == "length" and len(done.tokens) == 2
     assert not engine.seal.counts
 
@@ -223,18 +226,18 @@ def test_a_workspace_is_not_sized_by_a_context_that_the_cache_cannot_hold():
 def test_a_block_table_is_not_wider_than_the_cache():
     limits = Limits(batch=1, max_model_len=131_072, num_pages=398)
     assert limits.table_width == 398 < limits.pages_per_row == 2048
-    narrow = arena_spec(R1, limits, limits.table_width).nbytes
-    naive = arena_spec(R1, limits, limits.pages_per_row).nbytes
+    narrow = arena_spec(Hybrid(R1), limits, limits.table_width).nbytes
+    naive = arena_spec(Hybrid(R1), limits, limits.pages_per_row).nbytes
     assert narrow <= naive
 
 
 def test_no_scratch_is_reserved_that_the_worst_bucket_does_not_use():
     limits = Limits(batch=256, max_model_len=8192, decode_buckets=(1, 8, 64), q_lens=(1, 4))
-    held = arena_spec(R1, limits, limits.table_width)
-    used = max(spec.nbytes for spec in op_specs(R1, limits, limits.table_width))
+    held = arena_spec(Hybrid(R1), limits, limits.table_width)
+    used = max(spec.nbytes for spec in op_specs(Hybrid(R1), limits, limits.table_width))
     assert used >= 0.95 * held.nbytes / len(held.sizes)
     for dtype, size in held.sizes.items():
-        specs = op_specs(R1, limits, limits.table_width)
+        specs = op_specs(Hybrid(R1), limits, limits.table_width)
         assert max(spec.sizes.get(dtype, 0) for spec in specs) == size
 
 
@@ -244,15 +247,17 @@ def test_no_scratch_is_reserved_that_the_worst_bucket_does_not_use():
 def test_what_is_allocated_is_not_counted_by_a_second_formula(monkeypatch):
     kept_steps(BUCKETS)
     params = params_of(SMALLEST)
-    engine = Engine(SMALLEST, params, BUCKETS)
+    engine = Engine(Hybrid(SMALLEST), params, BUCKETS)
     state = engine.state
-    assert engine.plan["kv cache"] == nbytes(state.kv_cache) == state.kv_cache.nbytes
+    assert (
+        engine.plan["kv cache"] == nbytes(state.array("kv_cache")) == state.array("kv_cache").nbytes
+    )
     assert engine.plan["arena"] == nbytes(state.arena)
 
-    drifted = Engine(SMALLEST, params, BUCKETS)
+    drifted = Engine(Hybrid(SMALLEST), params, BUCKETS)
     more = dataclasses.replace(BUCKETS, num_pages=BUCKETS.pages + 1)
     new_state = engine_module.new_state
-    monkeypatch.setattr(engine_module, "new_state", lambda config, limits: new_state(config, more))
+    monkeypatch.setattr(engine_module, "new_state", lambda model, limits: new_state(model, more))
     with pytest.raises(PlanError, match="kv cache: the plan says 163,840 bytes and 174,080 were"):
         drifted.start()
 
@@ -280,7 +285,9 @@ def test_the_largest_batch_does_not_size_the_arena_of_a_small_one_that_asks_for_
     naive = jax.eval_shape(lambda: Arena.allocate(large))
     with pytest.raises(ArenaError):
         naive.check(asked)
-    arena = jax.eval_shape(lambda: Arena.allocate(arena_spec(config, wide, wide.table_width)))
+    arena = jax.eval_shape(
+        lambda: Arena.allocate(arena_spec(Hybrid(config), wide, wide.table_width))
+    )
     arena.check(asked)
 
 

@@ -13,8 +13,18 @@ import pytest
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
 from jaxattn.engine.seal import Seal, SealError
-from jaxattn.engine.steps import EntryPoint, Steps, entry_points, new_state
-from tests.helpers.engine_cases import BUCKETS, LIMITS, SMALLEST, kept_steps, params_of, prompts
+from jaxattn.engine.steps import EntryPoint, entry_points, new_state
+from jaxattn.models.hybrid import Hybrid
+from tests.helpers.engine_cases import (
+    BUCKETS,
+    LIMITS,
+    SMALLEST,
+    kept_steps,
+    params_of,
+    prompts,
+    with_steps,
+)
+from tests.helpers.model_cases import changed
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,7 @@ def params():
 
 def engine_of(params, **options):
     kept_steps(BUCKETS)
-    return Engine(SMALLEST, params, BUCKETS, **options)
+    return Engine(Hybrid(SMALLEST), params, BUCKETS, **options)
 
 
 # 3 ------------------------------------------------------------------------------------------------
@@ -71,7 +81,7 @@ def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
         )
         return engine.executables[str(entry)](engine._params, state, (batch, sampling))
 
-    first, second = (new_state(SMALLEST, engine.limits) for _ in range(2))
+    first, second = (new_state(Hybrid(SMALLEST), engine.limits) for _ in range(2))
     with engine.seal.watch(), engine.seal.allowed():
         found, first = run(several, first, tokens, 3)
         for step in range(3):
@@ -79,7 +89,7 @@ def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
     assert not engine.seal.counts
     np.testing.assert_array_equal(found, wanted)
     for name in ("kv_cache", "conv_state", "ssm_state"):
-        several, one = (np.asarray(getattr(x, name), np.float32) for x in (first, second))
+        several, one = (np.asarray(x.array(name), np.float32) for x in (first, second))
         assert np.any(several) and np.abs(several - one).max() <= 0.01 * np.abs(one).max(), name
 
 
@@ -91,7 +101,7 @@ def refuses_what_is_lazy(engine, name):
         jax.jit(lambda x: x + 1)(np.ones(3, np.float32))
         return eager(*args)
 
-    engine._steps = Steps({**engine.executables, name: lazy})
+    with_steps(engine, {**engine.executables, name: lazy})
     with pytest.raises(SealError, match="trace after the engine was sealed"):
         engine.generate(prompts(1))
 
@@ -110,13 +120,13 @@ def test_a_new_buffer_does_not_pass_unnoticed(params):
 
     def moves(*args):
         tokens, state = eager(*args)
-        kept.append(state.ssm_state)
-        return tokens, dataclasses.replace(state, ssm_state=jnp.array(state.ssm_state))
+        kept.append(state.array("ssm_state"))
+        return tokens, changed(state, ssm_state=jnp.array(state.array("ssm_state")))
 
     kept = []
-    jnp.array(engine.state.ssm_state)  # the copy itself is compiled already
-    engine._steps = Steps({**engine.executables, name: moves})
-    with pytest.raises(SealError, match=r"new buffer of .ssm_state"):
+    jnp.array(engine.state.array("ssm_state"))  # the copy itself is compiled already
+    with_steps(engine, {**engine.executables, name: moves})
+    with pytest.raises(SealError, match=r"new buffer of .*ssm_state"):
         engine.generate(prompts(1))
 
 
@@ -141,7 +151,7 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
     plain = engine.executables
     for when in ("warm-up", "serving"):
         wrapped = {name: noting(name, step, when) for name, step in plain.items()}
-        engine._steps = Steps(wrapped)
+        with_steps(engine, wrapped)
         if when == "warm-up":
             engine.start()
         else:
@@ -170,9 +180,9 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
     engine = engine_of(params)
     engine.start()
     state = engine.state
-    fresh = new_state(SMALLEST, engine.limits)
+    fresh = new_state(Hybrid(SMALLEST), engine.limits)
     for name in ("kv_cache", "conv_state", "ssm_state"):
-        assert np.asarray(getattr(state, name)).tobytes() == bytes(getattr(fresh, name).nbytes)
+        assert np.asarray(state.array(name)).tobytes() == bytes(fresh.array(name).nbytes)
     assert not any(np.asarray(counter).any() for counter in state.arena.persistent.values())
 
     requests = prompts(3)
@@ -186,8 +196,13 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
     batch, sampling = engine._padding(entry)
     dummy = dict(seq_lens=batch.seq_lens + 1, state_indices=batch.state_indices + 1)
     naive = (dataclasses.replace(batch, **dummy), sampling)  # a token in page 0, slot 0
-    _, state = engine.executables[str(entry)](engine._params, new_state(SMALLEST, BUCKETS), naive)
-    assert np.asarray(state.kv_cache)[:, 0].any() and np.asarray(state.ssm_state)[:, 0].any()
+    _, state = engine.executables[str(entry)](
+        engine._params, new_state(Hybrid(SMALLEST), BUCKETS), naive
+    )
+    assert (
+        np.asarray(state.array("kv_cache"))[:, 0].any()
+        and np.asarray(state.array("ssm_state"))[:, 0].any()
+    )
 
 
 def test_no_executable_is_missing_that_serving_reaches(params):
@@ -215,7 +230,7 @@ def test_eager_mode_does_not_run_unsealed(params):
 def test_no_implementation_escapes_the_seal(params, implementation):
     kept_steps(BUCKETS)  # the best's; what is named has executables of its own
     limits = BUCKETS if implementation is None else LIMITS
-    engine = Engine(SMALLEST, params, limits, implementation=implementation, strict=True)
+    engine = Engine(Hybrid(SMALLEST), params, limits, implementation=implementation, strict=True)
     engine.start()
     assert engine.seal._addresses
     engine.generate(prompts(2))

@@ -26,7 +26,7 @@ from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.steps import entry_points, new_state
-from jaxattn.models.hybrid import decode_step
+from jaxattn.models.hybrid import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
@@ -36,6 +36,7 @@ from tests.helpers.engine_cases import (
     params_of,
     prompts,
 )
+from tests.helpers.model_cases import changed
 
 SCALE = 0.1
 MAX_PAGES = 2
@@ -155,7 +156,9 @@ def test_no_module_calls_jax_numpy_when_it_is_imported():
 
 def test_two_engines_do_not_share_a_buffer(params):
     kept_steps(TRIAL)
-    engines = [Engine(SMALLEST, params, limits, strict=True) for limits in (LIMITS, LIMITS, TRIAL)]
+    engines = [
+        Engine(Hybrid(SMALLEST), params, limits, strict=True) for limits in (LIMITS, LIMITS, TRIAL)
+    ]
     held = [set(pointers(engine.state)) for engine in engines]
     assert not held[0] & held[1] and not held[0] & held[2] and not held[1] & held[2]
     requests = prompts(4)
@@ -171,7 +174,7 @@ def test_two_engines_do_not_share_a_buffer(params):
 def test_two_engines_do_not_mix_when_their_steps_alternate(params):
     """200 decode steps, one of each in turn: the bits are those of either alone."""
     kept_steps(TRIAL)
-    engines = [Engine(SMALLEST, params, limits) for limits in (LIMITS, TRIAL)]
+    engines = [Engine(Hybrid(SMALLEST), params, limits) for limits in (LIMITS, TRIAL)]
     entry = entry_points(LIMITS)[-1]
 
     def begin(place):
@@ -193,12 +196,12 @@ def test_two_engines_do_not_mix_when_their_steps_alternate(params):
         return state, (batch, sampling, tokens, [*found, tokens])
 
     def outcome(state, batch, sampling, tokens, found):
-        caches = (state.kv_cache, state.conv_state, state.ssm_state)
+        caches = (state.array("kv_cache"), state.array("conv_state"), state.array("ssm_state"))
         return [np.stack(found).tobytes(), *(np.asarray(cache).tobytes() for cache in caches)]
 
     alone = []
     for place in range(2):
-        run, state = begin(place), new_state(SMALLEST, engines[place].limits)
+        run, state = begin(place), new_state(Hybrid(SMALLEST), engines[place].limits)
         for number in range(100):
             state, run = step(place, number, state, *run)
         alone.append(outcome(state, *run))
@@ -212,7 +215,7 @@ def test_two_engines_do_not_mix_when_their_steps_alternate(params):
 
 
 def test_an_engine_that_is_gone_does_not_keep_its_bytes(params):
-    engine = Engine(SMALLEST, params, LIMITS)
+    engine = Engine(Hybrid(SMALLEST), params, LIMITS)
     engine.generate(prompts(1))
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
@@ -291,7 +294,7 @@ def test_threads_with_an_arena_each_do_not_disturb_each_other():
 
 
 def test_two_threads_do_not_race_for_one_engine(params):
-    engine = Engine(SMALLEST, params, LIMITS)
+    engine = Engine(Hybrid(SMALLEST), params, LIMITS)
     wanted = [done.tokens for done in engine.generate(prompts(3))]
     inside, go_on, found = threading.Event(), threading.Event(), []
 
@@ -362,7 +365,7 @@ def test_two_lanes_of_two_engines_do_not_share_scratch():
 
 
 def test_two_engines_in_flight_do_not_plan_for_one(params):
-    engines = [Engine(SMALLEST, params, LIMITS) for _ in range(2)]
+    engines = [Engine(Hybrid(SMALLEST), params, LIMITS) for _ in range(2)]
     addresses = [pointers(engine.state.arena) for engine in engines]
     assert not set(addresses[0]) & set(addresses[1])
     total = sum(engine.plan["arena"] for engine in engines)
@@ -435,23 +438,23 @@ def test_counters_do_not_lie_in_scratch_and_scratch_does_not_survive():
 
 
 def test_donation_is_not_declined_silently(params):
-    engine = Engine(SMALLEST, params, BUCKETS)
+    engine = Engine(Hybrid(SMALLEST), params, BUCKETS)
     for name, step in engine.executables.items():
         report = check_aliasing(step)
         assert report.aliased_bytes == report.donated_bytes > 0, name
 
     entry = entry_points(LIMITS)[-1]
-    state = jax.eval_shape(lambda: new_state(SMALLEST, LIMITS))
+    state = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), LIMITS))
     batch = entry.batch_shapes(LIMITS.table_width)[0]
 
     def forgets(params, state, batch):
-        logits, after = decode_step(SMALLEST, params, state, batch)
-        return logits, dataclasses.replace(after, ssm_state=after.ssm_state.astype("float16"))
+        logits, after = Hybrid(SMALLEST).decode(params, state, batch)
+        return logits, changed(after, ssm_state=after.array("ssm_state").astype("float16"))
 
     naive = jax.jit(forgets, donate_argnums=1)
     with warnings.catch_warnings(), pytest.raises(AliasingError, match="ssm_state"):
         warnings.simplefilter("ignore")  # all that JAX says of it, and not always
-        check_aliasing(naive.lower(packed_shapes(SMALLEST), state, batch).compile())
+        check_aliasing(naive.lower(packed_shapes(Hybrid(SMALLEST)), state, batch).compile())
 
 
 # 19 -----------------------------------------------------------------------------------------------

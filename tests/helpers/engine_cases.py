@@ -8,14 +8,15 @@ import jax
 import pytest
 
 from jaxattn.core.rope import RopeConfig
-from jaxattn.engine import engine as engine_module
+from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.request import Request
 from jaxattn.engine.steps import Steps, compiled_steps
+from jaxattn.memory import device as memory_device
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import init_params
+from jaxattn.models.hybrid import Hybrid
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -50,13 +51,20 @@ WHOLE, TRIAL = (
 
 
 def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
-    return init_params(config, jax.random.key(seed))
+    return Hybrid(config).init_params(jax.random.key(seed))
 
 
 @functools.cache
 def kept_steps(*kinds: Limits) -> list[Steps]:
     """Compiled once for the whole run: while they are kept, engines of these limits find them."""
-    return [compiled_steps(SMALLEST, limits, packed_shapes(SMALLEST)) for limits in kinds]
+    model, device = Hybrid(SMALLEST), jax.devices()[0]
+    return [compiled_steps(model, limits, packed_shapes(model), (device,)) for limits in kinds]
+
+
+def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
+    """Puts other steps in the place of an engine's executables."""
+    steps = Steps(executables)
+    engine._prepared = dataclasses.replace(engine._prepared, steps=steps)
 
 
 def prompts(count: int, *, length: int = 5, max_tokens: int = 6) -> list[Request]:
@@ -74,4 +82,4 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *memories: DeviceMemory) -> None:
     def next_memory(device: Any) -> DeviceMemory:
         return left.pop(0) if len(left) > 1 else left[0]
 
-    monkeypatch.setattr(engine_module, "device_memory", next_memory)
+    monkeypatch.setattr(memory_device, "device_memory", next_memory)

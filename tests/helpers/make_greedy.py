@@ -22,9 +22,10 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models import checkpoint
+from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch, jit_step
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import decode_step, jit_step, prefill_step
-from jaxattn.models.state import DecodeBatch, DecodeState, PrefillBatch, init_state
+from jaxattn.models.hybrid import Hybrid
+from tests.helpers.model_cases import state_of
 
 FILE = Path(__file__).parents[1] / "data" / "greedy_cpu.json"
 TOKENS = 160
@@ -57,7 +58,7 @@ def follow(
     batch, count = len(prompts), len(texts[0])
     lens = np.array([len(prompt) for prompt in prompts], np.int32)
     width = -(-int(lens.max() + count) // PAGE_SIZE)
-    state = init_state(config, batch, batch * width, batch, max_pages=width)
+    state = state_of(config, batch, batch * width, batch, max_pages=width)
     slots = np.arange(batch, dtype=np.int32)
     rows = {
         "block_tables": np.arange(batch * width, dtype=np.int32).reshape(batch, width),
@@ -69,8 +70,8 @@ def follow(
     tokens = np.array([list(text) for text in texts], np.int32)
 
     # Prefill has no kernel to name.
-    prefill = jitted(prefill_step, config, implementation="xla")
-    decode = jitted(decode_step, config, implementation=implementation)
+    prefill = jitted(Hybrid(config).prefill, implementation="xla")
+    decode = jitted(Hybrid(config).decode, implementation=implementation)
     read = PrefillBatch(tokens=padded, query_lens=lens, seq_lens=lens, **rows)
     logits, state = prefill(params, state, read)
     found = [np.asarray(logits)]
@@ -92,7 +93,7 @@ def gaps(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def main() -> None:
     config, params = checkpoint.load(checkpoint.EMBEDDED)
     prompts = [prompt.encode() for prompt in PROMPTS]
-    engine = Engine(config, params, Limits(batch=len(prompts)), implementation="xla")
+    engine = Engine(Hybrid(config), params, Limits(batch=len(prompts)), implementation="xla")
     done = engine.generate([Request(prompt, max_tokens=TOKENS) for prompt in prompts])
     texts = [bytes(completion.tokens) for completion in done]
     logits = follow(config, params, prompts, texts, "xla").logits

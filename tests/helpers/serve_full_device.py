@@ -16,7 +16,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import GenerationInterrupted, Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import init_params
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import nbytes
 
 UTILIZATION, STEPS = 0.98, 500
@@ -73,12 +73,12 @@ def main() -> None:
         stats = jax.devices()[0].memory_stats() or {}
         print(name, clock[name], "s", {k: f"{v:,}" for k, v in stats.items()}, file=sys.stderr)
 
-    params = init_params(CONFIG, jax.random.key(0))
+    params = Hybrid(CONFIG).init_params(jax.random.key(0))
     jax.block_until_ready(params)
     lap("weights")
     compiled = []
     engine = Engine(
-        CONFIG,
+        Hybrid(CONFIG),
         params,
         LIMITS,
         strict=True,
@@ -124,7 +124,7 @@ def main() -> None:
                 "pages": engine.limits.pages,
                 "wanted_pages": LIMITS.wanted_pages,
                 "most_pages_owned": most_owned,
-                "cache_bytes": engine.state.kv_cache.nbytes,
+                "cache_bytes": engine.state.array("kv_cache").nbytes,
                 "steps": steps,
                 "prefill_steps": engine.stats.prefill_steps,
                 "decode_steps": engine.stats.decode_steps,

@@ -4,7 +4,11 @@ The training script is tested here too: what it leaves is such a folder.
 """
 
 import dataclasses
+import doctest
 import json
+import math
+import os
+import re
 import struct
 from pathlib import Path
 
@@ -16,11 +20,12 @@ import safetensors.numpy
 from flax import nnx
 
 from jaxattn.core.rope import RopeConfig
-from jaxattn.models import checkpoint
+from jaxattn.models import checkpoint, known
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import abstract_model, init_params
+from jaxattn.models.hybrid import Hybrid, stored_shapes
 from scripts import train_tiny
+from tests.models.test_safetensors_header import DAMAGED
 
 SMALL = HybridConfig(
     vocab_size=256,
@@ -38,11 +43,13 @@ SMALL = HybridConfig(
     linear_value_head_dim=16,
 )
 OUT = "repeats.mla.mla.o_proj.weight"
+DECAY = "repeats.gdn.0.gdn.A_log"
+YARN = {"factor": 40, "original_max_position_embeddings": 4096}
 
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(SMALL, jax.random.key(0))
+    return Hybrid(SMALL).init_params(jax.random.key(0))
 
 
 @pytest.fixture
@@ -79,7 +86,7 @@ def test_a_saved_model_comes_back_bit_for_bit(folder, params):
     ):
         assert mine[...].dtype == theirs[...].dtype, path
         np.testing.assert_array_equal(mine[...], theirs[...], err_msg=str(path))
-    nnx.merge(abstract_model(config)[0], loaded)
+    Hybrid(config).bind(loaded)
 
 
 def test_names_are_flat_and_dotted_and_the_file_is_plain_safetensors(folder):
@@ -117,6 +124,20 @@ def test_a_missing_folder_is_named(tmp_path):
         ("{}", "missing field vocab_size"),
         (json.dumps(SMALL.to_dict() | {"colour": 1}), "unknown field colour"),
         (json.dumps(SMALL.to_dict() | {"hidden_size": -1}), "hidden_size must be an integer"),
+        (json.dumps(SMALL.to_dict() | {"rms_norm_eps": math.nan}), "rms_norm_eps must be .* nan"),
+        (
+            json.dumps(SMALL.to_dict() | {"rope": {"dim": 8, "theta": math.inf}}),
+            "configuration: rope.theta must be a number above 1 .* got inf",
+        ),
+        (
+            json.dumps(SMALL.to_dict() | {"rope": {"dim": 8, "theta": 1.5, "yarn": YARN}}),
+            "configuration: RopeConfig: YaRN's ramp would begin at pair",
+        ),
+        ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' stands in it twice"),
+        ("[" * 100_000, "it is nested too deeply"),
+        (" " * (2**20 + 1), "has 1,048,577 bytes; a configuration has at most 1,048,576"),
+        (json.dumps(SMALL.to_dict() | {"gdn_per_repeat": 1_000_000}), "from 0 to 63; got 1000000"),
+        (json.dumps(SMALL.to_dict() | {"num_repeats": 600}), "are 1,200 layers; at most 1,024"),
     ],
 )
 def test_a_damaged_config_says_what_is_wrong(folder, text, message):
@@ -195,10 +216,10 @@ def test_a_flipped_bit_names_its_tensor(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h[OUT].pop("shape"), "its header is damaged"),
+        (lambda h: h[OUT].pop("shape"), "has a damaged header"),
         (lambda h: h[OUT].update(data_offsets=[0, 8]), f"'{OUT}' has 8 bytes where bfloat16"),
         (lambda h: h[OUT].update(data_offsets=[-1024, 0]), "cut off|damaged"),
-        (lambda h: h[OUT].update(shape="many"), "header is damaged|expected"),
+        (lambda h: h[OUT].update(shape="many"), "has a damaged header: .*shape must be a list"),
     ],
 )
 def test_a_damaged_header_is_refused(folder, change, message):
@@ -209,8 +230,192 @@ def test_a_damaged_header_is_refused(folder, change, message):
 
 def test_a_file_that_is_no_safetensors_is_refused(folder):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(64))
-    with pytest.raises(CheckpointError, match="its header is damaged"):
+    with pytest.raises(CheckpointError, match="has a damaged header"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("content", [case[0] for case in DAMAGED.values()], ids=DAMAGED)
+def test_every_damaged_header_is_an_error_of_the_checkpoint(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.update(__metadata__=None), "damaged header: __metadata__ must be an object"),
+        (lambda h: h.update(__metadata__=[]), "damaged header: __metadata__ must be an object"),
+        (lambda h: h[OUT].update(h[DECAY]), rf"'{OUT}' is float32\[2, 1\]; expected bfloat16"),
+        (lambda h: h[DECAY].update(shape=[2**62, 2**62]), rf"'{DECAY}' is float32\[4611686018427"),
+        (
+            lambda h: h[DECAY].update(shape=[1] * 10**5),
+            rf"'{DECAY}' is float32\[1, 1, 1, 1, 1, 1, .*\]",
+        ),
+    ],
+)
+def test_a_header_of_another_model_is_refused(folder, change, message):
+    rewrite_header(folder, change)
+    with pytest.raises(CheckpointError, match=message) as told:
+        checkpoint.load(folder)
+    assert len(str(told.value)) < 500
+
+
+def test_bytes_after_the_last_tensor_and_shared_bytes_are_refused(folder):
+    def share(header):
+        up, gate = (header[f"repeats.mla.mlp.{name}_proj.weight"] for name in ("up", "gate"))
+        up["data_offsets"] = gate["data_offsets"]
+
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole + bytes(3))
+    with pytest.raises(CheckpointError, match="is damaged: 3 bytes after tensor '.*' belong to no"):
+        checkpoint.load(folder)
+    file.write_bytes(whole)
+    rewrite_header(folder, share)
+    with pytest.raises(CheckpointError, match="is damaged: .* (overlaps|belong to no tensor)"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [OUT, DECAY], ids=["bfloat16", "float32"])
+def test_a_tensor_that_is_not_finite_is_named(folder, name, value):
+    def spoil(tensors):
+        tensors[name].reshape(-1)[-1] = value
+
+    rewrite(folder, spoil)
+    with pytest.raises(CheckpointError, match=f"safetensors: NaN or infinity in tensor '{name}'$"):
+        checkpoint.load(folder)
+
+
+def test_tensors_that_are_not_finite_are_counted(folder):
+    rewrite(folder, lambda tensors: [x.fill(np.nan) for x in tensors.values()])
+    with pytest.raises(CheckpointError, match=r"in tensor '.*', '.*', '.*', '.*' and \d+ more$"):
+        checkpoint.load(folder)
+
+
+def test_the_largest_finite_numbers_are_loaded(folder):
+    def grow(tensors):
+        for x in tensors.values():
+            x.reshape(-1)[0] = -jnp.finfo(x.dtype).max
+
+    rewrite(folder, grow)
+    checkpoint.load(folder)
+
+
+def test_every_block_of_a_tensor_is_scanned(folder, monkeypatch):
+    """Of a tensor longer than is scanned at a time."""
+    monkeypatch.setattr(checkpoint, "SCANNED_BYTES", 64)
+    checkpoint.load(folder)  # with the checksums of whole tensors
+    for place in 0, 40, -1:
+        checkpoint.save(folder, *checkpoint.load(folder))
+        rewrite(folder, lambda t, place=place: t[OUT].reshape(-1).__setitem__(place, np.nan))
+        with pytest.raises(CheckpointError, match="NaN or infinity"):
+            checkpoint.load(folder)
+        rewrite(folder, lambda t, place=place: t[OUT].reshape(-1).__setitem__(place, 0))
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, params):
+    broken = jax.tree.map(lambda x: x.at[0].set(jnp.nan) if x.ndim == 2 else x, params)
+    with pytest.raises(CheckpointError, match="NaN or infinity in tensor 'embedding', "):
+        checkpoint.save(tmp_path / "model", SMALL, broken)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_is_no_regular_file_is_not_read(folder, name):
+    """A pipe would wait for a writer, and a device may have no end."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: it is not a regular file"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        known.load("DeepSeek-V2-Lite").config,
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096},
+        {"architectures": ["LlamaForCausalLM"]},
+        {"model_type": ["llama"], "text_config": None},
+    ],
+    ids=["known", "unknown", "no type", "absurd"],
+)
+def test_a_hugging_face_folder_is_told_what_is_supported(tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError) as told:
+        checkpoint.load(tmp_path)
+    message = str(told.value)
+    for part in (
+        f"is a Hugging Face configuration (model_type {values.get('model_type')!r})",
+        "runs only folders in its own format, which jaxattn.models.checkpoint describes",
+        f"`python -m jaxattn.plan {tmp_path}`",
+        "deepseek_v2, deepseek_v3, qwen3_next, qwen3_5_moe, kimi_linear",
+    ):
+        assert part in message
+    assert "unknown field" not in message
+
+
+def test_weights_in_several_files_are_told_apart_from_missing_ones(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="index.json, and weights in several files are not"):
+        checkpoint.load(folder)
+
+
+def test_the_example_of_the_format_runs_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = doctest.testmod(checkpoint, raise_on_error=True)
+    assert result.attempted == 6 and result.failed == 0
+
+
+def stated_tensors(config: HybridConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype, shape) as the table in the module's text says it."""
+    sizes = dict(
+        vocab_size=config.vocab_size,
+        N=config.num_repeats,
+        E=config.hidden_size,
+        F=config.intermediate_size,
+        H=config.num_attention_heads,
+        Q=config.q_lora_rank,
+        R=config.kv_lora_rank,
+        U=config.qk_nope_head_dim,
+        P=config.qk_rope_head_dim,
+        V=config.v_head_dim,
+        Hk=config.linear_num_key_heads,
+        Hv=config.linear_num_value_heads,
+        Dk=config.linear_key_head_dim,
+        Dv=config.linear_value_head_dim,
+        W=config.linear_conv_kernel_dim,
+    )
+    absent = {
+        "without tie_embeddings": config.tie_embeddings,
+        "without q_lora_rank": config.q_lora_rank is not None,
+        "with q_lora_rank": config.q_lora_rank is None,
+    }
+    gdn = [f"repeats.gdn.{j}" for j in range(config.gdn_per_repeat)]
+    layers = {"G": gdn, "M": ["repeats.mla"], "L": [*gdn, "repeats.mla"]}
+    found = {}
+    table = re.findall(r"^    ([\w.]+) +(\[.*?\]) *(.*)$", checkpoint.__doc__, re.MULTILINE)
+    for name, shape, note in table:
+        if absent.get(note):
+            continue
+        assert note in ("", "float32", *absent)
+        first, _, rest = name.partition(".")
+        dtype = "float32" if note == "float32" else config.param_dtype
+        names = [f"{layer}.{rest}" for layer in layers[first]] if first in layers else [name]
+        found |= dict.fromkeys(names, (dtype, tuple(eval(shape, sizes))))
+    return found
+
+
+@pytest.mark.parametrize("tied, rank, gdn", [(False, None, 1), (True, 12, 2), (False, 12, 0)])
+def test_the_table_of_the_format_is_what_a_file_holds(tied, rank, gdn):
+    config = dataclasses.replace(
+        SMALL, tie_embeddings=tied, q_lora_rank=rank, gdn_per_repeat=gdn, linear_num_value_heads=3
+    )
+    held = {name: (shape.dtype.name, shape.shape) for name, shape in stored_shapes(config).items()}
+    assert stated_tensors(config) == held
 
 
 def test_a_failed_save_leaves_the_old_model(folder, params):

@@ -1,7 +1,6 @@
 """The hybrid decoder: prefill, chunked prefill, decoding and training are one function."""
 
 import dataclasses
-import functools
 from functools import cache
 
 import jax
@@ -13,17 +12,16 @@ from flax import nnx
 
 from jaxattn.core.rope import RopeConfig, YarnConfig
 from jaxattn.engine.memory_plan import page_bytes
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import (
-    abstract_model,
+from jaxattn.models.base import (
+    DecodeBatch,
+    PrefillBatch,
     compiler_options,
-    decode_step,
-    init_params,
     jit_step,
-    prefill_step,
+    scratch_spec,
 )
-from jaxattn.models.packed import pack_vectors
-from jaxattn.models.state import DecodeBatch, PrefillBatch, init_state, scratch
+from jaxattn.models.config import HybridConfig
+from jaxattn.models.hybrid import Hybrid
+from tests.helpers.model_cases import changed, state_of
 
 SMALL = HybridConfig(
     vocab_size=48,
@@ -45,8 +43,8 @@ SMALL = HybridConfig(
 )
 PAGE, PAGES, SLOTS, ROWS, CHUNK, LENGTH = 4, 12, 5, 3, 8, 15
 
-step_of = cache(jit_step)
-params_of = cache(lambda config: init_params(config, jax.random.key(0)))
+step_of = cache(lambda step, config: jit_step(getattr(Hybrid(config), step)))
+params_of = cache(lambda config: Hybrid(config).init_params(jax.random.key(0)))
 # Rows 0 and 1 own pages and slots; what row 2 has there must never be used.
 TABLES = np.array([[7, 1, 9, 4], [0, 3, 5, 2], [-1, 99, -7, 2**30]], np.int32)
 INDICES = np.array([4, 1, -1], np.int32)
@@ -56,7 +54,7 @@ TOKENS = np.random.default_rng(0).integers(0, 48, (2, LENGTH), np.int32)
 @cache
 def forward(config: HybridConfig) -> np.ndarray:
     """The training forward's logits [2, LENGTH, vocab] and what each test is held to."""
-    model = nnx.merge(abstract_model(config)[0], params_of(config))
+    model = Hybrid(config).bind(params_of(config))
     return np.asarray(jax.jit(lambda tokens: model(tokens))(TOKENS))
 
 
@@ -67,7 +65,7 @@ class Rows:
         self.config = config
         self.state = jax.tree.map(
             lambda leaf: jnp.full_like(leaf, dirt),
-            init_state(config, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE),
+            state_of(config, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE),
         )
         self.done = np.zeros(ROWS, np.int32)
 
@@ -80,7 +78,7 @@ class Rows:
         lens = np.where(counts, self.done, 0)
         indices = np.where(counts, INDICES, -1)
         batch = PrefillBatch(tokens, counts, lens, TABLES, indices)
-        step = step_of(prefill_step, self.config)
+        step = step_of("prefill", self.config)
         logits, self.state = step(params_of(self.config), self.state, batch)
         return np.asarray(logits)
 
@@ -92,7 +90,7 @@ class Rows:
         self.done = self.done + count * active
         lens, indices = np.where(active, self.done, 0), np.where(active, INDICES, -1)
         batch = DecodeBatch(tokens, lens.astype(np.int32), TABLES, indices)
-        step = step_of(decode_step, self.config)
+        step = step_of("decode", self.config)
         logits, self.state = step(params_of(self.config), self.state, batch)
         return np.asarray(logits)
 
@@ -145,20 +143,22 @@ def test_bfloat16_follows_its_training_forward_loosely():
     rows = Rows(config)
     check(rows, rows.prefill(5, 8), tolerance=0.1)
     check(rows, rows.decode(1, 1), tolerance=0.1)
-    assert rows.state.kv_cache.dtype == rows.state.conv_state.dtype == jnp.bfloat16
-    assert rows.state.ssm_state.dtype == jnp.float32
+    assert (
+        rows.state.array("kv_cache").dtype == rows.state.array("conv_state").dtype == jnp.bfloat16
+    )
+    assert rows.state.array("ssm_state").dtype == jnp.float32
 
 
 def test_a_block_scaled_cache_follows_the_training_forward_loosely():
     config = dataclasses.replace(SMALL, gdn_per_repeat=0, kv_lora_rank=128, cache_dtype="uint8")
     rows = Rows(config, dirt=0)
-    rows.state = dataclasses.replace(
+    rows.state = changed(
         rows.state,
-        kv_cache=jnp.full_like(rows.state.kv_cache, 0xFF),  # NaN
+        kv_cache=jnp.full_like(rows.state.array("kv_cache"), 0xFF),  # NaN
     )
-    state = jax.eval_shape(lambda: init_state(config, ROWS, PAGES, SLOTS, max_pages=4))
-    assert state.kv_cache.shape == (2, PAGES, 64, 128 + 4 + 16)
-    assert state.kv_cache.size == page_bytes(config) * PAGES
+    state = jax.eval_shape(lambda: state_of(config, ROWS, PAGES, SLOTS, max_pages=4))
+    assert state.array("kv_cache").shape == (2, PAGES, 64, 128 + 4 + 16)
+    assert state.array("kv_cache").size == page_bytes(Hybrid(config).caches) * PAGES
     for _ in range(3):
         check(rows, rows.decode(1, 1), tolerance=0.1)
 
@@ -170,7 +170,7 @@ def test_prefill_and_decode_leave_the_states_of_a_longer_prefill():
     long.prefill(6, 7)
     for name in ("kv_cache", "conv_state", "ssm_state"):
         np.testing.assert_allclose(
-            getattr(short.state, name), getattr(long.state, name), rtol=2e-5, atol=2e-5
+            short.state.array(name), long.state.array(name), rtol=2e-5, atol=2e-5
         )
 
 
@@ -190,18 +190,18 @@ def test_a_step_of_padding_alone_writes_nothing_and_returns_zeros():
     assert not np.any(rows.prefill(0, 0, padding=5))
     assert not np.any(rows.decode(0, 0, padding=5))
     for name in ("kv_cache", "conv_state", "ssm_state"):
-        assert np.all(np.asarray(getattr(rows.state, name)) == 0.25), name
+        assert np.all(np.asarray(rows.state.array(name)) == 0.25), name
 
 
 def test_a_row_writes_its_own_pages_and_slots_only():
     rows = Rows(SMALL, dirt=0.25)
     rows.prefill(5, 0)
     rows.decode(1, 0)
-    written = ~np.all(np.asarray(rows.state.kv_cache) == 0.25, axis=-1)
+    written = ~np.all(np.asarray(rows.state.array("kv_cache")) == 0.25, axis=-1)
     expected = np.zeros_like(written)
     expected[:, 7] = expected[:, 1, :2] = True
     np.testing.assert_array_equal(written, expected)
-    for pool in (rows.state.conv_state, rows.state.ssm_state):
+    for pool in (rows.state.array("conv_state"), rows.state.array("ssm_state")):
         changed = np.any(np.asarray(pool) != 0.25, axis=tuple(range(2, pool.ndim)))
         np.testing.assert_array_equal(changed, np.arange(SLOTS) == np.full((4, 1), 4))
 
@@ -209,8 +209,8 @@ def test_a_row_writes_its_own_pages_and_slots_only():
 def test_a_nan_in_one_row_stays_in_that_row():
     rows = Rows(SMALL)
     rows.prefill(5, 5)
-    rows.state = dataclasses.replace(
-        rows.state, ssm_state=rows.state.ssm_state.at[0, INDICES[0]].set(jnp.nan)
+    rows.state = changed(
+        rows.state, ssm_state=rows.state.array("ssm_state").at[0, INDICES[0]].set(jnp.nan)
     )
     logits = rows.decode(1, 1)
     assert np.all(np.isnan(logits[0]))
@@ -222,28 +222,33 @@ def test_a_nan_in_one_row_stays_in_that_row():
 
 def test_scratch_does_not_grow_with_the_layers():
     one, many = (dataclasses.replace(SMALL, num_repeats=n) for n in (1, 61))
-    assert scratch(one, 64, max_pages=16) == scratch(many, 64, max_pages=16)
+    assert scratch_spec(Hybrid(one), 64, max_pages=16) == scratch_spec(
+        Hybrid(many), 64, max_pages=16
+    )
     states = [
-        jax.eval_shape(lambda c=c: init_state(c, 64, PAGES, SLOTS, max_pages=16))
-        for c in (one, many)
+        jax.eval_shape(lambda c=c: state_of(c, 64, PAGES, SLOTS, max_pages=16)) for c in (one, many)
     ]
     sizes = [[leaf.size for leaf in jax.tree.leaves(state.arena)] for state in states]
     assert sizes[0] == sizes[1]
-    assert states[1].kv_cache.shape == (61, PAGES, 64, 40)
-    assert states[1].ssm_state.shape == (122, SLOTS, 2, 16, 8)
+    assert states[1].array("kv_cache").shape == (61, PAGES, 64, 40)
+    assert states[1].array("ssm_state").shape == (122, SLOTS, 2, 16, 8)
 
 
-@pytest.mark.parametrize("step", [decode_step, prefill_step])
+@pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_every_leaf_of_the_state_is_updated_in_place(step):
     state = jax.eval_shape(
-        lambda: init_state(SMALL, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
+        lambda: state_of(SMALL, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
     )
     lens = jnp.zeros(ROWS, jnp.int32)
-    if step is decode_step:
+    if step == "decode":
         batch = DecodeBatch(jnp.zeros((ROWS, 1), jnp.int32), lens, TABLES, INDICES)
     else:
         batch = PrefillBatch(jnp.zeros((ROWS, CHUNK), jnp.int32), lens, lens, TABLES, INDICES)
-    compiled = jit_step(step, SMALL).lower(abstract_model(SMALL)[1], state, batch).compile()
+    compiled = (
+        jit_step(getattr(Hybrid(SMALL), step))
+        .lower(Hybrid(SMALL).param_shapes(), state, batch)
+        .compile()
+    )
     donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes == donated
 
@@ -267,10 +272,14 @@ def test_the_structure_of_a_large_model_costs_no_memory():
         linear_num_key_heads=16,
         linear_num_value_heads=64,
     )
-    _, params = abstract_model(config)
+    params = Hybrid(config).param_shapes()
     flat = dict(nnx.to_flat_state(params))
-    assert flat["repeats", "mla", "mla", "w_uk"].shape == (61, 128, 128, 512)
-    assert flat["repeats", "gdn", 2, "gdn", "in_proj_qkvz", "weight"].shape == (61, 7168, 20480)
+    assert flat["segments", 0, "layers", 3, "mixer", "w_uk"].shape == (61, 128, 128, 512)
+    assert flat["segments", 0, "layers", 2, "mixer", "in_proj_qkvz", "weight"].shape == (
+        61,
+        7168,
+        20480,
+    )
 
 
 # --- training and configuration
@@ -278,14 +287,13 @@ def test_the_structure_of_a_large_model_costs_no_memory():
 
 def test_the_scanned_decoder_trains():
     config = dataclasses.replace(SMALL, dtype="bfloat16", gdn_per_repeat=1)
-    graphdef, _ = abstract_model(config)
     optimizer = optax.adam(3e-3)
-    params = init_params(config, jax.random.key(0))
+    params = Hybrid(config).init_params(jax.random.key(0))
 
     @jax.jit
     def step(params, opt_state):
         def loss(params):
-            logits = nnx.merge(graphdef, params)(TOKENS[:, :-1])
+            logits = Hybrid(config).bind(params)(TOKENS[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
 
         value, grads = jax.value_and_grad(loss)(params)
@@ -303,8 +311,8 @@ def test_the_scanned_decoder_trains():
 
 def test_initial_parameters_differ_between_repeats_and_between_keys():
     flat = dict(nnx.to_flat_state(params_of(SMALL)))
-    other = dict(nnx.to_flat_state(init_params(SMALL, jax.random.key(1))))
-    weight = "repeats", "gdn", 0, "mlp", "up_proj", "weight"
+    other = dict(nnx.to_flat_state(Hybrid(SMALL).init_params(jax.random.key(1))))
+    weight = "segments", 0, "layers", 0, "mlp", "up_proj", "weight"
     assert not np.any(flat[weight][0] == flat[weight][1])
     assert np.mean(flat[weight][...] == other[weight][...]) < 0.01
 
@@ -312,15 +320,15 @@ def test_initial_parameters_differ_between_repeats_and_between_keys():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_size", 0, "hidden_size must be an integer of at least 1; got 0"),
-        ("hidden_size", 32.0, "hidden_size must be an integer of at least 1; got 32.0"),
-        ("q_lora_rank", -4, "q_lora_rank must be an integer of at least 1; got -4"),
-        ("gdn_per_repeat", -1, "gdn_per_repeat must be an integer of at least 0; got -1"),
-        ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim must be an integer of at least 2"),
+        ("hidden_size", 0, "hidden_size must be an integer from 1 to .*; got 0"),
+        ("hidden_size", 32.0, "hidden_size must be an integer from 1 to .*; got 32.0"),
+        ("q_lora_rank", -4, "q_lora_rank must be an integer from 1 to .*; got -4"),
+        ("gdn_per_repeat", -1, "gdn_per_repeat must be an integer from 0 to 63; got -1"),
+        ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim must be an integer from 2 to 64"),
         ("dtype", "float8", "dtype must be one of"),
         ("cache_dtype", "int8", "cache_dtype must be one of .* got 'int8'"),
         ("cache_dtype", "uint8", "multiple of 128, got 32"),
-        ("rms_norm_eps", 0.0, "rms_norm_eps must be a positive float; got 0.0"),
+        ("rms_norm_eps", 0.0, "rms_norm_eps must be a number from 1.1.*e-38 to 1; got 0.0"),
         ("tie_embeddings", "no", "tie_embeddings must be true or false; got 'no'"),
         ("rope", RopeConfig(dim=64), "rope.dim=64 must be qk_rope_head_dim=8"),
         ("rope", None, "rope must be a RopeConfig; got None"),
@@ -357,15 +365,15 @@ def test_a_dict_that_does_not_fit_names_the_field(change, message):
 
 
 def test_packed_vectors_give_the_same_bits():
-    params = init_params(SMALL, jax.random.key(3))
-    packed = pack_vectors(params)
+    params = Hybrid(SMALL).init_params(jax.random.key(3))
+    packed = Hybrid(SMALL).pack(params)
     held = jax.tree.leaves((packed.params, packed.vectors))
     assert sum(leaf.size for leaf in held) == sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert packed.gdn_weights.shape[0] == SMALL.num_gdn_layers
-    state = init_state(SMALL, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
+    assert packed.weights["delta"].shape[0] == SMALL.num_gdn_layers
+    state = state_of(SMALL, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
     lens = jnp.ones(ROWS, jnp.int32)
     batch = DecodeBatch(jnp.ones((ROWS, 1), jnp.int32), lens, TABLES, INDICES)
-    step = jax.jit(functools.partial(decode_step, SMALL))
+    step = jax.jit(Hybrid(SMALL).decode)
     (plain, plain_state), (logits, logits_state) = (step(p, state, batch) for p in (params, packed))
     np.testing.assert_array_equal(plain, logits)
     jax.tree.map(np.testing.assert_array_equal, plain_state, logits_state)

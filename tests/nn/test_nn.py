@@ -484,10 +484,12 @@ def test_gdn_prefill_takes_lists_and_does_not_read_the_lengths_of_padding_rows()
     "changed, error, words",
     [
         (dict(seq_lens=None), TypeError, "seq_lens must be an array, got NoneType"),
-        (dict(seq_lens=[3, 2]), TypeError, "seq_lens must be an array, got list"),
-        (dict(query_lens=[3, 2]), TypeError, "query_lens must be an array, got list"),
+        (dict(seq_lens=[3.0, 2]), TypeError, r"seq_lens must be integers, got float64 \(2,\)"),
+        (dict(query_lens=[3.0, 2]), TypeError, r"query_lens must be integers, got float64"),
+        (dict(seq_lens=[3, -2]), ValueError, r"seq_lens \(2,\) holds -2, but no length is below 0"),
+        (dict(query_lens=[3, -2]), ValueError, r"query_lens \(2,\) holds -2, but no length is"),
         (dict(query_lens=LENS + 1), ValueError, r"query_lens \(2,\) holds 4, but x \(2, 3, 24\)"),
-        (dict(block_tables=[[0], [1]]), TypeError, "block_tables must be an array, got list"),
+        (dict(block_tables=[[0.0], [1]]), TypeError, "block_tables must be integers, got float64"),
         (dict(block_tables=TABLES[:1]), ValueError, r"block_tables .*B = 1, but x .* B = 2"),
         (dict(kv_cache=None), TypeError, "kv_cache must be an array, got NoneType"),
         (dict(layer=1), ValueError, r"kv_cache \(6, 4, 36\) has no axis for layer=1"),
@@ -500,8 +502,8 @@ def test_mla_names_the_argument_that_does_not_fit(call, changed, error, words):
 
 def test_mla_decode_rotation_names_the_argument_that_does_not_fit():
     module = small_mla()
-    with pytest.raises(TypeError, match="decode_rotation: seq_lens must be an array, got list"):
-        module.decode_rotation([3, 2], 1)
+    with pytest.raises(TypeError, match="decode_rotation: seq_lens must be integers, got float64"):
+        module.decode_rotation([3.0, 2], 1)
     with pytest.raises(ValueError, match=r"decode_rotation: query_lens .*B = 1.*B = 2"):
         module.decode_rotation(LENS, 1, LENS[:1])
     for one in (1, np.int64(1), jnp.int32(1)):

@@ -20,8 +20,10 @@ from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.mla import decode
 from jaxattn.ops.mla.append import mla_append
 from jaxattn.ops.norm import rms_norm_layer
+from tests.helpers.every_op import OPS, arguments
 
 P = jax.P
 DEVICES = min(2, jax.device_count())
@@ -109,7 +111,7 @@ def paged():
 
 @pytest.mark.parametrize("cache", ["own", "shared"])
 def test_mla_decode_where_devices_read_different_numbers_of_blocks(cache, monkeypatch):
-    monkeypatch.setattr(mla, "DECODE_BLOCK", PAGE)
+    monkeypatch.setattr(decode, "DECODE_BLOCK", PAGE)
     op = functools.partial(mla.mla_decode, scale=0.3, kv_lora_rank=8)
     own = paged() | dict(q=each(0, BATCH, 2, 3, 12))
     if cache == "own":
@@ -375,3 +377,60 @@ def test_nothing_is_added_outside_of_shard_map_and_without_its_checks():
         step, mesh=mesh(), in_specs=(P(), P("b")), out_specs=P("b"), check_vma=False
     )
     assert "pvary" not in str(jax.make_jaxpr(unchecked)(x, y))
+
+
+# --- a mesh as jax.make_mesh makes it
+
+OF_THE_BATCH = ("q", "k", "v", "g", "beta", "a", "b", "x", "kv", "latent", "qkvz", "ba", "values")
+OF_THE_BATCH += ("block_tables", "seq_lens", "query_lens", "state_indices")
+# Ops that address pages or slots, and the chunks' inverses; and which of them a module calls first.
+REFUSING = {
+    "MultiHeadLatentAttention.prefill": "mla_cache_write",
+    "MultiHeadLatentAttention.decode": "mla_append",
+    "GatedDeltaNet": "chunk_gated_delta_rule",
+    "GatedDeltaNet.prefill": "state_read",
+    "GatedDeltaNet.decode": "gated_delta_net_decode",
+}
+for refusing in (
+    *("mla_decode", "mla_prefill", "mla_cache_write", "mla_append", "mla.decode_schedule"),
+    *("chunk_gated_delta_rule", "gated_delta_rule_prefill", "gated_delta_rule_decode"),
+    *("gated_delta_net_decode", "causal_conv1d_update", "state_read", "state_write"),
+):
+    REFUSING[refusing] = refusing
+
+
+def placed(name, mesh):
+    """The op's arguments, those of the batch split over the mesh; and the others."""
+    given = arguments(name)
+    split = {key: given.pop(key) for key in OF_THE_BATCH if key in given}
+    return jax.device_put(split, jax.NamedSharding(mesh, P("b"))), given
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "scratch" not in name])
+def test_explicit_axes_work_or_are_refused_by_name(name):
+    split, rest = placed(name, jax.make_mesh((DEVICES,), ("b",)))
+
+    def op(split):
+        return OPS[name](**split, **rest)
+
+    if name not in REFUSING:
+        jax.eval_shape(op, split)
+        return
+    words = "is Explicit, .* give jax.make_mesh axis_types=.*Auto.* or call .* inside jax.shard_map"
+    with pytest.raises(TypeError, match=rf"^{REFUSING[name]}: .*axis 'b', which {words}"):
+        jax.eval_shape(op, split)
+    split, rest = placed(name, mesh())
+    jax.eval_shape(op, split)  # over Auto axes it is traced
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "mla_cache_write", "chunk_gated_delta_rule"])
+def test_shard_map_over_explicit_axes_of_arrays_that_lie_on_them(name):
+    explicit = jax.make_mesh((DEVICES,), ("b",))
+    split, rest = placed(name, explicit)
+
+    def op(split):
+        outs = OPS[name](**split, **rest)
+        return jax.tree.map(lambda x: x[None], outs)
+
+    specs = dict(in_specs=(P("b"),), out_specs=P("b"))
+    jax.eval_shape(jax.jit(jax.shard_map(op, mesh=explicit, **specs)), split)

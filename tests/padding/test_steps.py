@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.models import hybrid
+from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step
+from jaxattn.models.blocks import GDN, MLA
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import decode_step, init_params, jit_step, prefill_step
-from jaxattn.models.state import DecodeBatch, PrefillBatch, init_state
+from jaxattn.models.hybrid import Hybrid
+from tests.helpers import model_cases
 from tests.helpers.engine_cases import SMALLEST
 from tests.helpers.poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits
 
@@ -42,20 +43,20 @@ pytestmark = pytest.mark.xdist_group("padding_steps")
 
 @functools.cache
 def params_of(device):
-    return init_params(CONFIGS[device], jax.random.key(0))
+    return Hybrid(CONFIGS[device]).init_params(jax.random.key(0))
 
 
 @functools.cache
 def step_of(device, step):
-    chosen = IMPLEMENTATION[device] if step is decode_step or device == "cpu" else None
-    return jit_step(step, CONFIGS[device], implementation=chosen)
+    chosen = IMPLEMENTATION[device] if step == "decode" or device == "cpu" else None
+    return jit_step(getattr(Hybrid(CONFIGS[device]), step), implementation=chosen)
 
 
 def state_of(device, rows, q_len, lens, slots, poison):
     """(state, tables): rows own the pages and the slots that they use, all else is poison."""
     config = CONFIGS[device]
     shapes = jax.eval_shape(
-        lambda: init_state(config, rows, PAGES, SLOTS, max_pages=WIDTH, q_len=q_len)
+        lambda: model_cases.state_of(config, rows, PAGES, SLOTS, max_pages=WIDTH, q_len=q_len)
     )
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: fill(leaf.shape, leaf.dtype, poison), shapes)
@@ -65,10 +66,10 @@ def state_of(device, rows, q_len, lens, slots, poison):
         for j in range(-(-length // PAGE_SIZE)):
             tables[row, j] = page = next(order)
             valid = min(PAGE_SIZE, length - j * PAGE_SIZE)
-            tokens = state.kv_cache[:, page, :valid]
-            state.kv_cache[:, page, :valid] = rng.normal(size=tokens.shape)
+            tokens = state.array("kv_cache")[:, page, :valid]
+            state.array("kv_cache")[:, page, :valid] = rng.normal(size=tokens.shape)
         if slots[row] >= 0:
-            for pool in (state.conv_state, state.ssm_state):
+            for pool in (state.array("conv_state"), state.array("ssm_state")):
                 pool[:, slots[row]] = 0.1 * rng.normal(size=pool[:, 0].shape)
     return state, tables
 
@@ -85,7 +86,7 @@ def decode_case(device, lens, slots, q_len, poison):
     state, tables = state_of(device, rows, q_len, lens, slots, poison)
     tokens = tokens_of(rows, q_len, lens, poison, CONFIGS[device].vocab_size)
     batch = DecodeBatch(tokens, np.asarray(lens, np.int32), tables, np.asarray(slots, np.int32))
-    return decode_step, state, batch
+    return "decode", state, batch
 
 
 def prefill_case(device, lens, slots, chunk, poison):
@@ -97,7 +98,7 @@ def prefill_case(device, lens, slots, chunk, poison):
     if poison:
         tokens[np.arange(8) >= new[:, None]] = 2**31 - 1
     fields = (new, np.asarray(lens, np.int32), tables, np.asarray(slots, np.int32))
-    return prefill_step, state, PrefillBatch(tokens, *fields)
+    return "prefill", state, PrefillBatch(tokens, *fields)
 
 
 def check(make, device, lens, slots, *rest, poison, garbage=0):
@@ -126,14 +127,14 @@ def check(make, device, lens, slots, *rest, poison, garbage=0):
     for row, length in enumerate(lens):
         for j in range(-(-length // PAGE_SIZE)):
             owned[batch.block_tables[row, j], : min(PAGE_SIZE, length - j * PAGE_SIZE)] = True
-    cache, before = np.asarray(after.kv_cache), dirty.kv_cache
-    same_bits(cache[:, owned], np.asarray(after_clean.kv_cache)[:, owned])
+    cache, before = np.asarray(after.array("kv_cache")), dirty.array("kv_cache")
+    same_bits(cache[:, owned], np.asarray(after_clean.array("kv_cache"))[:, owned])
     same_bits(cache[:, ~owned], before[:, ~owned])
     live = np.isin(np.arange(SLOTS), slots)
     for name in ("conv_state", "ssm_state"):
-        pool = np.asarray(getattr(after, name))
-        same_bits(pool[:, live], np.asarray(getattr(after_clean, name))[:, live])
-        same_bits(pool[:, ~live], getattr(dirty, name)[:, ~live])
+        pool = np.asarray(after.array(name))
+        same_bits(pool[:, live], np.asarray(after_clean.array(name))[:, live])
+        same_bits(pool[:, ~live], dirty.array(name)[:, ~live])
 
 
 LENS = [0, 70, 0, 0, 1, 61, 0, 0]
@@ -190,23 +191,23 @@ def test_an_arena_poisoned_between_layers_and_steps(layers, monkeypatch):
 
     def step(params, state, batch, between):
         traced.append(between)
-        return decode_step(config, params, state, batch, implementation="xla")
+        return Hybrid(config).decode(params, state, batch, implementation="xla")
 
-    def spoiled(state):
-        arenas = state.arena.poison(), state.arena
-        arena = jax.tree.map(lambda dirty, kept: jnp.where(traced[-1], dirty, kept), *arenas)
-        return dataclasses.replace(state, arena=arena)
+    def spoiled(arena):
+        return jax.tree.map(
+            lambda dirty, kept: jnp.where(traced[-1], dirty, kept), arena.poison(), arena
+        )
 
-    for layer in (hybrid.GDNLayer, hybrid.MLALayer):
+    for mixer in (GDN, MLA):
 
-        def decode(self, x, state, *rest, real=layer.decode):
-            x, state = real(self, x, spoiled(state), *rest)
-            return x, spoiled(state)
+        def decode(self, module, x, arrays, arena, *rest, real=mixer.decode):
+            y, arrays, arena = real(self, module, x, arrays, spoiled(arena), *rest)
+            return y, arrays, spoiled(arena)
 
-        monkeypatch.setattr(layer, "decode", decode)
+        monkeypatch.setattr(mixer, "decode", decode)
 
     rng = np.random.default_rng(0)
-    shapes = hybrid.abstract_model(config)[1]
+    shapes = Hybrid(config).param_shapes()
     params = jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), shapes)
     _, first, batch = decode_case("cpu", LENS, IN_USE, 1, None)
     run = jax.jit(step)
@@ -219,7 +220,12 @@ def test_an_arena_poisoned_between_layers_and_steps(layers, monkeypatch):
             logits.append(each)
         lanes = [np.asarray(lane, np.float32) for lane in state.arena.lanes.values() if lane.size]
         assert all(np.isnan(lane).all() for lane in lanes) == between  # it was there
-        found[between] = [*logits, state.kv_cache, state.conv_state, state.ssm_state]
+        found[between] = [
+            *logits,
+            state.array("kv_cache"),
+            state.array("conv_state"),
+            state.array("ssm_state"),
+        ]
     for clean, poisoned in zip(found[False], found[True], strict=True):
         same_bits(clean, poisoned)
     assert np.isfinite(found[True][0]).all() and np.asarray(found[True][0]).any()
@@ -230,7 +236,7 @@ def test_a_nan_in_a_real_row_shows_there_alone(device):
     step, state, batch = decode_case(device, LENS, IN_USE, 1, "3e38")
     run, params = step_of(device, step), params_of(device)
     wanted, _ = run(params, jax.tree.map(jnp.asarray, state), batch)
-    state.kv_cache[:, batch.block_tables[1, 0], 3] = np.nan
+    state.array("kv_cache")[:, batch.block_tables[1, 0], 3] = np.nan
     logits, after = run(params, jax.tree.map(jnp.asarray, state), batch)
     assert np.isnan(np.asarray(logits[1])).all()
     others = np.arange(len(LENS)) != 1
@@ -240,7 +246,7 @@ def test_a_nan_in_a_real_row_shows_there_alone(device):
 @devices
 def test_steps_one_after_another_in_a_poisoned_arena(device):
     """What an op left in the arena, or a larger batch, is never read by the next."""
-    run, params = step_of(device, decode_step), params_of(device)
+    run, params = step_of(device, "decode"), params_of(device)
     results = []
     for poison in (None, "3e38"):
         _, state, batch = decode_case(device, LENS, IN_USE, 1, None)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import io
 import json
 import os
 import re
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.steps import int32
@@ -21,14 +24,15 @@ from jaxattn.memory.bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.memory.device import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import known
-from jaxattn.models.hybrid import abstract_model, decode_step, jit_step, prefill_step
-from jaxattn.models.packed import pack_vectors
-from jaxattn.models.state import DecodeBatch, PrefillBatch, init_state
+from jaxattn.models.base import CacheSize, DecodeBatch, PrefillBatch, jit_step
+from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import Budget, Item, MemoryPlan, PlanError, plan, solve
+from jaxattn.plan.known import plan_known
 from jaxattn.plan.naive import published, split_kv_workspace
-from jaxattn.plan.placement import Placement
+from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches
 from jaxattn.plan.show import bar, print_plan
 from tests.helpers.engine_cases import CONFIG, LIMITS, params_of
+from tests.helpers.model_cases import state_of
 
 GIB = 2**30
 SERVING = Limits(batch=128, max_model_len=8192, prefill_chunk=512)
@@ -231,7 +235,11 @@ def test_an_unknown_device_is_refused_with_those_that_are_known(name):
 @pytest.mark.parametrize("name", ["hybrid", "Kimi-Linear-48B-A3B"])
 def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
     model, gib, limits = (
-        (CONFIG, 3, Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9))
+        (
+            Hybrid(CONFIG),
+            3,
+            Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9),
+        )
         if name == "hybrid"
         else (known.load(name), 200, dataclasses.replace(SERVING, batch=512, utilization=0.9))
     )
@@ -260,11 +268,11 @@ def test_memory_that_contradicts_itself_is_refused():
 
 
 def shapes(config, *, rows, chunk, pages, held):
-    state = jax.eval_shape(lambda: init_state(config, rows, held, rows, max_pages=pages))
+    state = jax.eval_shape(lambda: state_of(config, rows, held, rows, max_pages=pages))
     decode = DecodeBatch(int32(rows, 1), int32(rows), int32(rows, pages), int32(rows))
     one = int32(1)
     prefill = PrefillBatch(int32(1, chunk), one, one, int32(1, pages), one)
-    return state, ((decode_step, decode), (prefill_step, prefill))
+    return state, ((Hybrid(config).decode, decode), (Hybrid(config).prefill, prefill))
 
 
 @pytest.mark.parametrize(
@@ -274,13 +282,13 @@ def shapes(config, *, rows, chunk, pages, held):
 )
 def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, rows, chunk):
     config = dataclasses.replace(CONFIG, **change)
-    params = jax.eval_shape(pack_vectors, abstract_model(config)[1])
+    params = jax.eval_shape(Hybrid(config).pack, Hybrid(config).param_shapes())
     state, steps = shapes(config, rows=rows, chunk=chunk, pages=4, held=9)
     larger, _ = shapes(config, rows=rows, chunk=chunk, pages=4, held=9000)
     for step, batch in steps:
-        traced = functools.partial(step, config, implementation="xla")
+        traced = functools.partial(step, implementation="xla")
         bound = temp_bound(traced, params, state, batch, donated=1)
-        compiled = jit_step(step, config, implementation="xla").lower(params, state, batch)
+        compiled = jit_step(step, implementation="xla").lower(params, state, batch)
         temp = compiled.compile().memory_analysis().temp_size_in_bytes
         assert temp <= bound
         assert temp_bound(traced, params, larger, batch, donated=1) == bound
@@ -299,9 +307,10 @@ def test_a_second_copy_of_a_donated_buffer_counts():
 
 def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
+    gc.collect()  # of tests before
     before = len(jax.live_arrays())
-    made = plan(CONFIG, "2GiB", dataclasses.replace(LIMITS, num_pages=7))
-    assert len(jax.live_arrays()) == before
+    made = plan(Hybrid(CONFIG), "2GiB", dataclasses.replace(LIMITS, num_pages=7))
+    assert len(jax.live_arrays()) <= before
     assert {item.name: item.basis for item in made.items} == {
         "weights": "shapes",
         "arena": "shapes",
@@ -316,19 +325,21 @@ def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeyp
 
 
 def test_the_engine_takes_what_was_planned_without_a_device():
-    made = plan(CONFIG, "2GiB", LIMITS)
-    engine = Engine(CONFIG, params_of(), LIMITS)
+    made = plan(Hybrid(CONFIG), "2GiB", LIMITS)
+    engine = Engine(Hybrid(CONFIG), params_of(), LIMITS)
     for name in ("weights", "arena", "kv cache", "conv state", "ssm state"):
         assert made[name] == engine.plan[name]
     state = engine.state
-    assert made["kv cache"] == state.kv_cache.nbytes and made["arena"] == state.arena.nbytes
+    assert (
+        made["kv cache"] == state.array("kv_cache").nbytes and made["arena"] == state.arena.nbytes
+    )
     assert engine.plan["xla temp"] <= made["xla temp"]
     assert engine.plan["step inputs and outputs"] <= made["step inputs and outputs"]
 
 
 def test_without_pages_the_cache_gets_what_the_rest_leaves():
     limits = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
-    made = plan(CONFIG, "2.07GiB", limits)
+    made = plan(Hybrid(CONFIG), "2.07GiB", limits)
     pages = made["kv cache"] // (64 * 80 * 2)
     assert 0 < pages < limits.wanted_pages
     assert 0 <= made.reserve < 2 * 64 * 80 * 2 + 64 * 256
@@ -339,16 +350,19 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
     with pytest.raises(
         PlanError, match="1 pages are left, and one row of 256 .* takes 4"
     ) as caught:
-        plan(CONFIG, "2GiB", limits)
+        plan(Hybrid(CONFIG), "2GiB", limits)
     advised = re.fullmatch(r"batch ([\d,]+) with ([\d,]+) pages", caught.value.advice[0])
     batch, pages = (int(number.replace(",", "")) for number in advised.groups())
     smaller = dataclasses.replace(limits, batch=batch, num_pages=pages, utilization=0.9)
-    assert plan(CONFIG, "2GiB", smaller).reserve >= 0
+    assert plan(Hybrid(CONFIG), "2GiB", smaller).reserve >= 0
 
 
 @pytest.mark.parametrize(
     "model, device, share, advised",
-    [(CONFIG, "2GiB", 0.001, "utilization"), ("DeepSeek-V2-Lite", "h200", 0.1, "--utilization")],
+    [
+        (Hybrid(CONFIG), "2GiB", 0.001, "utilization"),
+        ("DeepSeek-V2-Lite", "h200", 0.1, "--utilization"),
+    ],
 )
 def test_a_larger_share_of_the_device_is_advised_first(model, device, share, advised):
     limits = Limits(batch=16, max_model_len=256, prefill_chunk=16, utilization=share)
@@ -364,10 +378,10 @@ def test_the_share_that_is_advised_holds_a_row_at_full_length():
     one = dataclasses.replace(CONFIG, max_position_embeddings=2**22)
     limits = Limits(batch=1, max_model_len=2**22, prefill_chunk=16, utilization=0.1)
     with pytest.raises(PlanError) as caught:
-        plan(one, "2GiB", limits)
+        plan(Hybrid(one), "2GiB", limits)
     (word, larger, *_) = caught.value.advice[0].split()
     assert word == "utilization" and float(larger) > 0.2
-    made = plan(one, "2GiB", dataclasses.replace(limits, utilization=float(larger)))
+    made = plan(Hybrid(one), "2GiB", dataclasses.replace(limits, utilization=float(larger)))
     assert made.reserve >= 0 and made["kv cache"] >= limits.pages_per_row * 64 * 80 * 2
 
 
@@ -407,7 +421,14 @@ def test_a_model_that_does_not_fit_prints_the_table_the_line_and_what_would_help
     printed = capsys.readouterr()
     assert "missing" in printed.out and "weights" in printed.out
     assert "the line that does not fit is the weights" in printed.err
-    assert "8 GPUs (--gpus 8)" in printed.err and printed.err.count("\n") == 1
+    assert "6 GPUs (--gpus 6)" in printed.err and printed.err.count("\n") == 1
+
+
+def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
+    for gpus in range(1, 6):
+        assert main(["DeepSeek-R1", "--gpus", str(gpus)]) == 2
+        assert "what would make it fit: 6 GPUs (--gpus 6)" in capsys.readouterr().err
+    assert main(["DeepSeek-R1", "--gpus", "6"]) == 0
 
 
 def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
@@ -429,7 +450,7 @@ BAD_INPUT = {
     "no gpus": (["DeepSeek-R1", "--gpus", "0"], "argument --gpus: '0' is not a size"),
     "more gpus than experts": (
         ["DeepSeek-V2-Lite", "--gpus", "65"],
-        "gpus=65 is more than DeepSeek-V2-Lite's 64 experts",
+        "--gpus 65 is more than DeepSeek-V2-Lite's 64 experts",
     ),
     "heads": (
         ["DeepSeek-V2-Lite", "--gpus", "3", "--attention", "tensor"],
@@ -438,15 +459,18 @@ BAD_INPUT = {
     "batch": (["DeepSeek-R1", "--batch", "0"], "argument --batch: '0' is not a size"),
     "absurd batch": (
         ["DeepSeek-R1", "--batch", "9999m"],
-        "batch must be at most 2,147,483,647, an int32; got 10,484,711,424",
+        "--batch must be at most 2,147,483,647, an int32; got 10,484,711,424",
     ),
     "length": (
         ["DeepSeek-R1", "--max-model-len", "1m"],
-        "max_model_len=1,048,576 is longer than DeepSeek-R1's 163,840",
+        "--max-model-len 1048576 is longer than DeepSeek-R1's 163,840",
     ),
     "utilization": (["DeepSeek-R1", "--utilization", "98"], "'98' is not a fraction"),
     "cache dtype": (["DeepSeek-R1", "--cache-dtype", "int4"], "invalid choice: 'int4'"),
-    "bucket": (["DeepSeek-R1", "--decode-buckets", "500"], "must be at most batch=128"),
+    "bucket": (
+        ["DeepSeek-R1", "--decode-buckets", "500"],
+        "--decode-buckets 500 must be at most --batch 128",
+    ),
     "plot": (
         ["DeepSeek-V2-Lite", "--plot", "/no/such/folder/x.png"],
         ("cannot write /no/such/folder/x.png", "--plot needs matplotlib"),
@@ -547,6 +571,21 @@ def test_a_narrow_terminal_keeps_every_byte(capsys):
     assert "31,412,968,448" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", [79, 20])
+def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
+    out = io.StringIO()
+    console = Console(width=columns, file=out, force_terminal=True, color_system=None)
+    made = plan_known(known.load("DeepSeek-R1"), known_device("h200"), SERVING)
+    print_plan(console, made, published())
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    for item in (*made.items, *made.items[0].parts):
+        assert f"  {item.nbytes:,} B" in lines
+    for each in published():
+        assert f"  {each.nbytes:,} B" in lines and f"  {each.ours:,} B" in lines
+    assert "missing" in lines and f"  {abs(made.reserve):,} B" in lines
+
+
 def test_the_picture_is_a_png(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plot'")
     assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 0
@@ -557,3 +596,50 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["DeepSeek-V2-Lite", "--plot", str(tmp_path / "plan.png")]) == 2
     assert "--plot needs matplotlib: install jaxattn[plot]" in capsys.readouterr().err
+
+
+# Claims about kernels -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_dtype", sorted(CACHE_DTYPES))
+@pytest.mark.parametrize("name", [name for name in known.NAMES if known.load(name).is_mla])
+def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype):
+    """The interpreted kernel refuses the shapes that the GPU's refuses."""
+    model, place = known.load(name), Placement(gpus=8, cache_dtype=cache_dtype)
+    made = plan_known(model, known_device("h200"), Limits(batch=2, max_model_len=1024), place)
+    [note] = [note for note in made.notes if f"reads the {cache_dtype} cache" in note]
+    [latents, *_] = caches(model, place)
+    cache = latents.shapes(CacheSize(pages=2, slots=1))["kv_cache"]
+    heads = model.config["num_attention_heads"]
+    q = jax.ShapeDtypeStruct((1, 1, heads, model.cache_width), "bfloat16")
+    scaled = {"kv_scale": 1.0} if cache_dtype == "float8" else {}
+    rows = jax.ShapeDtypeStruct((1,), "int32"), jax.ShapeDtypeStruct((1, 2), "int32")
+
+    def decode(q, cache, lens, tables):
+        options = dict(scale=1.0, layer=0, implementation="mosaic_gpu_interpret")
+        return mla.mla_decode(q, cache, tables, lens, **options, **scaled)
+
+    try:
+        jax.eval_shape(decode, q, cache, *rows)
+        assert note.startswith("MLA's decode kernel reads")
+    except NotImplementedError as refusal:
+        assert note.startswith("XLA reads") and str(refusal).split(";")[0] in note
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, nbytes", [("bfloat16", 1152), ("float8", 576), ("uint8", 656)]
+)
+def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
+    model, limits = known.load("DeepSeek-R1"), Limits(batch=2, max_model_len=1024, num_pages=40)
+    made = plan(model, "h200", limits, placement=Placement(gpus=8, cache_dtype=cache_dtype))
+    assert made["kv cache"] == 61 * 40 * 64 * nbytes
+
+
+def test_a_block_scaled_cache_of_keys_and_values_is_refused():
+    with pytest.raises(ValueError, match="'uint8' is a format of MLA's latents, .* use 'float8'"):
+        plan(
+            known.load("Qwen3-Next-80B-A3B"),
+            "h200",
+            Limits(),
+            placement=Placement(gpus=4, cache_dtype="uint8"),
+        )

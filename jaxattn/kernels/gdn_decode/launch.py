@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.checks import check_sizes
 from jaxattn.kernels.gdn_decode import body as ring_body
 from jaxattn.kernels.gdn_decode import split_body
 from jaxattn.kernels.gdn_decode.body import Config, shared_bytes
@@ -65,7 +66,13 @@ def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret:
 def scratch(
     *, batch: int, q_len: int, num_v_heads: int, head_v_dim: int = DIM, dtype: Any = jnp.bfloat16
 ) -> ArenaSpec:
-    """What a decode op keeps in the arena: region `out` [B, S, Hv, Dv]."""
+    """What a decode op keeps in the arena: region `out` [B, S, Hv, Dv].
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named. B and S may be 0.
+    """
+    check_sizes("gdn.scratch", least=0, batch=batch, q_len=q_len)
+    check_sizes("gdn.scratch", num_v_heads=num_v_heads, head_v_dim=head_v_dim)
     return ArenaSpec.of(
         "gated_delta_rule_decode", out=((batch, q_len, num_v_heads, head_v_dim), dtype)
     )

@@ -40,7 +40,7 @@ def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
     return -(-rows // (8 * blocks)) * 8, blocks
 
 
-def refuse_columns(q: jax.Array, kv_cache: jax.Array, kv_lora_rank: int) -> None:
+def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     """Raises `NotImplementedError`, with the reason, where this kernel cannot run."""
     rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
     quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized

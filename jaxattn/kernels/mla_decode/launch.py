@@ -32,7 +32,25 @@ def reads_apart(num_heads: int) -> bool:
     return num_heads % TILE == 0
 
 
-def _refuse(dtype: Any, kv_cache: jax.Array, kv_lora_rank: int) -> None:
+def by_columns(q: Any, kv_cache: Any) -> bool:
+    """Whether the kernel with heads as columns is the one: for FP8 caches and few packed rows."""
+    return few_rows(*q.shape[1:3]) or jnp.dtype(kv_cache.dtype).itemsize == 1
+
+
+def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
+    """Raises `NotImplementedError`, with the reason, where no kernel serves these shapes.
+
+    Args:
+        q: [B, S, H, D], an array or its shape.
+        kv_cache: [..., N, C, Ds], likewise.
+    """
+    if by_columns(q, kv_cache):
+        refuse_columns(q, kv_cache, kv_lora_rank)
+    else:
+        _refuse_rows(q.dtype, kv_cache, kv_lora_rank)
+
+
+def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     dim = kv_cache.shape[-1]
     if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
         raise NotImplementedError(
@@ -76,12 +94,12 @@ def mla_decode_mosaic(
     apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        columns = few_rows(*latent.shape[1:3]) or jnp.dtype(kv_cache.dtype).itemsize == 1
+        columns = by_columns(latent, kv_cache)
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
         refuse_columns(q, kv_cache, kv_lora_rank)
     else:
-        _refuse(latent.dtype, kv_cache, kv_lora_rank)
+        _refuse_rows(latent.dtype, kv_cache, kv_lora_rank)
     if kv_cache.shape[-2] not in PAGE_SIZES:
         raise NotImplementedError(
             "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "

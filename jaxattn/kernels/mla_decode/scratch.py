@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.checks import INT32, Arguments, is_integer
+from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.rows_values import RANK
 from jaxattn.kernels.mla_decode.schedule import (
@@ -26,12 +27,6 @@ PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
 
 
-def _check_sizes(op: str, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if not is_integer(size) or size < 1:
-            raise ValueError(f"{op}: {name} must be a positive integer, got {size!r}")
-
-
 def decode_schedule(
     seq_lens: jax.Array,
     *,
@@ -45,7 +40,7 @@ def decode_schedule(
     """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
 
     Args:
-        seq_lens: int32 [B], as for `mla_decode`.
+        seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
         q_len: S.
         num_heads: H.
         max_pages: M, width of the block tables.
@@ -59,17 +54,17 @@ def decode_schedule(
     Raises:
         TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
     """
-    arguments, given = Arguments("mla.decode_schedule"), seq_lens
-    seq_lens = arguments.check("seq_lens", given, "B", INT32)
+    arguments = Arguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}
-    _check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
-    arguments.check_most(
-        f"seq_lens {seq_lens.shape}",
-        given,
+    check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
+    seq_lens = arguments.lengths(
+        "seq_lens",
+        seq_lens,
         max_pages * page_size,
         f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
         "block_tables, and their width",
-    )
+    )[1]
+    refuse_explicit_axes(arguments.op, seq_lens)
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
@@ -113,8 +108,8 @@ def scratch(
     Raises:
         ValueError: a size is not a positive integer; it is named.
     """
-    sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
-    _check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
+    sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
+    check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
     steps = num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
     rows = packed_rows(q_len, num_heads)

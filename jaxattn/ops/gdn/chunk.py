@@ -4,6 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import (
+    as_given,
     check_integer,
     floats,
     maybe_floats,
@@ -11,9 +12,9 @@ from jaxattn.core.checks import (
 )
 from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.slots import (
-    as_given,
     as_offsets,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
@@ -35,8 +36,10 @@ def chunk_gated_delta_rule(
     split_tokens: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """Gated delta rule over whole sequences, in matmuls over chunks of tokens. Differentiable
-    in reverse mode.
+    """Gated delta rule over whole sequences, in matmuls over chunks of tokens.
+
+    Differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and `jax.jacfwd`
+    raise TypeError. `recurrent_gated_delta_rule` has both.
 
     Matmul operands have q's dtype; states, gates, their sums and the chunk's inverse are float32.
 
@@ -73,7 +76,8 @@ def chunk_gated_delta_rule(
         `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
 
     Raises:
-        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
+        TypeError: an argument is no array, its dtype does not fit, or a size is no integer; or it
+            is differentiated in forward mode.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
         NotImplementedError: the named implementation refuses; the message says why.
     """
@@ -85,6 +89,7 @@ def chunk_gated_delta_rule(
     cu_seqlens = as_offsets(ends)
     check_chunks(op, chunk_size, split_tokens)
     factor = output_scale(op, scale, k.shape[-1])
+    refuse_explicit_axes(op, q, k, v, g, beta, initial_state, cu_seqlens)
 
     def reference(q, k, v, g, beta, initial_state, cu_seqlens):
         arguments = (q, k, v, g, beta, factor, initial_state, cu_seqlens, use_qk_l2norm)

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import floats, maybe_floats
+from jaxattn.core.checks import as_given, floats, maybe_floats
 from jaxattn.core.slots import (
-    as_given,
     as_offsets,
     check_cu_seqlens,
     check_pool,
@@ -23,6 +22,7 @@ from jaxattn.core.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 
 
 def causal_conv1d(
@@ -129,6 +129,7 @@ def causal_conv1d_update(
     check_pool(op, "conv_state", conv_state, reads, layer, slot_shape, x.shape[0])
     writes = write_slots(op, conv_state, reads, writes, layer, x.shape[1])
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    refuse_explicit_axes(op, x, conv_state, state_indices, writes)
     with jax.named_scope(op):
         initial = state_read(conv_state, state_indices, layer=layer)
         y, window = _conv_rows(x, weight, bias, activation, initial)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import (
+    as_given,
     check_arena,
     check_dtype,
     floats,
@@ -16,7 +17,6 @@ from jaxattn.core.checks import (
 )
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.slots import (
-    as_given,
     check_pool,
     each_write,
     rows_in_use,
@@ -24,6 +24,7 @@ from jaxattn.core.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
 
@@ -100,6 +101,7 @@ def gated_delta_rule_decode(
     writes = write_slots(op, state, reads, writes, layer, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
     factor = output_scale(op, scale, k.shape[-1])
+    refuse_explicit_axes(op, q, k, v, a, b, state, state_indices, writes)
 
     def mosaic(interpret: bool):
         # One array each, as a layer's projections would write them.
@@ -134,7 +136,8 @@ def gated_delta_rule_decode(
                 new_state = state_write(new_state, now, slots, layer=layer)
                 outs.append(o)
                 begin = done
-            o = jnp.where(used[:, None, None, None], jnp.concatenate(outs, axis=1), 0)
+            o = jnp.concatenate(outs, axis=1) if outs else v  # of S = 0 tokens
+            o = jnp.where(used[:, None, None, None], o, 0)
         if arena is None:
             return o, new_state
         spec = scratch(

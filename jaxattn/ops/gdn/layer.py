@@ -14,10 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import check_arena, check_dtype, finite, floats, output_scale
+from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.slots import as_given, check_pool, rows_in_use, write_slots
+from jaxattn.core.slots import check_pool, rows_in_use, write_slots
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.conv import causal_conv1d_update
 from jaxattn.ops.gdn.decode import gated_delta_rule_decode
@@ -49,6 +50,11 @@ def pack_gdn_weights(
     if norm.shape[:-1] != layers or norm.ndim < 1:
         raise ValueError(f"{op}: norm must be {[*layers, 'Dv']}, got {norm.shape}")
     values = A_log.shape[-1] * norm.shape[-1]
+    if values == 0:
+        raise ValueError(
+            f"{op}: there must be a value head, of a dim or more, got A_log {A_log.shape} and norm "
+            f"{norm.shape}"
+        )
     keys = conv.shape[-2] - values if conv.ndim == len(layers) + 2 else 0
     if conv.shape[:-2] != layers or keys <= 0 or keys % 2:
         raise ValueError(
@@ -130,6 +136,7 @@ def gated_delta_net_decode(
     check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
     writes = write_slots(op, state, reads, writes, number, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    refuse_explicit_axes(op, qkvz, ba, conv_state, state, state_indices, writes)
     factor, eps = output_scale(op, scale, key_dim), finite(op, "eps", eps)
 
     def mosaic(interpret: bool):
@@ -239,8 +246,8 @@ def _check(
         )
     taps, channels = conv_state.shape[-2:]
     keys = channels - values
-    key_heads = keys // (2 * key_dim)
-    if keys <= 0 or keys % (2 * key_dim) or value_heads % key_heads:
+    key_heads = keys // (2 * max(key_dim, 1))
+    if keys <= 0 or key_dim == 0 or keys % (2 * key_dim) or values == 0 or value_heads % key_heads:
         raise ValueError(
             f"{op}: conv_state's Dc={channels} must be 2 Hk Dk + Hv Dv with a number of key heads "
             f"Hk that divides Hv={value_heads}; state says Hv Dv={values} and Dk={key_dim}"

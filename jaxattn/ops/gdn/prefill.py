@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import (
+    as_given,
     check_dtype,
     check_integer,
     check_integers,
@@ -26,7 +27,6 @@ from jaxattn.core.checks import (
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
-    as_given,
     as_offsets,
     check_pool,
     rows_in_use,
@@ -34,6 +34,7 @@ from jaxattn.core.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic, refuse_prefill
 from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.ops.gdn.chunk import check_chunks
@@ -69,6 +70,8 @@ def gated_delta_rule_prefill(
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
     """`chunk_gated_delta_rule` with each sequence's state read from and written to a pool.
 
+    Differentiable in reverse mode only, and only by "xla".
+
     Args:
         q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in
             `chunk_gated_delta_rule`; n is B, or with cu_seqlens the number of sequences.
@@ -100,8 +103,8 @@ def gated_delta_rule_prefill(
             elsewhere XLA does.
         norm_eps: added to the mean square.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
-            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
-            Not differentiable there.
+            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest. It
+            is not differentiable.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
@@ -136,6 +139,7 @@ def gated_delta_rule_prefill(
     kept = None if kept is None else jnp.asarray(kept)
     factor = output_scale(OP, scale, k.shape[-1])
     norm = _check_norm(v, gate, norm_weight, norm_eps)
+    refuse_explicit_axes(OP, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)

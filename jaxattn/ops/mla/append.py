@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.checks import FLOATS, Arguments, is_integer
+from jaxattn.core.checks import FLOATS, Arguments, finite, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
 from jaxattn.ops.mla.cache import check_format, mla_cache_write
 
@@ -70,8 +71,10 @@ def mla_append(
         weights: `pack_mla_weights(...)` of this layer, or of a stack that `layer` indexes.
         kv_cache: of any format that `jaxattn.mla.mla_cache_write` writes; donate it to update it
             in place.
-        block_tables: int32 page ids.
-        seq_lens: int32 tokens of each row, the S new ones included; for 0 nothing is written.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1, and no
+            two rows may share a page that is written.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; for 0 nothing
+            is written.
         rotation: `jaxattn.rotation` of the tokens' positions [B, S].
         config: P is `config.dim`; its layout says which dims are a pair.
         eps: of both norms.
@@ -82,11 +85,13 @@ def mla_append(
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
 
     Returns:
-        (normed queries [B, S, Q] or None, the cache). A row with seq_lens 0 writes nothing; its
-        queries are normed like any other's.
+        (normed queries [B, S, Q] or None, the cache). A row with seq_lens 0 writes nothing, nor
+        does a traced one that `mla_cache_write` would not write; its queries are normed like any
+        other's.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
+            page, or two tokens are written to one place; it is named.
         NotImplementedError: the named implementation refuses, and says why.
     """
     op = "mla_append"
@@ -94,16 +99,19 @@ def mla_append(
     kv = arguments.check("kv", kv, "B S D")
     if q is not None:
         q = arguments.check("q", q, "B S Q")
+    given = block_tables, seq_lens, query_lens
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "kv", kv)
+    arguments.check_written(*given, kv.shape[1], kv_cache.shape[-2])
     axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
     weights = arguments.check("weights", weights, axes, FLOATS)
     if weights.ndim == 2 and layer is None:
         raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
     check_config(op, config)
+    eps = finite(op, "eps", eps)
     batch, q_len, dim = kv.shape
     rank, query_rank = dim - config.dim, 0 if q is None else q.shape[-1]
     if rank < 1 or weights.shape[-1] != dim + query_rank:
@@ -113,6 +121,7 @@ def mla_append(
         )
     check_format(arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=config.dim)
     check_rotation(op, rotation, config, (batch, q_len))
+    refuse_explicit_axes(op, kv, q, weights, kv_cache, block_tables, seq_lens, query_lens)
     out_dtype = jnp.dtype(kv.dtype if dtype is None else dtype)
 
     def mosaic(interpret: bool) -> tuple[Array | None, Array]:

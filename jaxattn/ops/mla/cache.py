@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.core.checks import Arguments
 from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.varying import refuse_explicit_axes
 
 
 def check_format(
@@ -113,8 +114,12 @@ def mla_cache_write(
     (Not a float8_e4m3fn cache on a CPU: jax 0.11.2 widens all of it there around the write.)
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
-    with seq_lens 0, for t >= query_lens[b], for a negative position, or where the table does
-    not name a page from 0 to N - 1. No two rows may share a page that is written.
+    with seq_lens 0, for t >= query_lens[b], or for a negative position. No two rows may share a
+    page that is written.
+
+    Concrete tables and lengths are checked. Traced ones cannot be: nothing is then written for a
+    row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor where the
+    table names no page from 0 to N - 1. Where two tokens fall into one place, either may win.
 
     On a GPU, rotation, quantization and write are one kernel; a block-scaled cache has one before
     it, which finds the scales.
@@ -124,8 +129,8 @@ def mla_cache_write(
             D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). FP8 numbers saturate, and
             Inf is NaN among them.
         latent: of the new tokens, R dims and P rotated ones, or P to be rotated.
-        block_tables: int32 page ids.
-        seq_lens: int32 tokens of each row, the new ones included.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
+        seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: for a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
@@ -135,10 +140,12 @@ def mla_cache_write(
         config: of that rotation; P is `config.dim`.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
+            page, or two tokens are written to one place; it is named.
     """
     arguments = Arguments("mla_cache_write")
     latent = arguments.check("latent", latent, "B S D")
+    given = block_tables, seq_lens, query_lens
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
@@ -149,6 +156,8 @@ def mla_cache_write(
         query_lens = jnp.full_like(seq_lens, latent.shape[1])
     else:
         query_lens = arguments.check_query_lens(query_lens, "latent", latent)
+    arguments.check_written(*given, latent.shape[1], kv_cache.shape[-2])
+    refuse_explicit_axes(arguments.op, kv_cache, latent, block_tables, seq_lens, query_lens)
     return _write(
         kv_cache, latent, block_tables, seq_lens, query_lens, layer, kv_scale, format=format
     )

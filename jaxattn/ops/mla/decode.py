@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_arena
+from jaxattn.core.checks import Arguments, check_arena, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import vary_alike
+from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
 from jaxattn.kernels.mla_decode.scratch import scratch
@@ -102,7 +102,9 @@ def mla_decode(
     reshape `out` and `lse` back.
 
     Padding and uninitialised memory: a row with seq_lens 0, a token s >= query_lens, and one whose
-    position would be negative, give exactly 0 and lse -inf. Entries of `block_tables` past a row's
+    position would be negative, give exactly 0 and lse -inf. Under `jax.jit`, where lengths cannot
+    be refused, so does a row whose seq_lens is negative or beyond M * C, or whose query_lens is
+    beyond S. Entries of `block_tables` past a row's
     length may hold anything and so may the cache outside of the tokens that a row owns, NaN
     included. A NaN that a row does own stays in that row (in any of its S tokens) and is not
     hidden. Of a row whose every score is -inf the kernels give 0 as well, XLA gives NaN.
@@ -135,7 +137,8 @@ def mla_decode(
         arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
+            that is concrete; it is named.
         NotImplementedError: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_decode")
@@ -145,12 +148,12 @@ def mla_decode(
         kv_cache, block_tables, seq_lens, layer
     )
     scale = arguments.check_scale(scale)
-    integer = isinstance(kv_lora_rank, int) and not isinstance(kv_lora_rank, bool)
-    if not integer or not 1 <= kv_lora_rank <= q.shape[-1]:
+    if not is_integer(kv_lora_rank) or not 1 <= kv_lora_rank <= q.shape[-1]:
         raise ValueError(
             f"mla_decode: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
             f"{q.shape}), got {kv_lora_rank}"
         )
+    kv_lora_rank = int(kv_lora_rank)
     format, kv_scale = check_format(
         arguments,
         kv_cache,
@@ -169,6 +172,7 @@ def mla_decode(
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
         schedule.check("mla_decode", q.shape, max_pages)
     check_arena("mla_decode", arena)
+    refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         apart = reads_apart(q.shape[2]) and not format.quantized

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxattn.core.checks import INT32, Arguments, is_integer
+from jaxattn.core.checks import Arguments, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import vary_alike
+from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic, refuse
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.merge import merge_attention_states
@@ -79,14 +79,16 @@ def causal_attention(
     k_pe: Float[Array, "B T P"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Causal attention of tokens to themselves, values as wide as they like; differentiable.
+    """Causal attention of tokens to themselves, values as wide as they like.
+
+    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
         scale: factor of the scores, a Python number.
-        lengths: int32, valid tokens of each row, at most T (all, if None). The rest is padding:
-            whatever it holds, its output is 0, its lse -inf, and it receives and causes no
-            gradient.
+        lengths: int32, valid tokens of each row, at most T (all, if None; none, of a traced row
+            with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
+            it receives and causes no gradient.
         k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
         implementation: "mosaic_gpu" (Dqk 128 + 64, Dv 128, bfloat16 or float16, forward only in
             the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret", "xla", or
@@ -121,14 +123,8 @@ def causal_attention(
     if lengths is None:
         config, lengths = Config.resident(), jnp.full(batch, tokens, jnp.int32)
     else:
-        config, given = Config(), lengths
-        lengths = arguments.check("lengths", given, "B", INT32)
-        arguments.check_most(
-            f"lengths {lengths.shape}",
-            given,
-            tokens,
-            f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}",
-        )
+        but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
+        config, lengths = Config(), arguments.lengths("lengths", lengths, tokens, but)[1]
 
     def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
         *operands, lengths = args
@@ -180,6 +176,8 @@ def mla_prefill(
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Attention of new tokens to themselves and to their row's cached prefix.
 
+    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
+
     The new tokens' own causal attention is merged by log-sum-exp with that to the prefix (positions
     below seq_lens - query_lens), which is read from the cache `block` tokens at a time. The
     new tokens come from `latent`, so the cache may hold them already or not, and an FP8 cache has
@@ -192,8 +190,10 @@ def mla_prefill(
         w_uk, w_uv: per-head up-projections of keys and values.
         kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`. FP8
             formats are unpacked `block` tokens at a time.
-        block_tables: int32 page ids; entries past a row's length are not read.
-        seq_lens: int32 tokens of each row, the new ones included. 0 is a padding row.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1; entries
+            past it are not read.
+        seq_lens: int32 tokens of each row, the new ones included, at most M * C. 0 is a padding
+            row.
         query_lens: int32 new tokens of each row, at most T.
         scale: factor of the scores; see `jaxattn.core.rope.softmax_scale`.
         layer: index into the stack, a Python int or a traced scalar.
@@ -207,10 +207,12 @@ def mla_prefill(
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
-        whose position would be negative, are padding: exactly 0 and -inf.
+        whose position would be negative, are padding: exactly 0 and -inf. So is a traced row whose
+        seq_lens is negative or beyond M * C, or whose query_lens is beyond T.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
+            that is concrete; it is named.
         NotImplementedError: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_prefill")
@@ -241,6 +243,7 @@ def mla_prefill(
         arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=q.shape[-1] - nope
     )
     args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+    refuse_explicit_axes("mla_prefill", args)
     xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK, format=format)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:

@@ -129,7 +129,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
     pooled, arguments = gated_case([0, 130], [0, 2])
     right = gdn_prefill.gdn_prefill_mosaic
     detecting = functools.partial(right, detect_races=True)
-    monkeypatch.setattr("jaxattn.gdn_prefill.gdn_prefill_mosaic", detecting)
+    monkeypatch.setattr("jaxattn.ops.gdn.prefill.gdn_prefill_mosaic", detecting)
     with no_races():
         out, _ = jax.block_until_ready(run(arguments, "mosaic_gpu_interpret"))
     assert_normed(pooled, arguments, out)

@@ -21,7 +21,6 @@ from tests.helpers.kernel_cases import (
     both_devices,
     mla_case,
     no_races,
-    relative,
     x64,
 )
 
@@ -253,14 +252,18 @@ def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, im
 
 
 @both_devices
-def test_a_length_beyond_the_table_reads_no_further_than_the_table(implementation):
+def test_a_length_beyond_the_table_is_padding(implementation):
     case = mla_case([64, 128], heads=19)
-    case.block_tables, case.seq_lens = case.block_tables[:, :2], case.seq_lens + 100
-    case.block_tables = case.block_tables.at[0, 1].set(case.block_tables[1, 1])
-    expected, expected_lse = decode(case, "xla")
-    out, lse = decode(case, implementation)
-    assert relative(out, np.asarray(expected, np.float64)) < 5e-3
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=0)
+    case.block_tables = case.block_tables[:, :2]
+    run = functools.partial(
+        op, case.q, case.kv_cache, case.block_tables, scale=case.scale, layer=case.layer
+    )
+    (within, *_), beyond = (
+        run(case.seq_lens.at[1].add(more), implementation=implementation) for more in (0, 1)
+    )
+    out, lse = beyond
+    assert not np.asarray(out[1], np.float32).any() and np.isneginf(lse[1]).all()
+    np.testing.assert_array_equal(np.asarray(out[0]), np.asarray(within[0]))
 
 
 @both_devices

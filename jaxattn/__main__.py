@@ -1,0 +1,37 @@
+"""`python -m jaxattn`: the commands, a line each."""
+
+import sys
+from collections.abc import Sequence
+
+from jaxattn.cli.command import exit_code
+from jaxattn.cli.options import VERSION, InputError, Parser
+
+PROGRAM = "python -m jaxattn"
+COMMANDS = {
+    "serve": "continues prompts with a model of bytes, many at a time",
+    "plan": "prints what memory a model takes on each GPU, and why",
+    "bench": "times the kernels and a whole decode step on this GPU",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the list; returns the exit code."""
+    return exit_code(PROGRAM, lambda: run(argv))
+
+
+def run(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog=PROGRAM, description="Prints the commands of this package.")
+    parser.add_argument("--version", action="version", version=VERSION)
+    _, given = parser.parse_known_args(argv)
+    if given:
+        known = [word for word in given if word in COMMANDS]
+        wanted = f"run {PROGRAM}.{known[0]}" if known else f"run {PROGRAM} without arguments"
+        raise InputError(f"{given[0]!r} is no option of the list of commands; {wanted}")
+    for name, what in COMMANDS.items():
+        print(f"{PROGRAM}.{name:<6} {what}")
+    print("Each has --help. The installed scripts are jaxattn-serve, jaxattn-plan, jaxattn-bench.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

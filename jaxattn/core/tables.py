@@ -1,0 +1,64 @@
+"""What can be checked of page tables before anything runs, where their numbers are known.
+
+Slots of a state pool have the same checks, in slots.py.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check_pages(op: str, tables: Any, lengths: Any, num_pages: int, page: int) -> None:
+    """Raises ValueError where a row has a page, within its length, that there is not.
+
+    Like slots of a state pool: what is traced is not looked at.
+
+    Args:
+        tables: int32 [B, M], or a tracer.
+        lengths: int32 [B] from 0 to M * page, or a tracer.
+    """
+    if isinstance(tables, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    tables, lengths = np.asarray(tables), np.asarray(lengths)
+    owned = np.arange(tables.shape[1]) < -(-lengths // page)[:, None]
+    missing = owned & ((tables < 0) | (tables >= num_pages))
+    if missing.any():
+        row, column = np.argwhere(missing)[0]
+        raise ValueError(
+            f"{op}: block_tables {tables.shape} holds page {tables[row, column]} at "
+            f"[{row}, {column}], within row {row}'s {lengths[row]} tokens in pages of {page}; "
+            f"kv_cache has pages 0 to {num_pages - 1}"
+        )
+
+
+def check_places(op: str, tables: Any, lengths: Any, new: Any, page: int) -> None:
+    """Raises ValueError where a row writes a token to a place that is another token's, be it
+    another row's or its own. Pages that are only read may be shared.
+
+    Args:
+        tables, lengths: as `check_pages` has passed them.
+        new: of each row, or of all of them, how many tokens at its end are written.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in (tables, lengths, new)):
+        return
+    tables, lengths, new = (np.asarray(x).astype(np.int64) for x in (tables, lengths, new))
+    first = np.arange(tables.shape[1]) * page
+    held = np.clip(lengths[:, None] - first, 0, page)  # tokens of each page, from its first place
+    begin = np.maximum((lengths - new)[:, None] - first, 0)  # the first place that is written
+    owned, written = held > 0, begin < held
+    shared = owned & np.isin(tables, tables[written])
+    pages, counts = np.unique(tables[shared], return_counts=True)
+    for number in pages[counts > 1]:
+        entries = np.argwhere(shared & (tables == number))
+        for row, column in entries[written[tuple(entries.T)]]:
+            place = begin[row, column]
+            others = entries[held[tuple(entries.T)] > place]
+            others = others[(others != (row, column)).any(axis=1)]
+            if len(others):
+                other, there = others[0]
+                raise ValueError(
+                    f"{op}: row {row} writes its token {first[column] + place} to page {number}, "
+                    f"place {place}, where row {other} has its token {first[there] + place}; give "
+                    "each row pages of its own where it writes"
+                )

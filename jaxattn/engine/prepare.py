@@ -1,0 +1,312 @@
+"""Everything about an engine that needs no memory: limits, executables and plan.
+
+    prepared = prepare(model, model.param_shapes(), Limits(batch=8, utilization=0.9))
+    print(prepared.plan.total)
+    engine = Engine.of(prepared)
+    engine.start(params)            # loaded meanwhile
+
+`prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.memory_plan import (
+    Executable,
+    advice,
+    check_row,
+    fill,
+    from_compiled,
+    from_shapes,
+    packed_shapes,
+    plan_engine,
+)
+from jaxattn.engine.process import PROCESS
+from jaxattn.engine.steps import OnCompile, Steps, compiled_steps, new_state
+from jaxattn.memory import device
+from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
+from jaxattn.memory.device import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import Model, check_caches, check_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """An engine that holds no memory yet.
+
+    Attributes:
+        limits: as they were given; with `utilization`, with the pages that fit.
+        steps: the executables.
+        known: what XLA says of each executable's memory.
+        plan: what memory the engine will take and why.
+        params: the packed parameters, as shapes.
+        devices: that will run the steps.
+        wanted: the limits as they were given.
+        trial: with `utilization`, the same steps beside a cache of one row. They run before the
+            cache exists, so that what drivers and libraries take is measured.
+    """
+
+    model: Model
+    limits: Limits
+    steps: Steps
+    known: dict[str, Executable]
+    plan: MemoryPlan
+    params: Any
+    devices: tuple[jax.Device, ...]
+    wanted: Limits
+    compiler: "Compiler"
+    trial: "tuple[Limits, Steps] | None" = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """What is compiled, for limits that are still open.
+
+    Attributes:
+        implementation: of the decode kernels; None is the best for the device.
+        on_compile: called with each executable's name and None before it is compiled, and with the
+            seconds that it took after that.
+        workers: executables that are compiled at a time.
+    """
+
+    model: Model
+    params: Any
+    devices: tuple[jax.Device, ...]
+    implementation: Implementation | None = None
+    on_compile: OnCompile | None = None
+    workers: int = 1
+
+    def compile(self, limits: Limits) -> Steps:
+        return compiled_steps(
+            self.model,
+            limits,
+            self.params,
+            self.devices,
+            implementation=self.implementation,
+            on_compile=self.on_compile,
+            workers=self.workers,
+        )
+
+    def known(self, limits: Limits, steps: Steps) -> dict[str, Executable]:
+        """What XLA says of each executable's memory."""
+        state = jax.eval_shape(lambda: new_state(self.model, limits))
+        held = nbytes(self.params) + nbytes(state)
+        return {name: from_compiled(step, held) for name, step in steps.executables.items()}
+
+    def plan(
+        self,
+        limits: Limits,
+        known: dict[str, Executable],
+        memory: DeviceMemory | None,
+        own: int,
+        *,
+        wanted: Limits,
+    ) -> MemoryPlan:
+        """The plan of these limits.
+
+        Args:
+            own: bytes in the device's pool that the plan counts in other lines.
+            wanted: the limits as they were asked for.
+
+        Raises:
+            PlanError: it does not fit, or the cache holds no row at full length.
+        """
+        beside = others(memory, known, own)
+        made = plan_engine(self.model, limits, memory, self.params, known, **beside)
+
+        def helps() -> tuple[str, ...]:
+            if memory is None:
+                return ()
+            bounds = known or from_shapes(self.model, limits, self.params, self.implementation)
+            return advice(self.model, limits, memory, self.params, bounds, **beside)
+
+        if wanted.utilization is None:
+            made.check(helps)
+        else:
+            check_row(made, limits, helps, wanted=wanted.num_pages)
+        return made
+
+    def fill(
+        self,
+        wanted: Limits,
+        known: dict[str, Executable],
+        memory: DeviceMemory,
+        own: int,
+    ) -> Limits:
+        """The limits with the pages that the device has room for."""
+        beside = others(memory, known, own)
+        return fill(self.model, wanted, memory, self.params, known, **beside)
+
+    def fit(
+        self,
+        wanted: Limits,
+        known: dict[str, Executable],
+        memory: DeviceMemory,
+        own: int,
+    ) -> tuple[Limits, Steps, dict[str, Executable]]:
+        """Limits with the most pages that fit, and their executables.
+
+        Args:
+            known: of the same steps beside another number of pages.
+
+        Raises:
+            PlanError: too little is left, or XLA's temp grows with the pages again and again.
+        """
+        for _ in range(3):
+            limits = self.fill(wanted, known, memory, own)
+            self.plan(limits, known, memory, own, wanted=wanted)
+            steps = self.compile(limits)
+            found = self.known(limits, steps)
+            if all(found[name].temp <= known[name].temp for name in known):
+                return limits, steps, found
+            known = found
+        raise PlanError(
+            "XLA's temp grows with the pages, so `utilization` finds no number of them; give "
+            "num_pages instead"
+        )
+
+
+def prepare(
+    model: Model,
+    params: Any,
+    limits: Limits | None = None,
+    devices: Sequence[jax.Device] | jax.Device | None = None,
+    *,
+    implementation: Implementation | None = None,
+    on_compile: OnCompile | None = None,
+    workers: int = 1,
+) -> Prepared:
+    """Compiles and plans an engine. Allocates nothing on the device.
+
+    Args:
+        params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), packed or not.
+        limits: of batch, lengths and cache; `Limits()` if None.
+        devices: that will run the steps; None is JAX's default device.
+        implementation: of the decode kernels; None is the best for the device.
+        on_compile: called with each executable's name and None before it is compiled, and with the
+            seconds that it took after that.
+        workers: executables that are compiled at a time.
+
+    Raises:
+        TypeError: an argument is of another type; the message names it.
+        ValueError: `params` are not the model's, `max_model_len` is longer than the model's
+            `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
+        PlanError: the device has not enough memory, or with `utilization` the cache that is left
+            holds no row at full length.
+        NotImplementedError: the named implementation refuses; the message says why.
+    """
+    limits = Limits() if limits is None else limits
+    check_arguments(model, limits, implementation)
+    compiler = Compiler(
+        model=model,
+        params=checked_params(model, params),
+        devices=_devices(devices),
+        implementation=implementation,
+        on_compile=on_compile,
+        workers=workers,
+    )
+    memory, own, trial = device.device_memory(compiler.devices[0]), on_device(params), None
+    if limits.utilization is None:
+        filled = limits
+        compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
+        steps = compiler.compile(filled)
+        known = compiler.known(filled, steps)
+    else:
+        if memory is None:
+            raise ValueError(
+                f"utilization={limits.utilization} needs a device whose memory is known, and "
+                f"{compiler.devices[0]} does not say; give num_pages"
+            )
+        filled = compiler.fill(limits, {}, memory, own)
+        compiler.plan(filled, {}, memory, own, wanted=limits)
+        pages = min(filled.pages_per_row, filled.pages)
+        one_row = dataclasses.replace(limits, num_pages=pages, utilization=None)
+        trial = one_row, compiler.compile(one_row)
+        known = compiler.known(*trial)
+        filled, steps, known = compiler.fit(limits, known, memory, own)
+    return Prepared(
+        model=model,
+        limits=filled,
+        steps=steps,
+        known=known,
+        plan=compiler.plan(filled, known, memory, own, wanted=limits),
+        params=compiler.params,
+        devices=compiler.devices,
+        wanted=limits,
+        compiler=compiler,
+        trial=trial,
+    )
+
+
+def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
+    """Raises TypeError or ValueError, by name, for arguments that no engine can have."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            "model must be a jaxattn.models.Model, such as jaxattn.models.Hybrid(config); got "
+            f"{type(model).__name__}"
+        )
+    if not isinstance(limits, Limits):
+        raise TypeError(f"limits must be a jaxattn.Limits, got {type(limits).__name__}")
+    names = get_args(Implementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(
+            f"implementation must be one of {', '.join(map(repr, names))} or None; got "
+            f"{implementation!r}"
+        )
+    check_caches(model.caches)
+    if limits.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={limits.max_model_len} is longer than the model's "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+def checked_params(model: Model, params: Any) -> Any:
+    """The packed parameters as shapes.
+
+    Raises:
+        ValueError: `params` are neither the model's parameters nor its packed ones.
+    """
+    packed = packed_shapes(model)
+    if str(jax.tree.structure(params)) == str(jax.tree.structure(packed)):
+        check_params(packed, params)
+    else:
+        check_params(model.param_shapes(), params)
+    return packed
+
+
+def on_device(params: Any) -> int:
+    """Bytes of the arrays among them: shapes take none."""
+    return nbytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
+
+
+def others(memory: DeviceMemory | None, known: dict[str, Executable], own: int) -> dict[str, Any]:
+    """Bytes that a plan has to leave alone: the driver's, and those of other arrays and engines.
+
+    Args:
+        known: executables whose code lies among what the driver holds.
+        own: bytes in the device's pool that the plan counts in other lines.
+    """
+    if memory is None or memory.outside is None:
+        return {"outside": 0, "others": 0}
+    code = sum(each.code for each in known.values())
+    stepping = sum(engine.plan["xla temp"] for engine in PROCESS.engines)
+    return {
+        "outside": max(memory.outside - code, 0),
+        "others": max(memory.in_use - own, 0) + stepping,
+    }
+
+
+def _devices(devices: Any) -> tuple[jax.Device, ...]:
+    if devices is None:
+        return (jax.devices()[0],)
+    if isinstance(devices, jax.Device):
+        return (devices,)
+    found = tuple(devices)
+    if len(found) != 1:
+        raise ValueError(f"devices must be one device so far; got {len(found)}")
+    return found

@@ -1,0 +1,56 @@
+"""What the engines of one process share, in one object: `PROCESS`.
+
+JAX itself has one allocator, one set of listeners and one cache of executables per process, so an
+engine has to know of the others. Nothing else in the package keeps state in a module.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax.monitoring
+
+
+class Process:
+    """What the engines of a process share. Nothing here keeps an engine or an array alive.
+
+    Attributes:
+        engines: each `Engine` alive. It may be in a step while another plans: its temp is taken.
+        steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
+    """
+
+    def __init__(self) -> None:
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self._guard = threading.Lock()
+        self._inside = threading.local()
+        self._listening = False
+
+    def lock(self, key: Hashable) -> Any:
+        """The lock of a set of entry points, so that two threads do not both compile it."""
+        with self._guard:
+            lock = self._locks.get(key)
+            if lock is None:
+                lock = self._locks[key] = threading.Lock()
+            return lock
+
+    @property
+    def seal(self) -> Any:
+        """The `Seal` that this thread is inside of, or None."""
+        return getattr(self._inside, "seal", None)
+
+    @seal.setter
+    def seal(self, seal: Any) -> None:
+        self._inside.seal = seal
+
+    def listen(self, listener: Callable[..., None]) -> None:
+        """Registers the one listener of the process with JAX, once."""
+        with self._guard:
+            if not self._listening:
+                jax.monitoring.register_scalar_listener(listener)
+                self._listening = True
+
+
+PROCESS = Process()

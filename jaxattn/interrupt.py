@@ -1,0 +1,105 @@
+"""What Ctrl-C does to a command of this package: one line and exit code 130, at any time.
+
+`jaxattn/__init__.py` calls `guard_command` before it imports JAX, which takes a second or more. A
+KeyboardInterrupt in the middle of an import prints a traceback, or is lost where Python ignores
+exceptions. While XLA compiles, the main thread runs no Python and raises nothing. So nothing is
+raised: a thread waits for the signal and ends the process.
+
+A command has something to report while it generates. It raises KeyboardInterrupt then
+(`interrupts_raised` in cli/command.py). A program that only imports jaxattn keeps Python's own
+Ctrl-C. This file imports nothing that takes time: what runs before it is Python's own start.
+"""
+
+import _thread
+import os
+import signal
+import sys
+
+COMMANDS = ("serve", "plan", "bench")
+CODE = 128 + signal.SIGINT
+
+_ending = _thread.allocate_lock()
+_on_end: list[bytes] = []
+_wakeup = -1
+
+
+def guard_command() -> None:
+    """Makes Ctrl-C end the process if Python was started as a command of this package."""
+    if started_as() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        guard()
+
+
+def started_as() -> str | None:
+    """The command that Python was started with, as the user wrote it; None in another program."""
+    given, own = getattr(sys, "orig_argv", []), getattr(sys, "argv", [])
+    if not 0 < len(own) < len(given):
+        return None
+    # While `python -m name` imports the package, sys.argv[0] stands for the last of its own words.
+    name = given[len(given) - len(own)].removeprefix("-m")
+    if name in ("jaxattn", *(f"jaxattn.{command}" for command in COMMANDS)):
+        return f"python -m {name}"
+    script = os.path.basename(name)
+    return script if script in {f"jaxattn-{command}" for command in COMMANDS} else None
+
+
+def program(command: str) -> str:
+    """What a command calls itself: as it was started, or by its module."""
+    started = started_as()
+    return started if started and started.endswith(command) else f"python -m jaxattn.{command}"
+
+
+def guard() -> None:
+    """Makes Ctrl-C end the process, also while the main thread waits in a library."""
+    global _wakeup
+    signal.signal(signal.SIGINT, end_process)  # for the few moments until the thread runs
+    if sys.platform == "win32" or _wakeup >= 0:
+        return
+    import fcntl
+
+    pipe = os.pipe()
+    # A closed stdin, stdout or stderr leaves its number free, and others would write into it.
+    reading, _wakeup = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in pipe)
+    for end in pipe:
+        os.close(end)
+    os.set_blocking(_wakeup, False)
+    _thread.start_new_thread(_wait, (reading,))
+    listen()
+
+
+def active() -> bool:
+    """Whether Ctrl-C ends this process."""
+    return signal.getsignal(signal.SIGINT) is end_process
+
+
+def listen(on: bool = True) -> None:
+    """Whether the thread hears of signals; it does from `guard` on."""
+    if _wakeup >= 0:
+        signal.set_wakeup_fd(_wakeup if on else -1, warn_on_full_buffer=False)
+
+
+def finished() -> None:
+    """After a command's work: while Python ends, Ctrl-C could only spoil the exit code."""
+    if active():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def before_end(text: bytes | None) -> None:
+    """What a terminal needs before the last line, such as its cursor back; None for nothing."""
+    _on_end[:] = [text] if text else []
+
+
+def _wait(reading: int) -> None:
+    while data := os.read(reading, 64):
+        if signal.SIGINT in data:
+            end_process()
+
+
+def end_process(*_: object) -> None:
+    """Writes the last line and ends the process."""
+    if not _ending.acquire(blocking=False):
+        return  # the thread and the handler both came here
+    try:
+        os.write(2, b"".join([*_on_end, b"interrupted\n"]))
+    except OSError:
+        pass  # nobody reads it
+    os._exit(CODE)

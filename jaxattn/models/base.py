@@ -1,0 +1,325 @@
+"""What the engine asks of a model: its caches, its scratch and its two steps.
+
+    prefill(params, state, batch) -> (logits [B, vocab], state)
+    decode(params, state, batch) -> (logits [B, vocab], state)
+
+The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
+kind of cache. docs/adding-a-model.md walks through a complete model.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.memory.budget import Item, nbytes
+
+type Arrays = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What a step carries, all of it donated and updated in place.
+
+    Attributes:
+        arena: scratch, `Model.scratch` of all steps overlaid.
+        caches: the arrays of each `LayerCache` by name, under the name of the cache.
+    """
+
+    arena: Arena
+    caches: dict[str, Arrays]
+
+    def array(self, name: str) -> Array:
+        """An array of any cache, such as "kv_cache": names are unique within a model."""
+        return next(arrays[name] for arrays in self.caches.values() if name in arrays)
+
+    def replace(self, cache: str, arrays: Arrays, arena: Arena | None = None) -> "DecodeState":
+        """The state with other arrays of one cache, and another arena if one is given."""
+        return DecodeState(self.arena if arena is None else arena, {**self.caches, cache: arrays})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeBatch:
+    """The next S tokens of each row, S = 1 unless several tokens are known.
+
+    Attributes:
+        tokens: int32 [B, S].
+        seq_lens: int32 [B], the new tokens included; 0 is a padding row.
+        block_tables: int32 [B, M], pages of the row in order; entries past its length are never
+            read.
+        state_indices: int32 [B], the row's state slot; -1 is a padding row.
+    """
+
+    tokens: Int[Array, "B S"]
+    seq_lens: Int[Array, "B"]
+    block_tables: Int[Array, "B M"]
+    state_indices: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """A chunk of each row's prompt, left-aligned in T tokens.
+
+    Attributes:
+        tokens: int32 [B, T].
+        query_lens: int32 [B], tokens of the chunk; 0 is a padding row.
+        seq_lens: int32 [B], the row's length after the chunk. A row whose `seq_lens` equals its
+            `query_lens` is fresh: it starts from zero states, whatever its slot holds.
+        block_tables: int32 [B, M].
+        state_indices: int32 [B]; -1 is a padding row.
+    """
+
+    tokens: Int[Array, "B T"]
+    query_lens: Int[Array, "B"]
+    seq_lens: Int[Array, "B"]
+    block_tables: Int[Array, "B M"]
+    state_indices: Int[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """What a cache is made for.
+
+    Attributes:
+        pages: of `page_size` tokens each; the rows share them.
+        slots: one for each row that can be live.
+        checkpoints: slots beside those, for copies of a row's state; no row decodes in them.
+    """
+
+    pages: int
+    slots: int
+    page_size: int = PAGE_SIZE
+    checkpoints: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCache(abc.ABC):
+    """What the layers of one kind keep of each row: any number of arrays, of any shape and dtype.
+
+    An array grows with the pages (latents, keys and values), with the slots (recurrent states, a
+    ring of inputs, a cursor for each row) or with neither.
+
+    Pages and slots that a row leaves are given to the next row as they are. So a fresh row, whose
+    `seq_lens` equals its `query_lens`, must read nothing that it has not written.
+
+    Attributes:
+        name: of the cache, unique within a model.
+        layers: how many layers it has; layer l of it is `array[l]`.
+    """
+
+    name: str
+    layers: int
+
+    @abc.abstractmethod
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each array, by a name that is unique within a model."""
+
+    @abc.abstractmethod
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        """What decides an array's bytes: the text of its line in the plan."""
+
+    def init(self, size: CacheSize) -> Arrays:
+        """The arrays before the first row."""
+        shapes = self.shapes(size)
+        return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+
+    def items(self, size: CacheSize) -> tuple[Item, ...]:
+        """The lines of the plan: one for each array, "kv_cache" as "kv cache"."""
+        return tuple(
+            Item(line_name(array), nbytes(shape), self.describe(array, shape))
+            for array, shape in self.shapes(size).items()
+        )
+
+    def copy_slots(
+        self, arrays: Arrays, source: Int[Array, " n"], target: Int[Array, " n"]
+    ) -> Arrays:
+        """Copies slots `source` to `target`, to make a checkpoint of rows or to go back to one.
+
+        Checkpoint slots are numbered behind the live ones. The caller keeps the pages of a
+        checkpoint, so a cache of pages copies nothing.
+        """
+        return arrays
+
+
+def line_name(array: str) -> str:
+    """The name of an array's line in the plan."""
+    return array.replace("_", " ")
+
+
+class Model(abc.ABC):
+    """A decoder as the engine sees it. Two equal models share their executables.
+
+    A model is hashable: a frozen dataclass of its configuration, as `DecoderModel` is.
+    """
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Tokens are from 0 to `vocab_size` - 1."""
+
+    @property
+    @abc.abstractmethod
+    def max_position_embeddings(self) -> int:
+        """The longest row in tokens. Nothing is allocated by it."""
+
+    @property
+    @abc.abstractmethod
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What the layers keep of the rows."""
+
+    @abc.abstractmethod
+    def param_shapes(self) -> Any:
+        """The parameters as shapes and dtypes, before `pack`."""
+
+    @abc.abstractmethod
+    def prefill(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """A chunk of each row's prompt.
+
+        Returns:
+            Float32 logits of each row's last valid token (0 for a padding row), and the state.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """The next tokens of each row.
+
+        Returns:
+            Float32 logits of each row's last token (0 for a padding row), and the state.
+        """
+
+    def scratch(
+        self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
+    ) -> tuple[ArenaSpec, ...]:
+        """The scratch of each op of a decode step of `rows` rows of up to `max_pages` pages."""
+        return ()
+
+    def pack(self, params: Any) -> Any:
+        """The parameters as the steps read them fastest. The engine calls it once, on loading."""
+        return params
+
+    def copies(self, params: Any) -> Any:
+        """Those leaves of packed parameters that `pack` holds a second time."""
+        return ()
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Decode op -> its kernel's name in a compiled step."""
+        return {}
+
+
+def scratch_spec(
+    model: Model, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
+) -> ArenaSpec:
+    """What one decode step needs, however many layers there are: the ops' scratch, overlaid."""
+    specs = model.scratch(rows, max_pages=max_pages, q_len=q_len, page_size=page_size)
+    return reduce(or_, specs, ArenaSpec())
+
+
+def init_state(model: Model, size: CacheSize, spec: ArenaSpec) -> DecodeState:
+    """Zeroed caches and an arena. Under `jax.eval_shape` it says the bytes without a device."""
+    return DecodeState(
+        Arena.allocate(spec), {cache.name: cache.init(size) for cache in model.caches}
+    )
+
+
+def check_caches(caches: Sequence[LayerCache]) -> None:
+    """Raises ValueError, with the names, where the caches of a model contradict each other."""
+    small, large = CacheSize(pages=1, slots=1), CacheSize(pages=2, slots=2)
+    lines: dict[str, str] = {}
+    names: set[str] = set()
+    for cache in caches:
+        if cache.name in names:
+            raise ValueError(f"two caches have the name {cache.name!r}")
+        names.add(cache.name)
+        if cache.layers < 1:
+            raise ValueError(f"cache {cache.name!r} has {cache.layers} layers; it needs at least 1")
+        shapes = cache.shapes(small)
+        if cache.shapes(large).keys() != shapes.keys():
+            raise ValueError(f"cache {cache.name!r} has other arrays for other sizes")
+        for array in shapes:
+            if other := lines.get(line_name(array)):
+                raise ValueError(
+                    f"caches {other!r} and {cache.name!r} both have an array {array!r}; arrays "
+                    "need names of their own"
+                )
+            lines[line_name(array)] = cache.name
+
+
+def check_params(shapes: Any, params: Any) -> None:
+    """Raises ValueError, with the first name, unless `params` have these shapes and dtypes."""
+    expected, found = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (shapes, params))
+    )
+    for name, shape in expected.items():
+        wanted = f"{shape.dtype.name}{list(shape.shape)}"
+        if name not in found:
+            raise ValueError(f"parameter {name!r} is missing; expected {wanted}")
+        leaf = found[name]
+        if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
+            actual = f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+            raise ValueError(f"parameter {name!r} is {actual}; expected {wanted}")
+    if unexpected := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"unexpected parameter {unexpected[0]!r}")
+
+
+def compiler_options(backend: str) -> dict[str, bool | int | str] | None:
+    """Options for a `jax.jit` around a step; None where there is nothing to set.
+
+    XLA's Triton matmuls copy each layer's weights out of the stack before they read them, and its
+    dot merger does so to join two products with one left side. Rematerialization counts a state
+    that fills the device twice, as argument and as result, and computes parts of the step again to
+    save what is no temp at all.
+    """
+    if backend != "gpu":
+        return None
+    return {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+
+
+def jit_step(
+    step: Callable,
+    *,
+    implementation: Implementation | None = None,
+    backend: str | None = None,
+) -> Any:
+    """A step jitted as (params, state, batch) -> (logits, state), the state donated.
+
+    Args:
+        step: a model's `decode` or `prefill`.
+        backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
+    """
+    return jax.jit(
+        partial(step, implementation=implementation),
+        donate_argnums=1,
+        compiler_options=compiler_options(backend or jax.default_backend()),
+    )

@@ -1,0 +1,91 @@
+"""The kinds of cache that models are built of: pages of latents, of keys and values, and states."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from jaxattn.core.formats import LatentFormat
+from jaxattn.models.base import Arrays, CacheSize, LayerCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentPages(LayerCache):
+    """MLA's latents: `kv_cache` [L, N, C, Ds] in one of the formats of `LatentFormat`."""
+
+    format: LatentFormat
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.layers, size.pages, size.page_size, self.format.width)
+        return {"kv_cache": jax.ShapeDtypeStruct(shape, self.format.dtype)}
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, pages, page_size, width = shape.shape
+        return (
+            f"{layers} MLA layers x {pages:,} pages x {page_size} tokens x {width} "
+            f"{shape.dtype.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyValuePages(LayerCache):
+    """Grouped-query attention's keys and values: `kv_cache` [L, N, 2, C, Hk, D].
+
+    Attributes:
+        heads: Hk, key-value heads.
+        head_dim: D.
+        dtype: of keys and values.
+    """
+
+    heads: int
+    head_dim: int
+    dtype: DTypeLike
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.layers, size.pages, 2, size.page_size, self.heads, self.head_dim)
+        return {"kv_cache": jax.ShapeDtypeStruct(shape, self.dtype)}
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, pages, _, page_size, heads, dim = shape.shape
+        return (
+            f"{layers} attention layers x {pages:,} pages x {page_size} tokens x 2 x {heads} heads "
+            f"x {dim} {shape.dtype.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentState(LayerCache):
+    """A delta rule's states and the last inputs of the convolution before it, by slot.
+
+    Attributes:
+        conv_shape: [W - 1, Dc], the inputs that the next token's convolution reads.
+        conv_dtype: of those.
+        state_shape: [Hv, Dv, Dk], float32.
+        kind: of the layers, for the plan.
+    """
+
+    conv_shape: tuple[int, int]
+    conv_dtype: DTypeLike
+    state_shape: tuple[int, int, int]
+    kind: str = "GDN"
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        rows = (self.layers, size.slots + size.checkpoints)
+        return {
+            "conv_state": jax.ShapeDtypeStruct((*rows, *self.conv_shape), self.conv_dtype),
+            "ssm_state": jax.ShapeDtypeStruct((*rows, *self.state_shape), jnp.float32),
+        }
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, slots, *of_slot = shape.shape
+        what = f"{layers} {self.kind} layers x {slots:,} slots x "
+        if array == "conv_state":
+            return f"{what}last {of_slot[0]} inputs x {of_slot[1]} {shape.dtype.name}"
+        return f"{what}{'x'.join(map(str, of_slot))} {shape.dtype.name}"
+
+    def copy_slots(
+        self, arrays: Arrays, source: Int[Array, " n"], target: Int[Array, " n"]
+    ) -> Arrays:
+        return {name: x.at[:, target].set(x[:, source]) for name, x in arrays.items()}

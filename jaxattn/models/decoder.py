@@ -1,0 +1,401 @@
+"""A decoder of blocks: each segment of its layers is one scan that decodes in one donated state.
+
+Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
+whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
+out of a cache, and all layers reuse one arena.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.rms_norm import norms_features
+from jaxattn.models.base import (
+    DecodeBatch,
+    DecodeState,
+    LayerCache,
+    Model,
+    PrefillBatch,
+    check_caches,
+)
+from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.packed import PackedParams, pack_params
+from jaxattn.models.segments import Segment, derive
+from jaxattn.nn import RMSNorm
+from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.ops.norm import rms_norm_layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A decoder's layers and what surrounds them.
+
+    Attributes:
+        blocks: one for each layer, in order.
+        tie_embeddings: the output head is the embedding, transposed.
+        max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
+
+    Raises:
+        ValueError: there are no layers or too many, or blocks of one cache differ; it is named.
+    """
+
+    vocab_size: int
+    stream: Stream
+    blocks: tuple[Block, ...]
+    max_position_embeddings: int
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        mixers: dict[str, Mixer] = {}
+        for layer, mixer in enumerate(block.mixer for block in self.blocks):
+            first = mixers.setdefault(mixer.cache_name, mixer)
+            if mixer != first:
+                raise ValueError(
+                    f"layer {layer} has a {type(mixer).__name__} that differs from those before "
+                    f"it in the cache {mixer.cache_name!r}: {mixer} and {first}"
+                )
+        _ = self.segments
+        check_caches(self.caches)
+
+    @cached_property
+    def segments(self) -> tuple[Segment[Block], ...]:
+        return derive(self.blocks)
+
+    @cached_property
+    def mixers(self) -> dict[str, Mixer]:
+        """The mixer of each cache, by the cache's name."""
+        return {block.mixer.cache_name: block.mixer for block in self.blocks}
+
+    @cached_property
+    def caches(self) -> tuple[LayerCache, ...]:
+        layers = Counter(block.mixer.cache_name for block in self.blocks)
+        return tuple(mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items())
+
+    def layer_of(self, segment: Segment[Block], place: int, repeat: Array) -> LayerOf:
+        """The number, within its cache, of the layer at a place of a segment's pattern."""
+        name = segment.pattern[place].mixer.cache_name
+
+        def count(blocks: tuple[Block, ...]) -> int:
+            return sum(block.mixer.cache_name == name for block in blocks)
+
+        before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
+        return LayerOf(repeat, count(segment.pattern), before)
+
+
+class Layer(nnx.Module):
+    """A block with its parameters."""
+
+    def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
+        self.norm = _norm(stream)
+        self.mixer = block.mixer.build(stream, rngs)
+        self.mlp_norm = _norm(stream)
+        self.mlp = block.feed_forward.build(stream, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.mixer(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Pattern(nnx.Module):
+    """One repeat of a segment: the body of its scan."""
+
+    def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
+        self.layers = nnx.List([Layer(block, stream, rngs=rngs) for block in pattern])
+
+    def __call__(self, x: Array) -> Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits. The parameters of a segment are stacked, [repeats, ...] each."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        self.spec = spec
+        stream = spec.stream
+        shape = (spec.vocab_size, stream.hidden_size)
+        # A tied head wants logits of order 1 from a normed stream, a plain embedding a stream of
+        # order 1.
+        stddev = stream.hidden_size**-0.5 if spec.tie_embeddings else 1.0
+        self.embedding = nnx.Param(normal(rngs, shape, stddev, stream.param_dtype))
+        self.segments = nnx.List([self._stack(segment, rngs) for segment in spec.segments])
+        self.norm = _norm(stream)
+        if not spec.tie_embeddings:
+            self.lm_head = Linear(
+                stream.hidden_size,
+                spec.vocab_size,
+                dtype=stream.dtype,
+                param_dtype=stream.param_dtype,
+                rngs=rngs,
+            )
+
+    def _stack(self, segment: Segment[Block], rngs: nnx.Rngs) -> Pattern:
+        keys = jax.random.split(rngs.params(), segment.repeats)
+        stream = self.spec.stream
+        build = nnx.vmap(lambda key: Pattern(segment.pattern, stream, rngs=nnx.Rngs(params=key)))
+        return build(keys)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        """Float32 logits of whole sequences; differentiable."""
+        x = self._embed(tokens)
+        for stack in self.segments:
+            graphdef, params = nnx.split(stack)
+
+            def body(x: Array, params: nnx.State, graphdef=graphdef) -> tuple[Array, None]:
+                return nnx.merge(graphdef, params)(x), None
+
+            x, _ = lax.scan(body, x, params)
+        return self._head(x)
+
+    def prefill(
+        self,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        vectors: tuple[Array, ...] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """Float32 logits of each row's last token (0 for a padding row), and the state."""
+        valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+        x = self._embed(batch.tokens, valid)
+        for number, segment in enumerate(self.spec.segments):
+            graphdef, params = nnx.split(self.segments[number])
+
+            def body(carry, xs, graphdef=graphdef, number=number, segment=segment):
+                x, state, repeat = carry
+                pattern = nnx.merge(graphdef, self._unpack(number, *xs))
+                for place, block in enumerate(segment.pattern):
+                    layer, name = pattern.layers[place], block.mixer.cache_name
+                    index = self.spec.layer_of(segment, place, repeat)
+                    y, arrays = block.mixer.prefill(
+                        layer.mixer,
+                        layer.norm(x),
+                        state.caches[name],
+                        batch,
+                        index,
+                        implementation,
+                    )
+                    x, state = x + y, state.replace(name, arrays)
+                    x = x + layer.mlp(layer.mlp_norm(x))
+                return (x, state, repeat + 1), None
+
+            packed = None if vectors is None else vectors[number]
+            (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), (params, packed))
+        last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
+        return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
+
+    def decode(
+        self,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        weights: dict[str, Array] | None = None,
+        norms: Array | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        """Float32 logits of every new token (0 for a padding row), and the state."""
+        stacked = weights or {}
+        shared = self._shared(state, batch, implementation)
+        x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
+        for number, segment in enumerate(self.spec.segments):
+            graphdef, params = nnx.split(self.segments[number])
+
+            def body(carry, params, graphdef=graphdef, segment=segment):
+                x, state, repeat = carry
+                pattern = nnx.merge(graphdef, params)
+                for place, block in enumerate(segment.pattern):
+                    layer, name = pattern.layers[place], block.mixer.cache_name
+                    norm, mlp_norm = self._norms_of(
+                        layer, norms, segment, place, repeat, implementation
+                    )
+                    y, arrays, arena = block.mixer.decode(
+                        layer.mixer,
+                        norm(x),
+                        state.caches[name],
+                        state.arena,
+                        batch,
+                        self.spec.layer_of(segment, place, repeat),
+                        stacked.get(name),
+                        shared[name],
+                        implementation,
+                    )
+                    x, state = x + y, state.replace(name, arrays, arena)
+                    x = x + layer.mlp(mlp_norm(x))
+                return (x, state, repeat + 1), None
+
+            (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
+        return self._head(x), state
+
+    def _shared(
+        self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
+    ) -> dict[str, Any]:
+        """Under the name of each cache what its layers share in a step."""
+        found = {}
+        for number, segment in enumerate(self.spec.segments):
+            for place, block in enumerate(segment.pattern):
+                name = block.mixer.cache_name
+                if name not in found:
+                    module = self.segments[number].layers[place].mixer
+                    found[name] = block.mixer.shared(
+                        module, state.caches[name], batch, implementation
+                    )
+        return found
+
+    def _norms_of(
+        self,
+        layer: Layer,
+        norms: Array | None,
+        segment: Segment[Block],
+        place: int,
+        repeat: Array,
+        implementation: Implementation | None,
+    ) -> tuple[Callable, Callable]:
+        """A layer's two norms, from the stack of all layers' if there is one."""
+        if norms is None:
+            return layer.norm, layer.mlp_norm
+        stream = self.spec.stream
+        norm = partial(
+            rms_norm_layer,
+            weights=norms,
+            eps=stream.eps,
+            dtype=jnp.dtype(stream.dtype),
+            implementation=implementation if norms_features(stream.hidden_size) else "xla",
+        )
+        step, first = 2 * len(segment.pattern), 2 * (segment.first + place)
+        return (
+            partial(norm, layer=LayerOf(repeat, step, first)),
+            partial(norm, layer=LayerOf(repeat, step, first + 1)),
+        )
+
+    def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:
+        """One repeat's parameters, with the vectors that `pack_params` took out."""
+        if vectors is None:
+            return params
+        shapes = jax.tree.leaves(abstract(self.spec)[1]["segments"][number])
+        widths = [shape.shape[1] for shape in shapes if len(shape.shape) == 2]
+        # One copy out of the stack: without the barrier XLA makes one for each width.
+        vectors = lax.optimization_barrier(vectors)
+        pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
+        return jax.tree.map(lambda leaf: next(pieces) if leaf.ndim == 1 else leaf, params)
+
+    def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
+        """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
+        with jax.named_scope("embed"):
+            if valid is not None:
+                tokens = jnp.where(valid, tokens, 0)
+            x = self.embedding[...][tokens].astype(jnp.float32)
+            return x if valid is None else jnp.where(valid[..., None], x, 0)
+
+    def _head(self, x: Array) -> Array:
+        with jax.named_scope("lm_head"):
+            x = self.norm(x)
+            if self.spec.tie_embeddings:
+                return matmul(x, self.embedding[...].T, jnp.dtype(self.spec.stream.dtype))
+            return self.lm_head(x)
+
+
+def _norm(stream: Stream) -> RMSNorm:
+    return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=stream.param_dtype)
+
+
+@cache
+def abstract(spec: DecoderSpec) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))))
+
+
+@partial(jax.jit, static_argnums=0)
+def _init_params(spec: DecoderSpec, key: Array) -> nnx.State:
+    return nnx.state(Decoder(spec, rngs=nnx.Rngs(params=key)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderModel(Model):
+    """A decoder of blocks, as the engine serves it.
+
+    The steps take the parameters packed (`pack`) or as they are.
+    """
+
+    spec: DecoderSpec
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.spec.max_position_embeddings
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        return self.spec.caches
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return {op: k for mixer in self.spec.mixers.values() for op, k in mixer.kernels.items()}
+
+    def scratch(
+        self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
+    ) -> tuple[ArenaSpec, ...]:
+        sizes = dict(q_len=q_len, max_pages=max_pages, page_size=page_size)
+        return tuple(m.scratch(self.spec.stream, rows, **sizes) for m in self.spec.mixers.values())
+
+    def param_shapes(self) -> nnx.State:
+        return abstract(self.spec)[1]
+
+    def init_params(self, key: Array) -> nnx.State:
+        """Random parameters."""
+        return _init_params(self.spec, key)
+
+    def bind(self, params: nnx.State) -> Decoder:
+        """The module with these parameters, for training: `model.bind(params)(tokens)`."""
+        return nnx.merge(abstract(self.spec)[0], params)
+
+    def pack(self, params: Any) -> PackedParams:
+        return pack_params(params, self.spec.segments)
+
+    def copies(self, params: Any) -> Any:
+        return params.copies if isinstance(params, PackedParams) else ()
+
+    def prefill(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        if not isinstance(params, PackedParams):
+            return self.bind(params).prefill(state, batch, implementation=implementation)
+        return self.bind(params.params).prefill(
+            state, batch, vectors=params.vectors, implementation=implementation
+        )
+
+    def decode(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        stacks: dict[str, Any] = {}
+        if isinstance(params, PackedParams):
+            stacks, params = {"weights": params.weights, "norms": params.norms}, params.params
+        decoder = self.bind(params)
+        logits, state = decoder.decode(state, batch, **stacks, implementation=implementation)
+        return logits[:, -1], state

@@ -1,0 +1,79 @@
+"""Segments of a model: runs of layers that repeat a pattern, each of which becomes one scan.
+
+DeepSeek-V3's 61 layers, three with a dense MLP and 58 with experts, are two segments:
+
+    derive(["dense"] * 3 + ["experts"] * 58)    3 x [dense], 58 x [experts]
+
+A prefix, a repeating body and a tail come out of the list; nobody writes them by hand.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+MOST_LAYERS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment[Kind]:
+    """`repeats` times the layers of `pattern`; `first` is the number of the first of them."""
+
+    first: int
+    pattern: tuple[Kind, ...]
+    repeats: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.pattern) * self.repeats
+
+
+def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[Segment[Kind], ...]:
+    """The segments of a list of layer kinds, in order.
+
+    Each layer of a pattern is compiled once, however often the pattern repeats. So the patterns
+    together are as short as they can be; among those, the segments are as few as they can be.
+
+    Raises:
+        ValueError: there is no layer, or there are more than `MOST_LAYERS`.
+    """
+    if not 1 <= len(kinds) <= MOST_LAYERS:
+        raise ValueError(f"a model has from 1 to {MOST_LAYERS:,} layers; got {len(kinds):,}")
+    names: dict[Kind, int] = {}
+    numbers = tuple(names.setdefault(kind, len(names)) for kind in kinds)
+    return tuple(
+        Segment(first, tuple(kinds[first : first + period]), repeats)
+        for first, period, repeats in _shortest(numbers)
+    )
+
+
+@lru_cache(maxsize=64)
+def _shortest(kinds: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """(first, period, repeats) of each segment: the best way to go on from each layer, last first.
+
+    `same[p]` counts the layers from the current one on that equal the one p further.
+    """
+    count = len(kinds)
+    same = [0] * (count + 1)
+    # (layers of all patterns, segments) from a layer on, and how that begins.
+    best: list[tuple[int, int]] = [(0, 0)] * (count + 1)
+    begin: list[tuple[int, int]] = [(0, 0)] * count
+    for layer in reversed(range(count)):
+        found: tuple[tuple[int, int], int, int] | None = None
+        for period in range(1, count - layer + 1):
+            other = layer + period
+            same[period] = same[period] + 1 if other < count and kinds[layer] == kinds[other] else 0
+            if found and period > found[0][0]:
+                continue
+            for repeats in range(same[period] // period + 1, 0, -1):
+                rest = best[layer + period * repeats]
+                cost = (period + rest[0], 1 + rest[1])
+                if found is None or cost < found[0]:
+                    found = cost, period, repeats
+        assert found is not None
+        best[layer], begin[layer] = found[0], found[1:]
+    segments, layer = [], 0
+    while layer < count:
+        period, repeats = begin[layer]
+        segments.append((layer, period, repeats))
+        layer += period * repeats
+    return tuple(segments)

@@ -1,0 +1,203 @@
+"""Writes what every kernel is lowered to, for a Hopper GPU and without one: a text file a case.
+
+    JAX_PLATFORMS=cpu python -m scripts.lowered OUT         # from the root of the repository
+    diff -rq OUT OTHER                                      # silent: no kernel has changed
+
+A file has the op's StableHLO and then the Mosaic GPU module of each launch. Neither says where in
+the sources it comes from, so that a tree whose files lie elsewhere gives the same text. All files
+have some 200 MB. The cases are those of sanitize_cases.py, and EXTRA for what they leave out.
+"""
+
+import argparse
+import re
+import time
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+
+import jaxattn
+import jaxattn.gdn
+import jaxattn.mla
+from jaxattn.core.layers import LayerOf
+from jaxattn.ops.norm import rms_norm_layer
+from scripts.sanitize_cases import CASES
+
+# A function and its arguments, of which shapes will do.
+Launch = tuple[Callable[..., Any], tuple[Any, ...]]
+# What an op asks of the device.
+HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)
+MOSAIC: Any = {"implementation": "mosaic_gpu"}
+COUNTED = re.compile(r'(dump_basename = "\w+)_\d+"')  # the kernels of this process, so far
+PLACES = re.compile(r"\.py\b|site-packages|jaxattn[/.]|\bloc\(|#loc")
+
+
+def x(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+f16, f32, ints = (partial(x, dtype=dtype) for dtype in (jnp.float16, jnp.float32, jnp.int32))
+
+
+def decode(rows: int, heads: int) -> Launch:
+    """By the schedule that does not depend on the batch."""
+
+    def op(q: Any, cache: Any, tables: Any, lens: Any) -> Any:
+        shape: Any = {"q_len": 2, "num_heads": heads, "max_pages": 64}
+        schedule = jaxattn.mla.decode_schedule(lens, batch_invariant=True, **shape)
+        return jaxattn.mla_decode(q, cache, tables, lens, scale=0.1, schedule=schedule, **MOSAIC)
+
+    return op, (x(rows, 2, heads, 576), x(8, 64, 576), ints(rows, 64), ints(rows))
+
+
+def append(width: int, interleaved: bool, made: Any) -> Launch:
+    """In a stack of layers; of queries of that width, 0 for none, and a cache so `made`."""
+    config = jaxattn.RopeConfig(interleaved=interleaved)
+
+    def op(*args: Any) -> Any:
+        lens, new, layer = args[-3:]
+        options: Any = {"query_lens": new, "layer": layer, "config": config, **MOSAIC}
+        options["rotation"] = jaxattn.rotation(lens[:, None] + jnp.arange(2), config)
+        return jaxattn.mla_append(*args[:-2], **options)
+
+    inputs = x(4, 2, 576), x(4, 2, width) if width else None, f32(3, 576 + width)
+    return op, (*inputs, made(3, 8, 64, 576), ints(4, 8), ints(4), ints(4), ints())
+
+
+def attention(made: Any, tokens: int) -> Launch:
+    """Of rows that are all whole, and keys of 192 dims."""
+    q, v = made(2, tokens, 16, 192), made(2, tokens, 16, 128)
+    return partial(jaxattn.mla.causal_attention, scale=0.1, **MOSAIC), (q, q, v)
+
+
+def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
+    """A layer in a pattern, of so many heads, its output in an arena."""
+    channels = (2 * keys + values) * 128
+    scratch = jaxattn.gdn.scratch(batch=rows, q_len=q_len, num_v_heads=values)
+
+    def op(*args: Any) -> Any:
+        arena, layer = jaxattn.Arena.allocate(scratch), LayerOf(args[-1], 3, 1)
+        options: Any = {"arena": arena, "layer": layer, **MOSAIC}
+        return jaxattn.gated_delta_net_decode(*args[:-1], **options)
+
+    inputs = x(rows, q_len, channels + values * 128), f32(rows, q_len, 2 * values)
+    pools = x(6, rows, 3, channels), f32(6, rows, values, 128, 128)
+    return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
+
+
+def bare_decode(*args: Any) -> Any:
+    """The last of what it is given are A_log and dt_bias; q and k are not normed."""
+    options: Any = {"A_log": args[-2], "dt_bias": args[-1], "use_qk_l2norm": False, **MOSAIC}
+    return jaxattn.gated_delta_rule_decode(*args[:-2], **options)
+
+
+def delta_rule(made: Any, tokens: int, heads: int, scale: float) -> Launch:
+    """Two sequences that start from zeros."""
+    q, gates = made(2, tokens, heads // 2, 128), f32(2, tokens, heads)
+    op = partial(jaxattn.chunk_gated_delta_rule, scale=scale, **MOSAIC)
+    return op, (q, q, made(2, tokens, heads, 128), gates, gates)
+
+
+def delta_rule_normed(sequences: int) -> Launch:
+    """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
+
+    def op(*args: Any) -> Any:
+        names = "cu_seqlens", "layer", "gate", "norm_weight"
+        options: Any = {**dict(zip(names, args[-4:], strict=True)), **MOSAIC}
+        return jaxattn.gated_delta_rule_prefill(*args[:-4], **options)
+
+    q, v, gates = x(1, 900, 2, 128), x(1, 900, 4, 128), f32(1, 900, 4)
+    pool = x(3, sequences, 4, 128, 128), ints(sequences), ints(sequences + 1), ints()
+    return op, (q, q, v, gates, gates, *pool, x(1, 900, 512), x(128))
+
+
+def norm(features: int) -> Launch:
+    """Of a layer in a pattern."""
+
+    def op(tokens: Any, weights: Any, repeat: Any) -> Any:
+        return rms_norm_layer(tokens, weights, layer=LayerOf(repeat, 3, 1), **MOSAIC)
+
+    return op, (x(2, 3, features), f32(6, features), ints())
+
+
+EXTRA: dict[str, Launch] = {
+    "mla_decode_invariant": decode(3, 64),
+    "mla_decode_whole_rows_invariant": decode(200, 64),
+    "mla_decode_few_rows_invariant": decode(3, 8),
+    "mla_append_halves": append(1536, False, x),
+    "mla_append_no_queries": append(0, True, f16),
+    "mla_prefill_resident": attention(x, 2100),
+    "mla_prefill_float16": attention(f16, 300),
+    "gdn_decode_eight_heads_a_key": delta_net(2, 1, 2, 16),
+    "gdn_decode_sixteen_heads_a_key": delta_net(40, 2, 1, 16),
+    "gdn_decode_bare_as_given": (
+        bare_decode,
+        (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
+        + (x(4), x(4)),
+    ),
+    "gdn_prefill_float16": delta_rule(f16, 300, 4, -0.1),
+    "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
+    "gdn_prefill_norm_stack": delta_rule_normed(36),
+    "gdn_prefill_norm_few": delta_rule_normed(2),
+    "rms_norm": norm(640),
+    "rms_norm_wide": norm(7168),
+}
+
+
+def lowered(op: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """The StableHLO of an op for CUDA, and each launch's module, in the order that they have there.
+
+    The op sees a Hopper GPU, and JAX itself what there is.
+    """
+    gpu: Any = {"default_backend": lambda: "gpu", "devices": lambda: [HOPPER]}
+    with mock.patch.multiple(jax, **gpu):
+        traced = jax.jit(op).trace(*arguments)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    launches: list[Any] = []
+
+    def take_out(operation: Any) -> Any:
+        target = operation.attributes.get("call_target_name")
+        if target is not None and ir.StringAttr(target).value.startswith("mosaic_gpu"):
+            config = {item.name: item.attr for item in operation.attributes["mhlo.backend_config"]}
+            launches.append(ir.Module.parse(ir.StringAttr(config.pop("module")).value_bytes))
+            del config["kernel_hash"]  # of the module with its places
+            operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
+        return ir.WalkResult.ADVANCE
+
+    with module.context as context:
+        context.allow_unregistered_dialects = True  # the one that kernels are stored in
+        module.operation.walk(take_out, ir.WalkOrder.PRE_ORDER)
+    if not launches:
+        raise ValueError("no kernel was launched")
+    texts = [m.operation.get_asm(enable_debug_info=False) for m in (module, *launches)]
+    text = COUNTED.sub(r'\1"', "\n".join(texts))
+    if found := PLACES.search(text):
+        raise ValueError(f"a place is left: {text[max(0, found.start() - 80) :][:160]}")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="a folder, made if there is none")
+    names = [*CASES, *EXTRA]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    print("of", Path(jaxattn.__file__).parent)
+    for name in args.only:
+        began = time.monotonic()
+        text = lowered(*(EXTRA[name] if name in EXTRA else CASES[name]("mosaic_gpu")))
+        (args.out / f"{name}.txt").write_text(text + "\n")
+        print(f"{name}: {len(text):,} characters, {time.monotonic() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

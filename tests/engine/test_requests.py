@@ -1,0 +1,275 @@
+"""Requests one by one: `add`, `abort` and `step`, how rows end, and how an engine ends."""
+
+import dataclasses
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.engine.engine import EngineBusyError
+from jaxattn.engine.prepare import prepare
+from jaxattn.engine.request import FinishEvent, FinishReason, TokenEvent
+from jaxattn.models import Hybrid
+from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, prompts
+
+MODEL = Hybrid(SMALLEST)
+
+
+def text_of(tokens) -> str:
+    return bytes(tokens).decode("latin-1")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return params_of(SMALLEST)
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    kept_steps(LIMITS)
+    return Engine(MODEL, params, LIMITS, detokenize=text_of)
+
+
+def drained(engine):
+    """All events until nothing is left to do, and the tokens and completions among them."""
+    events = []
+    while engine.busy:
+        events += engine.step()
+    tokens = {}
+    for event in events:
+        if isinstance(event, TokenEvent):
+            tokens.setdefault(event.request.id, []).append(event.token)
+    done = {e.completion.request.id: e.completion for e in events if isinstance(e, FinishEvent)}
+    return tokens, done
+
+
+def test_steps_give_what_generate_gives(engine):
+    wanted = engine.generate(prompts(5))
+    ids = [engine.add(request) for request in prompts(5)]
+    tokens, done = drained(engine)
+    assert len(set(ids)) == 5 and ids == sorted(ids)
+    assert [tuple(tokens[id]) for id in ids] == [each.tokens for each in wanted]
+    assert [done[id].tokens for id in ids] == [each.tokens for each in wanted]
+    assert engine.step() == []
+
+
+def test_a_request_may_come_while_others_run(engine):
+    [alone] = engine.generate([Request(b"late", max_tokens=5)])
+    engine.add(Request(b"early", max_tokens=9))
+    engine.step()
+    late = engine.add(Request(b"late", max_tokens=5))
+    tokens, _ = drained(engine)
+    assert tuple(tokens[late]) == alone.tokens
+
+
+def test_an_aborted_request_frees_its_row_and_gives_what_it_has(engine):
+    running, waiting = engine.add(Request(b"x", max_tokens=100)), None
+    for _ in range(5):
+        engine.step()
+    while engine.scheduler.limits.batch > len(engine.scheduler.rows) + len(
+        engine.scheduler.waiting
+    ):
+        waiting = engine.add(Request(b"y" * 20, max_tokens=100))
+    waiting = engine.add(Request(b"z", max_tokens=100))
+    assert engine.abort(running) and engine.abort(waiting)
+    assert not engine.abort(running) and not engine.abort(12345)
+    for id in [request.id for request in engine.scheduler.waiting]:
+        engine.abort(id)
+    for row in list(engine.scheduler.rows.values()):
+        engine.abort(row.request.id)
+    _, done = drained(engine)
+    assert {each.finish_reason for each in done.values()} == {FinishReason.ABORTED}
+    assert len(done[running].tokens) >= 4 and done[waiting].tokens == ()
+    assert engine.scheduler.pages.in_use == engine.scheduler.slots.in_use == 0
+
+
+def test_any_of_several_stop_tokens_ends_a_row(engine):
+    [whole] = engine.generate([Request(b"stop", max_tokens=12)])
+    stop = whole.tokens[6]
+    first = whole.tokens.index(stop)
+    unused = next(token for token in range(256) if token not in whole.tokens)
+    [done] = engine.generate([Request(b"stop", max_tokens=12, stop_tokens=[unused, stop])])
+    assert done.tokens == whole.tokens[:first]
+    assert (done.finish_reason, done.detail) == (FinishReason.STOP, stop)
+
+
+def test_a_stop_string_ends_a_row_with_the_token_that_completes_it(engine):
+    [whole] = engine.generate([Request(b"stop", max_tokens=12)])
+    text = text_of(whole.tokens[5:8])
+    end = text_of(whole.tokens).index(text) + len(text)
+    request = Request(b"stop", max_tokens=12, stop_strings=("never there", text))
+    [done] = engine.generate([request])
+    assert done.tokens == whole.tokens[:end]
+    assert (done.finish_reason, done.detail) == ("stop", text)
+
+
+def test_without_detokenize_a_stop_string_is_refused_with_words(params):
+    plain = Engine(MODEL, params, LIMITS)
+    [done] = plain.generate([Request(b"a", stop_strings=["."])])
+    assert done.finish_reason == "refused" and "detokenize" in done.detail
+
+
+def test_length_says_which_limit_it_was(engine):
+    [short] = engine.generate([Request(b"a", max_tokens=3)])
+    assert (short.finish_reason, short.detail) == ("length", "max_tokens")
+    longest = dataclasses.replace(LIMITS, max_model_len=20)
+    [cut] = Engine(MODEL, engine._params, longest).generate([Request(b"a" * 15, max_tokens=99)])
+    assert (len(cut.tokens), cut.detail) == (5, "max_model_len")
+
+
+def test_a_seed_decides_the_draws_and_an_id_does_not(engine):
+    def drawn(**options):
+        return engine.generate([Request(b"draw", max_tokens=9, temperature=2.0, **options)])[
+            0
+        ].tokens
+
+    assert drawn(seed=5, id=1) == drawn(seed=5, id=99)
+    assert drawn(seed=5) != drawn(seed=6)
+    assert drawn(id=1) != drawn(id=2)  # without a seed the id is one
+
+
+def test_a_rows_draws_do_not_depend_on_filters_of_other_rows(engine):
+    plain = Request(b"plain", max_tokens=8, temperature=1.5, seed=3)
+    sorts = Request(b"sorts", max_tokens=8, temperature=1.0, top_k=4, top_p=0.9, seed=4)
+    together = engine.generate([plain, sorts])
+    alone = [engine.generate([request])[0] for request in (plain, sorts)]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+
+
+def test_a_damaged_parameter_ends_rows_with_a_reason_that_says_so(params):
+    damaged = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), params)
+    [done] = Engine(MODEL, damaged, LIMITS).generate([Request(b"a")])
+    assert done.finish_reason == FinishReason.NOT_FINITE and done.tokens == ()
+    assert "NaN" in done.detail
+
+
+# --- misuse
+
+
+def test_generate_in_a_callback_is_named_as_such(engine):
+    def again(request, token):
+        engine.generate(prompts(1))
+
+    with pytest.raises(EngineBusyError, match="generate was called by a callback"):
+        engine.generate(prompts(1), on_token=again)
+
+
+def test_a_callback_may_abort(engine):
+    def stop(request, token):
+        engine.abort(request.id)
+
+    [done] = engine.generate([Request(b"a", max_tokens=50)], on_token=stop)
+    # A round reads the last chunk of a prompt and decodes, so the callback comes one token late.
+    assert done.finish_reason == "aborted" and 1 <= len(done.tokens) <= 2
+
+
+def test_generate_waits_for_requests_that_were_added(engine):
+    id = engine.add(Request(b"a"))
+    with pytest.raises(EngineBusyError, match="requests that were added"):
+        engine.generate(prompts(1))
+    engine.abort(id)
+    drained(engine)
+
+
+def test_a_prompt_that_is_changed_while_it_is_read_stays_what_it_was(engine):
+    prompt = list(b"a prompt that is read in several chunks of sixteen tokens each")
+    request = Request(prompt, max_tokens=4)
+    [wanted] = engine.generate([Request(bytes(prompt), max_tokens=4)])
+    prompt[20:] = [1] * 30
+    assert engine.generate([request])[0].tokens == wanted.tokens
+
+
+@pytest.mark.parametrize("wrong", [b"bytes", "text", [1, 2], None])
+def test_what_is_no_request_is_named(engine, wrong):
+    with pytest.raises(TypeError, match="must be a jaxattn.Request"):
+        engine.generate([wrong])
+    with pytest.raises(TypeError, match="must be a jaxattn.Request"):
+        engine.add(wrong)
+
+
+def test_an_id_in_use_is_refused(engine):
+    engine.add(Request(b"a", id=7, max_tokens=3))
+    with pytest.raises(ValueError, match="id 7 is running or waiting"):
+        engine.add(Request(b"b", id=7))
+    drained(engine)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"implementation": "cuda"}, ValueError, "implementation must be one of .* got 'cuda'"),
+        ({"limits": {}}, TypeError, "limits must be a jaxattn.Limits, got dict"),
+        ({"model": SMALLEST}, TypeError, "model must be a jaxattn.models.Model.*got HybridConfig"),
+        ({"params": {}}, ValueError, "parameter 'embedding.* is missing"),
+        ({"params": MODEL.param_shapes()}, TypeError, "params are shapes; an engine needs arrays"),
+        ({"limits": Limits(max_model_len=10**6)}, ValueError, "max_position_embeddings=256"),
+    ],
+)
+def test_wrong_arguments_fail_at_once_and_by_name(params, change, error, message):
+    arguments = {"model": MODEL, "params": params, "limits": LIMITS} | change
+    with pytest.raises(error, match=message):
+        Engine(**arguments, on_compile=lambda name, seconds: pytest.fail("compiled"))
+
+
+def test_parameters_of_another_configuration_are_named(params):
+    other = params_of(dataclasses.replace(SMALLEST, hidden_size=32))
+    with pytest.raises(ValueError, match=r"\[256, 32\]; expected bfloat16\[256, 16\]"):
+        Engine(MODEL, other, LIMITS)
+
+
+# --- beginning and end
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_preparing_takes_shapes_and_allocates_nothing(params, engine):
+    wanted = engine.generate(prompts(2))
+    before = live_bytes()
+    prepared = prepare(MODEL, MODEL.param_shapes(), LIMITS)
+    late = Engine.of(prepared)
+    assert live_bytes() == before
+    with pytest.raises(ValueError, match=r"no parameters: give them to start\(params\)"):
+        late.start()
+    with pytest.raises(ValueError, match="is missing"):
+        late.start({})
+    late.start(params)
+    assert [each.tokens for each in late.generate(prompts(2))] == [e.tokens for e in wanted]
+    assert late.plan.total == engine.plan.total
+
+
+def test_memory_comes_back_when_the_engine_is_deleted(params):
+    kept_steps(LIMITS)
+    gc.collect()
+    gc.disable()  # nothing may wait for the cyclic collector
+    try:
+        before = live_bytes()
+        engine = Engine(MODEL, params, LIMITS)
+        engine.generate(prompts(2))
+        assert live_bytes() > before
+        gone = weakref.ref(engine)
+        del engine
+        assert gone() is None and live_bytes() == before
+    finally:
+        gc.enable()
+
+
+def test_a_closed_engine_holds_nothing_and_says_so(params):
+    before = live_bytes()
+    with Engine(MODEL, params, LIMITS) as engine:
+        engine.generate(prompts(1))
+    assert live_bytes() == before
+    with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
+        engine.generate(prompts(1))
+
+
+def test_requests_added_before_the_start_are_served(params):
+    engine = Engine(MODEL, params, LIMITS)
+    id = engine.add(Request(np.array([65, 66]), max_tokens=3))
+    _, done = drained(engine)
+    assert len(done[id].tokens) == 3

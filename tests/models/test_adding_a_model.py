@@ -1,0 +1,120 @@
+"""The model of docs/adding-a-model.md: a model outside of the package, on an unchanged engine."""
+
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.prepare import prepare
+from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, PrefillBatch
+from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.models.blocks import MLA, Block
+from jaxattn.plan import plan
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
+LIMITS = Limits(batch=2, max_model_len=64, prefill_chunk=8)
+
+
+@cache
+def program() -> dict:
+    """The names that the page's code defines."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names = {"__name__": "adding_a_model"}
+    exec(compile("\n".join(blocks), str(PAGE), "exec"), names)
+    return names
+
+
+def continued(model: DecoderModel, params, prompt: bytes, count: int) -> list[int]:
+    """Greedy tokens by the training forward over the whole text, one more each time."""
+    text, forward = list(prompt), jax.jit(lambda tokens: model.bind(params)(tokens))
+    padded = np.zeros((1, len(prompt) + count), np.int32)
+    for _ in range(count):
+        padded[0, : len(text)] = text
+        text.append(int(forward(padded)[0, len(text) - 1].argmax()))
+    return text[len(prompt) :]
+
+
+def test_the_page_runs_and_says_what_the_training_forward_says(capsys):
+    names = program()
+    assert names["done"].finish_reason == "length"
+    wanted = continued(names["model"], names["params"], b"a small model", 8)
+    assert list(names["done"].tokens) == wanted
+    size = len(
+        [
+            line
+            for block in PAGE.read_text().split("```python")[1:]
+            for line in block.split("```")[0].splitlines()
+            if line.strip()
+        ]
+    )
+    assert size <= 130
+
+
+def test_it_is_prepared_planned_and_sealed():
+    model = program()["model"]
+    prepared = prepare(model, model.param_shapes(), LIMITS)
+    items = {item.name: item for item in prepared.plan.items}
+    assert items["average"].nbytes == 3 * 2 * 24 * 4 and items["tokens read"].nbytes == 3 * 2 * 4
+    assert plan(model, "h100", LIMITS)["average"] == items["average"].nbytes
+    engine = Engine.of(prepared, strict=True)
+    engine.start(program()["params"])
+    texts = [b"rows", b"of other", b"lengths share the steps"]
+    done = engine.generate([Request(text, max_tokens=6) for text in texts])
+    for text, completion in zip(texts, done, strict=True):
+        wanted = continued(model, program()["params"], text, 6)
+        assert list(completion.tokens) == wanted
+    assert not engine.seal.counts
+
+
+def test_beside_attention_it_makes_a_prefix_and_a_repeated_pattern():
+    names = program()
+    attention = MLA(
+        num_heads=2,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        rope=RopeConfig(dim=8),
+    )
+    average, mla = names["layer"], Block(attention, names["layer"].feed_forward)
+    blocks = (average, average, *((average, mla) * 2), average)
+    model = DecoderModel(dataclasses.replace(names["model"].spec, blocks=blocks))
+    assert [(s.first, len(s.pattern), s.repeats) for s in model.spec.segments] == [
+        (0, 1, 3),
+        (3, 2, 2),
+    ]
+    params = model.init_params(jax.random.key(1))
+    with Engine(model, params, LIMITS) as engine:
+        [done] = engine.generate([Request(b"both kinds", max_tokens=8)])
+    assert list(done.tokens) == continued(model, params, b"both kinds", 8)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rows_result_does_not_depend_on_what_other_slots_hold(packed):
+    names = program()
+    model, params = names["model"], names["params"]
+    held = model.pack(params) if packed else params
+    size = CacheSize(pages=4, slots=3)
+    clean = init_state(model, size, scratch_spec(model, 2, max_pages=2))
+    dirty = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else 7), clean
+    )
+    tables = np.array([[1, 2], [-1, 99]], np.int32)
+    chunk = np.array([list(b"text    "), list(b"padding!")], np.int32)
+    lens, slots = np.array([4, 0], np.int32), np.array([2, -1], np.int32)
+    found = []
+    for state in (clean, dirty):
+        logits, state = model.prefill(held, state, PrefillBatch(chunk, lens, lens, tables, slots))
+        step = DecodeBatch(chunk[:, :1], lens + (lens > 0), tables, slots)
+        again, state = model.decode(held, state, step)
+        assert not logits[1].any() and not again[1].any()
+        found.append((logits[0], again[0], state.array("average")[:, 2]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
