@@ -123,6 +123,7 @@ class MLA(Mixer):
 
     Attributes:
         cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8.
+        lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
     """
 
     num_heads: int
@@ -133,6 +134,7 @@ class MLA(Mixer):
     v_head_dim: int
     rope: RopeConfig
     cache_dtype: str | None = None
+    lora_norm_eps: float | None = None
 
     cache_name = "latents"
     kernels = {"mla_decode": "mla_decode"}
@@ -147,7 +149,7 @@ class MLA(Mixer):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
             rope=self.rope,
-            eps=stream.eps,
+            eps=stream.eps if self.lora_norm_eps is None else self.lora_norm_eps,
             **stream.dtypes,
             rngs=rngs,
         )

@@ -357,6 +357,11 @@ class DecoderModel(Model):
     def param_shapes(self) -> nnx.State:
         return abstract(self.spec)[1]
 
+    def with_dtype(self, dtype: str) -> "DecoderModel":
+        """The same model with products and weights of another dtype, bfloat16 or float32."""
+        stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
+        return DecoderModel(dataclasses.replace(self.spec, stream=stream))
+
     def init_params(self, key: Array) -> nnx.State:
         """Random parameters."""
         return _init_params(self.spec, key)

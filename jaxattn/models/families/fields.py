@@ -1,0 +1,96 @@
+"""Reading a published config.json: typed fields, and refusals that name them."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxattn.core.fields import shown
+from jaxattn.core.rope import RopeConfig, YarnConfig
+
+
+class ConfigError(ValueError):
+    """A config.json says what this package cannot run; the message names the field."""
+
+
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The fields of a config.json.
+
+    Attributes:
+        values: as the file has them.
+        where: the file, for messages.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+
+    def integer(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise self._error(name, f"must be an integer from {least} to 2**31 - 1", value)
+        return value
+
+    def maybe_integer(self, name: str) -> int | None:
+        """A field that has to be there, with an integer or null."""
+        return None if self._get(name, _MISSING) is None else self.integer(name)
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        value = self._get(name, default)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain or not math.isfinite(value) or value <= 0:
+            raise self._error(name, "must be a finite number above 0", value)
+        return float(value)
+
+    def flag(self, name: str, default: Any = _MISSING) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._error(name, "must be true or false", value)
+        return value
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Refuses a field that is there with another value than those that are implemented."""
+        value = self.values.get(name, allowed[0])
+        if not any(value is each or value == each for each in allowed):
+            choices = " or ".join(map(shown, allowed))
+            raise self._error(name, f"is implemented as {choices} only", value)
+
+    def rope(self, dim: int) -> RopeConfig:
+        """Plain RoPE or YaRN, in the spelling of either time: `rope_scaling` beside `rope_theta`,
+        or both in `rope_parameters`."""
+        nested = self.values.get("rope_parameters") or {}
+        scaling = self.values.get("rope_scaling") or nested
+        if not isinstance(nested, dict) or not isinstance(scaling, dict):
+            raise self._error("rope_scaling", "must be an object or null", scaling)
+        holder = Fields(nested, self.where) if "rope_theta" in nested else self
+        base = holder.number("rope_theta", 10000.0)
+        interleaved = self.flag("rope_interleave", True)
+        kind = scaling.get("type", scaling.get("rope_type", "default"))
+        if kind in ("default", None):
+            return RopeConfig(dim, theta=base, interleaved=interleaved)
+        if kind != "yarn":
+            raise self._error("rope_scaling.type", "is implemented as 'yarn' only", kind)
+        given = Fields(scaling, f"{self.where}: rope_scaling")
+        given.require("attention_factor", None)
+        given.require("truncate", True)
+        mscales = {n: given.number(n) for n in ("mscale", "mscale_all_dim") if scaling.get(n)}
+        yarn = YarnConfig(
+            factor=given.number("factor"),
+            original_max_position_embeddings=given.integer("original_max_position_embeddings"),
+            beta_fast=given.number("beta_fast", 32.0),
+            beta_slow=given.number("beta_slow", 1.0),
+            **mscales,
+        )
+        return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name, default)
+        if value is _MISSING:
+            raise ConfigError(f"{self.where}: field {name} is missing")
+        return value
+
+    def _error(self, name: str, rule: str, value: Any) -> ConfigError:
+        return ConfigError(f"{self.where}: {name} {rule}; got {shown(value)}")

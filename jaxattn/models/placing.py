@@ -1,0 +1,149 @@
+"""Where the tensors of a published checkpoint go: places in a decoder's parameters.
+
+Published linears are [out, in], the modules' weights [in, out], and a decoder stacks its layers. A
+`Placed` says for one tensor which parameter it fills, which row of the stack, and what is done to
+it on the way. That happens on the device, to blocks of the tensor's leading rows.
+"""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxattn.models.decoder import DecoderSpec
+
+type Key = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change(abc.ABC):
+    """What is done to a tensor's rows."""
+
+    @property
+    def rows_together(self) -> int:
+        """A block has a multiple of so many of the tensor's leading rows."""
+        return 1
+
+    @abc.abstractmethod
+    def block(self, rows: Array) -> Array:
+        """The part of the parameter that a block of rows becomes."""
+
+    @abc.abstractmethod
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        """Where that part begins in the parameter, for a block that begins at `row`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AsItIs(Change):
+    def block(self, rows: Array) -> Array:
+        return rows
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Change):
+    """[out, in] becomes [in, out]."""
+
+    def block(self, rows: Array) -> Array:
+        return rows.T
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadKeys(Change):
+    """Of `kv_b_proj` [H * (U + V), R] the keys, [H, U, R]."""
+
+    keys: int
+    values: int
+
+    @property
+    def rows_together(self) -> int:
+        return self.keys + self.values
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(-1, self.keys + self.values, rows.shape[-1])[:, : self.keys]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row // self.rows_together, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadValues(HeadKeys):
+    """Of `kv_b_proj` [H * (U + V), R] the values, [H, R, V]."""
+
+    def block(self, rows: Array) -> Array:
+        heads = rows.reshape(-1, self.keys + self.values, rows.shape[-1])
+        return jnp.swapaxes(heads[:, self.keys :], 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A published tensor and the parameter that it fills.
+
+    Attributes:
+        name: the tensor's.
+        shape: as it is published.
+        key: of the parameter in the decoder's state.
+        repeat: the row of its stack, None for a parameter without one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    key: Key
+    repeat: int | None = None
+    change: Change = AsItIs()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlace:
+    """A layer's place in a decoder, and its names: `prefix` is published, "model.layers.7"."""
+
+    prefix: str
+    key: Key
+    repeat: int
+
+    def linear(self, name: str, out: int, inner: int, *path: str) -> Placed:
+        return self._of(f"{name}.weight", (out, inner), (*path, "weight"), Transposed())
+
+    def vector(self, name: str, size: int, *path: str) -> Placed:
+        return self._of(f"{name}.weight", (size,), (*path, "weight"), AsItIs())
+
+    def kv_b(self, name: str, heads: int, keys: int, values: int, rank: int) -> list[Placed]:
+        shape = (heads * (keys + values), rank)
+        return [
+            self._of(f"{name}.weight", shape, ("mixer", "w_uk"), HeadKeys(keys, values)),
+            self._of(f"{name}.weight", shape, ("mixer", "w_uv"), HeadValues(keys, values)),
+        ]
+
+    def _of(self, name: str, shape: tuple[int, ...], path: Key, change: Change) -> Placed:
+        return Placed(f"{self.prefix}.{name}", shape, (*self.key, *path), self.repeat, change)
+
+
+def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerPlace]:
+    """The place of each layer, in order."""
+    found = {}
+    for number, segment in enumerate(spec.segments):
+        for repeat in range(segment.repeats):
+            for place in range(len(segment.pattern)):
+                layer = segment.first + repeat * len(segment.pattern) + place
+                key = ("segments", number, "layers", place)
+                found[layer] = LayerPlace(f"{prefix}.{layer}", key, repeat)
+    return [found[layer] for layer in sorted(found)]
+
+
+def ends(spec: DecoderSpec) -> list[Placed]:
+    """Embedding, last norm and, unless it is tied, the head."""
+    vocab, hidden = spec.vocab_size, spec.stream.hidden_size
+    found = [
+        Placed("model.embed_tokens.weight", (vocab, hidden), ("embedding",)),
+        Placed("model.norm.weight", (hidden,), ("norm", "weight")),
+    ]
+    if not spec.tie_embeddings:
+        key = ("lm_head", "weight")
+        found.append(Placed("lm_head.weight", (vocab, hidden), key, change=Transposed()))
+    return found
