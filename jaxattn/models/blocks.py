@@ -22,7 +22,8 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
 from jaxattn.models.caches import LatentPages, RecurrentState
-from jaxattn.nn import GatedDeltaNet, GatedMLP, MultiHeadLatentAttention
+from jaxattn.nn import GatedDeltaNet, GatedMLP, MixtureOfExperts, MultiHeadLatentAttention
+from jaxattn.ops.moe import Router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,6 +363,25 @@ class MLP(FeedForward):
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedMLP:
         return GatedMLP(stream.hidden_size, self.intermediate_size, **stream.dtypes, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoE(FeedForward):
+    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all."""
+
+    expert_size: int
+    router: Router
+    shared_size: int = 0
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
+        return MixtureOfExperts(
+            stream.hidden_size,
+            self.expert_size,
+            self.router,
+            shared_size=self.shared_size,
+            **stream.dtypes,
+            rngs=rngs,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from jaxattn.models.base import (
     check_caches,
 )
 from jaxattn.models.blocks import Block, Mixer, Stream
-from jaxattn.models.packed import PackedParams, pack_params
+from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
@@ -285,12 +285,12 @@ class Decoder(nnx.Module):
         """One repeat's parameters, with the vectors that `pack_params` took out."""
         if vectors is None:
             return params
-        shapes = jax.tree.leaves(abstract(self.spec)[1]["segments"][number])
-        widths = [shape.shape[1] for shape in shapes if len(shape.shape) == 2]
+        shapes = vectors_of(abstract(self.spec)[1]["segments"][number])
+        widths = [shape.shape[1] for shape in shapes]
         # One copy out of the stack: without the barrier XLA makes one for each width.
         vectors = lax.optimization_barrier(vectors)
         pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
-        return jax.tree.map(lambda leaf: next(pieces) if leaf.ndim == 1 else leaf, params)
+        return jax.tree.map(lambda leaf: leaf if leaf.size else next(pieces), params)
 
     def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
         """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""

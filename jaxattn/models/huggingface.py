@@ -114,12 +114,12 @@ def check_tensors(
     """Raises CheckpointError, with every difference, unless the tensors are those of the model.
 
     Args:
-        skipped: endings of names that may be there and are not read.
+        skipped: beginnings of names that may be there and are not read.
     """
     wrong = []
     expected = {each.name: each.shape for each in placed}
     missing = [repr(name) for name in expected if name not in found]
-    unknown = [repr(n) for n in found if n not in expected and not n.endswith(skipped or ("\0",))]
+    unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
     if missing:
         wrong.append(f"missing {some(missing)}")
     if unknown:
@@ -157,8 +157,7 @@ def fill(
     for block in _read_ahead(_blocks(found, placed), readers):
         each = block.placed
         target = arrays.pop(each.key)
-        place = each.change.start(block.row, target.ndim - (each.repeat is not None))
-        place = place if each.repeat is None else (each.repeat, *place)
+        place = (*each.index, *each.change.start(block.row, target.ndim - len(each.index)))
         arrays[each.key] = _place(target, block.rows, np.array(place, np.int32), each.change)
         done += block.rows.nbytes
         if on_progress:
@@ -172,6 +171,11 @@ def _place(target: jax.Array, rows: jax.Array, place: jax.Array, change: Change)
     part = change.block(rows).astype(target.dtype)
     part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
     return lax.dynamic_update_slice(target, part, tuple(place))
+
+
+def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
+    # Old files hold the frequencies of RoPE, which the configuration says too.
+    return name.startswith(skipped) or name.endswith("rotary_emb.inv_freq")
 
 
 class _Block(NamedTuple):

@@ -51,15 +51,27 @@ def pack_params(
         return params
     stacks: Any = params["segments"]
     vectors = tuple(
-        jnp.concatenate(
-            [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(stacks[s]) if leaf.ndim == 2],
-            axis=1,
-        )
+        jnp.concatenate([leaf.astype(jnp.float32) for leaf in vectors_of(stacks[s])], axis=1)
         for s in range(len(segments))
     )
-    empty = jax.tree.map(lambda leaf: leaf[:, :0] if leaf.ndim == 2 else leaf, stacks)
+    empty = jax.tree.map_with_path(
+        lambda path, leaf: leaf[:, :0] if is_vector(path, leaf) else leaf, stacks
+    )
     rest = nnx.State({**params, "segments": empty})
     return PackedParams(rest, vectors, _mixer_weights(stacks, segments), _norms(stacks, segments))
+
+
+def is_vector(path: Any, leaf: Any) -> bool:
+    """Whether a stacked parameter is packed: [repeats, n] of a norm or a mixer.
+
+    The steps read a feed-forward's parameters where they are.
+    """
+    return leaf.ndim == 2 and not any(getattr(part, "key", None) == "mlp" for part in path)
+
+
+def vectors_of(stack: Any) -> list[Any]:
+    """The packed parameters of a segment, in order."""
+    return [leaf for path, leaf in jax.tree.leaves_with_path(stack) if is_vector(path, leaf)]
 
 
 def _mixer_weights(stacks: Any, segments: Sequence[Segment[Block]]) -> dict[str, Array]:

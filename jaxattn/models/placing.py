@@ -89,13 +89,13 @@ class Placed:
         name: the tensor's.
         shape: as it is published.
         key: of the parameter in the decoder's state.
-        repeat: the row of its stack, None for a parameter without one.
+        index: where it lies in a stack: (), (repeat,) or (repeat, expert).
     """
 
     name: str
     shape: tuple[int, ...]
     key: Key
-    repeat: int | None = None
+    index: tuple[int, ...] = ()
     change: Change = AsItIs()
 
 
@@ -110,8 +110,22 @@ class LayerPlace:
     def linear(self, name: str, out: int, inner: int, *path: str) -> Placed:
         return self._of(f"{name}.weight", (out, inner), (*path, "weight"), Transposed())
 
+    def matrix(self, name: str, out: int, inner: int, *path: str) -> Placed:
+        """A linear whose parameter is a matrix and no module."""
+        return self._of(f"{name}.weight", (out, inner), path, Transposed())
+
     def vector(self, name: str, size: int, *path: str) -> Placed:
         return self._of(f"{name}.weight", (size,), (*path, "weight"), AsItIs())
+
+    def expert(self, name: str, expert: int, out: int, inner: int, *path: str) -> Placed:
+        """A linear of one expert, [E, in, out] in the stack."""
+        index = (self.repeat, expert)
+        key = (*self.key, *path)
+        return Placed(f"{self.prefix}.{name}.weight", (out, inner), key, index, Transposed())
+
+    def plain(self, name: str, shape: tuple[int, ...], *path: str) -> Placed:
+        """A tensor that goes as it is; `name` is the whole of its name."""
+        return self._of(name, shape, path, AsItIs())
 
     def kv_b(self, name: str, heads: int, keys: int, values: int, rank: int) -> list[Placed]:
         shape = (heads * (keys + values), rank)
@@ -121,7 +135,7 @@ class LayerPlace:
         ]
 
     def _of(self, name: str, shape: tuple[int, ...], path: Key, change: Change) -> Placed:
-        return Placed(f"{self.prefix}.{name}", shape, (*self.key, *path), self.repeat, change)
+        return Placed(f"{self.prefix}.{name}", shape, (*self.key, *path), (self.repeat,), change)
 
 
 def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerPlace]:

@@ -3,12 +3,12 @@
 from types import ModuleType
 
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import youtu
+from jaxattn.models.families import deepseek, youtu
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed
 
 FAMILIES: dict[str, ModuleType] = {
-    name: family for family in (youtu,) for name in family.MODEL_TYPES
+    name: family for family in (youtu, deepseek) for name in family.MODEL_TYPES
 }
 
 
@@ -32,7 +32,7 @@ def family_of(fields: Fields) -> ModuleType:
 
 
 def read_model(fields: Fields) -> tuple[DecoderModel, list[Placed], tuple[str, ...]]:
-    """(the model, its tensors' places, endings of tensors that are skipped)."""
+    """(the model, its tensors' places, beginnings of tensors that are skipped)."""
     family = family_of(fields)
     model = family.read_model(fields)
-    return model, family.placed(model), family.SKIPPED
+    return model, family.placed(model), family.skipped(fields)

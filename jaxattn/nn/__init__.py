@@ -4,4 +4,5 @@ from jaxattn.nn.gdn import GatedDeltaNet as GatedDeltaNet
 from jaxattn.nn.linear import Linear as Linear
 from jaxattn.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jaxattn.nn.mlp import GatedMLP as GatedMLP
+from jaxattn.nn.moe import MixtureOfExperts as MixtureOfExperts
 from jaxattn.nn.norm import RMSNorm as RMSNorm

@@ -9,7 +9,6 @@ from jaxattn.models.families.fields import Fields
 from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
 
 MODEL_TYPES = ("youtu", "youtu_llm")
-SKIPPED: tuple[str, ...] = ("rotary_emb.inv_freq",)  # endings of tensors that are not read
 
 
 def read_model(fields: Fields) -> DecoderModel:
@@ -21,17 +20,9 @@ def read_model(fields: Fields) -> DecoderModel:
     fields.require("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         fields.require(name, False)
-    attention = MLA(
-        num_heads=fields.integer("num_attention_heads"),
-        q_lora_rank=fields.maybe_integer("q_lora_rank"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        v_head_dim=fields.integer("v_head_dim"),
-        rope=fields.rope(fields.integer("qk_rope_head_dim")),
-        lora_norm_eps=1e-6,  # whatever rms_norm_eps says: transformers builds them without it
+    block = Block(
+        read_attention(fields), MLP(intermediate_size=fields.integer("intermediate_size"))
     )
-    block = Block(attention, MLP(intermediate_size=fields.integer("intermediate_size")))
     layers = fields.integer("num_hidden_layers")
     return DecoderModel(
         DecoderSpec(
@@ -48,6 +39,25 @@ def read_model(fields: Fields) -> DecoderModel:
             tie_embeddings=fields.flag("tie_word_embeddings", False),
         )
     )
+
+
+def read_attention(fields: Fields) -> MLA:
+    """DeepSeek's MLA, in the words of a config.json."""
+    return MLA(
+        num_heads=fields.integer("num_attention_heads"),
+        q_lora_rank=fields.maybe_integer("q_lora_rank"),
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        v_head_dim=fields.integer("v_head_dim"),
+        rope=fields.rope(fields.integer("qk_rope_head_dim")),
+        lora_norm_eps=1e-6,  # whatever rms_norm_eps says: transformers builds them without it
+    )
+
+
+def skipped(fields: Fields) -> tuple[str, ...]:
+    """Beginnings of tensors that are not read."""
+    return ()
 
 
 def placed(model: DecoderModel) -> list[Placed]:

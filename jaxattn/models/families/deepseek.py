@@ -1,0 +1,131 @@
+"""DeepSeek-V2, V2-Lite, V3, R1, Moonlight and Kimi-K2: MLA, a dense prefix, then experts.
+
+`model_type` deepseek_v2, deepseek_v3 or kimi_k2. Prediction layers (MTP), which lie behind the last
+layer of the model, are not read.
+
+Refused: other activations than SiLU, biases in attention, experts in every nth layer only,
+quantized weights, and other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with
+a correction bias).
+"""
+
+from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE, Stream
+from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.families import youtu
+from jaxattn.models.families.fields import Fields
+from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
+from jaxattn.ops.moe import Router
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+
+
+def read_model(fields: Fields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields.require("hidden_act", "silu")
+    fields.require("attention_bias", False)
+    fields.require("moe_layer_freq", 1)
+    layers = fields.integer("num_hidden_layers")
+    dense = min(fields.integer("first_k_dense_replace", least=0), layers)
+    attention = youtu.read_attention(fields)
+    mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
+    moe = _experts(fields) if dense < layers else None
+    kinds: list[FeedForward] = [mlp] * dense + ([moe] * (layers - dense) if moe else [])
+    return DecoderModel(
+        DecoderSpec(
+            vocab_size=fields.integer("vocab_size"),
+            stream=Stream(
+                hidden_size=fields.integer("hidden_size"),
+                eps=fields.number("rms_norm_eps", 1e-6),
+                dtype="bfloat16",
+                param_dtype="bfloat16",
+                out_init_scale=(2 * layers) ** -0.5,
+            ),
+            blocks=tuple(Block(attention, kind) for kind in kinds),
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+        )
+    )
+
+
+def _experts(fields: Fields) -> MoE:
+    width = fields.integer("moe_intermediate_size")
+    shared = fields.integer("n_shared_experts", 0, least=0)
+    return MoE(expert_size=width, router=_router(fields), shared_size=shared * width)
+
+
+def _router(fields: Fields) -> Router:
+    experts, top_k = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    scale = fields.number("routed_scaling_factor", 1.0)
+    if fields.values["model_type"] == "deepseek_v2":
+        fields.require("scoring_func", "softmax")
+        fields.require("topk_method", "greedy", "group_limited_greedy")
+        fields.require("norm_topk_prob", False)
+        groups = fields.values.get("topk_method") == "group_limited_greedy"
+        return Router(
+            experts=experts,
+            top_k=top_k,
+            scores="softmax",
+            groups=fields.integer("n_group") if groups else 1,
+            top_groups=fields.integer("topk_group") if groups else 1,
+            scale=scale,
+        )
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
+    return Router(
+        experts=experts,
+        top_k=top_k,
+        scores="sigmoid",
+        groups=fields.integer("n_group", 1),
+        top_groups=fields.integer("topk_group", 1),
+        best_of_group=2,
+        normalize=fields.flag("norm_topk_prob", True),
+        scale=scale,
+    )
+
+
+def skipped(fields: Fields) -> tuple[str, ...]:
+    """Beginnings of tensors that are not read: the prediction layers."""
+    last = fields.integer("num_hidden_layers")
+    extra = fields.integer("num_nextn_predict_layers", 0, least=0)
+    return tuple(f"model.layers.{last + number}." for number in range(extra))
+
+
+def placed(model: DecoderModel) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes."""
+    spec = model.spec
+    hidden, found = spec.stream.hidden_size, ends(spec)
+    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
+        assert isinstance(block.mixer, MLA)
+        found += youtu.norms(place, hidden) + youtu.attention(place, block.mixer, hidden)
+        if isinstance(block.feed_forward, MLP):
+            found += youtu.mlp(place, hidden, block.feed_forward.intermediate_size)
+        elif isinstance(block.feed_forward, MoE):
+            found += experts(place, hidden, block.feed_forward)
+    return found
+
+
+def experts(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
+    """Router, routed experts and shared experts."""
+    count, width = moe.router.experts, moe.expert_size
+    found = [place.matrix("mlp.gate", count, hidden, "mlp", "router")]
+    if moe.router.scores == "sigmoid":
+        name = "mlp.gate.e_score_correction_bias"
+        found.append(place.plain(name, (count,), "mlp", "correction_bias"))
+    for expert in range(count):
+        for name, out, inner in _projections(width, hidden):
+            tensor = f"mlp.experts.{expert}.{name}"
+            found.append(place.expert(tensor, expert, out, inner, "mlp", name))
+    if moe.shared_size:
+        for name, out, inner in _projections(moe.shared_size, hidden):
+            tensor = f"mlp.shared_experts.{name}"
+            found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
+    return found
+
+
+def _projections(width: int, hidden: int) -> tuple[tuple[str, int, int], ...]:
+    """(name, out, in) of a gated MLP's linears."""
+    up, down = (width, hidden), (hidden, width)
+    return ("gate_proj", *up), ("up_proj", *up), ("down_proj", *down)
