@@ -13,6 +13,7 @@ in the same buffers.
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from jaxattn.engine.prepare import (
     check_arguments,
     checked_params,
     on_device,
+    placed_params,
     prepare,
 )
 from jaxattn.engine.process import PROCESS
@@ -52,6 +54,9 @@ from jaxattn.models.base import DecodeBatch, DecodeState, Model, PrefillBatch, l
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
 Detokenize = Callable[[Sequence[int]], str]
+
+
+MOST_IDS = 2**31
 
 
 class EngineBusyError(RuntimeError):
@@ -104,7 +109,8 @@ class Engine:
             on_compile=on_compile,
             workers=workers,
         )
-        self._open(prepared, model.pack(params), strict, detokenize)
+        packed = model.pack(placed_params(params, prepared.devices))
+        self._open(prepared, packed, strict, detokenize)
 
     @classmethod
     def of(
@@ -128,7 +134,7 @@ class Engine:
         self.stats, self.seal = Stats(), Seal(strict=strict)
         self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
         self._closed = False
-        PROCESS.engines.add(self)
+        PROCESS.opened(self)
 
     def _replan(self, prepared: Prepared) -> None:
         """Goes on with another plan; with fewer pages, requests that wait may be refused."""
@@ -170,9 +176,10 @@ class Engine:
     @property
     def state(self) -> DecodeState:
         """The arena and the caches; allocated when they are first asked for."""
-        self.start()
-        assert self._state is not None
-        return self._state
+        with self._alone("state", nested=True):
+            self._start()
+            assert self._state is not None
+            return self._state
 
     # --- beginning and end
 
@@ -186,23 +193,30 @@ class Engine:
             params: the parameters, for an engine that was made without.
 
         Raises:
+            TypeError: `params` are shapes.
             ValueError: the engine has no parameters, or they are not the model's.
             PlanError: the device has less memory than was planned, or what was allocated is not
                 what was planned.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or has its state and is given parameters.
+            EngineBusyError: another thread uses the engine.
         """
-        if self._closed:
-            raise RuntimeError("this engine is closed; make a new one")
-        if params is not None:
-            _check_arrays(params)
-            checked_params(self.model, params)
-            self._params = self.model.pack(params)
+        with self._alone("start", nested=True):
+            if params is not None:
+                if self._state is not None:
+                    raise RuntimeError("start: this engine runs already; make another one")
+                _check_arrays(params)
+                checked_params(self.model, params)
+                self._params = self.model.pack(placed_params(params, self._prepared.devices))
+            self._start()
+
+    def _start(self) -> None:
         if self._params is None:
             raise ValueError("this engine has no parameters: give them to start(params)")
-        leaves = jax.tree.leaves(self._state)
         # An interrupt between a step's call and its return leaves donated buffers behind.
-        if leaves and not any(leaf.is_deleted() for leaf in leaves):
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+        if self._state is not None and not lost:
             return
+        self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
         self._state = None
         with jax.default_device(self._prepared.devices[0]):
             if self._prepared.trial:
@@ -226,8 +240,8 @@ class Engine:
         """
         prepared, compiler = self._prepared, self._prepared.compiler
         memory = device.device_memory(prepared.devices[0])
-        own = on_device(self._params)
-        PROCESS.engines.discard(self)  # its own temp is a line of its plan
+        own = on_device(self._params, prepared.devices)
+        PROCESS.closed(self)  # its own temp is a line of its plan
         try:
             known = prepared.known
             if prepared.wanted.utilization is not None and memory is not None:
@@ -240,7 +254,7 @@ class Engine:
             plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
             self._replan(dataclasses.replace(prepared, plan=plan))
         finally:
-            PROCESS.engines.add(self)
+            PROCESS.opened(self)
 
     def _warmed(self, limits: Limits, executables: dict[str, jax.stages.Compiled]) -> DecodeState:
         """A state beside which each executable has run twice, on padding rows, which write nothing.
@@ -261,12 +275,24 @@ class Engine:
         return state
 
     def close(self) -> None:
-        """Gives the state's memory back. The parameters stay with whoever else holds them."""
-        self._closed = True
-        PROCESS.engines.discard(self)
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
-        self._state = self._params = None
+        """Gives the state's memory back. The parameters stay with whoever else holds them.
+
+        Requests that are not done are dropped.
+
+        Raises:
+            EngineBusyError: another thread uses the engine, or a callback called it.
+        """
+        if self._closed:
+            return
+        with self._alone("close"):
+            self._closed = True
+            PROCESS.closed(self)
+            self.scheduler.clear()
+            self._events.clear()
+            self._clocks.clear()
+            for leaf in jax.tree.leaves(self._state):
+                leaf.delete()
+            self._state = self._params = None
 
     def __enter__(self) -> Self:
         return self
@@ -285,6 +311,7 @@ class Engine:
             TypeError: it is no `Request`.
             ValueError: a request with its id is running or waiting.
             EngineBusyError: another thread uses the engine.
+            RuntimeError: the engine is closed.
         """
         with self._alone("add", nested=True):
             return self._add(request)
@@ -293,6 +320,9 @@ class Engine:
         """Ends a request, running or waiting; False if there is none with this id.
 
         What it generated comes as a `FinishEvent` of the next `step`.
+
+        Raises:
+            EngineBusyError: another thread uses the engine.
         """
         with self._alone("abort", nested=True):
             row = next((r for r in self.scheduler.rows.values() if r.request.id == id), None)
@@ -316,11 +346,19 @@ class Engine:
 
         Raises:
             EngineBusyError: another thread uses the engine, or a callback called it.
-            SealError: the engine is strict and something was compiled or allocated.
+            SealError: the engine is strict and something was compiled or allocated. After this and
+                any other error, Ctrl-C too, the rows have ended: their states may have gone on
+                without them. Requests that wait are served by the next `step`.
         """
         with self._alone("step"):
-            self.start()
-            return self._step()
+            self._start()
+            try:
+                return self._step()
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                reason = FinishReason.INTERRUPTED if interrupted else FinishReason.FAILED
+                self._end_rows(reason, str(error) or None)
+                raise
 
     def generate(
         self,
@@ -353,10 +391,7 @@ class Engine:
                     "generate: requests that were added are not done; call step() until the engine "
                     "is not busy"
                 )
-            numbered = [_numbered(request, place) for place, request in enumerate(requests)]
-            if len({request.id for request in numbered}) < len(numbered):
-                raise ValueError("two requests have the same id")
-            return self._generate(numbered, on_token, on_finish)
+            return self._generate(_all_numbered(requests), on_token, on_finish)
 
     def _generate(
         self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None
@@ -364,14 +399,17 @@ class Engine:
         self.stats, started = Stats(), time.perf_counter()
         done: dict[int | None, Completion] = {}
         try:
-            self.start()
+            self._start()
             started = time.perf_counter()
             for request in requests:
                 self._add(request)
             while self.busy:
-                for event in self._step():
+                events = self._step()
+                for event in events:  # before a callback can be interrupted
                     if isinstance(event, FinishEvent):
-                        done[event.completion.request.id] = event.completion
+                        done.setdefault(event.completion.request.id, event.completion)
+                for event in events:
+                    if isinstance(event, FinishEvent):
                         if on_finish:
                             on_finish(event.completion)
                     elif on_token:
@@ -389,9 +427,7 @@ class Engine:
 
     def _interrupt(self, requests: list[Request], done: dict[int | None, Completion]) -> None:
         """Ends what is not done: rows with what they generated, the rest with nothing."""
-        for row in self.scheduler.rows.values():
-            if row.request.id not in done:
-                self._finish(row.request, row.tokens, FinishReason.INTERRUPTED)
+        self._end_rows(FinishReason.INTERRUPTED)
         for event in self._events:
             if isinstance(event, FinishEvent):
                 done.setdefault(event.completion.request.id, event.completion)
@@ -408,26 +444,33 @@ class Engine:
                 raise EngineBusyError(f"{what} was called by a callback of this engine")
             yield
             return
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError(
-                f"{what}: another thread uses this engine, which has one state; give each thread "
-                "an engine of its own (they share executables)"
-            )
-        self._owner = me
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        held = False
         try:
+            held = self._busy.acquire(blocking=False)
+            if not held:
+                raise EngineBusyError(
+                    f"{what}: another thread uses this engine, which has one state; give each "
+                    "thread an engine of its own (they share executables)"
+                )
+            self._owner = me
             yield
         finally:
-            self._owner = None
-            self._busy.release()
+            if held:
+                self._owner = None
+                self._busy.release()
 
     # --- one round
 
     def _add(self, request: Request) -> int:
+        while self._next_id in self._clocks:
+            self._next_id += 1
         request = _numbered(request, self._next_id)
         assert request.id is not None
         if request.id in self._clocks:
             raise ValueError(f"a request with id {request.id} is running or waiting")
-        self._next_id = max(self._next_id, request.id + 1)
+        self._next_id = (request.id + 1) % MOST_IDS
         self._clocks[request.id] = _Clock(time.perf_counter())
         self._submit(request)
         return request.id
@@ -497,10 +540,20 @@ class Engine:
         """The stop string that the last token completed."""
         if not row.request.stop_strings or self._detokenize is None:
             return None
-        # Of one byte each, this many tokens hold the longest of them.
+        # Of one byte each, so many tokens hold the longest of them; others give no text at all.
         longest = max(len(text.encode()) for text in row.request.stop_strings)
-        text = self._detokenize(row.tokens[-longest:])
+        text = self._detokenize(row.tokens[-longest - 16 :])
         return next((stop for stop in row.request.stop_strings if stop in text), None)
+
+    def _end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
+        """Ends every row with what it generated."""
+        for row in list(self.scheduler.rows.values()):
+            self.scheduler.rows.pop(row.index)
+            if row.request.id in self._clocks:
+                self._finish(row.request, row.tokens, reason, detail)
+        waiting = list(self.scheduler.waiting)
+        self.scheduler.clear()
+        self.scheduler.waiting.extend(waiting)
 
     def _end(self, row: Row, reason: FinishReason, detail: str | int) -> None:
         self.scheduler.release(row)
@@ -609,6 +662,25 @@ def _int32(values: Any) -> Any:
 def _given(array: np.ndarray) -> Any:
     """A NumPy array where a step's signature has JAX's."""
     return array
+
+
+def _all_numbered(requests: Iterable[Any]) -> list[Request]:
+    """Requests with ids of their own: a place in the list, or a number that is free.
+
+    Raises:
+        ValueError: two requests were given the same id; the message has both places.
+    """
+    found = list(requests)
+    taken: dict[int, int] = {}
+    for place, request in enumerate(found):
+        id = getattr(request, "id", None)
+        if id is not None and taken.setdefault(id, place) != place:
+            raise ValueError(f"requests {taken[id]} and {place} have the same id {id}")
+    free = (number for number in itertools.count(len(found)) if number not in taken)
+    return [
+        _numbered(request, next(free) if place in taken else place)
+        for place, request in enumerate(found)
+    ]
 
 
 def _numbered(request: Any, number: int) -> Request:

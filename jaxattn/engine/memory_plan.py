@@ -40,16 +40,15 @@ class Executable:
     basis: str
 
 
-def from_compiled(compiled: jax.stages.Compiled, held: int) -> Executable:
-    """Of an executable; `held` are the bytes of weights and state among its arguments."""
+def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> Executable:
+    """Of an executable; `inputs` are the bytes of its batch.
+
+    XLA's own count of arguments leaves out those parameters that a step does not read.
+    """
     stats: Any = compiled.memory_analysis()
     if not stats or not stats.argument_size_in_bytes:
         raise PlanError("XLA does not say what an executable takes; empty the compilation cache")
-    in_out = (
-        max(stats.argument_size_in_bytes - held, 0)
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-    )
+    in_out = inputs + stats.output_size_in_bytes - stats.alias_size_in_bytes
     temp, code = stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
     return Executable(in_out, temp, code, "compiled")
 

@@ -3,9 +3,10 @@
     prepared = prepare(model, model.param_shapes(), Limits(batch=8, utilization=0.9))
     print(prepared.plan.total)
     engine = Engine.of(prepared)
-    engine.start(params)            # loaded meanwhile
+    engine.start(params)            # loaded after `prepare` has measured the device
 
-`prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing.
+`prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing. Weights
+that are on the device already are counted once if they are given as arrays.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from jaxattn.engine.memory_plan import (
     plan_engine,
 )
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.steps import OnCompile, Steps, compiled_steps, new_state
+from jaxattn.engine.steps import OnCompile, Steps, compiled_steps, entry_points
 from jaxattn.memory import device
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
 from jaxattn.memory.device import DeviceMemory
@@ -93,9 +94,12 @@ class Compiler:
 
     def known(self, limits: Limits, steps: Steps) -> dict[str, Executable]:
         """What XLA says of each executable's memory."""
-        state = jax.eval_shape(lambda: new_state(self.model, limits))
-        held = nbytes(self.params) + nbytes(state)
-        return {name: from_compiled(step, held) for name, step in steps.executables.items()}
+        return {
+            str(entry): from_compiled(
+                steps.executables[str(entry)], nbytes(entry.batch_shapes(limits.table_width))
+            )
+            for entry in entry_points(limits)
+        }
 
     def plan(
         self,
@@ -209,7 +213,11 @@ def prepare(
         on_compile=on_compile,
         workers=workers,
     )
-    memory, own, trial = device.device_memory(compiler.devices[0]), on_device(params), None
+    memory, own, trial = (
+        device.device_memory(compiler.devices[0]),
+        on_device(params, compiler.devices),
+        None,
+    )
     if limits.utilization is None:
         filled = limits
         compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
@@ -279,9 +287,31 @@ def checked_params(model: Model, params: Any) -> Any:
     return packed
 
 
-def on_device(params: Any) -> int:
-    """Bytes of the arrays among them: shapes take none."""
-    return nbytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
+def on_device(params: Any, devices: Sequence[jax.Device]) -> int:
+    """Bytes of the arrays among them that lie on these devices: shapes take none."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    return nbytes([leaf for leaf in leaves if leaf.devices() & set(devices)])
+
+
+def placed_params(params: Any, devices: Sequence[jax.Device]) -> Any:
+    """The parameters on the engine's devices: NumPy arrays are put there.
+
+    Raises:
+        ValueError: an array lies on another device; it would be copied in every step.
+    """
+
+    def placed(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, devices[0])
+        if not leaf.devices() <= set(devices):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"parameter {name!r} lies on {', '.join(map(str, leaf.devices()))}, and the engine "
+                f"runs on {devices[0]}; move the parameters with jax.device_put"
+            )
+        return leaf
+
+    return jax.tree.map_with_path(placed, params)
 
 
 def others(memory: DeviceMemory | None, known: dict[str, Executable], own: int) -> dict[str, Any]:

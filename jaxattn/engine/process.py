@@ -16,12 +16,11 @@ class Process:
     """What the engines of a process share. Nothing here keeps an engine or an array alive.
 
     Attributes:
-        engines: each `Engine` alive. It may be in a step while another plans: its temp is taken.
         steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
     """
 
     def __init__(self) -> None:
-        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
@@ -35,6 +34,20 @@ class Process:
             if lock is None:
                 lock = self._locks[key] = threading.Lock()
             return lock
+
+    @property
+    def engines(self) -> list[Any]:
+        """Each open `Engine`. It may be in a step while another plans, so its temp is taken."""
+        with self._guard:
+            return list(self._engines)
+
+    def opened(self, engine: Any) -> None:
+        with self._guard:
+            self._engines.add(engine)
+
+    def closed(self, engine: Any) -> None:
+        with self._guard:
+            self._engines.discard(engine)
 
     @property
     def seal(self) -> Any:

@@ -135,6 +135,7 @@ class FinishReason(enum.StrEnum):
     NOT_FINITE: the logits held NaN or infinity, as with a damaged checkpoint.
     ABORTED: `Engine.abort`.
     INTERRUPTED: Ctrl-C.
+    FAILED: an error ended the step that the row was in; the detail is its message.
     REFUSED: the request can never be served; the detail says why.
     """
 
@@ -143,6 +144,7 @@ class FinishReason(enum.StrEnum):
     NOT_FINITE = "not finite"
     ABORTED = "aborted"
     INTERRUPTED = "interrupted"
+    FAILED = "failed"
     REFUSED = "refused"
 
 

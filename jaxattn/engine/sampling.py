@@ -107,7 +107,7 @@ def _sorted_filters(
         probabilities = jax.nn.softmax(row)[order]
         before = (jnp.cumsum(probabilities) - probabilities)[rank]
         # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
-        return jnp.where((before < top_p) | (top_p >= 1), row, -jnp.inf)
+        return jnp.where((rank == 0) | (before < top_p) | (top_p >= 1), row, -jnp.inf)
 
     filtered = jax.vmap(of_row)(scaled, sampling.top_k, sampling.top_p)
     return jnp.where(sorts[:, None], filtered, scaled)

@@ -131,10 +131,13 @@ class Scheduler:
         self.slots.free(row.slot)
 
     def clear(self) -> None:
-        """Drops all that waits and runs."""
+        """Drops all that waits and runs. The pools are made anew: an interrupt may have come while
+        a row was given its pages, or gave them back.
+        """
         self.waiting.clear()
-        for row in list(self.rows.values()):
-            self.release(row)
+        self.rows.clear()
+        self.pages = PagePool(self.limits.pages, PAGE_SIZE)
+        self.slots = SlotPool(self.limits.batch)
 
     def _max_tokens(self, request: Request) -> int:
         return min(request.max_tokens, self.limits.max_model_len - len(request.prompt))

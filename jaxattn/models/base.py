@@ -40,8 +40,15 @@ class DecodeState:
     caches: dict[str, Arrays]
 
     def array(self, name: str) -> Array:
-        """An array of any cache, such as "kv_cache": names are unique within a model."""
-        return next(arrays[name] for arrays in self.caches.values() if name in arrays)
+        """An array of any cache, such as "kv_cache": names are unique within a model.
+
+        Raises:
+            KeyError: no cache has it; the message lists those that there are.
+        """
+        found = {name: x for arrays in self.caches.values() for name, x in arrays.items()}
+        if name not in found:
+            raise KeyError(f"no cache has an array {name!r}; there are {', '.join(found)}")
+        return found[name]
 
     def replace(self, cache: str, arrays: Arrays, arena: Arena | None = None) -> "DecodeState":
         """The state with other arrays of one cache, and another arena if one is given."""
@@ -147,10 +154,26 @@ class LayerCache(abc.ABC):
     ) -> Arrays:
         """Copies slots `source` to `target`, to make a checkpoint of rows or to go back to one.
 
-        Checkpoint slots are numbered behind the live ones. The caller keeps the pages of a
-        checkpoint, so a cache of pages copies nothing.
+        Checkpoint slots are numbered behind the live ones. Arrays that grow with the slots are
+        copied. The caller keeps the pages of a checkpoint, so pages are not.
         """
-        return arrays
+        few, more = (self.shapes(CacheSize(pages=1, slots=slots)) for slots in (1, 2))
+        copied = {}
+        for name, array in arrays.items():
+            pairs = zip(few[name].shape, more[name].shape, strict=True)
+            axes = [axis for axis, (one, two) in enumerate(pairs) if one != two]
+            copied[name] = array
+            if axes:
+                before = (slice(None),) * axes[0]
+                copied[name] = array.at[(*before, target)].set(array[(*before, source)])
+        return copied
+
+
+# Lines that every plan has: no array of a cache may take their names.
+PLAN_LINES = (
+    "weights", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
+    "step inputs and outputs",
+)  # fmt: skip
 
 
 def line_name(array: str) -> str:
@@ -263,6 +286,11 @@ def check_caches(caches: Sequence[LayerCache]) -> None:
         if cache.shapes(large).keys() != shapes.keys():
             raise ValueError(f"cache {cache.name!r} has other arrays for other sizes")
         for array in shapes:
+            if line_name(array) in PLAN_LINES:
+                raise ValueError(
+                    f"cache {cache.name!r} has an array {array!r}, and {line_name(array)!r} is "
+                    "another line of the plan; give it another name"
+                )
             if other := lines.get(line_name(array)):
                 raise ValueError(
                     f"caches {other!r} and {cache.name!r} both have an array {array!r}; arrays "

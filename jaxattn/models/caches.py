@@ -5,10 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
 
 from jaxattn.core.formats import LatentFormat
-from jaxattn.models.base import Arrays, CacheSize, LayerCache
+from jaxattn.models.base import CacheSize, LayerCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +83,3 @@ class RecurrentState(LayerCache):
         if array == "conv_state":
             return f"{what}last {of_slot[0]} inputs x {of_slot[1]} {shape.dtype.name}"
         return f"{what}{'x'.join(map(str, of_slot))} {shape.dtype.name}"
-
-    def copy_slots(
-        self, arrays: Arrays, source: Int[Array, " n"], target: Int[Array, " n"]
-    ) -> Arrays:
-        return {name: x.at[:, target].set(x[:, source]) for name, x in arrays.items()}

@@ -49,6 +49,7 @@ class DecoderSpec:
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:
+        TypeError: one of `blocks` is no `Block`.
         ValueError: there are no layers or too many, or blocks of one cache differ; it is named.
     """
 
@@ -59,6 +60,10 @@ class DecoderSpec:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for layer, block in enumerate(self.blocks):
+            if not isinstance(block, Block):
+                raise TypeError(f"blocks[{layer}] must be a Block, got {type(block).__name__}")
         mixers: dict[str, Mixer] = {}
         for layer, mixer in enumerate(block.mixer for block in self.blocks):
             first = mixers.setdefault(mixer.cache_name, mixer)
@@ -285,7 +290,7 @@ class Decoder(nnx.Module):
         """One repeat's parameters, with the vectors that `pack_params` took out."""
         if vectors is None:
             return params
-        shapes = vectors_of(abstract(self.spec)[1]["segments"][number])
+        shapes = vectors_of(abstract(self.spec)[1]["segments"][number], self.spec.segments[number])
         widths = [shape.shape[1] for shape in shapes]
         # One copy out of the stack: without the barrier XLA makes one for each width.
         vectors = lax.optimization_barrier(vectors)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxattn.models.blocks import Block
+from jaxattn.models.blocks import Block, Mixer
 from jaxattn.models.segments import Segment
 
 
@@ -51,27 +51,38 @@ def pack_params(
         return params
     stacks: Any = params["segments"]
     vectors = tuple(
-        jnp.concatenate([leaf.astype(jnp.float32) for leaf in vectors_of(stacks[s])], axis=1)
-        for s in range(len(segments))
+        jnp.concatenate([x.astype(jnp.float32) for x in vectors_of(stacks[s], segment)], axis=1)
+        for s, segment in enumerate(segments)
     )
-    empty = jax.tree.map_with_path(
-        lambda path, leaf: leaf[:, :0] if is_vector(path, leaf) else leaf, stacks
-    )
-    rest = nnx.State({**params, "segments": empty})
+    empty = {
+        s: jax.tree.map_with_path(
+            lambda path, leaf, segment=segment: (
+                leaf[:, :0] if is_vector(path, leaf, segment) else leaf
+            ),
+            stacks[s],
+        )
+        for s, segment in enumerate(segments)
+    }
+    rest = nnx.State({**params, "segments": type(stacks)(empty)})
     return PackedParams(rest, vectors, _mixer_weights(stacks, segments), _norms(stacks, segments))
 
 
-def is_vector(path: Any, leaf: Any) -> bool:
-    """Whether a stacked parameter is packed: [repeats, n] of a norm or a mixer.
-
-    The steps read a feed-forward's parameters where they are.
+def is_vector(path: Any, leaf: Any, segment: Segment[Block]) -> bool:
+    """Whether a stacked parameter [repeats, n] is packed: of a block's norms, or of a mixer whose
+    `pack` gives decoding what it reads. The steps read all others where they are.
     """
-    return leaf.ndim == 2 and not any(getattr(part, "key", None) == "mlp" for part in path)
+    if leaf.ndim != 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return False
+    _, place, part, *_ = (getattr(each, "key", 0) for each in path)
+    if part == "mixer":
+        return type(segment.pattern[place].mixer).pack is not Mixer.pack
+    return part in ("norm", "mlp_norm")
 
 
-def vectors_of(stack: Any) -> list[Any]:
+def vectors_of(stack: Any, segment: Segment[Block]) -> list[Any]:
     """The packed parameters of a segment, in order."""
-    return [leaf for path, leaf in jax.tree.leaves_with_path(stack) if is_vector(path, leaf)]
+    leaves = jax.tree.leaves_with_path(stack)
+    return [leaf for path, leaf in leaves if is_vector(path, leaf, segment)]
 
 
 def _mixer_weights(stacks: Any, segments: Sequence[Segment[Block]]) -> dict[str, Array]:

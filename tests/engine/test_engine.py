@@ -292,7 +292,7 @@ def test_a_row_ends_at_the_model_length():
 
 
 def test_two_requests_cannot_share_an_id(engine):
-    with pytest.raises(ValueError, match="the same id"):
+    with pytest.raises(ValueError, match="have the same id"):
         engine.generate([Request(b"a", id=1), Request(b"b")])
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 import weakref
 
 import jax
@@ -12,9 +13,9 @@ import pytest
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.engine import EngineBusyError
 from jaxattn.engine.prepare import prepare
-from jaxattn.engine.request import FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.request import FinishEvent, FinishReason, GenerationInterrupted, TokenEvent
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, prompts
+from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, prompts, with_steps
 
 MODEL = Hybrid(SMALLEST)
 
@@ -221,6 +222,119 @@ def test_parameters_of_another_configuration_are_named(params):
         Engine(MODEL, other, LIMITS)
 
 
+# --- errors and interrupts at any point
+
+
+def failing(engine, monkeypatch, name, error, *, after):
+    """The engine's step raises, before or after it has run."""
+    real = engine.executables[name]
+
+    def step(*args):
+        found = real(*args) if after else None
+        if found or not after:
+            raise error
+
+    with_steps(engine, {**engine.executables, name: step})
+    return lambda: with_steps(engine, {**engine.executables, name: real})
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["prefill of 1 x 16 tokens", "decode of 3 x 1 tokens"])
+@pytest.mark.parametrize(
+    "error, reason",
+    [(RuntimeError("the device is lost"), "failed"), (KeyboardInterrupt(), "interrupted")],
+    ids=["error", "interrupt"],
+)
+def test_a_step_that_fails_ends_its_rows_and_serves_what_waits(
+    params, monkeypatch, after, kind, error, reason
+):
+    engine = Engine(MODEL, params, LIMITS)
+    wanted = engine.generate([Request(b"waits", max_tokens=5)])
+    first = engine.add(Request(b"x" * 20, max_tokens=60))
+    for _ in range(1 if kind.startswith("prefill") else 4):
+        engine.step()
+    waiting = [engine.add(Request(b"waits", max_tokens=5)) for _ in range(3)]
+    mend = failing(engine, monkeypatch, kind, error, after=after)
+    with pytest.raises(type(error)):
+        while True:
+            engine.step()
+    mend()
+    _, done = drained(engine)
+    assert done[first].finish_reason == reason
+    assert {done[id].finish_reason for id in waiting} <= {reason, "length"}
+    served = [done[id] for id in waiting if done[id].finish_reason == "length"]
+    assert all(each.tokens == wanted[0].tokens for each in served)
+    assert engine.scheduler.pages.in_use == engine.scheduler.slots.in_use == 0
+    assert engine.generate([Request(b"waits", max_tokens=5)])[0].tokens == wanted[0].tokens
+
+
+def test_an_interrupt_with_the_last_token_does_not_lose_the_row(engine):
+    [whole] = engine.generate([Request(b"last", max_tokens=8)])
+    seen = []
+
+    def interrupt(request, token):
+        seen.append(token)
+        if len(seen) == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(GenerationInterrupted) as caught:
+        engine.generate([Request(b"last", max_tokens=8)], on_token=interrupt)
+    [done] = caught.value.completions
+    assert (done.tokens, done.finish_reason) == (whole.tokens, "length")
+
+
+def test_another_thread_gets_no_state_and_no_second_one(engine):
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def hold(request, token):
+        inside.set()
+        assert go_on.wait(60)
+
+    thread = threading.Thread(target=engine.generate, args=(prompts(1),), kwargs={"on_token": hold})
+    thread.start()
+    assert inside.wait(60)
+    for use in (
+        lambda: engine.state,
+        engine.start,
+        engine.close,
+        lambda: engine.add(Request(b"a")),
+    ):
+        with pytest.raises(EngineBusyError):
+            found.append(use())
+    go_on.set()
+    thread.join()
+    assert not found
+
+
+def test_a_callback_cannot_close_the_engine(engine):
+    with pytest.raises(EngineBusyError, match="close was called by a callback"):
+        engine.generate(prompts(1), on_token=lambda request, token: engine.close())
+
+
+def test_ids_are_kept_apart_from_places(engine):
+    done = engine.generate([Request(b"a", id=1, max_tokens=1), Request(b"b", max_tokens=1)])
+    assert len({each.request.id for each in done}) == 2 and done[0].request.id == 1
+    with pytest.raises(ValueError, match="requests 0 and 2 have the same id 4"):
+        engine.generate([Request(b"a", id=4), Request(b"b"), Request(b"c", id=4)])
+    engine.add(Request(b"a", id=2**31 - 1, max_tokens=1))
+    engine.add(Request(b"b", max_tokens=1))
+    drained(engine)
+
+
+def test_parameters_of_numpy_are_put_on_the_device_once(params):
+    host = jax.tree.map(np.asarray, params)
+    engine = Engine(MODEL, host, LIMITS)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(engine._params))
+    assert engine.generate(prompts(1))[0].tokens
+
+
+def test_parameters_come_once(params):
+    engine = Engine(MODEL, params, LIMITS)
+    engine.start()
+    with pytest.raises(RuntimeError, match="runs already; make another one"):
+        engine.start(params)
+
+
 # --- beginning and end
 
 
@@ -264,8 +378,11 @@ def test_a_closed_engine_holds_nothing_and_says_so(params):
     with Engine(MODEL, params, LIMITS) as engine:
         engine.generate(prompts(1))
     assert live_bytes() == before
-    with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
-        engine.generate(prompts(1))
+    engine.close()  # twice is once
+    for use in (engine.step, engine.start, lambda: engine.add(Request(b"a"))):
+        with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
+            use()
+    assert not engine.busy
 
 
 def test_requests_added_before_the_start_are_served(params):

@@ -36,7 +36,8 @@ def test_temperature_zero_is_the_argmax_and_the_lowest_id_of_equals():
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_p": 1e-6}, {"temperature": 1e-30}, {"top_k": 1}, {"min_p": 1.0}]
+    "options",
+    [{"top_p": 1e-6}, {"top_p": 1e-40}, {"temperature": 1e-30}, {"top_k": 1}, {"min_p": 1.0}],
 )
 def test_the_extremes_of_each_control_take_the_most_likely_token(options):
     logits = random_logits(8)

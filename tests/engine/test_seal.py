@@ -60,7 +60,7 @@ def whole(params):
 @pytest.fixture
 def alone(monkeypatch):
     """The engines of other tests are not beside the ones of this."""
-    monkeypatch.setattr(PROCESS, "engines", weakref.WeakSet())
+    monkeypatch.setattr(PROCESS, "_engines", weakref.WeakSet())
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +520,7 @@ def test_freeing_one_engine_frees_its_bytes_and_not_the_others(params, plain, bu
 def test_a_second_engine_leaves_alone_what_the_first_holds(params, whole, alone, monkeypatch):
     """In JAX's pool are the first engine's weights and state; the second plans beside them."""
     first = whole
-    PROCESS.engines.add(first)
+    PROCESS.opened(first)
     held = first.plan.inside - first.plan["xla temp"]
     total = 10**9
     seen = device(total, free=total // 2, pool=total // 2, in_use=held, limit=total)

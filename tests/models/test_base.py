@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.arena import ArenaSpec
 from jaxattn.core.formats import LatentFormat
 from jaxattn.engine.memory_plan import page_bytes
 from jaxattn.models import CacheSize, Hybrid, LayerCache
@@ -39,6 +40,11 @@ class Rings(LayerCache):
         return f"{array} {shape.shape}"
 
 
+class Taken(Rings):
+    def shapes(self, size):
+        return {"arena": jax.ShapeDtypeStruct((1,), jnp.int32)}
+
+
 def test_a_cache_may_hold_arrays_of_any_shape_and_dtype():
     cache = Rings(name="rings", layers=2)
     check_caches([cache, LATENTS, STATES])
@@ -67,7 +73,12 @@ def test_a_checkpoint_is_a_slot_behind_the_live_ones():
         np.testing.assert_array_equal(saved[name][:, [4, 5]], before[:, [1, 3]])
         np.testing.assert_array_equal(saved[name][:, :4], before[:, :4])
     pages = LATENTS.init(CacheSize(pages=3, slots=4))
-    assert LATENTS.copy_slots(pages, jnp.array([0]), jnp.array([1])) is pages
+    kept = LATENTS.copy_slots(pages, jnp.array([0]), jnp.array([1]))
+    assert kept["kv_cache"] is pages["kv_cache"]
+    rings = Rings(name="rings", layers=2)
+    cursors = rings.init(CacheSize(pages=1, slots=2, checkpoints=1)) | {"cursor": jnp.arange(3)}
+    found = rings.copy_slots(cursors, jnp.array([1]), jnp.array([2]))
+    assert found["cursor"].tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,7 @@ def test_a_checkpoint_is_a_slot_behind_the_live_ones():
             "caches 'latents' and 'others' both have an array 'kv_cache'",
         ),
         ((dataclasses.replace(STATES, layers=0),), "cache 'delta' has 0 layers"),
+        ((Taken(name="odd", layers=1),), "'odd' has an array 'arena', and 'arena' is another line"),
     ],
 )
 def test_caches_that_contradict_each_other_are_refused_by_name(caches, message):
@@ -125,3 +137,18 @@ def test_parameters_of_another_model_are_named():
     with pytest.raises(ValueError, match="unexpected parameter"):
         check_params({}, shapes)
     check_params(shapes, shapes)
+
+
+def test_an_array_that_no_cache_has_is_named():
+    state = jax.eval_shape(
+        lambda: init_state(Hybrid(SMALLEST), CacheSize(pages=1, slots=1), ArenaSpec())
+    )
+    with pytest.raises(KeyError, match="no cache has an array 'kv'; there are .*kv_cache"):
+        state.array("kv")
+
+
+def test_blocks_may_be_a_list_and_have_to_be_blocks():
+    spec = Hybrid(SMALLEST).spec
+    assert dataclasses.replace(spec, blocks=list(spec.blocks)) == spec
+    with pytest.raises(TypeError, match=r"blocks\[1\] must be a Block, got str"):
+        dataclasses.replace(spec, blocks=(spec.blocks[0], "MLP"))

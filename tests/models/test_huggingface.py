@@ -236,7 +236,10 @@ def test_a_pickle_is_refused(folder):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported are .*, youtu, youtu_llm"),
+        (
+            {"model_type": "llama"},
+            "model_type 'llama' is not supported; supported are .*, youtu",
+        ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is implemented as .*silu.* only; got 'gelu'"),
         ({"attention_bias": True}, "attention_bias is implemented as .*alse only"),
