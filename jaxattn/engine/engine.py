@@ -13,7 +13,6 @@ in the same buffers.
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.batches import decode_batch, padding, prefill_batch
 from jaxattn.engine.prepare import (
     Prepared,
     check_arguments,
@@ -33,6 +33,7 @@ from jaxattn.engine.prepare import (
 )
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import (
+    Clock,
     Completion,
     Event,
     FinishEvent,
@@ -41,15 +42,17 @@ from jaxattn.engine.request import (
     Request,
     Stats,
     TokenEvent,
+    all_numbered,
+    numbered,
 )
-from jaxattn.engine.sampling import NOT_FINITE, SamplingBatch
+from jaxattn.engine.sampling import NOT_FINITE
 from jaxattn.engine.scheduler import Row, Scheduler
 from jaxattn.engine.seal import Seal
 from jaxattn.engine.steps import EntryPoint, OnCompile, entry_points, new_state
 from jaxattn.memory import device
 from jaxattn.memory.budget import MemoryPlan, check_allocated
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeBatch, DecodeState, Model, PrefillBatch, line_name
+from jaxattn.models.base import DecodeState, Model, line_name
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
@@ -129,7 +132,7 @@ class Engine:
         self._owner: int | None = None
         self._busy = threading.Lock()
         self._events: list[Event] = []
-        self._clocks: dict[int, _Clock] = {}
+        self._clocks: dict[int, Clock] = {}
         self._next_id = 0
         self.stats, self.seal = Stats(), Seal(strict=strict)
         self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
@@ -269,7 +272,7 @@ class Engine:
                 for name, array in arrays.items():
                     check_allocated(line_name(name), array, self.plan[line_name(name)])
         for entry in entry_points(limits) * 2:
-            batch = self._padding(entry, limits.table_width)
+            batch = padding(entry, limits.table_width)
             tokens, state = executables[str(entry)](self._params, state, batch)
             tokens.block_until_ready()
         return state
@@ -391,7 +394,7 @@ class Engine:
                     "generate: requests that were added are not done; call step() until the engine "
                     "is not busy"
                 )
-            return self._generate(_all_numbered(requests), on_token, on_finish)
+            return self._generate(all_numbered(requests), on_token, on_finish)
 
     def _generate(
         self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None
@@ -466,12 +469,12 @@ class Engine:
     def _add(self, request: Request) -> int:
         while self._next_id in self._clocks:
             self._next_id += 1
-        request = _numbered(request, self._next_id)
+        request = numbered(request, self._next_id)
         assert request.id is not None
         if request.id in self._clocks:
             raise ValueError(f"a request with id {request.id} is running or waiting")
         self._next_id = (request.id + 1) % MOST_IDS
-        self._clocks[request.id] = _Clock(time.perf_counter())
+        self._clocks[request.id] = Clock(time.perf_counter())
         self._submit(request)
         return request.id
 
@@ -501,7 +504,8 @@ class Engine:
         tokens = row.request.prompt[row.cached : row.cached + chunk]
         row.cached += len(tokens)
         entry = EntryPoint("prefill", 1, chunk)
-        new = self._run(entry, [row], lambda: self._prefill_batch(entry, row, tokens))
+        tables = self.scheduler.block_tables
+        new = self._run(entry, lambda: prefill_batch(entry, row, tokens, tables))
         self.stats.prefill_steps += 1
         self.stats.prompt_tokens += len(tokens)
         self.stats.prefill_seconds += time.perf_counter() - started
@@ -512,7 +516,8 @@ class Engine:
         for row in rows:
             row.cached += 1
         entry = EntryPoint("decode", next(b for b in self.limits.batches if b >= len(rows)), 1)
-        new = self._run(entry, rows, lambda: self._decode_batch(entry, rows))
+        tables = self.scheduler.block_tables
+        new = self._run(entry, lambda: decode_batch(entry, rows, tables))
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(rows)
         for place, row in enumerate(rows):
@@ -572,124 +577,16 @@ class Engine:
         done = Completion(request, tuple(tokens), reason, detail, first, seconds)
         self._events.append(FinishEvent(done))
 
-    def _run(self, entry: EntryPoint, rows: Sequence[Row], batch: Callable[[], Any]) -> np.ndarray:
+    def _run(self, entry: EntryPoint, batch: Callable[[], Any]) -> np.ndarray:
         """One sealed step: the tokens, one for each row of the executable."""
         with self.seal.watch():
-            model = batch(), _sampling([*rows, *[None] * (entry.rows - len(rows))])
+            given = batch()
             with self.seal.allowed():
-                tokens, self._state = self.executables[str(entry)](self._params, self._state, model)
+                tokens, self._state = self.executables[str(entry)](self._params, self._state, given)
             new = np.array(tokens)  # a view would keep the array
             del tokens
             self.seal.check(self._state)
         return new
-
-    # --- batches
-
-    def _padding(self, entry: EntryPoint, width: int | None = None) -> Any:
-        """A batch without rows, for tables of `width` pages; the limits' if None."""
-        width = self.limits.table_width if width is None else width
-        rows = [None] * entry.rows
-        tables = np.zeros((entry.rows, width), np.int32)
-        tokens = np.zeros((entry.rows, entry.tokens), np.int32)
-        none, slots = _int32([0] * entry.rows), _int32([-1] * entry.rows)
-        batch: Any = (
-            PrefillBatch(*map(_given, (tokens, none, none, tables, slots)))
-            if entry.kind == "prefill"
-            else DecodeBatch(*map(_given, (tokens, none, tables, slots)))
-        )
-        return batch, _sampling(rows)
-
-    def _prefill_batch(self, entry: EntryPoint, row: Row, tokens: Sequence[int]) -> PrefillBatch:
-        """The row's chunk `tokens`, which `row.cached` counts already."""
-        return PrefillBatch(
-            tokens=_int32([[*tokens, *[0] * (entry.tokens - len(tokens))]]),
-            query_lens=_int32([len(tokens)]),
-            seq_lens=_int32([row.cached]),
-            block_tables=_given(self.scheduler.block_tables[[row.index]]),
-            state_indices=_int32([row.slot]),
-        )
-
-    def _decode_batch(self, entry: EntryPoint, running: Sequence[Row]) -> DecodeBatch:
-        """The last token of each row, counted by `row.cached`; the bucket's rest is padding."""
-        rows = [*running, *[None] * (entry.rows - len(running))]
-        # What stands in a padding row's table, or past a row's pages, is never read.
-        tables = self.scheduler.block_tables[[row.index if row else 0 for row in rows]]
-        return DecodeBatch(
-            tokens=_int32([[row.tokens[-1] if row else 0] * entry.tokens for row in rows]),
-            seq_lens=_int32([row.cached if row else 0 for row in rows]),
-            block_tables=_given(tables),
-            state_indices=_int32([row.slot if row else -1 for row in rows]),
-        )
-
-
-@dataclasses.dataclass
-class _Clock:
-    """When a request was added, and when its first token came."""
-
-    added: float
-    first_token: float | None = None
-
-    def first(self, now: float) -> None:
-        if self.first_token is None:
-            self.first_token = now
-
-    def read(self, now: float) -> tuple[float | None, float]:
-        """(seconds to the first token, seconds) since it was added."""
-        first = None if self.first_token is None else self.first_token - self.added
-        return first, now - self.added
-
-
-def _sampling(rows: Sequence[Row | None]) -> SamplingBatch:
-    requests = [row.request if row else None for row in rows]
-
-    def column(name: str, padding: float, dtype: Any) -> Any:
-        return np.array([getattr(r, name) if r else padding for r in requests], dtype)
-
-    return SamplingBatch(
-        temperature=column("temperature", 0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1, np.float32),
-        min_p=column("min_p", 0, np.float32),
-        seeds=column("drawn_from", 0, np.uint32),
-    )
-
-
-def _int32(values: Any) -> Any:
-    """A copy on the host: the step takes it to the device."""
-    return np.array(values, np.int32)
-
-
-def _given(array: np.ndarray) -> Any:
-    """A NumPy array where a step's signature has JAX's."""
-    return array
-
-
-def _all_numbered(requests: Iterable[Any]) -> list[Request]:
-    """Requests with ids of their own: a place in the list, or a number that is free.
-
-    Raises:
-        ValueError: two requests were given the same id; the message has both places.
-    """
-    found = list(requests)
-    taken: dict[int, int] = {}
-    for place, request in enumerate(found):
-        id = getattr(request, "id", None)
-        if id is not None and taken.setdefault(id, place) != place:
-            raise ValueError(f"requests {taken[id]} and {place} have the same id {id}")
-    free = (number for number in itertools.count(len(found)) if number not in taken)
-    return [
-        _numbered(request, next(free) if place in taken else place)
-        for place, request in enumerate(found)
-    ]
-
-
-def _numbered(request: Any, number: int) -> Request:
-    if not isinstance(request, Request):
-        raise TypeError(
-            f"a request must be a jaxattn.Request, got {type(request).__name__}; write "
-            "Request(prompt)"
-        )
-    return dataclasses.replace(request, id=number) if request.id is None else request
 
 
 def _check_arrays(params: Any) -> None:

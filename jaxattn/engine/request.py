@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import enum
+import itertools
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -213,3 +214,48 @@ class Stats:
         """Over all the time that was not prefill: steps, scheduler and callbacks."""
         rest = self.seconds - self.prefill_seconds
         return self.decoded_tokens / rest if rest > 0 else 0.0
+
+
+@dataclasses.dataclass
+class Clock:
+    """When a request was added, and when its first token came."""
+
+    added: float
+    first_token: float | None = None
+
+    def first(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+
+    def read(self, now: float) -> tuple[float | None, float]:
+        """(seconds to the first token, seconds) since it was added."""
+        first = None if self.first_token is None else self.first_token - self.added
+        return first, now - self.added
+
+
+def all_numbered(requests: Iterable[Any]) -> list[Request]:
+    """Requests with ids of their own: a place in the list, or a number that is free.
+
+    Raises:
+        ValueError: two requests were given the same id; the message has both places.
+    """
+    found = list(requests)
+    taken: dict[int, int] = {}
+    for place, request in enumerate(found):
+        id = getattr(request, "id", None)
+        if id is not None and taken.setdefault(id, place) != place:
+            raise ValueError(f"requests {taken[id]} and {place} have the same id {id}")
+    free = (number for number in itertools.count(len(found)) if number not in taken)
+    return [
+        numbered(request, next(free) if place in taken else place)
+        for place, request in enumerate(found)
+    ]
+
+
+def numbered(request: Any, number: int) -> Request:
+    if not isinstance(request, Request):
+        raise TypeError(
+            f"a request must be a jaxattn.Request, got {type(request).__name__}; write "
+            "Request(prompt)"
+        )
+    return dataclasses.replace(request, id=number) if request.id is None else request

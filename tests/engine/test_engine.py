@@ -292,8 +292,8 @@ def test_a_row_ends_at_the_model_length():
 
 
 def test_two_requests_cannot_share_an_id(engine):
-    with pytest.raises(ValueError, match="have the same id"):
-        engine.generate([Request(b"a", id=1), Request(b"b")])
+    with pytest.raises(ValueError, match="requests 0 and 1 have the same id 1"):
+        engine.generate([Request(b"a", id=1), Request(b"b", id=1)])
 
 
 def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled(engine):

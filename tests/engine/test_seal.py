@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxattn.engine import engine as engine_module
 from jaxattn.engine import prepare as prepare_module
 from jaxattn.engine import steps as steps_module
+from jaxattn.engine.batches import decode_batch
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import Request
@@ -351,13 +352,14 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
     assert seal.what == ["buffer: 1 array(s) more than before the step"]
 
 
-def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain):
+def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypatch):
     double, x, kept = jax.jit(lambda x: x * 2), jnp.ones(3), []
     double(x)
     for strict in (True, False):
         engine = Engine(Hybrid(SMALLEST), params, LIMITS, strict=strict)
-        real = engine._decode_batch
-        engine._decode_batch = lambda *args, real=real: kept.append(double(x)) or real(*args)
+        monkeypatch.setattr(
+            engine_module, "decode_batch", lambda *a: kept.append(double(x)) or decode_batch(*a)
+        )
         if strict:
             with pytest.raises(SealError, match="after the engine was sealed"):
                 engine.start(), kept.clear(), engine.generate(prompts(1))
@@ -440,7 +442,13 @@ def test_layers_threads_and_engines_compile_once(params, monkeypatch):
 def test_executables_are_forgotten_with_their_last_engine(params, plain, monkeypatch):
     limits = dataclasses.replace(LIMITS, prefill_chunk=9)
     compiled = plain.executables  # what is compiled does not matter here
-    monkeypatch.setattr(steps_module, "_compile", lambda *args: steps_module.Steps(compiled))
+
+    def fake(model, limits, *rest):
+        of_kind = {name.split()[0]: step for name, step in compiled.items()}
+        steps = {str(entry): of_kind[entry.kind] for entry in entry_points(limits)}
+        return steps_module.Steps(steps)
+
+    monkeypatch.setattr(steps_module, "_compile", fake)
     gc.collect()  # of engines before
     before = len(PROCESS.steps)
     first, second = (Engine(Hybrid(SMALLEST), params, limits) for _ in range(2))

@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine import engine as engine_module
+from jaxattn.engine.batches import padding
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes
 from jaxattn.engine.request import Request
@@ -124,7 +125,7 @@ def test_buffers_do_not_move_when_batches_of_every_size_run():
     points = entry_points(engine.limits)
     for entry in (*points, *reversed(points), points[-2]):
         step = engine.executables[str(entry)]
-        _, state = step(engine._params, state, engine._padding(entry))
+        _, state = step(engine._params, state, padding(entry, engine.limits.table_width))
         assert pointers(state) == before, str(entry)
     engine._state = state
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.engine.batches import padding
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
 from jaxattn.engine.seal import Seal, SealError
@@ -50,7 +51,7 @@ def test_nothing_is_compiled_or_allocated_on_first_use(params):
     with engine.seal.watch():  # several tokens a row: a draft's
         for entry in entry_points(engine.limits):
             step = engine.executables[str(entry)]
-            batch = engine._padding(entry)
+            batch = padding(entry, engine.limits.table_width)
             with engine.seal.allowed():
                 _, engine._state = step(engine._params, engine._state, batch)
             engine.seal.check(engine._state)
@@ -70,7 +71,7 @@ def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
 
     def run(entry, state, tokens, length):
         """Two real rows, the second in the last slot, to `length` tokens."""
-        batch, sampling = engine._padding(entry)
+        batch, sampling = padding(entry, engine.limits.table_width)
         pages = np.arange(real.size * engine.limits.table_width, dtype=np.int32)
         batch = dataclasses.replace(
             batch,
@@ -193,7 +194,7 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
     assert warm == [done.tokens for done in cold.generate(requests)]
 
     entry = entry_points(engine.limits)[-1]
-    batch, sampling = engine._padding(entry)
+    batch, sampling = padding(entry, engine.limits.table_width)
     dummy = dict(seq_lens=batch.seq_lens + 1, state_indices=batch.state_indices + 1)
     naive = (dataclasses.replace(batch, **dummy), sampling)  # a token in page 0, slot 0
     _, state = engine.executables[str(entry)](

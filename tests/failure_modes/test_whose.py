@@ -23,6 +23,7 @@ import jaxattn
 from jaxattn import gdn, mla
 from jaxattn.aliasing.check import AliasingError, check_aliasing
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
+from jaxattn.engine.batches import padding
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.steps import entry_points, new_state
@@ -180,7 +181,7 @@ def test_two_engines_do_not_mix_when_their_steps_alternate(params):
     def begin(place):
         """Three rows of one token, each on a page of its own."""
         limits = engines[place].limits
-        batch, sampling = engines[place]._padding(entry)
+        batch, sampling = padding(entry, engines[place].limits.table_width)
         tables = np.arange(3, dtype=np.int32)[:, None].repeat(limits.table_width, axis=1)
         slots = np.asarray([2, 0, 1], np.int32)
         batch = dataclasses.replace(batch, block_tables=tables, state_indices=slots)
