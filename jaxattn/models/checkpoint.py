@@ -75,6 +75,7 @@ from jaxattn.models.base import check_params
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid, from_stored, stored_shapes, to_stored
 from jaxattn.models.known_fields import FIELDS
+from jaxattn.models.registry import FAMILIES
 from jaxattn.models.safetensors_header import check_layout, parse_object, read_header
 
 EMBEDDED = Path(__file__).parent / "tiny"  # the model of bytes that ships with the package
@@ -185,10 +186,10 @@ def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
     kind = values.get("model_type")
     types = ", ".join(name for name in FIELDS if not name.endswith("_text"))
     raise CheckpointError(
-        f"{file} is a Hugging Face configuration (model_type {shown(kind)}). jaxattn runs only "
-        "folders in its own format, which jaxattn.models.checkpoint describes and its save() "
-        f"writes. `python -m jaxattn.plan {file.parent}` plans the memory of models of these "
-        f"types, without running them: {types}"
+        f"{file} is a Hugging Face configuration (model_type {shown(kind)}). This loader reads "
+        "jaxattn's own format, which jaxattn.models.checkpoint describes and its save() writes. "
+        f"jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. `python -m "
+        f"jaxattn.plan {file.parent}` plans the memory of these, without running them: {types}"
     )
 
 

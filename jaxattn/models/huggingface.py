@@ -64,7 +64,7 @@ def load(
     """
     path = Path(folder)
     try:
-        model, placed, skipped = read_model(Fields(_read_json(path / CONFIG), str(path / CONFIG)))
+        model, placed, skipped = read_model(Fields(read_json(path / CONFIG), str(path / CONFIG)))
         model = model.with_dtype(dtype) if dtype else model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error
@@ -228,7 +228,7 @@ def _files(folder: Path) -> list[str]:
         pickles = sorted(each.name for each in folder.glob("*.bin"))
         hint = f"; {some(pickles)} can run code when they are read, and are not" if pickles else ""
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
-    index = _read_json(folder / INDEX).get("weight_map")
+    index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise CheckpointError(f"{folder / INDEX}: weight_map must be an object with tensors")
     names = sorted({str(name) for name in index.values()})
@@ -262,7 +262,12 @@ def _header(file: Path) -> Header:
         raise CheckpointError(f"{file} {error}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it is missing, too large or no JSON object.
+    """
     try:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")

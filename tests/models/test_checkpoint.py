@@ -349,7 +349,8 @@ def test_a_hugging_face_folder_is_told_what_is_supported(tmp_path, values):
     message = str(told.value)
     for part in (
         f"is a Hugging Face configuration (model_type {values.get('model_type')!r})",
-        "runs only folders in its own format, which jaxattn.models.checkpoint describes",
+        "reads jaxattn's own format, which jaxattn.models.checkpoint describes",
+        "jaxattn.models.load(folder) reads these types too: youtu, youtu_llm, deepseek_v2,",
         f"`python -m jaxattn.plan {tmp_path}`",
         "deepseek_v2, deepseek_v3, qwen3_next, qwen3_5_moe, kimi_linear",
     ):

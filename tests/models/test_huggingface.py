@@ -16,7 +16,15 @@ import pytest
 import safetensors.numpy
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch, huggingface
+from jaxattn.models import (
+    CacheSize,
+    DecodeBatch,
+    Hybrid,
+    PrefillBatch,
+    checkpoint,
+    huggingface,
+    load,
+)
 from jaxattn.models.base import init_state, scratch_spec
 from jaxattn.models.blocks import MoE
 from jaxattn.models.checkpoint import CheckpointError
@@ -291,3 +299,17 @@ def test_other_dtypes_of_the_file_are_converted_on_the_device(folder):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     same(params, loaded("youtu", "bfloat16")[1])
     assert model.vocab_size == 512
+
+
+def test_one_call_reads_folders_of_either_format(tmp_path):
+    model, params = load(TINY / "youtu")
+    assert model == loaded("youtu", "bfloat16")[0]
+    same(params, loaded("youtu", "bfloat16")[1])
+    config, own = checkpoint.load(checkpoint.EMBEDDED)
+    model, params = load(checkpoint.EMBEDDED)
+    assert model == Hybrid(config)
+    same(params, own)
+    with pytest.raises(ValueError, match="dtype='float32' is for folders from the hub"):
+        load(checkpoint.EMBEDDED, dtype="float32")
+    with pytest.raises(CheckpointError, match="config.json is missing"):
+        load(tmp_path)
