@@ -25,7 +25,6 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.batches import decode_batch, padding, prefill_batch
 from jaxattn.engine.prepare import (
     Prepared,
-    check_arguments,
     checked_params,
     on_device,
     placed_params,
@@ -101,7 +100,6 @@ class Engine:
         workers: int = 1,
         detokenize: Detokenize | None = None,
     ):
-        check_arguments(model, Limits() if limits is None else limits, implementation)
         _check_arrays(params)
         prepared = prepare(
             model,
@@ -552,13 +550,9 @@ class Engine:
 
     def _end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
         """Ends every row with what it generated."""
-        for row in list(self.scheduler.rows.values()):
-            self.scheduler.rows.pop(row.index)
+        for row in self.scheduler.drop_rows():
             if row.request.id in self._clocks:
                 self._finish(row.request, row.tokens, reason, detail)
-        waiting = list(self.scheduler.waiting)
-        self.scheduler.clear()
-        self.scheduler.waiting.extend(waiting)
 
     def _end(self, row: Row, reason: FinishReason, detail: str | int) -> None:
         self.scheduler.release(row)

@@ -23,7 +23,7 @@ from jaxattn.memory.bound import temp_bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
-from jaxattn.models.base import CacheSize, LayerCache, Model
+from jaxattn.models.base import CacheSize, LayerCache, Model, overlaid
 
 # JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
 # for it if less than REST would be left over (and the piece is less than twice as large).
@@ -318,15 +318,14 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...
 
 def arena_item(specs: Sequence[ArenaSpec], rows: int) -> Item:
     """The line of the scratch of these ops, overlaid: the largest region of each name is a part."""
-    whole, parts = ArenaSpec(), dict[str, Item]()
+    parts: dict[str, Item] = {}
     for spec in specs:
-        whole |= spec
         for name, region in (*spec.regions, *spec.persistent):
             part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
             if part.name not in parts or parts[part.name].nbytes < part.nbytes:
                 parts[part.name] = part
     why = f"scratch of {rows:,} rows; all layers use the same, so it does not grow with them"
-    return Item("arena", whole.nbytes, why, tuple(parts.values()))
+    return Item("arena", overlaid(specs).nbytes, why, tuple(parts.values()))
 
 
 def _largest(sizes: Mapping[str, int]) -> str:

@@ -81,18 +81,24 @@ def _no_row_draws(scaled: Array, sampling: SamplingBatch, sorts: Array, position
 
 
 def _draw(scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array) -> Array:
-    kept = scaled >= jnp.log(sampling.min_p)[:, None]
-    keys = jax.vmap(sampling_key)(sampling.seeds, positions)
-    drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(kept, scaled, -jnp.inf))
-    return drawn.astype(jnp.int32)
+    return _categorical(_min_p(scaled, sampling), sampling, positions)
 
 
 def _filter_and_draw(
     scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array
 ) -> Array:
-    kept = scaled >= jnp.log(sampling.min_p)[:, None]
-    scaled = _sorted_filters(jnp.where(kept, scaled, -jnp.inf), sampling, sorts)
-    return _draw(scaled, sampling, sorts, positions)
+    filtered = _sorted_filters(_min_p(scaled, sampling), sampling, sorts)
+    return _categorical(filtered, sampling, positions)
+
+
+def _min_p(scaled: Array, sampling: SamplingBatch) -> Array:
+    """-inf for tokens that `min_p` leaves out."""
+    return jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+
+
+def _categorical(scaled: Array, sampling: SamplingBatch, positions: Array) -> Array:
+    keys = jax.vmap(sampling_key)(sampling.seeds, positions)
+    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
 
 
 def _sorted_filters(

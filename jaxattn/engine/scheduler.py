@@ -130,14 +130,20 @@ class Scheduler:
         self.pages.free(row.pages)
         self.slots.free(row.slot)
 
-    def clear(self) -> None:
-        """Drops all that waits and runs. The pools are made anew: an interrupt may have come while
-        a row was given its pages, or gave them back.
+    def drop_rows(self) -> list[Row]:
+        """Takes out all that runs. The pools are made anew: an interrupt may have come while a row
+        was given its pages, or gave them back.
         """
-        self.waiting.clear()
+        dropped = list(self.rows.values())
         self.rows.clear()
         self.pages = PagePool(self.limits.pages, PAGE_SIZE)
         self.slots = SlotPool(self.limits.batch)
+        return dropped
+
+    def clear(self) -> None:
+        """Drops all that waits and runs."""
+        self.waiting.clear()
+        self.drop_rows()
 
     def _max_tokens(self, request: Request) -> int:
         return min(request.max_tokens, self.limits.max_model_len - len(request.prompt))

@@ -32,6 +32,7 @@ from jaxattn.models.base import (
     PrefillBatch,
     init_state,
     jit_step,
+    overlaid,
 )
 
 OnCompile = Callable[[str, float | None], None]
@@ -92,11 +93,8 @@ def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
 
 
 def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
-    """The arena that serves them all: the maximum, whatever ran first."""
-    whole = ArenaSpec()
-    for spec in op_specs(model, limits, width):
-        whole |= spec
-    return whole
+    """The arena that serves them all."""
+    return overlaid(op_specs(model, limits, width))
 
 
 def cache_size(limits: Limits) -> CacheSize:

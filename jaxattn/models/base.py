@@ -9,7 +9,7 @@ kind of cache. docs/adding-a-model.md walks through a complete model.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -256,12 +256,16 @@ class Model(abc.ABC):
         return {}
 
 
+def overlaid(specs: Iterable[ArenaSpec]) -> ArenaSpec:
+    """The arena of ops that run one after another: the maximum, whatever runs first."""
+    return reduce(or_, specs, ArenaSpec())
+
+
 def scratch_spec(
     model: Model, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
 ) -> ArenaSpec:
     """What one decode step needs, however many layers there are: the ops' scratch, overlaid."""
-    specs = model.scratch(rows, max_pages=max_pages, q_len=q_len, page_size=page_size)
-    return reduce(or_, specs, ArenaSpec())
+    return overlaid(model.scratch(rows, max_pages=max_pages, q_len=q_len, page_size=page_size))
 
 
 def init_state(model: Model, size: CacheSize, spec: ArenaSpec) -> DecodeState:

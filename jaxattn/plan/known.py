@@ -21,7 +21,7 @@ from jaxattn.memory.bound import LIBRARY_WORKSPACE
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, Solution, solve
 from jaxattn.memory.device import GIB, MIB, DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
-from jaxattn.models.base import CacheSize, LayerCache
+from jaxattn.models.base import CacheSize, LayerCache, overlaid
 from jaxattn.models.known import KnownModel
 from jaxattn.plan.activations import activations
 from jaxattn.plan.placement import (
@@ -102,7 +102,7 @@ def pages_and_arena(
 
 def arena_bytes(model: KnownModel, limits: Limits, place: Placement, width: int) -> int:
     """The maximum over ops and buckets: layers of all kinds use the same bytes."""
-    return arena_item(_scratch(model, limits, place, width), limits.batch).nbytes
+    return overlaid(_scratch(model, limits, place, width)).nbytes
 
 
 def _scratch(

@@ -8,9 +8,9 @@ quantized weights, and other routing than V2's (softmax; greedy or by groups) an
 a correction bias).
 """
 
-from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE, Stream
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
-from jaxattn.models.families import youtu
+from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families import mla
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
 from jaxattn.ops.moe import Router
@@ -29,25 +29,11 @@ def read_model(fields: Fields) -> DecoderModel:
     fields.require("moe_layer_freq", 1)
     layers = fields.integer("num_hidden_layers")
     dense = min(fields.integer("first_k_dense_replace", least=0), layers)
-    attention = youtu.read_attention(fields)
+    attention = mla.read_attention(fields)
     mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
     moe = _experts(fields) if dense < layers else None
     kinds: list[FeedForward] = [mlp] * dense + ([moe] * (layers - dense) if moe else [])
-    return DecoderModel(
-        DecoderSpec(
-            vocab_size=fields.integer("vocab_size"),
-            stream=Stream(
-                hidden_size=fields.integer("hidden_size"),
-                eps=fields.number("rms_norm_eps", 1e-6),
-                dtype="bfloat16",
-                param_dtype="bfloat16",
-                out_init_scale=(2 * layers) ** -0.5,
-            ),
-            blocks=tuple(Block(attention, kind) for kind in kinds),
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-        )
-    )
+    return mla.read_decoder(fields, tuple(Block(attention, kind) for kind in kinds))
 
 
 def _experts(fields: Fields) -> MoE:
@@ -99,9 +85,9 @@ def placed(model: DecoderModel) -> list[Placed]:
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, MLA)
-        found += youtu.norms(place, hidden) + youtu.attention(place, block.mixer, hidden)
+        found += mla.norms(place, hidden) + mla.attention(place, block.mixer, hidden)
         if isinstance(block.feed_forward, MLP):
-            found += youtu.mlp(place, hidden, block.feed_forward.intermediate_size)
+            found += mla.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts(place, hidden, block.feed_forward)
     return found
