@@ -86,7 +86,9 @@ def _router(fields: Fields) -> Router:
 def skipped(fields: Fields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers."""
     last = fields.integer("num_hidden_layers")
-    extra = fields.integer("num_nextn_predict_layers", 0, least=0)
+    # transformers 5 writes the second name, publishers the first.
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    extra = max(fields.integer(name, 0, least=0) for name in names)
     return tuple(f"model.layers.{last + number}." for number in range(extra))
 
 
