@@ -8,7 +8,7 @@ all its layers share in a step, and the small weights that decoding reads from o
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -349,10 +349,41 @@ class GDN(Mixer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedForward(abc.ABC):
-    """What follows the mixer: `module(x)` of normed tokens."""
+    """What follows the mixer: `module(x)` of normed tokens.
+
+    Attributes:
+        stacked: parameters that a step reads out of the stack of all repeats, which are too many
+            bytes to be sliced out of it.
+    """
+
+    stacked: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        """Of a decode step of so many tokens."""
+        return ArenaSpec()
+
+    def step(
+        self,
+        module: Any,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        """The output and the arena.
+
+        Args:
+            valid: whether a token is no padding.
+            stacks: the parameters `stacked`, [repeats, ...] each.
+            layer: the number of this layer in them.
+            arena: None in prefill.
+        """
+        return module(x), arena
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -373,6 +404,8 @@ class MoE(FeedForward):
     router: Router
     shared_size: int = 0
 
+    stacked = MixtureOfExperts.STACKED
+
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(
             stream.hidden_size,
@@ -382,6 +415,18 @@ class MoE(FeedForward):
             **stream.dtypes,
             rngs=rngs,
         )
+
+    def step(
+        self,
+        module: MixtureOfExperts,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        return module(x, stacks=stacks, layer=layer, valid=valid), arena
 
 
 @dataclasses.dataclass(frozen=True)

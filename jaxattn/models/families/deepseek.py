@@ -114,17 +114,16 @@ def experts(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
         name = "mlp.gate.e_score_correction_bias"
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
     for expert in range(count):
-        for name, out, inner in _projections(width, hidden):
-            tensor = f"mlp.experts.{expert}.{name}"
-            found.append(place.expert(tensor, expert, out, inner, "mlp", name))
-    if moe.shared_size:
-        for name, out, inner in _projections(moe.shared_size, hidden):
+        name, both = f"mlp.experts.{expert}", ("mlp", "gate_up_proj")
+        found += [
+            place.expert(f"{name}.gate_proj", expert, width, hidden, *both),
+            place.expert(f"{name}.up_proj", expert, width, hidden, *both, below=width),
+            place.expert(f"{name}.down_proj", expert, hidden, width, "mlp", "down_proj"),
+        ]
+    if size := moe.shared_size:
+        for name, out, inner in (
+            ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
+        ):  # fmt: skip
             tensor = f"mlp.shared_experts.{name}"
             found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
     return found
-
-
-def _projections(width: int, hidden: int) -> tuple[tuple[str, int, int], ...]:
-    """(name, out, in) of a gated MLP's linears."""
-    up, down = (width, hidden), (hidden, width)
-    return ("gate_proj", *up), ("up_proj", *up), ("down_proj", *down)
