@@ -8,7 +8,7 @@ all its layers share in a step, and the small weights that decoding reads from o
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,6 +23,7 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
 from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MixtureOfExperts, MultiHeadLatentAttention
+from jaxattn.nn.moe import WeightFormat, stacked_names
 from jaxattn.ops.moe import Router
 
 
@@ -356,7 +357,9 @@ class FeedForward(abc.ABC):
             bytes to be sliced out of it.
     """
 
-    stacked: ClassVar[tuple[str, ...]] = ()
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return ()
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...
@@ -398,13 +401,20 @@ class MLP(FeedForward):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE(FeedForward):
-    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all."""
+    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all.
+
+    Attributes:
+        weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+    """
 
     expert_size: int
     router: Router
     shared_size: int = 0
+    weight_format: WeightFormat | None = None
 
-    stacked = MixtureOfExperts.STACKED
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return stacked_names(self.weight_format)
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(
@@ -412,6 +422,7 @@ class MoE(FeedForward):
             self.expert_size,
             self.router,
             shared_size=self.shared_size,
+            weight_format=self.weight_format,
             **stream.dtypes,
             rngs=rngs,
         )

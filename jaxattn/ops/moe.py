@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import check_array
+from jaxattn.core.fp8_blocks import dequantize
 from jaxattn.core.layers import LayerOf
 
 type Layer = int | Int[Array, ""] | LayerOf
@@ -115,12 +116,15 @@ def mixture_of_experts(
     gate_up: Float[Array, "*L E 2I F"],
     down: Float[Array, "*L E F I"],
     *,
+    gate_up_scale: Float[Array, "*L E 2 i f"] | None = None,
+    down_scale: Float[Array, "*L E f i"] | None = None,
     layer: Layer | None = None,
 ) -> Float[Array, "T F"]:
     """Sum over a token's experts of `weights * down(silu(gate(x)) * up(x))`, in float32.
 
-    Operands of the products have the weights' dtype; sums are float32. A token's experts are added
-    in the order of `ids`, so its result does not depend on the other tokens.
+    Operands of the products have the weights' dtype, and x's if the weights are FP8; sums are
+    float32. A token's experts are added in the order of `ids`, so its result does not depend on the
+    other tokens.
 
     Differentiable in reverse mode.
 
@@ -128,6 +132,8 @@ def mixture_of_experts(
         ids: experts; a negative one adds exactly 0, and no weights are read for it.
         gate_up: the gate's I rows, then those of up. As published: [out, in].
         down: as published: [out, in].
+        gate_up_scale, down_scale: of float8_e4m3fn weights, float32, of blocks of 128 x 128
+            (`jaxattn.core.fp8_blocks`); gate and up have blocks of their own.
         layer: the weights are stacks of layers, and this is the layer's number.
 
     Raises:
@@ -135,8 +141,9 @@ def mixture_of_experts(
     """
     if layer is not None:
         number = layer.index if isinstance(layer, LayerOf) else layer
-        gate_up, down = (
-            lax.dynamic_index_in_dim(each, number, keepdims=False) for each in (gate_up, down)
+        gate_up, down, gate_up_scale, down_scale = jax.tree.map(
+            lambda stack: lax.dynamic_index_in_dim(stack, number, keepdims=False),
+            (gate_up, down, gate_up_scale, down_scale),
         )
     (tokens, features), (experts, width) = x.shape, (down.shape[0], down.shape[-1])
     fits = gate_up.shape == (experts, 2 * width, features)
@@ -145,6 +152,10 @@ def mixture_of_experts(
             f"mixture_of_experts: of x {x.shape}, gate_up must be [E, 2 I, {features}] and down "
             f"[E, {features}, I]; got {gate_up.shape} and {down.shape}"
         )
+    if gate_up_scale is not None and down_scale is not None:
+        apart = dequantize(gate_up.reshape(experts, 2, width, features), gate_up_scale, x.dtype)
+        gate_up = apart.reshape(gate_up.shape)
+        down = dequantize(down, down_scale, x.dtype)
     if ids.shape != weights.shape or ids.shape[:1] != (tokens,):
         raise ValueError(
             f"mixture_of_experts: ids and weights must be [{tokens}, K], got {ids.shape} and "
