@@ -12,6 +12,7 @@ GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stor
 BLOCK = 128  # rows and columns of FP8 weights that share a scale
 WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 TOKEN_TILES = (8, 16, 32, 64, 128)
+FP8_COLUMNS = 64  # of which a warpgroup has registers for a step's product and the sum, twice
 BARRIER_BYTES = 2048  # left for barriers and alignment
 MOST_STAGES = 12
 
@@ -56,7 +57,7 @@ class Config:
     combine: int = 512
 
 
-def token_tile(pairs: int, experts: int, tokens: int) -> int:
+def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1]) -> int:
     """Tokens of a tile: what most experts get, a few more included.
 
     `pairs` (token, expert) fall on the experts like rain. Where they have 8 tokens at most, one
@@ -66,19 +67,27 @@ def token_tile(pairs: int, experts: int, tokens: int) -> int:
     if tokens <= GROUP:
         return GROUP
     mean = pairs / experts
-    most = mean + 2.5 * math.sqrt(mean)
-    return next((tile for tile in TOKEN_TILES if tile >= most), TOKEN_TILES[-1])
+    wanted = min(mean + 2.5 * math.sqrt(mean), most)
+    return next(tile for tile in TOKEN_TILES if tile >= wanted)
 
 
-def choose(*, tokens: int, top_k: int, experts: int, hidden: int, expert_size: int) -> Config:
-    """The cut for these sizes.
+def choose(
+    *,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    expert_size: int,
+    quantized: bool = False,
+) -> Config:
+    """The cut for these sizes; `quantized`: for FP8 weights.
 
     Few items leave multiprocessors idle: then an item has 64 rows. Many share a read of tokens
     between two warpgroups.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
-    columns = token_tile(pairs, experts, tokens)
+    columns = token_tile(pairs, experts, tokens, FP8_COLUMNS if quantized else TOKEN_TILES[-1])
 
     def product(width: int, depth: int, parts: int) -> Product:
         wide = width % (2 * ROWS * parts) == 0

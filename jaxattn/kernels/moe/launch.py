@@ -15,6 +15,7 @@ from jaxattn.kernels.moe.work import work_list
 
 OP = "mixture_of_experts"
 HALVES = ("bfloat16", "float16")
+FP8 = jnp.float8_e4m3fn
 
 
 def scratch(
@@ -48,14 +49,18 @@ def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
     """Raises `NotImplementedError` with the reason where the kernels do not serve."""
     require_hopper(OP, interpret=interpret)
     features, width = gate_up.shape[-1], gate_up.shape[-2] // 2
-    if features % BLOCK or width % ROWS:
+    quantized = gate_up.dtype == FP8
+    least = BLOCK if quantized else ROWS
+    if features % BLOCK or width % least:
         raise NotImplementedError(
-            f"{OP}: the kernels have F a multiple of {BLOCK} and I of {ROWS}, and got F = "
+            f"{OP}: the kernels have F a multiple of {BLOCK} and I of {least}, and got F = "
             f"{features}, I = {width}"
         )
-    if gate_up.dtype.name not in HALVES:
+    operands = x.dtype.name if quantized else gate_up.dtype.name
+    if operands not in HALVES:
         raise NotImplementedError(
-            f"{OP}: the kernels take bfloat16 and float16 weights, and got {gate_up.dtype.name}"
+            f"{OP}: the kernels multiply bfloat16 and float16 numbers, and got x {x.dtype.name}, "
+            f"gate_up {gate_up.dtype.name}"
         )
     if x.shape[0] == 0:
         raise NotImplementedError(f"{OP}: the kernels want some tokens, and got x {x.shape}")
@@ -68,6 +73,8 @@ def mixture_of_experts_mosaic(
     gate_up: jax.Array,
     down: jax.Array,
     *,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
@@ -86,12 +93,13 @@ def mixture_of_experts_mosaic(
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": features,
         "expert_size": width,
     }  # fmt: skip
-    config = config or choose(**sizes)
-    spec = scratch(**sizes, dtype=gate_up.dtype, config=config)
+    config = config or choose(**sizes, quantized=gate_up_scale is not None)
+    dtype = gate_up.dtype if gate_up_scale is None else x.dtype
+    spec = scratch(**sizes, dtype=dtype, config=config)
     columns = config.columns
     rows = padded_rows(tokens, top_k, experts, columns)
     work = work_list(ids, experts, columns)
-    x = x.astype(gate_up.dtype)
+    x = x.astype(dtype)
     if work.tokens is None:
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     else:
@@ -111,15 +119,17 @@ def mixture_of_experts_mosaic(
         "layer": number, "affine": affine, "columns": columns, "interpret": interpret,
         "detect_races": detect_races,
     }  # fmt: skip
+    if gate_up_scale is not None:  # gate's and up's blocks of rows, one after the other
+        gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)
     h_ref, y_ref = jax.new_ref(lanes["h"]), jax.new_ref(lanes["y"])
     grouped_product(
-        x, gate_up, work, h_ref,
+        x, gate_up, gate_up_scale, work, h_ref,
         source=Panels(0, x.shape[0], features), results=places["h"], product=config.gate_up,
         gated=True, name="moe_gate_up", **common,
     )  # fmt: skip
     h = jax.freeze(h_ref)
     grouped_product(
-        h, down, work, y_ref,
+        h, down, down_scale, work, y_ref,
         source=places["h"], results=places["y"], product=config.down,
         gated=False, name="moe_down", **common,
     )  # fmt: skip

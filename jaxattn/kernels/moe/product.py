@@ -12,9 +12,13 @@ into a ring of `stages` steps of K, the next item's too, and one or two warpgrou
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
 
+FP8 weights are widened on their way through registers (fp8.py). Each step's product, of 128 of K,
+has a scale of its own, by which it is multiplied as it is added to the sum, in float32.
+
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
-Limits: K a multiple of 64, rows of weights of `Product.rows` * parts; bfloat16 or float16.
+Limits: K a multiple of 64, rows of weights of `Product.rows` * parts; bfloat16 or float16. Of FP8
+weights K is a multiple of 128.
 Reference and tests: `jaxattn.ops.moe` (implementation="xla"), tests/kernels/moe/test_kernel.py.
 """
 
@@ -28,7 +32,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.machine import interpret_mode, swizzled
-from jaxattn.kernels.moe.config import GROUP, ROWS, Product, stages_of
+from jaxattn.kernels.moe.config import BLOCK, GROUP, ROWS, Product, stages_of
+from jaxattn.kernels.moe.fp8 import SWIZZLED, widened
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, Work
 
 PRODUCT = plgpu.Layout.WGMMA
@@ -67,6 +72,7 @@ class Item(NamedTuple):
 def grouped_product(
     tokens: jax.Array,
     weights: jax.Array,
+    scales: jax.Array | None,
     work: Work,
     target: Any,
     *,
@@ -85,7 +91,8 @@ def grouped_product(
 
     Args:
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
-        weights: [L, E, rows, K] of the tokens' dtype.
+        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn.
+        scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
@@ -101,17 +108,19 @@ def grouped_product(
     blocks = min(product.blocks, work.tiles.shape[0] * pieces)
     body = _body(
         product, columns=columns, stages=stages, steps=depth // product.depth, apart=apart,
-        pieces=pieces, blocks=blocks, affine=affine, gated=gated, source=source, results=results,
-        interpret=interpret,
+        pieces=pieces, blocks=blocks, affine=affine, gated=gated, quantized=scales is not None,
+        source=source, results=results, interpret=interpret,
     )  # fmt: skip
     tiled = swizzled(dtype)
+    of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
     outputs = 1 if gated else parts
     kernel = plgpu.kernel(
         body,
         out_type=(),
         scratch_types=[
-            plgpu.SMEM((stages, parts, consumers, ROWS, product.depth), dtype, transforms=tiled),
+            plgpu.SMEM((stages, parts, consumers, ROWS, product.depth), weights.dtype,
+                       transforms=of_weights),
             plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),
             plgpu.SMEM((consumers, outputs, columns, ROWS), out_dtype,
                        transforms=swizzled(out_dtype)),
@@ -129,7 +138,8 @@ def grouped_product(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )  # fmt: skip
     with jax.enable_x64(False):  # the kernel's integers are int32
-        kernel(tokens, weights, work.tiles, work.count, layer, target)
+        some = () if scales is None else (scales,)
+        kernel(tokens, weights, work.tiles, work.count, layer, *some, target)
 
 
 def _body(
@@ -143,6 +153,7 @@ def _body(
     blocks: int,
     affine: tuple[int, int],
     gated: bool,
+    quantized: bool,
     source: Panels,
     results: Panels,
     interpret: bool,
@@ -152,10 +163,10 @@ def _body(
     # An item's rows of a part follow one another, and so do down's parts.
     piece = product.rows * (1 if gated else parts)
 
-    def body(
-        tokens_ref, weights_ref, tiles_ref, count_ref, layer_ref, target_ref,
-        weights_smem, tokens_smem, out_smem, loaded, read,
-    ):  # fmt: skip
+    def body(tokens_ref, weights_ref, tiles_ref, count_ref, layer_ref, *others):
+        scales_ref = others[0] if quantized else None
+        target_ref, weights_smem, tokens_smem, out_smem, loaded, read = others[quantized:]
+        layer = layer_ref[0] * affine[0] + affine[1]
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         last = count_ref[0] * pieces
         mine = lax.div(last - block + (blocks - 1), blocks)
@@ -184,7 +195,6 @@ def _body(
         def _load():
             if columns >= 64:
                 plgpu.set_max_registers(24, action="decrease")
-            layer = layer_ref[0] * affine[0] + affine[1]
 
             def load(now: Item, done: jax.Array) -> None:
                 of_expert = weights_ref.at[layer, now.expert]
@@ -215,13 +225,19 @@ def _body(
             if columns >= 64:
                 plgpu.set_max_registers(240 if consumers == 2 else 232, action="increase")
 
+            def arrived(step: jax.Array) -> tuple[jax.Array, Any]:
+                """The slot of a step, once it is loaded, and its tokens as columns."""
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(loaded.at[slot])
+                return slot, tokens_smem.at[slot].transpose((1, 0))
+
             def sums(done: jax.Array) -> list[jax.Array]:
+                """Of each part over all of K."""
+
                 def accumulate(*accs: Any) -> list[jax.Array]:
                     @pl.loop(0, steps)
                     def _step(s):
-                        slot = lax.rem(done + s, stages)
-                        plgpu.barrier_wait(loaded.at[slot])
-                        turned = tokens_smem.at[slot].transpose((1, 0))
+                        slot, turned = arrived(done + s)
                         for part, acc in enumerate(accs):
                             plgpu.wgmma(acc, weights_smem.at[slot, part, wg], turned)
                         plgpu.wgmma_wait(parts)  # all but this step's are done
@@ -234,11 +250,52 @@ def _body(
                     plgpu.barrier_arrive(read.at[lax.rem(done + steps - 1, stages)])
                     return every
 
-                types = [plgpu.ACC((ROWS, columns), jnp.float32)] * parts
-                return pl.run_scoped(accumulate, *types)
+                return pl.run_scoped(accumulate, *accumulators)
+
+            accumulators = [plgpu.ACC((ROWS, columns), jnp.float32)] * parts
+
+            def scaled_sums(now: Item, done: jax.Array) -> list[jax.Array]:
+                """The same of FP8 weights; a step's scales are read a step ahead."""
+                first = now.place * piece + wg * ROWS
+                blocks = [lax.div(first + (0 if gated else part * apart), BLOCK)
+                          + (part * (scales_ref.shape[2] // 2) if gated else 0)
+                          for part in range(parts)]
+
+                def scales(s: Any) -> list[jax.Array]:
+                    s = jnp.minimum(s, steps - 1)
+                    return [scales_ref[layer, now.expert, of_rows, s] for of_rows in blocks]
+
+                def step(s, carry):
+                    totals, factors = carry
+                    slot, turned = arrived(done + s)
+                    following = scales(s + 1)
+
+                    def products(*accs: Any) -> list[jax.Array]:
+                        for part, acc in enumerate(accs):
+                            tile = weights_smem.at[slot, part, wg]
+                            plgpu.wgmma(acc, widened(tile, tokens_ref.dtype), turned)
+                        return [
+                            plgpu.wgmma_accumulator_load(acc, wait_n=parts - 1 - part)
+                            for part, acc in enumerate(accs)
+                        ]
+
+                    if interpret:
+                        every = [_plain(weights_smem[slot, part, wg], tokens_smem[slot])
+                                 for part in range(parts)]
+                    else:
+                        every = pl.run_scoped(products, *accumulators)
+                    plgpu.barrier_arrive(read.at[slot])
+                    totals = [
+                        total + one * factor
+                        for total, one, factor in zip(totals, every, factors, strict=True)
+                    ]
+                    return totals, following
+
+                zero = plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), PRODUCT)
+                return lax.fori_loop(0, steps, step, ([zero] * parts, scales(0)))[0]
 
             def multiply(now: Item, done: jax.Array) -> None:
-                every = sums(done)
+                every = scaled_sums(now, done) if quantized else sums(done)
                 if gated:
                     gate, up = every
                     every = [gate / (1.0 + jnp.exp(-gate)) * up]
@@ -276,3 +333,9 @@ def _turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
     else:
         product = plgpu.layout_cast(product, plgpu.Layout.WGMMA_TRANSPOSED)
         target.transpose((1, 0))[...] = product
+
+
+def _plain(weights: jax.Array, tokens: jax.Array) -> jax.Array:
+    """A step's product in the interpreter, whose wgmma takes nothing from registers."""
+    exact = lax.Precision.HIGHEST
+    return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)
