@@ -35,7 +35,7 @@ from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.norm import rms_norm_layer
 
 
@@ -229,9 +229,19 @@ class Decoder(nnx.Module):
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
-            def body(carry, params, graphdef=graphdef, stacks=stacks, segment=segment):
+            linear_stacks = _linear_stacks(self.segments[number])
+
+            def body(
+                carry,
+                params,
+                graphdef=graphdef,
+                stacks=stacks,
+                linear_stacks=linear_stacks,
+                segment=segment,
+            ):
                 x, state, repeat = carry
                 pattern = nnx.merge(graphdef, params)
+                _leave_in_stacks(pattern, linear_stacks, repeat, implementation)
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     norm, mlp_norm = self._norms_of(
@@ -345,6 +355,24 @@ class Decoder(nnx.Module):
             if self.spec.tie_embeddings:
                 return matmul(x, self.embedding[...].T, jnp.dtype(self.spec.stream.dtype))
             return self.lm_head(x)
+
+
+def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
+    """The weights of a segment's linears, [repeats, in, out] each, by the place of the linear."""
+    modules = nnx.iter_modules(pattern)
+    return {path: each.weight[...] for path, each in modules if isinstance(each, Linear)}
+
+
+def _leave_in_stacks(
+    pattern: Pattern,
+    stacks: dict[Any, Array],
+    repeat: Array,
+    implementation: Implementation | None,
+) -> None:
+    """Tells the linears of one repeat where the weights of all of them lie."""
+    for path, module in nnx.iter_modules(pattern):
+        if isinstance(module, Linear):
+            module.in_stack = InStack(stacks[path], LayerOf(repeat, 1, 0), implementation)
 
 
 def _norm(stream: Stream) -> RMSNorm:
