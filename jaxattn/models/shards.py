@@ -95,8 +95,8 @@ def _files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
-        pickles = sorted(each.name for kind in PICKLES for each in folder.glob(kind))
-        hint = f"; {some(pickles)} can run code when they are read, and are not" if pickles else ""
+        pickles = sorted(repr(each.name) for kind in PICKLES for each in folder.glob(kind))
+        hint = f"; no pickle is read, for it can run code: {some(pickles)}" if pickles else ""
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
     index = read_json(folder / INDEX, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(index, dict) or not index:
@@ -105,8 +105,8 @@ def _files(folder: Path) -> list[str]:
         )
     names = _shards(folder, index)
     for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / INDEX} names {name!r}, which is missing")
+        if not _is_file(folder / name):
+            raise CheckpointError(f"{folder / INDEX} names {name[:200]!r}, which is missing")
     return names
 
 
@@ -120,6 +120,13 @@ def _shards(folder: Path, index: Mapping[str, Any]) -> list[str]:
             )
         names.add(name)
     return sorted(names)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long for a file
+        return False
 
 
 def _header(file: Path) -> tuple[Header, int]:
