@@ -7,6 +7,7 @@ from typing import Any
 from jaxattn.models import checkpoint, huggingface
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.shards import CONFIG, read_json
 
 
 def load(folder: str | os.PathLike, *, dtype: str | None = None) -> tuple[DecoderModel, Any]:
@@ -22,7 +23,7 @@ def load(folder: str | os.PathLike, *, dtype: str | None = None) -> tuple[Decode
         CheckpointError: a file is missing or damaged, or the model is not supported.
         ValueError: a dtype for the package's own format.
     """
-    if "model_type" in huggingface.read_json(Path(folder) / huggingface.CONFIG):
+    if "model_type" in read_json(Path(folder) / CONFIG):
         return huggingface.load(folder, dtype=dtype)
     if dtype is not None:
         raise ValueError(f"dtype={dtype!r} is for folders from the hub; {folder} has its own")
