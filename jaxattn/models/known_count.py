@@ -69,9 +69,9 @@ def _share(cache: LayerCache, ways: int, dtype: str) -> LayerCache:
         # With more GPUs than heads, each GPU holds a copy of one.
         return dataclasses.replace(cache, heads=-(-cache.heads // ways), dtype=jnp.dtype(dtype))
     assert isinstance(cache, RecurrentState)
-    (taps, channels), (heads, *dims) = cache.conv_shape, cache.state_shape
+    (taps, channels), (heads, values, keys) = cache.conv_shape, cache.state_shape
     return dataclasses.replace(
-        cache, conv_shape=(taps, channels // ways), state_shape=(heads // ways, *dims)
+        cache, conv_shape=(taps, channels // ways), state_shape=(heads // ways, values, keys)
     )
 
 
@@ -155,6 +155,7 @@ def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
             top_k=f.integer("num_experts_per_token"),
             expert_size=size,
             state_heads=heads,
+            key_heads=heads,
             state_shape=(dim, dim),
             conv_channels=3 * width,
         ),
@@ -218,6 +219,7 @@ def _qwen(name: str, f: Fields, stored: Stored) -> CountedModel:
             top_k=f.integer("num_experts_per_tok"),
             expert_size=f.integer("moe_intermediate_size"),
             state_heads=heads,
+            key_heads=keys // key_dim,
             state_shape=(value_dim, key_dim),
             conv_channels=2 * keys + values,
         ),

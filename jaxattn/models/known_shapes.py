@@ -87,6 +87,7 @@ class BuiltModel(KnownModel):
             elif isinstance(mixer, GDN):
                 found |= {
                     "state_heads": mixer.num_v_heads,
+                    "key_heads": mixer.num_k_heads,
                     "state_shape": (mixer.head_v_dim, mixer.head_k_dim),
                     "conv_channels": mixer.conv_dim,
                 }

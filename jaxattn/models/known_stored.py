@@ -16,8 +16,7 @@ from jaxattn.core.checks import MOST
 from jaxattn.core.fields import shown
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families.fields import ConfigError
-from jaxattn.models.parts import part_of
-from jaxattn.models.placing import Key
+from jaxattn.models.parts import Path, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def read_stored(values: Mapping[str, Any], where: str) -> Stored:
             f"{shown(block)}"
         )
     return Stored(
-        f"experts in FP8 with a scale for each {block[0]} x {block[0]}, other FP8 matrices "
+        f"experts in FP8 with one scale per {block[0]} x {block[0]} block, other FP8 matrices "
         "dequantized to bfloat16 on loading",
         block[0],
     )
@@ -81,7 +80,7 @@ def stored_shapes(model: DecoderModel, stored: Stored, *, every: bool = False) -
     shapes = model.param_shapes()
     if not stored.block:
         return shapes
-    flat: list[tuple[Key, Any]] = []
+    flat: list[tuple[Path, Any]] = []
     for key, leaf in nnx.to_flat_state(shapes):
         part = part_of(model.spec, key)
         wanted = part.published_fp8 and (every or part.split == "experts")
@@ -93,7 +92,7 @@ def stored_shapes(model: DecoderModel, stored: Stored, *, every: bool = False) -
     return nnx.from_flat_state(flat)
 
 
-def _scales(key: Key, leaf: Any, block: int) -> tuple[Key, Any]:
+def _scales(key: Path, leaf: Any, block: int) -> tuple[Path, Any]:
     """The place and the shape of a matrix' scales."""
     *before, name = key
     *stack, rows, columns = leaf.shape
