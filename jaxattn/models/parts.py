@@ -48,8 +48,8 @@ _WHOLE = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "norm")
 # What FP8 checkpoints leave in bfloat16.
 _NEVER_FP8 = ("in_proj_ba", "conv1d", "A_log", "dt_bias", "q_a_norm", "kv_a_norm", "norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-_SCALES = ("gate_scale", "up_scale", "gate_up_scale", "down_scale")
+_EXPERTS = ("gate_up_proj", "down_proj")
+_SCALES = ("gate_up_scale", "down_scale")
 
 
 def part_of(spec: DecoderSpec, key: Path) -> Part:

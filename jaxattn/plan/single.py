@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from jaxattn.core.checks import MOST
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.memory_plan import (
@@ -129,7 +127,7 @@ def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
 
     return Single(
         model=own,
-        params=jax.eval_shape(own.pack, model.params),
+        params=packed_shapes(own),
         # A float8 cache wants scales, which no model's steps take.
         traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else own,
         memory=memory,

@@ -224,11 +224,11 @@ COUNTED = {
     ),
     "quantization": (
         changed(SMALL, quantization_config="int4"),
-        "quantization 'int4' is not known; 'fp8' with a weight_block_size",
+        "quantization_config must be an object or null; got 'int4'",
     ),
     "block": (
         changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
-        "weight_block_size must be the two equal sides of a square; got [128, 0]",
+        "weight_block_size is implemented as [128, 128] only; got [128, 0]",
     ),
 }
 
