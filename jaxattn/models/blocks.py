@@ -23,6 +23,7 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
 from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MixtureOfExperts, MultiHeadLatentAttention
+from jaxattn.nn.moe import WeightFormat, stacked_names
 from jaxattn.ops.moe import Router
 
 
@@ -349,10 +350,43 @@ class GDN(Mixer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedForward(abc.ABC):
-    """What follows the mixer: `module(x)` of normed tokens."""
+    """What follows the mixer: `module(x)` of normed tokens.
+
+    Attributes:
+        stacked: parameters that a step reads out of the stack of all repeats, which are too many
+            bytes to be sliced out of it.
+    """
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return ()
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        """Of a decode step of so many tokens."""
+        return ArenaSpec()
+
+    def step(
+        self,
+        module: Any,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        """The output and the arena.
+
+        Args:
+            valid: whether a token is no padding.
+            stacks: the parameters `stacked`, [repeats, ...] each.
+            layer: the number of this layer in them.
+            arena: None in prefill.
+        """
+        return module(x), arena
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -367,11 +401,20 @@ class MLP(FeedForward):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE(FeedForward):
-    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all."""
+    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all.
+
+    Attributes:
+        weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+    """
 
     expert_size: int
     router: Router
     shared_size: int = 0
+    weight_format: WeightFormat | None = None
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return stacked_names(self.weight_format)
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(
@@ -379,9 +422,22 @@ class MoE(FeedForward):
             self.expert_size,
             self.router,
             shared_size=self.shared_size,
+            weight_format=self.weight_format,
             **stream.dtypes,
             rngs=rngs,
         )
+
+    def step(
+        self,
+        module: MixtureOfExperts,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        return module(x, stacks=stacks, layer=layer, valid=valid), arena
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,9 +178,9 @@ class Decoder(nnx.Module):
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
-            graphdef, params = nnx.split(self.segments[number])
+            graphdef, params, stacks = self._split(number)
 
-            def body(carry, xs, graphdef=graphdef, number=number, segment=segment):
+            def body(carry, xs, graphdef=graphdef, stacks=stacks, number=number, segment=segment):
                 x, state, repeat = carry
                 pattern = nnx.merge(graphdef, self._unpack(number, *xs))
                 for place, block in enumerate(segment.pattern):
@@ -195,7 +195,16 @@ class Decoder(nnx.Module):
                         implementation,
                     )
                     x, state = x + y, state.replace(name, arrays)
-                    x = x + layer.mlp(layer.mlp_norm(x))
+                    y, _ = block.feed_forward.step(
+                        layer.mlp,
+                        layer.mlp_norm(x),
+                        valid,
+                        stacks[place],
+                        LayerOf(repeat, 1, 0),
+                        None,
+                        implementation,
+                    )
+                    x = x + y
                 return (x, state, repeat + 1), None
 
             packed = None if vectors is None else vectors[number]
@@ -215,11 +224,12 @@ class Decoder(nnx.Module):
         """Float32 logits of every new token (0 for a padding row), and the state."""
         stacked = weights or {}
         shared = self._shared(state, batch, implementation)
-        x = self._embed(batch.tokens, (batch.seq_lens > 0)[:, None])
+        valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
+        x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
-            graphdef, params = nnx.split(self.segments[number])
+            graphdef, params, stacks = self._split(number)
 
-            def body(carry, params, graphdef=graphdef, segment=segment):
+            def body(carry, params, graphdef=graphdef, stacks=stacks, segment=segment):
                 x, state, repeat = carry
                 pattern = nnx.merge(graphdef, params)
                 for place, block in enumerate(segment.pattern):
@@ -238,12 +248,33 @@ class Decoder(nnx.Module):
                         shared[name],
                         implementation,
                     )
-                    x, state = x + y, state.replace(name, arrays, arena)
-                    x = x + layer.mlp(mlp_norm(x))
+                    x = x + y
+                    y, after = block.feed_forward.step(
+                        layer.mlp,
+                        mlp_norm(x),
+                        valid,
+                        stacks[place],
+                        LayerOf(repeat, 1, 0),
+                        arena,
+                        implementation,
+                    )
+                    x, state = x + y, state.replace(name, arrays, after)
                 return (x, state, repeat + 1), None
 
             (x, state, _), _ = lax.scan(body, (x, state, jnp.int32(0)), params)
         return self._head(x), state
+
+    def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
+        """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
+        graphdef, params = nnx.split(self.segments[number])
+        stacks: list[dict[str, Array]] = []
+        for place, block in enumerate(self.spec.segments[number].pattern):
+            mlp: Any = params["layers"][place]["mlp"]
+            names = block.feed_forward.stacked
+            stacks.append({name: mlp[name][...] for name in names})
+            for name in names:  # the module that the body makes holds an empty array
+                mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
+        return graphdef, params, stacks
 
     def _shared(
         self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
@@ -295,7 +326,10 @@ class Decoder(nnx.Module):
         # One copy out of the stack: without the barrier XLA makes one for each width.
         vectors = lax.optimization_barrier(vectors)
         pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
-        return jax.tree.map(lambda leaf: leaf if leaf.size else next(pieces), params)
+        # An empty matrix is what `_split` left of a stack.
+        return jax.tree.map(
+            lambda leaf: next(pieces) if leaf.ndim == 1 and not leaf.size else leaf, params
+        )
 
     def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
         """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
@@ -357,7 +391,12 @@ class DecoderModel(Model):
         self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
     ) -> tuple[ArenaSpec, ...]:
         sizes = dict(q_len=q_len, max_pages=max_pages, page_size=page_size)
-        return tuple(m.scratch(self.spec.stream, rows, **sizes) for m in self.spec.mixers.values())
+        stream = self.spec.stream
+        feed_forwards = dict.fromkeys(block.feed_forward for block in self.spec.blocks)
+        return (
+            *(mixer.scratch(stream, rows, **sizes) for mixer in self.spec.mixers.values()),
+            *(each.scratch(stream, rows * q_len) for each in feed_forwards),
+        )
 
     def param_shapes(self) -> nnx.State:
         return abstract(self.spec)[1]

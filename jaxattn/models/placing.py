@@ -44,6 +44,19 @@ class AsItIs(Change):
 
 
 @dataclasses.dataclass(frozen=True)
+class Below(Change):
+    """As it is, below the first `row` rows of the parameter."""
+
+    first: int
+
+    def block(self, rows: Array) -> Array:
+        return rows
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
 class Transposed(Change):
     """[out, in] becomes [in, out]."""
 
@@ -117,11 +130,13 @@ class LayerPlace:
     def vector(self, name: str, size: int, *path: str) -> Placed:
         return self._of(f"{name}.weight", (size,), (*path, "weight"), AsItIs())
 
-    def expert(self, name: str, expert: int, out: int, inner: int, *path: str) -> Placed:
-        """A linear of one expert, [E, in, out] in the stack."""
+    def expert(
+        self, name: str, expert: int, out: int, inner: int, *path: str, below: int = 0
+    ) -> Placed:
+        """A linear of one expert: of [E, rows, in] in the stack, the rows from `below` on."""
         index = (self.repeat, expert)
         key = (*self.key, *path)
-        return Placed(f"{self.prefix}.{name}.weight", (out, inner), key, index, Transposed())
+        return Placed(f"{self.prefix}.{name}.weight", (out, inner), key, index, Below(below))
 
     def plain(self, name: str, shape: tuple[int, ...], *path: str) -> Placed:
         """A tensor that goes as it is; `name` is the whole of its name."""

@@ -3,12 +3,12 @@
 from types import ModuleType
 
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import deepseek, youtu
+from jaxattn.models.families import deepseek, glm4_moe_lite, youtu
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed
 
 FAMILIES: dict[str, ModuleType] = {
-    name: family for family in (youtu, deepseek) for name in family.MODEL_TYPES
+    name: family for family in (youtu, deepseek, glm4_moe_lite) for name in family.MODEL_TYPES
 }
 
 

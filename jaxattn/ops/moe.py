@@ -1,7 +1,7 @@
 """Mixture of experts: which experts a token takes, and what they make of it.
 
     ids, weights = route(logits, bias, router)          [T, K] each
-    y = mixture_of_experts(x, ids, weights, gate, up, down)
+    y = mixture_of_experts(x, ids, weights, gate_up, down)
 
 Routing is float32 throughout: a bias rounded to bfloat16 chooses other experts. Tokens are sorted
 by expert, so that each expert multiplies its own rows (`jax.lax.ragged_dot`). This is the plain-JAX
@@ -17,6 +17,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import check_array
+from jaxattn.core.fp8_blocks import dequantize
+from jaxattn.core.layers import LayerOf
+
+type Layer = int | Int[Array, ""] | LayerOf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,42 +113,72 @@ def mixture_of_experts(
     x: Float[Array, "T F"],
     ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
-    gate: Float[Array, "E F I"],
-    up: Float[Array, "E F I"],
-    down: Float[Array, "E I F"],
+    gate_up: Float[Array, "*L E 2I F"],
+    down: Float[Array, "*L E F I"],
+    *,
+    gate_up_scale: Float[Array, "*L E 2 i f"] | None = None,
+    down_scale: Float[Array, "*L E f i"] | None = None,
+    layer: Layer | None = None,
 ) -> Float[Array, "T F"]:
     """Sum over a token's experts of `weights * down(silu(gate(x)) * up(x))`, in float32.
 
-    Operands of the products have the weights' dtype; sums are float32. A token's experts are added
-    in the order of `ids`, so its result does not depend on the other tokens.
+    Operands of the products have the weights' dtype, and x's if the weights are FP8; sums are
+    float32. A token's experts are added in the order of `ids`, so its result does not depend on the
+    other tokens.
 
     Differentiable in reverse mode.
+
+    Args:
+        ids: experts; a negative one adds exactly 0, and no weights are read for it.
+        gate_up: the gate's I rows, then those of up. As published: [out, in].
+        down: as published: [out, in].
+        gate_up_scale, down_scale: of float8_e4m3fn weights, float32, of blocks of 128 x 128
+            (`jaxattn.core.fp8_blocks`); gate and up have blocks of their own.
+        layer: the weights are stacks of layers, and this is the layer's number.
 
     Raises:
         ValueError: the shapes do not fit; they are named.
     """
-    (tokens, features), (experts, _, width) = x.shape, gate.shape
-    fits = gate.shape == up.shape == (experts, features, width)
-    if not fits or down.shape != (experts, width, features):
-        raise ValueError(
-            f"mixture_of_experts: of x {x.shape}, gate and up must be [E, {features}, I] and down "
-            f"[E, I, {features}]; got {gate.shape}, {up.shape} and {down.shape}"
+    if layer is not None:
+        number = layer.index if isinstance(layer, LayerOf) else layer
+        gate_up, down, gate_up_scale, down_scale = jax.tree.map(
+            lambda stack: lax.dynamic_index_in_dim(stack, number, keepdims=False),
+            (gate_up, down, gate_up_scale, down_scale),
         )
+    (tokens, features), (experts, width) = x.shape, (down.shape[0], down.shape[-1])
+    fits = gate_up.shape == (experts, 2 * width, features)
+    if not fits or down.shape != (experts, features, width):
+        raise ValueError(
+            f"mixture_of_experts: of x {x.shape}, gate_up must be [E, 2 I, {features}] and down "
+            f"[E, {features}, I]; got {gate_up.shape} and {down.shape}"
+        )
+    if gate_up_scale is not None and down_scale is not None:
+        apart = dequantize(gate_up.reshape(experts, 2, width, features), gate_up_scale, x.dtype)
+        gate_up = apart.reshape(gate_up.shape)
+        down = dequantize(down, down_scale, x.dtype)
     if ids.shape != weights.shape or ids.shape[:1] != (tokens,):
         raise ValueError(
             f"mixture_of_experts: ids and weights must be [{tokens}, K], got {ids.shape} and "
             f"{weights.shape}"
         )
-    chosen = ids.reshape(-1)
+    chosen = jnp.where(ids < 0, experts, ids).reshape(-1)  # those of no expert come last
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
-    rows = x.astype(gate.dtype)[order // ids.shape[1]]
-    hidden = jax.nn.silu(_grouped(rows, gate, sizes)) * _grouped(rows, up, sizes)
-    out = _grouped(hidden.astype(down.dtype), down, sizes)
+    rows = x.astype(gate_up.dtype)[order // ids.shape[1]]
+    gate, up = jnp.split(_grouped(rows, gate_up, sizes), 2, axis=-1)
+    out = _grouped((jax.nn.silu(gate) * up).astype(down.dtype), down, sizes)
     out = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, features)
-    return (out * weights[..., None]).sum(1)
+    return jnp.where(ids[..., None] < 0, 0, out * weights[..., None]).sum(1)
 
 
 def _grouped(rows: Array, weights: Array, sizes: Array) -> Array:
+    """Each group's rows [n, in] by its weights [out, in]."""
     exact = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    return lax.ragged_dot(rows, weights, sizes, precision=exact, preferred_element_type=jnp.float32)
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return lax.ragged_dot_general(
+        rows, weights, sizes, dimensions, precision=exact, preferred_element_type=jnp.float32
+    )

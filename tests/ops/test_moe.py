@@ -58,13 +58,13 @@ def test_the_bias_chooses_and_does_not_weigh():
 
 
 def case(tokens=7, features=6, experts=5, width=4, top=2, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 6)
+    keys = jax.random.split(jax.random.key(seed), 5)
     x = jax.random.normal(keys[0], (tokens, features))
     ids = jax.vmap(lambda key: jax.random.permutation(key, experts)[:top])(
         jax.random.split(keys[1], tokens)
     )
     weights = jax.random.uniform(keys[2], (tokens, top))
-    shapes = ((experts, features, width),) * 2 + ((experts, width, features),)
+    shapes = (experts, 2 * width, features), (experts, features, width)
     return (
         x,
         ids,
@@ -73,11 +73,11 @@ def case(tokens=7, features=6, experts=5, width=4, top=2, seed=0):
     )
 
 
-def dense(x, ids, weights, gate, up, down):
+def dense(x, ids, weights, gate_up, down):
     """Every expert of every token, and those not chosen times 0."""
-    share = (jax.nn.one_hot(ids, gate.shape[0]) * weights[..., None]).sum(1)
-    hidden = jax.nn.silu(jnp.einsum("tf,efi->tei", x, gate)) * jnp.einsum("tf,efi->tei", x, up)
-    return jnp.einsum("tei,eif,te->tf", hidden, down, share)
+    share = (jax.nn.one_hot(ids, down.shape[0]) * weights[..., None]).sum(1)
+    gate, up = jnp.split(jnp.einsum("tf,eif->tei", x, gate_up), 2, axis=-1)
+    return jnp.einsum("tei,efi,te->tf", jax.nn.silu(gate) * up, down, share)
 
 
 @pytest.mark.parametrize("experts, top", [(5, 2), (8, 1), (3, 3)])
@@ -93,6 +93,19 @@ def test_a_nan_in_a_token_stays_in_that_token():
     found = mixture_of_experts(x.at[2].set(jnp.nan), *rest)
     assert np.isnan(found[2]).all()
     np.testing.assert_array_equal(np.delete(found, 2, 0), np.delete(clean, 2, 0))
+
+
+def test_no_expert_adds_exactly_zero_and_a_layer_of_a_stack_is_that_layer():
+    x, ids, weights, gate_up, down = case()
+    ids = ids.at[3].set(-1).at[5, 1].set(-1)
+    found = mixture_of_experts(x.at[3].set(jnp.nan), ids, weights, gate_up, down)
+    assert not np.any(found[3])
+    with jax.default_matmul_precision("highest"):
+        wanted = dense(x, ids, weights, gate_up, down)
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+    stacks = (jnp.stack([jnp.full_like(each, jnp.nan), each]) for each in (gate_up, down))
+    stacked = mixture_of_experts(x.at[3].set(jnp.nan), ids, weights, *stacks, layer=jnp.int32(1))
+    np.testing.assert_array_equal(stacked, found)
 
 
 def test_a_token_does_not_depend_on_the_others():
@@ -113,7 +126,7 @@ def test_the_gradient_is_that_of_the_dense_sum():
     operands = (args[0], *args[2:])
     with jax.default_matmul_precision("highest"):
         found, wanted = (
-            jax.grad(loss(f), argnums=range(5))(*operands) for f in (mixture_of_experts, dense)
+            jax.grad(loss(f), argnums=range(4))(*operands) for f in (mixture_of_experts, dense)
         )
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
@@ -128,7 +141,7 @@ def test_a_module_routes_adds_the_shared_expert_and_trains():
     flat = x.reshape(-1, 6)
     logits = jnp.matmul(flat, module.router[...], precision="highest")
     ids, weights = route(logits, module.correction_bias[...], V3)
-    names = ("gate_proj", "up_proj", "down_proj")
+    names = ("gate_up_proj", "down_proj")
     with jax.default_matmul_precision("highest"):
         wanted = dense(flat, ids, weights, *(getattr(module, name)[...] for name in names))
     np.testing.assert_allclose(y, wanted.reshape(x.shape) + module.shared(x), rtol=1e-4, atol=1e-5)
@@ -153,10 +166,10 @@ def test_numbers_that_do_not_fit_are_named(change, message):
 
 
 def test_shapes_that_do_not_fit_are_named():
-    x, ids, weights, gate, up, down = case()
-    with pytest.raises(ValueError, match=r"gate and up must be \[E, 6, I\]"):
-        mixture_of_experts(x, ids, weights, gate, up, gate)
+    x, ids, weights, gate_up, down = case()
+    with pytest.raises(ValueError, match=r"gate_up must be \[E, 2 I, 6\]"):
+        mixture_of_experts(x, ids, weights, down, down)
     with pytest.raises(ValueError, match=r"ids and weights must be \[7, K\]"):
-        mixture_of_experts(x, ids[:3], weights, gate, up, down)
+        mixture_of_experts(x, ids[:3], weights, gate_up, down)
     with pytest.raises(ValueError, match="must end in E = 16"):
         route(x, None, V3)

@@ -24,16 +24,27 @@ def read_model(fields: Fields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields.require("moe_layer_freq", 1)
+    return mla.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
+
+
+def dense_prefix(fields: Fields) -> list[bool]:
+    """Whether each layer's feed-forward is dense: the first ones are."""
+    dense = fields.integer("first_k_dense_replace", least=0)
+    return [layer < dense for layer in range(fields.integer("num_hidden_layers"))]
+
+
+def read_blocks(fields: Fields, dense: list[bool]) -> tuple[Block, ...]:
+    """The blocks of a model with MLA, and in each layer a dense feed-forward or experts."""
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
-    fields.require("moe_layer_freq", 1)
-    layers = fields.integer("num_hidden_layers")
-    dense = min(fields.integer("first_k_dense_replace", least=0), layers)
     attention = mla.read_attention(fields)
-    mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
-    moe = _experts(fields) if dense < layers else None
-    kinds: list[FeedForward] = [mlp] * dense + ([moe] * (layers - dense) if moe else [])
-    return mla.read_decoder(fields, tuple(Block(attention, kind) for kind in kinds))
+    kinds: dict[bool, FeedForward] = {}
+    if any(dense):
+        kinds[True] = MLP(intermediate_size=fields.integer("intermediate_size"))
+    if not all(dense):
+        kinds[False] = _experts(fields)
+    return tuple(Block(attention, kinds[each]) for each in dense)
 
 
 def _experts(fields: Fields) -> MoE:
@@ -75,7 +86,9 @@ def _router(fields: Fields) -> Router:
 def skipped(fields: Fields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers."""
     last = fields.integer("num_hidden_layers")
-    extra = fields.integer("num_nextn_predict_layers", 0, least=0)
+    # transformers 5 writes the second name, publishers the first.
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    extra = max(fields.integer(name, 0, least=0) for name in names)
     return tuple(f"model.layers.{last + number}." for number in range(extra))
 
 
@@ -101,17 +114,16 @@ def experts(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
         name = "mlp.gate.e_score_correction_bias"
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
     for expert in range(count):
-        for name, out, inner in _projections(width, hidden):
-            tensor = f"mlp.experts.{expert}.{name}"
-            found.append(place.expert(tensor, expert, out, inner, "mlp", name))
-    if moe.shared_size:
-        for name, out, inner in _projections(moe.shared_size, hidden):
+        name, both = f"mlp.experts.{expert}", ("mlp", "gate_up_proj")
+        found += [
+            place.expert(f"{name}.gate_proj", expert, width, hidden, *both),
+            place.expert(f"{name}.up_proj", expert, width, hidden, *both, below=width),
+            place.expert(f"{name}.down_proj", expert, hidden, width, "mlp", "down_proj"),
+        ]
+    if size := moe.shared_size:
+        for name, out, inner in (
+            ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
+        ):  # fmt: skip
             tensor = f"mlp.shared_experts.{name}"
             found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
     return found
-
-
-def _projections(width: int, hidden: int) -> tuple[tuple[str, int, int], ...]:
-    """(name, out, in) of a gated MLP's linears."""
-    up, down = (width, hidden), (hidden, width)
-    return ("gate_proj", *up), ("up_proj", *up), ("down_proj", *down)

@@ -51,6 +51,15 @@ class Fields:
             raise self._error(name, "must be true or false", value)
         return value
 
+    def words(self, name: str, count: int, *allowed: str) -> list[str]:
+        """A list of so many of the allowed words."""
+        value = self._get(name, _MISSING)
+        fits = isinstance(value, list) and len(value) == count
+        if not fits or not all(word in allowed for word in value):
+            choices = " or ".join(map(shown, allowed))
+            raise self._error(name, f"must be a list of {count} words, {choices}", value)
+        return value
+
     def require(self, name: str, *allowed: Any) -> None:
         """Refuses a field that is there with another value than those that are implemented."""
         value = self.values.get(name, allowed[0])
@@ -67,6 +76,8 @@ class Fields:
             raise self._error("rope_scaling", "must be an object or null", scaling)
         holder = Fields(nested, self.where) if "rope_theta" in nested else self
         base = holder.number("rope_theta", 10000.0)
+        for each in (self, Fields(nested, f"{self.where}: rope_parameters")):
+            each.require("partial_rotary_factor", 1.0)
         interleaved = self.flag("rope_interleave", True)
         kind = scaling.get("type", scaling.get("rope_type", "default"))
         if kind in ("default", None):

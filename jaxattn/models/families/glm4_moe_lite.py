@@ -1,0 +1,39 @@
+"""GLM-4.7-Flash (`model_type` glm4_moe_lite): MLA with wide heads, a dense layer, then experts.
+
+A head has keys of 192 + 64 dims and values of 256, and a model 20 heads. Where each step runs:
+
+    decode          the MLA kernel: it sees latents of 512 + 64 and takes any number of heads
+    prefill         XLA, on every device: the prefill kernel has keys of 128 + 64 and values of 128
+    training        XLA, for the same reason
+
+Routing is DeepSeek-V3's. The prediction layer (MTP) behind the last layer is not read.
+
+Refused: other activations than SiLU, biases in attention, heads that are rotated in part, other
+routing than by sigmoid with a correction bias.
+"""
+
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families import deepseek, mla
+from jaxattn.models.families.fields import Fields
+
+MODEL_TYPES = ("glm4_moe_lite",)
+
+placed, skipped = deepseek.placed, deepseek.skipped
+
+
+def read_model(fields: Fields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    return mla.read_decoder(fields, deepseek.read_blocks(fields, _dense_layers(fields)))
+
+
+def _dense_layers(fields: Fields) -> list[bool]:
+    """Whether each layer's feed-forward is dense; transformers 5 writes a word for each layer."""
+    layers = fields.integer("num_hidden_layers")
+    if "mlp_layer_types" in fields.values:
+        words = fields.words("mlp_layer_types", layers, "dense", "sparse")
+        return [word == "dense" for word in words]
+    return deepseek.dense_prefix(fields)

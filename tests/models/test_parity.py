@@ -1,0 +1,119 @@
+"""Published checkpoints compute what transformers computes from them.
+
+tests/data/tiny_checkpoints was written by transformers 5 with random weights, and holds its logits.
+JAXATTN_TINY_CHECKPOINTS names a folder with more of them: `tests/helpers/make_checkpoints.py`
+writes such. Where torch and transformers are installed, a few are written here.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch, huggingface
+from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.models.blocks import MoE
+from jaxattn.models.registry import FAMILIES
+
+TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
+MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
+MADE = 4  # folders that are written here
+
+
+def is_ours(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and json.loads(config.read_text())["model_type"] in FAMILIES
+
+
+FOLDERS = {
+    folder.name: folder
+    for root in (TINY, *([Path(MORE)] if MORE else []))
+    for folder in sorted(root.iterdir())
+    if is_ours(folder)
+}
+
+
+@pytest.fixture(scope="module", params=[*FOLDERS, *range(MADE)])
+def folder(request, tmp_path_factory) -> Path:
+    if request.param in FOLDERS:
+        return FOLDERS[request.param]
+    for library in ("torch", "transformers"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed; it makes more checkpoints")
+    from tests.helpers import make_checkpoints
+
+    made = tmp_path_factory.mktemp("made")
+    make_checkpoints.write(make_checkpoints.draw(request.param), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return huggingface.load(folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def wanted(folder) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(folder / "reference.safetensors")
+
+
+def relative(actual, expected) -> float:
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def test_the_training_forward_gives_the_reference_logits(loaded, wanted):
+    model, params = loaded
+    logits = jax.jit(lambda tokens: model.bind(params)(tokens))(wanted["prompt"])
+    for row, length in enumerate(wanted["lengths"]):
+        np.testing.assert_allclose(
+            logits[row, :length], wanted["logits"][row, :length], atol=1e-4, rtol=1e-4
+        )
+
+
+def steps(model, params, wanted) -> tuple[np.ndarray, np.ndarray]:
+    """The logits after the prompt, which is read in two chunks, and after each greedy token; ours
+    and the reference's."""
+    prompt, length = wanted["prompt"][0], wanted["lengths"][0]
+    chunk = int(0.6 * length)
+    state = init_state(model, CacheSize(pages=4, slots=2), scratch_spec(model, 1, max_pages=3))
+    tables, slots = np.array([[2, 0, 3]], np.int32), np.array([1], np.int32)
+    prefill, decode = jax.jit(model.prefill), jax.jit(model.decode)
+    for begin, end in ((0, chunk), (chunk, length)):
+        tokens = np.zeros((1, chunk), np.int32)
+        tokens[0, : end - begin] = prompt[begin:end]
+        lens = np.array([end - begin], np.int32), np.array([end], np.int32)
+        logits, state = prefill(params, state, PrefillBatch(tokens, *lens, tables, slots))
+    found, expected = [logits[0]], [wanted["logits"][0, length - 1], *wanted["step_logits"]]
+    for step, token in enumerate(wanted["greedy"]):
+        lens = np.array([length + 1 + step], np.int32)
+        logits, state = decode(params, state, DecodeBatch(token[None, None], lens, tables, slots))
+        found.append(logits[0])
+    return np.stack(found), np.stack(expected)
+
+
+def test_prefill_in_chunks_and_decode_give_the_reference_logits(loaded, wanted):
+    np.testing.assert_allclose(*steps(*loaded, wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_is_near_the_reference(folder, wanted):
+    model, params = huggingface.load(folder)
+    errors = np.array([relative(*pair) for pair in zip(*steps(model, params, wanted), strict=True)])
+    # A near-tie of the router may fall to another expert in bfloat16, in one of nine tokens here.
+    routed = any(isinstance(block.feed_forward, MoE) for block in model.spec.blocks)
+    assert (errors > 3e-2).sum() <= routed and errors.max() < 0.5
+
+
+def test_the_engine_writes_the_reference_tokens(loaded, wanted):
+    model, params = loaded
+    request = Request(wanted["prompt"][0], max_tokens=len(wanted["greedy"]))
+    limits = Limits(batch=2, max_model_len=128, prefill_chunk=32)
+    with Engine(model, params, limits) as engine:
+        [done] = engine.generate([request])
+    assert list(done.tokens) == wanted["greedy"].tolist()
