@@ -109,9 +109,10 @@ class Renderer:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # The process stops itself a little later than it is stopped, should nobody do it.
         limits = [str(self.most_bytes), str(2 * self.seconds)]
+        command = [sys.executable, "-P", str(FILE), *limits]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(FILE), *limits],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -130,7 +131,7 @@ class Renderer:
             self._end()
             raise TextError(
                 f"the process for chat templates ended at its start with code {code}; "
-                f"`{sys.executable} {FILE}` shows why"
+                f"`{' '.join(command)}` shows why"
             )
         return process
 
