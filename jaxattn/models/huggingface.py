@@ -63,14 +63,26 @@ def load(
             the tensors are not those of the model. Nothing was allocated then.
     """
     path = Path(folder)
-    try:
-        model, placed, skipped = read_model(Fields(read_json(path / CONFIG), str(path / CONFIG)))
-        model = model.with_dtype(dtype) if dtype else model
-    except (ConfigError, ValueError) as error:
-        raise CheckpointError(str(error)) from error
+    model, placed, skipped = read_config(path, dtype)
     tensors = open_tensors(path)
     check_tensors(path, tensors, placed, skipped)
     return model, fill(model, tensors, placed, readers=readers, on_progress=on_progress)
+
+
+def read_config(
+    folder: Path, dtype: str | None = None
+) -> tuple[DecoderModel, list[Placed], tuple[str, ...]]:
+    """(the model, its tensors' places, beginnings of names that are skipped), of config.json alone.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or says what is not supported.
+    """
+    file = folder / CONFIG
+    try:
+        model, placed, skipped = read_model(Fields(read_json(file), str(file)))
+        return model.with_dtype(dtype) if dtype else model, placed, skipped
+    except (ConfigError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 class Found(NamedTuple):
@@ -228,17 +240,26 @@ def _files(folder: Path) -> list[str]:
         pickles = sorted(each.name for each in folder.glob("*.bin"))
         hint = f"; {some(pickles)} can run code when they are read, and are not" if pickles else ""
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
-    index = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise CheckpointError(f"{folder / INDEX}: weight_map must be an object with tensors")
-    names = sorted({str(name) for name in index.values()})
+    names = shards_of(folder / INDEX)
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{folder / INDEX} names {name!r}, which is no shard of the folder"
-            )
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / INDEX} names {name!r}, which is missing")
+    return names
+
+
+def shards_of(index: Path) -> list[str]:
+    """The files that an index names, which need not be there.
+
+    Raises:
+        CheckpointError: the index is damaged, or names what can be no file of its folder.
+    """
+    tensors = read_json(index).get("weight_map")
+    if not isinstance(tensors, dict) or not tensors:
+        raise CheckpointError(f"{index}: weight_map must be an object with tensors")
+    names = sorted({str(name) for name in tensors.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}, which is no shard of the folder")
     return names
 
 
