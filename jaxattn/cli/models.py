@@ -7,21 +7,21 @@ the weights.
 import argparse
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.utils import logging as hub_logging
-
 from jaxattn import text
 from jaxattn.cli.options import InputError
-from jaxattn.models import checkpoint, hub
+from jaxattn.models import checkpoint
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.huggingface import OnProgress
 from jaxattn.models.loading import ModelFolder, OwnFolder, Weights, read_folder
 
 BYTES = 256
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,8 @@ class Chosen:
             return text.ByteTokenizer()
         with refusals():
             if self.name:
+                from jaxattn.models import hub
+
                 hub.fetch_text(self.name, self.folder.path)
             try:
                 return text.load(self.folder.path)
@@ -75,6 +77,8 @@ class Chosen:
         """
         with refusals():
             if self.name:
+                from jaxattn.models import hub
+
                 hub.fetch_weights(self.name, self.folder.path, on_progress=on_fetch)
             return self.folder.open()
 
@@ -89,12 +93,17 @@ def choose(options: argparse.Namespace) -> Chosen:
     if options.model and options.checkpoint:
         raise InputError("--checkpoint is another word for --model: give one of them")
     path = Path(given).expanduser() if given else checkpoint.EMBEDDED
-    name = given if given and not path.exists() and hub.is_name(given) else None
+    name = given if given and not path.exists() and is_name(given) else None
     if options.revision and not name:
         raise InputError(f"--revision is for a name on the hub, and {given or 'this'} is none")
     with refusals():
         if name:
-            hub_logging.set_verbosity_error()  # what ends a command is said in one line
+            # Half a second of imports, for which a folder does not wait.
+            from huggingface_hub.utils import logging
+
+            from jaxattn.models import hub
+
+            logging.set_verbosity_error()  # what ends a command is said in one line
             path = hub.fetch_config(name, revision=options.revision)
         elif not path.is_dir():
             raise InputError(
@@ -102,6 +111,11 @@ def choose(options: argparse.Namespace) -> Chosen:
                 "hub is named as in org/name"
             )
         return Chosen(folder=read(path, options.dtype), name=name)
+
+
+def is_name(given: str) -> bool:
+    """Whether a text can be a model's name on the hub, as "org/name" is."""
+    return _NAME.fullmatch(given) is not None
 
 
 def read(path: Path, dtype: str | None) -> ModelFolder:
@@ -124,7 +138,7 @@ def refusals() -> Iterator[None]:
     """Says in one line what is wrong with a model's files."""
     try:
         yield
-    except (CheckpointError, hub.HubError, text.TextError) as error:
+    except (CheckpointError, text.TextError) as error:
         raise InputError(one_line(error)) from error
 
 

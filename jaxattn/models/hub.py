@@ -15,7 +15,6 @@ weights in other formats are never asked for.
 import concurrent.futures
 import contextlib
 import errno
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
+from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.huggingface import CONFIG, INDEX, WEIGHTS, OnProgress, shards_of
 
 TEXT = (
@@ -48,16 +48,10 @@ TEXT = (
     "chat_template.jinja",
 )
 AT_A_TIME = 4
-_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
-class HubError(Exception):
+class HubError(CheckpointError):
     """A model cannot be fetched; the message is one line."""
-
-
-def is_name(text: str) -> bool:
-    """Whether a text can be a model's name on the hub, as "org/name" is."""
-    return _NAME.fullmatch(text) is not None
 
 
 def fetch_config(name: str, *, revision: str | None = None) -> Path:
@@ -200,16 +194,12 @@ def _plainly(name: str, revision: str | None = None) -> Iterator[None]:
             f"the hub has no model {name}, or it is private: check the name"
             + ("" if get_token() else ", or set HF_TOKEN to a token that may read it")
         ) from error
-    except LocalEntryNotFoundError as error:
-        raise HubError(_unreachable(name, error)) from error
-    except OfflineModeIsEnabled as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise HubError(_unreachable(name, error)) from error
     except EntryNotFoundError as error:
         raise HubError(f"{name} has no {CONFIG} on the hub: it is no model's") from error
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        why = ": HF_TOKEN may not read it, or is no token" if status in (401, 403) else ""
-        raise HubError(f"{name}: {constants.ENDPOINT} answered {status}{why}") from error
+        raise HubError(_answered(name, error)) from error
     except HTTPError as error:
         raise HubError(f"{name}: the way to {constants.ENDPOINT} broke: {_line(error)}") from error
     except HFValidationError as error:
@@ -230,12 +220,18 @@ def _gated(name: str) -> str:
     return f"{said}, and set HF_TOKEN to a token of your account"
 
 
+def _answered(name: str, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    why = ": HF_TOKEN may not read it, or is no token" if status in (401, 403) else ""
+    return f"{name}: {constants.ENDPOINT} answered {status}{why}"
+
+
 def _unreachable(name: str, error: Exception) -> str:
     if constants.is_offline_mode():
         return f"HF_HUB_OFFLINE is set, and {name} is not whole in {constants.HF_HUB_CACHE}"
     cause = error.__cause__
     if isinstance(cause, HfHubHTTPError):
-        return f"{name}: {constants.ENDPOINT} answered {cause.response.status_code}"
+        return _answered(name, cause)
     why = f" ({_line(cause)})" if cause else ""
     return f"{name} is not in the cache, and {constants.ENDPOINT} is not to be had{why}"
 

@@ -12,6 +12,7 @@ import sys
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jaxattn.text import ByteTokenizer
 from rich.console import Console
 
 import jaxattn
@@ -30,7 +31,6 @@ from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid
-from jaxattn.text import ByteTokenizer
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -367,9 +367,7 @@ def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp
 
 @pytest.mark.parametrize("extra", [[], ["--plan"]], ids=["serving", "plan"])
 def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, model, capsys):
-    assert (
-        main(["--model", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
-    )
+    assert main(["--model", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
     printed = capsys.readouterr()
     assert "kv cache" in printed.out + printed.err and "missing" in printed.out + printed.err
     error = printed.err.strip().splitlines()[-1]
@@ -383,9 +381,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     monkeypatch.setattr(memory_plan, "temp_bound", lambda *a, **k: traced.append(a) or 0)
     said = []
     for extra in ([], ["--plan"]):
-        assert (
-            main(["--model", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
-        )
+        assert main(["--model", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
         said.append(capsys.readouterr().err.strip().splitlines()[-1])
     assert said[0] == said[1] and "what would make it fit: --batch " in said[0]
     assert len(traced) <= 8
