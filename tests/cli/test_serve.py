@@ -12,7 +12,6 @@ import sys
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jaxattn.text import ByteTokenizer
 from rich.console import Console
 
 import jaxattn
@@ -31,6 +30,7 @@ from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.text import ByteTokenizer
 
 CONFIG = HybridConfig(
     vocab_size=256,
