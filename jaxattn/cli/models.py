@@ -89,13 +89,11 @@ def choose(options: argparse.Namespace) -> Chosen:
     Raises:
         InputError: there is none, its config.json is missing or damaged, or it is not supported.
     """
-    given = options.model or options.checkpoint
-    if options.model and options.checkpoint:
-        raise InputError("--checkpoint is another word for --model: give one of them")
-    path = Path(given).expanduser() if given else checkpoint.EMBEDDED
+    given = options.checkpoint if options.model is None else options.model
+    path = checkpoint.EMBEDDED if given is None else Path(given).expanduser()
     name = given if given and not path.exists() and is_name(given) else None
     if options.revision and not name:
-        raise InputError(f"--revision is for a name on the hub, and {given or 'this'} is none")
+        raise InputError(f"--revision is for a name on the hub, and {path} is none")
     with refusals():
         if name:
             # Half a second of imports, for which a folder does not wait.

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
     )
     check_options(options)
-    if options.checkpoint:
+    if options.checkpoint is not None:
         messages.print("--checkpoint is called --model now; both work")
     chosen = choose(options)
     length = model_length(options, chosen.folder.model)
@@ -98,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises InputError where an option has no meaning without another."""
+    """Raises InputError where options contradict each other, or one wants another."""
+    if options.model is not None and options.checkpoint is not None:
+        raise InputError("--checkpoint is another word for --model: give one of them")
     if options.plot and not options.plan:
         raise InputError("--plot draws a plan: give --plan too")
     if options.system is not None and not options.chat:

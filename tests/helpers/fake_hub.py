@@ -8,7 +8,20 @@ import json
 import threading
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+from huggingface_hub import constants
+
+NEVER = {
+    "README.md": b"# A model",
+    "pytorch_model.bin": b"a pickle",
+    "pytorch_model-00001-of-00002.bin": b"a pickle",
+    "modeling_own.py": b"raise SystemExit('run')",
+    "consolidated.safetensors": b"the same in another format",
+    "model.pt": b"a pickle",
+    "picture.png": b"a picture",
+}
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 
@@ -20,6 +33,7 @@ class FakeHub:
         models: the files of each model, by "org/name".
         refuse: of a model or a file, the status and the X-Error-Code to answer with.
         cut: of a file, the bytes after which the connection ends, once.
+        stalls: files of which half is sent; `stalled` is set then, and the rest never comes.
         asked: method, path and headers of each request.
     """
 
@@ -27,6 +41,9 @@ class FakeHub:
     refuse: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     cut: dict[str, int] = dataclasses.field(default_factory=dict)
     asked: list[tuple[str, str, dict[str, str]]] = dataclasses.field(default_factory=list)
+    stalls: set[str] = dataclasses.field(default_factory=set)
+    stalled: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
     endpoint: str = ""
 
     def got(self) -> list[str]:
@@ -52,8 +69,33 @@ class FakeHub:
             try:
                 yield self
             finally:
+                self.ended.set()
                 server.shutdown()
                 thread.join()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, folder: Path) -> None:
+    """Makes huggingface_hub of this process ask a hub, without a token, with a cache of its own."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    values = {
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(folder / "cache"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+        "AGENT_HARNESSES_PATH": str(folder / "harnesses"),
+        "HF_HUB_OFFLINE": False,
+    }
+    for name, value in values.items():
+        if hasattr(constants, name):  # not every version has all of them
+            monkeypatch.setattr(constants, name, value)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What a repository of a model holds: what is needed, and what must never be asked for."""
+    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return NEVER | {name: data for name, data in found.items() if "reference" not in name}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -110,7 +152,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if begin:
                 headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
             cut = self.fake.cut.pop(file, None) if body else None
+            stalls = body and file in self.fake.stalls
+            cut = len(data) // 2 if stalls else cut
             self._answer(206 if begin else 200, data[begin:], headers, body=body, cut=cut)
+            if stalls:
+                self.wfile.flush()
+                self.fake.stalled.set()
+                self.fake.ended.wait()
 
     def _remember(self) -> None:
         self.fake.asked.append((self.command, self.path, dict(self.headers)))

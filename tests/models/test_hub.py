@@ -15,41 +15,18 @@ from jaxattn.models import hub
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.hub import HubError, fetch_config, fetch_text, fetch_weights
 from jaxattn.models.loading import read_folder
-from tests.helpers.fake_hub import COMMITS, FakeHub
+from tests.helpers.fake_hub import COMMITS, FakeHub, files_of, use
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "data" / "tiny_checkpoints"
-NEVER = {
-    "README.md": b"# A model",
-    "pytorch_model.bin": b"a pickle",
-    "pytorch_model-00001-of-00002.bin": b"a pickle",
-    "modeling_own.py": b"raise SystemExit('run')",
-    "consolidated.safetensors": b"the same in another format",
-    "model.pt": b"a pickle",
-    "picture.png": b"a picture",
-}
-
-
-def files_of(folder: str) -> dict[str, bytes]:
-    found = {file.name: file.read_bytes() for file in (TINY / folder).iterdir()}
-    return NEVER | {name: data for name, data in found.items() if "reference" not in name}
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """A hub with two tiny models, and a cache of its own."""
-    models = {"org/tiny": files_of("youtu"), "org/shards": files_of("deepseek_v3")}
+    models = {"org/tiny": files_of(TINY / "youtu"), "org/shards": files_of(TINY / "deepseek_v3")}
     with FakeHub(models).served() as served:
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        use(monkeypatch, served.endpoint, tmp_path)
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
         yield served
 
@@ -184,7 +161,7 @@ def test_a_repository_without_a_model(fake):
     fake.models["org/data"] = {"README.md": b""}
     with pytest.raises(HubError, match="org/data has no config.json on the hub"):
         fetch("org/data")
-    fake.models["org/pickles"] = files_of("youtu")
+    fake.models["org/pickles"] = files_of(TINY / "youtu")
     del fake.models["org/pickles"]["model.safetensors"]
     with pytest.raises(HubError, match="org/pickles has no model.safetensors: only safetensors"):
         fetch("org/pickles")
@@ -213,9 +190,7 @@ def test_offline_takes_what_is_cached_and_asks_nobody(fake, monkeypatch):
 def test_without_a_network_the_cache_serves(fake, monkeypatch):
     fetch("org/shards")
     nowhere = "http://127.0.0.1:9"
-    template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    use(monkeypatch, nowhere, Path(constants.HF_HUB_CACHE).parent)
     fetch("org/shards")
     with pytest.raises(HubError, match=f"org/tiny is not in the cache, and {nowhere} is not to be"):
         fetch("org/tiny")
