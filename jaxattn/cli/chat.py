@@ -4,6 +4,7 @@ It ends with stdin or at Ctrl-C. The whole history is sent with each turn. When 
 model length, its oldest turns are dropped, and that is said.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -23,21 +24,27 @@ from jaxattn.engine.request import (
 )
 
 
-def turns(stdin: TextIO) -> Iterator[str]:
-    """The lines of stdin that say something; a terminal is asked for each."""
-    if stdin.isatty():
-        import readline  # noqa: F401  # input() edits lines with it
+def turns(stdin: TextIO, *, asks: bool) -> Iterator[str]:
+    """The lines of stdin that say something.
 
-        while True:
-            try:
-                line = input("> ")
-            except EOFError:
+    Args:
+        asks: a terminal shows where to type, and lines can be edited.
+    """
+    lines = _asked() if asks else (line.rstrip("\n") for line in stdin)
+    return (line for line in lines if line.strip())
+
+
+def _asked() -> Iterator[str]:
+    with contextlib.suppress(ImportError):  # not every system has it
+        import readline  # noqa: F401  # from here on input() edits lines
+    while True:
+        try:
+            yield input("> ")
+        except BaseException as ended:
+            print()  # what comes next begins on a line of its own
+            if isinstance(ended, EOFError):
                 return
-            if line.strip():
-                yield line
-    for line in stdin:
-        if line.strip():
-            yield line.rstrip("\n")
+            raise
 
 
 @dataclasses.dataclass(kw_only=True)

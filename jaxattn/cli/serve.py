@@ -159,7 +159,8 @@ def talk(
         messages=messages,
         history=opening(requests.options),
     )
-    held.hold(turns(sys.stdin))
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    held.hold(turns(sys.stdin, asks=terminal and not requests.options.json))
     run = Run(
         engine=engine,
         tokenizer=requests.tokenizer,

@@ -53,7 +53,7 @@ A whole example, of a model of bytes with random parameters:
     >>> loaded == config, params["embedding"].shape, params["embedding"].dtype.name
     (True, (256, 32), 'float32')
 
-`python -m jaxattn.serve --checkpoint model` serves such a folder.
+`python -m jaxattn.serve --model model` serves such a folder.
 """
 
 import json

@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 
 from jaxattn import Limits, text
+from jaxattn.cli.chat import turns
 from jaxattn.cli.models import is_name
 from jaxattn.cli.serve import main
 from jaxattn.engine.prepare import prepare
@@ -234,6 +235,28 @@ def test_ctrl_c_within_an_answer_reports_what_was_written(compiled, capsys, monk
     assert converse(monkeypatch, "hello\nmore\n", *GREEDY, "--max-tokens", 9) == 130
     error = capsys.readouterr().err
     assert "[1] 3 tokens, interrupted" in error and "[2]" not in error
+
+
+@pytest.mark.parametrize(
+    "end, raised", [(EOFError, StopIteration), (KeyboardInterrupt, KeyboardInterrupt)]
+)
+def test_a_terminal_is_asked_for_each_turn(end, raised, capsys, monkeypatch):
+    typed = iter(["hello", "  ", "more"])
+    shown = []
+
+    def ask(prompt):
+        shown.append(prompt)
+        line = next(typed, None)
+        if line is None:
+            raise end
+        return line
+
+    monkeypatch.setattr("builtins.input", ask)
+    lines = turns(sys.stdin, asks=True)
+    assert [next(lines), next(lines)] == ["hello", "more"]
+    with pytest.raises(raised):
+        next(lines)
+    assert shown == ["> "] * 4 and capsys.readouterr().out == "\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model", YOUTU]], ids=["embedded", "folder"])
