@@ -395,13 +395,17 @@ class DecoderModel(Model):
     """A decoder of blocks, as the engine serves it.
 
     The steps take the parameters packed (`pack`) or as they are.
+
+    Attributes:
+        tokens: how many tokens there are, where the embedding has more rows; None if as many.
     """
 
     spec: DecoderSpec
+    tokens: int | None = None
 
     @property
     def vocab_size(self) -> int:
-        return self.spec.vocab_size
+        return self.tokens or self.spec.vocab_size
 
     @property
     def max_position_embeddings(self) -> int:
@@ -432,7 +436,22 @@ class DecoderModel(Model):
     def with_dtype(self, dtype: str) -> "DecoderModel":
         """The same model with products and weights of another dtype, bfloat16 or float32."""
         stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
-        return DecoderModel(dataclasses.replace(self.spec, stream=stream))
+        return DecoderModel(dataclasses.replace(self.spec, stream=stream), self.tokens)
+
+    def with_tokens(self, tokens: int) -> "DecoderModel":
+        """The same model of so many tokens: the rows of its embedding behind them are padding.
+
+        The steps leave those logits out, so that nothing can sample them.
+
+        Raises:
+            ValueError: the embedding has fewer rows.
+        """
+        if not 0 < tokens <= self.spec.vocab_size:
+            raise ValueError(
+                f"tokens must be from 1 to the embedding's rows, {self.spec.vocab_size:,}; got "
+                f"{tokens:,}"
+            )
+        return DecoderModel(self.spec, tokens)
 
     def init_params(self, key: Array) -> nnx.State:
         """Random parameters."""
@@ -456,11 +475,14 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        if not isinstance(params, PackedParams):
-            return self.bind(params).prefill(state, batch, implementation=implementation)
-        return self.bind(params.params).prefill(
-            state, batch, vectors=params.vectors, implementation=implementation
+        vectors = None
+        if isinstance(params, PackedParams):
+            vectors, params = params.vectors, params.params
+        decoder = self.bind(params)
+        logits, state = decoder.prefill(
+            state, batch, vectors=vectors, implementation=implementation
         )
+        return self._of_tokens(logits), state
 
     def decode(
         self,
@@ -475,4 +497,8 @@ class DecoderModel(Model):
             stacks, params = {"weights": params.weights, "norms": params.norms}, params.params
         decoder = self.bind(params)
         logits, state = decoder.decode(state, batch, **stacks, implementation=implementation)
-        return logits[:, -1], state
+        return self._of_tokens(logits[:, -1]), state
+
+    def _of_tokens(self, logits: Array) -> Array:
+        """The logits [B, vocab] without those of padding rows of the embedding."""
+        return logits if self.tokens is None else logits[:, : self.tokens]
