@@ -168,16 +168,15 @@ def mixture_of_experts(
     x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer)
     scales = _checked_scales(op, gate_up, down, gate_up_scale, down_scale)
     if layer is None:
-        gate_up, down, *stacked = (a if a is None else a[None] for a in (gate_up, down, *scales))
-        scales = (stacked[0], stacked[1])
+        gate_up, down = gate_up[None], down[None]
+        scales = tuple(scale if scale is None else scale[None] for scale in scales)
     first, affine, number = taken_apart(0 if layer is None else layer)
     check_layer(op, "gate_up", gate_up.shape, number_to_check(0 if layer is None else layer))
     operands = (x, ids, weights, gate_up, down, *scales, jnp.asarray(first, jnp.int32))
     refuse_explicit_axes(op, *operands)
 
     def reference(*operands: Any) -> Array:
-        *arrays, first = operands
-        return _by_ragged_products(*arrays, affine[0] * first + affine[1])
+        return _by_ragged_products(*operands[:-1], layer=affine[0] * operands[-1] + affine[1])
 
     def mosaic(interpret: bool) -> Any:
         def kernels(x, ids, weights, gate_up, down, gate_up_scale, down_scale, first):
@@ -234,7 +233,7 @@ def _checked(
 
 def _checked_scales(
     op: str, gate_up: Array, down: Array, gate_up_scale: Any, down_scale: Any
-) -> tuple[Array | None, Array | None]:
+) -> tuple[Array | None, ...]:
     """FP8 weights have scales, others none."""
     quantized = gate_up.dtype == FP8
     (*stack, features, width) = down.shape
@@ -262,6 +261,7 @@ def _by_ragged_products(
     down: Array,
     gate_up_scale: Array | None,
     down_scale: Array | None,
+    *,
     layer: Array,
 ) -> Array:
     """The plain-JAX path: tokens sorted by expert, each of which multiplies its own rows."""
