@@ -11,15 +11,14 @@ Shipped: the fields of `NAMES`, in `models/known/*.json`, each with its source.
 from pathlib import Path
 from typing import Any
 
-from jaxattn.core.fields import shown
 from jaxattn.models import known_count
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.families.fields import Fields
 from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.known_stored import read_stored
-from jaxattn.models.registry import FAMILIES, read_model
+from jaxattn.models.known_stored import as_loaded, read_stored
+from jaxattn.models.registry import FAMILIES, family_of
 
 DATA = Path(__file__).parent / "known"
 
@@ -29,9 +28,12 @@ class KnownModelError(ValueError):
 
 
 def _is_understood(config: dict[str, Any]) -> bool:
-    return config["model_type"] in (*FAMILIES, *known_count.MODEL_TYPES)
+    return config.get("model_type") in (*FAMILIES, *known_count.MODEL_TYPES)
 
 
+_COUNTED = ", ".join(kind for kind in known_count.MODEL_TYPES if not kind.endswith("_text"))
+_ALSO = f"; a plan counts {_COUNTED} too"
+# A configuration is offered as soon as something understands it.
 NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json") if _is_understood(read_json(path))))
 
 
@@ -81,19 +83,17 @@ def from_config(name: str, config: dict[str, Any], where: str) -> KnownModel:
     Raises:
         KnownModelError: the model type is unknown, or a field is missing or does not fit.
     """
+    kind = config.get("model_type")
     try:
-        if (kind := config.get("model_type")) in known_count.MODEL_TYPES:
+        if isinstance(kind, str) and kind in known_count.MODEL_TYPES:
             return known_count.count(name, config, where)
-        if not isinstance(kind, str) or kind not in FAMILIES:
-            counted = [each for each in known_count.MODEL_TYPES if not each.endswith("_text")]
-            raise ConfigError(
-                f"{where}: model_type {shown(kind)} is not supported; supported are "
-                f"{', '.join(sorted(FAMILIES))}, and a plan counts {', '.join(counted)} too"
-            )
-        stored = read_stored(config, where)
+        stored = read_stored(Fields(config, where))
+        # The family builds the plain model: `stored` says how its weights lie in memory.
         plain = {field: value for field, value in config.items() if field != "quantization_config"}
-        model, _, skipped = read_model(Fields(plain, where))
+        fields = Fields(plain, where)
+        family = family_of(fields)
+        unread = "the prediction (MTP) layers" if family.skipped(fields) else ""
+        model = as_loaded(family.read_model(fields), stored)
+        return BuiltModel.of(name, model, stored, unread=unread)
     except ValueError as error:
-        raise KnownModelError(str(error)) from error
-    unread = "the prediction (MTP) layers" if skipped else ""
-    return BuiltModel.of(name, model, stored, unread=unread)
+        raise KnownModelError(f"{error}{'' if _is_understood(config) else _ALSO}") from error

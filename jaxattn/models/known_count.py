@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxattn import gdn, mla
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.formats import LatentFormat
+from jaxattn.core.fp8_blocks import BLOCK
 from jaxattn.models.base import LayerCache
 from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
 from jaxattn.models.families.fields import ConfigError, Fields
@@ -69,9 +70,9 @@ def _share(cache: LayerCache, ways: int, dtype: str) -> LayerCache:
         # With more GPUs than heads, each GPU holds a copy of one.
         return dataclasses.replace(cache, heads=-(-cache.heads // ways), dtype=jnp.dtype(dtype))
     assert isinstance(cache, RecurrentState)
-    (taps, channels), (heads, *dims) = cache.conv_shape, cache.state_shape
+    (taps, channels), (heads, values, keys) = cache.conv_shape, cache.state_shape
     return dataclasses.replace(
-        cache, conv_shape=(taps, channels // ways), state_shape=(heads // ways, *dims)
+        cache, conv_shape=(taps, channels // ways), state_shape=(heads // ways, values, keys)
     )
 
 
@@ -90,7 +91,7 @@ def count(name: str, values: Mapping[str, Any], where: str) -> CountedModel:
         raise ConfigError(f"{where}: text_config must be an object")
     fields = Fields({**text, **{k: v for k, v in values.items() if k != "text_config"}}, where)
     build = MODEL_TYPES[fields.values["model_type"]]
-    return build(name, fields, read_stored(fields.values, where))
+    return build(name, fields, read_stored(fields))
 
 
 def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
@@ -141,7 +142,7 @@ def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
         ),
         max_position_embeddings=f.integer("model_max_length"),
         stored=_words(stored),
-        block=stored.block,
+        block=BLOCK if stored.fp8 else 0,
         counted=Sizes(
             vocab_size=f.integer("vocab_size"),
             hidden_size=hidden,
@@ -155,6 +156,7 @@ def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
             top_k=f.integer("num_experts_per_token"),
             expert_size=size,
             state_heads=heads,
+            key_heads=heads,
             state_shape=(dim, dim),
             conv_channels=3 * width,
         ),
@@ -206,7 +208,7 @@ def _qwen(name: str, f: Fields, stored: Stored) -> CountedModel:
         extra=extra if predict else (),
         max_position_embeddings=f.integer("max_position_embeddings"),
         stored=_words(stored),
-        block=stored.block,
+        block=BLOCK if stored.fp8 else 0,
         counted=Sizes(
             vocab_size=f.integer("vocab_size"),
             hidden_size=hidden,
@@ -218,6 +220,7 @@ def _qwen(name: str, f: Fields, stored: Stored) -> CountedModel:
             top_k=f.integer("num_experts_per_tok"),
             expert_size=f.integer("moe_intermediate_size"),
             state_heads=heads,
+            key_heads=keys // key_dim,
             state_shape=(value_dim, key_dim),
             conv_channels=2 * keys + values,
         ),
@@ -233,7 +236,7 @@ def _layers(f: Fields) -> int:
 
 
 def _words(stored: Stored) -> str:
-    return "as the checkpoint stores them" + (", FP8 with scales" if stored.block else "")
+    return "as the checkpoint stores them" + (", FP8 with scales" if stored.fp8 else "")
 
 
 def _states(

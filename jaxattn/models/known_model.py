@@ -50,6 +50,7 @@ class Sizes:
         mlp_size: columns of the dense feed-forwards.
         experts, top_k, expert_size: of the routed experts.
         state_heads, state_shape: of a recurrent state, [Dv, Dk] each.
+        key_heads: that those share.
         conv_channels: of the short convolution before it.
     """
 
@@ -65,6 +66,7 @@ class Sizes:
     top_k: int = 0
     expert_size: int = 0
     state_heads: int = 0
+    key_heads: int = 0
     state_shape: tuple[int, int] = (0, 0)
     conv_channels: int = 0
 

@@ -2,8 +2,8 @@
 
     BuiltModel.of("Youtu-LLM-2B", model)
 
-Quantized checkpoints change the shapes first (`known_stored.py`), so that a line of the plan is the
-sum of the arrays that the loader allocates.
+Its parameters are those that the loader allocates (`known_stored.py`), so that a line of the plan
+is a sum of their bytes.
 """
 
 import dataclasses
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxattn.arena import ArenaSpec
+from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import LayerCache
 from jaxattn.models.blocks import GDN, MLA, MLP, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
-from jaxattn.models.known_stored import PLAIN, Stored, stored_shapes
+from jaxattn.models.known_stored import PLAIN, Stored
 from jaxattn.models.parts import divided, part_of
 
 
@@ -30,7 +31,7 @@ class BuiltModel(KnownModel):
     """A decoder, for a plan.
 
     Attributes:
-        model: its decoder.
+        model: its decoder, with the weights' formats as the loader makes them.
         format: how its checkpoint stores the weights.
     """
 
@@ -46,11 +47,11 @@ class BuiltModel(KnownModel):
         Raises:
             ValueError: nothing says how GPUs divide one of its parameters; it is named.
         """
-        shapes = stored_shapes(model, stored)
+        shapes = model.param_shapes()
         dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(shapes)}))
         return cls(
             name=name,
-            weights=weights_of(model, shapes),
+            weights=weights_of(model),
             max_position_embeddings=model.max_position_embeddings,
             stored=f"{dtypes}, {stored.words}",
             unread=unread,
@@ -59,14 +60,17 @@ class BuiltModel(KnownModel):
         )
 
     @cached_property
-    def params(self) -> nnx.State:
-        """The parameters that the loader allocates, as shapes."""
-        return stored_shapes(self.model, self.format)
-
-    @cached_property
     def whole_fp8_bytes(self) -> int:
         """Of the weights with every FP8 matrix of the checkpoint kept in FP8."""
-        return nbytes(stored_shapes(self.model, self.format, every=True))
+        total = 0
+        for key, leaf in nnx.to_flat_state(self.model.param_shapes()):
+            wide = jnp.dtype(leaf.dtype).itemsize > 1
+            if wide and part_of(self.model.spec, key).published_fp8:
+                scales = math.prod((*leaf.shape[:-2], *block_counts(*leaf.shape[-2:])))
+                total += leaf.size + 4 * scales
+            else:
+                total += leaf.size * jnp.dtype(leaf.dtype).itemsize
+        return total
 
     @property
     def num_heads(self) -> int:
@@ -87,6 +91,7 @@ class BuiltModel(KnownModel):
             elif isinstance(mixer, GDN):
                 found |= {
                     "state_heads": mixer.num_v_heads,
+                    "key_heads": mixer.num_k_heads,
                     "state_shape": (mixer.head_v_dim, mixer.head_k_dim),
                     "conv_channels": mixer.conv_dim,
                 }
@@ -132,10 +137,10 @@ def _of_mla(mixer: MLA) -> dict[str, Any]:
     }
 
 
-def weights_of(model: DecoderModel, shapes: nnx.State) -> tuple[Weights, ...]:
+def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
     """The lines of a decoder's parameters, in the order of its state."""
     found = []
-    for key, leaf in nnx.to_flat_state(shapes):
+    for key, leaf in nnx.to_flat_state(model.param_shapes()):
         part = part_of(model.spec, key)
         stack, shape = leaf.shape[: part.stacked], leaf.shape[part.stacked :]
         weights = Weights(

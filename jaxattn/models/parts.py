@@ -8,12 +8,13 @@ This is the one table of it. A plan takes its lines from here, and a mesh its sh
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxattn.models.blocks import MoE
 from jaxattn.models.decoder import DecoderModel, DecoderSpec
-from jaxattn.models.placing import Key
 
+# Of a parameter in `nnx.to_flat_state`.
+type Path = tuple[Any, ...]
 # "experts": each GPU has whole ones. "attention": by heads, and "dense": by columns, rows or
 # vocabulary, where those are tensor-parallel. "all": on every GPU.
 type Split = Literal["experts", "attention", "dense", "all"]
@@ -47,11 +48,11 @@ _WHOLE = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "norm")
 # What FP8 checkpoints leave in bfloat16.
 _NEVER_FP8 = ("in_proj_ba", "conv1d", "A_log", "dt_bias", "q_a_norm", "kv_a_norm", "norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-_SCALES = ("gate_scale", "up_scale", "gate_up_scale", "down_scale")
+_EXPERTS = ("gate_up_proj", "down_proj")
+_SCALES = ("gate_up_scale", "down_scale")
 
 
-def part_of(spec: DecoderSpec, key: Key) -> Part:
+def part_of(spec: DecoderSpec, key: Path) -> Part:
     """What the parameter at `key` of a decoder's state is.
 
     Raises:
@@ -84,13 +85,13 @@ def part_of(spec: DecoderSpec, key: Key) -> Part:
     )
 
 
-def _of_mlp(path: Key, line: str) -> Part | None:
+def _of_mlp(path: Path, line: str) -> Part | None:
     if path[0] in _MLP:
         return Part(line=line, split="dense", stacked=1, published_fp8=True)
     return None
 
 
-def _of_experts(path: Key) -> Part | None:
+def _of_experts(path: Path) -> Part | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")

@@ -20,7 +20,7 @@ from jaxattn.models.base import Model
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.plan.advice import plan_known
+from jaxattn.plan.fit import plan_known
 from jaxattn.plan.placement import Placement
 from jaxattn.plan.single import Single
 

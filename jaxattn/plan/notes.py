@@ -67,7 +67,7 @@ def _of_weights(model: KnownModel, place: Placement) -> list[str]:
     found = []
     if isinstance(model, BuiltModel):
         found.append("Weights, caches and scratch are those of the model that jaxattn serves.")
-        if model.format.block:
+        if model.format.fp8:
             found.append(
                 f"With every FP8 matrix kept in FP8, all weights would take "
                 f"{model.whole_fp8_bytes:,} bytes in place of {model.total_bytes():,}."
@@ -92,6 +92,7 @@ def _of_group(place: Placement, latents: bool) -> list[str]:
         "GPUs have the same rows"
     )
     found = [f"Routed experts are divided over {place.gpus} GPUs, whole ones; {divided}."]
+    found.append("jaxattn's engine runs on one GPU so far; this is what a group of them holds.")
     if place.attention == "tensor" and latents:
         found.append("An MLA cache has no heads: every GPU of the group has all of it.")
     return found

@@ -101,6 +101,7 @@ def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None
     for what, heads in (
         ("attention heads", sizes.num_heads),
         ("state heads", sizes.state_heads),
+        ("key heads", sizes.key_heads),
     ):
         if heads % place.ways:
             raise ValueError(

@@ -2,13 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
-from jaxattn.engine.memory_plan import Executable, check_row, fill, from_shapes, packed_shapes
-from jaxattn.engine.memory_plan import plan_engine as plan_of
+from jaxattn.core.checks import MOST
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.engine.memory_plan import (
+    Executable,
+    bound_of,
+    check_row,
+    fill,
+    packed_shapes,
+    plan_engine,
+)
+from jaxattn.engine.steps import EntryPoint, entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -58,10 +65,12 @@ class Single:
         asked = limits.num_pages
         if asked is None:
             limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
-        # If weights and state alone do not fit, nothing is traced.
+        # If weights and state alone do not fit, nothing is traced; and temp grows with the pages.
         least = limits if asked else dataclasses.replace(limits, num_pages=1)
         self._plan(least, {}).check(lambda: helps(least, {}))
         if asked is None:
+            for known in self._growing(least):
+                self._plan(least, known).check(functools.partial(helps, least, known))
             row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
             known = traced_bounds(self.traced, row)
             limits = fill(self.model, limits, self.memory, self.params, known, **self.beside)
@@ -70,15 +79,36 @@ class Single:
         check_row(made, limits, lambda: helps(limits, known), wanted=asked)
         return made
 
+    def _growing(self, limits: Limits) -> Iterator[dict[str, Executable]]:
+        """What is known of the executables, of one more each time; the largest come first."""
+        known: dict[str, Executable] = {}
+        entries = entry_points(limits)
+        for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
+            known[str(entry)] = _bound(self.traced, entry, limits.table_width)
+            yield dict(known)
+
     def _plan(self, limits: Limits, known: dict[str, Executable]) -> MemoryPlan:
-        made = plan_of(self.model, limits, self.memory, self.params, known, **self.beside)
+        made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
         return self.dress(made, limits)
 
 
-@functools.lru_cache(maxsize=64)
 def traced_bounds(model: Model, limits: Limits) -> dict[str, Executable]:
-    """An upper bound of each executable's memory. Advice asks for the same ones again."""
-    return from_shapes(model, limits, packed_shapes(model), None)
+    """An upper bound of each executable's memory, as `from_shapes`."""
+    width = limits.table_width
+    return {str(entry): _bound(model, entry, width) for entry in entry_points(limits)}
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(model: Model, entry: EntryPoint, width: int) -> Executable:
+    """Of an executable with tables of `width` pages. Advice asks for the same ones again."""
+    tokens = entry.tokens if entry.kind == "decode" else 1
+    limits = Limits(
+        batch=entry.rows,
+        max_model_len=min(width * PAGE_SIZE, MOST),
+        num_pages=width,
+        q_lens=tuple(sorted({1, tokens})),
+    )
+    return bound_of(model, entry, limits, packed_shapes(model), None)
 
 
 def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
@@ -97,7 +127,7 @@ def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
 
     return Single(
         model=own,
-        params=jax.eval_shape(own.pack, model.params),
+        params=packed_shapes(own),
         # A float8 cache wants scales, which no model's steps take.
         traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else own,
         memory=memory,

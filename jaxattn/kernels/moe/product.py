@@ -8,9 +8,9 @@ of them cost a few columns:
 
 An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
 multiprocessor takes many, item b, b + blocks and so on. Its last warpgroup issues the TMA copies
-into a ring of `stages` steps of K, the next item's too, and one or two warpgroups multiply, each its
-own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
-cut, so a token's result does not depend on the other tokens.
+into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its own
+64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the cut,
+so a token's result does not depend on the other tokens.
 
 FP8 weights are widened on their way through registers (fp8.py). Each step's product, of 128 of K,
 has a scale of its own, by which it is multiplied as it is added to the sum, in float32.
@@ -194,7 +194,7 @@ def _body(
         @pl.when(wg == consumers)
         def _load():
             if columns >= 64:
-                plgpu.set_max_registers(24, action="decrease")
+                plgpu.set_max_registers(40, action="decrease")
 
             def load(now: Item, done: jax.Array) -> None:
                 of_expert = weights_ref.at[layer, now.expert]
@@ -223,7 +223,7 @@ def _body(
         @pl.when(wg < consumers)
         def _multiply():
             if columns >= 64:
-                plgpu.set_max_registers(240 if consumers == 2 else 232, action="increase")
+                plgpu.set_max_registers(232, action="increase")
 
             def arrived(step: jax.Array) -> tuple[jax.Array, Any]:
                 """The slot of a step, once it is loaded, and its tokens as columns."""
@@ -257,9 +257,11 @@ def _body(
             def scaled_sums(now: Item, done: jax.Array) -> list[jax.Array]:
                 """The same of FP8 weights; a step's scales are read a step ahead."""
                 first = now.place * piece + wg * ROWS
-                blocks = [lax.div(first + (0 if gated else part * apart), BLOCK)
-                          + (part * (scales_ref.shape[2] // 2) if gated else 0)
-                          for part in range(parts)]
+                blocks = [
+                    lax.div(first + (0 if gated else part * apart), BLOCK)
+                    + (part * (scales_ref.shape[2] // 2) if gated else 0)
+                    for part in range(parts)
+                ]
 
                 def scales(s: Any) -> list[jax.Array]:
                     s = jnp.minimum(s, steps - 1)
@@ -280,8 +282,10 @@ def _body(
                         ]
 
                     if interpret:
-                        every = [_plain(weights_smem[slot, part, wg], tokens_smem[slot])
-                                 for part in range(parts)]
+                        every = [
+                            _plain(weights_smem[slot, part, wg], tokens_smem[slot])
+                            for part in range(parts)
+                        ]
                     else:
                         every = pl.run_scoped(products, *accumulators)
                     plgpu.barrier_arrive(read.at[slot])
@@ -314,9 +318,7 @@ def _body(
                     @pl.when(group < now.groups)
                     def _some(group=group):
                         some = pl.ds(group * GROUP, GROUP)
-                        to = results.at(
-                            target_ref, now.target + group * GROUP, GROUP, column, ROWS
-                        )
+                        to = results.at(target_ref, now.target + group * GROUP, GROUP, column, ROWS)
                         plgpu.copy_smem_to_gmem(out_smem.at[wg, part, some], to)
 
             each(multiply)
