@@ -41,6 +41,7 @@ ROWS = 128  # columns of a matrix that a cluster has
 STEP = 64  # numbers of K of a copy
 MOST_TOKENS = 128
 MOST_PARTS = 8  # blocks of a cluster, on any Hopper GPU
+TOGETHER = 4  # tokens whose sums a block reads at a time
 BLOCK_BYTES = 72 * 1024  # of copies: three blocks share a multiprocessor
 
 
@@ -71,21 +72,30 @@ def refuse(
 ) -> None:
     """Raises `NotImplementedError` with the reason where the kernel does not serve."""
     require_hopper(OP, interpret=interpret)
-    tokens, inner = x.shape
+    if why := refusal(x.shape, x.dtype, weights, gated=gated):
+        raise NotImplementedError(f"{OP}: {why}")
+
+
+def refusal(
+    x: tuple[int, ...], dtype: Any, weights: Sequence[jax.Array], *, gated: bool = False
+) -> str | None:
+    """Why the kernel does not serve x [T, K] of this dtype, or None."""
+    tokens, inner = x
     most = MOST_TOKENS // (1 + gated)
     if not 0 < tokens <= most:
-        raise NotImplementedError(f"{OP}: the kernel has 1 to {most} tokens, and got x {x.shape}")
+        return f"the kernel has 1 to {most} tokens, and got x {x}"
     for weight in weights:
         if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % 8:
-            raise NotImplementedError(
-                f"{OP}: the kernel has K a multiple of {STEP} and N of 8, at least {ROWS}; got "
-                f"weights {weight.shape}"
+            return (
+                f"the kernel has K a multiple of {STEP} and N of 8, at least {ROWS}; got weights "
+                f"{weight.shape}"
             )
-        if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
-            raise NotImplementedError(
-                f"{OP}: the kernel takes x and weights in bfloat16 or both in float16; got "
-                f"{x.dtype.name} and {weight.dtype.name}"
+        if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:
+            return (
+                "the kernel takes x and weights in bfloat16 or both in float16; got "
+                f"{dtype.name} and {weight.dtype.name}"
             )
+    return None
 
 
 def linears_mosaic(
@@ -150,7 +160,8 @@ def linears_mosaic(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     # TMA steps in the shared memory's tiles of 8 rows.
-    x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    if interpret:
+        x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     with jax.enable_x64(False):  # the kernel's integers are int32
         return list(kernel(x, *weights, jnp.asarray(layer, jnp.int32).reshape(1), *apart))
 
@@ -178,6 +189,7 @@ def _body(
         out_refs, (x_smem, w_smem, sums_smem, loaded, *met) = (
             given[: len(sizes)], given[len(sizes) :]
         )  # fmt: skip
+        zero = jnp.minimum(layer_ref[0], 0)
         layer = layer_ref[0] * affine[0] + affine[1]
         tile = lax.axis_index("tile")
         part = block_of_cluster(parts, interpret=interpret) if parts > 1 else jnp.int32(0)
@@ -199,7 +211,8 @@ def _body(
         def load(step: Any) -> None:
             slot = lax.rem(step, stages)
             some = pl.ds(pl.multiple_of((begin + step) * STEP, STEP), STEP)
-            plgpu.copy_gmem_to_smem(x_ref.at[:, some], x_smem.at[slot], loaded.at[slot])
+            tokens_of_x = x_ref.at[pl.ds(zero, columns), some]
+            plgpu.copy_gmem_to_smem(tokens_of_x, x_smem.at[slot], loaded.at[slot])
 
             def of_matrix(matrix: int, place: int, first: Any) -> None:
                 source = weights_refs[matrix].at[layer, some, pl.ds(first, ROWS)]
@@ -241,9 +254,9 @@ def _body(
         else:
             meet(interpret=interpret)
 
-        def total_of(place: int, token: Any) -> jax.Array:
-            """A token's sums over all of K, in the order of the blocks."""
-            every = []
+        def rows_of(place: int, token: Any) -> list[jax.Array]:
+            """A token's sums of each block."""
+            rows = []
             for other in range(parts):
                 if apart_ref is not None:
                     source = apart_ref.at[other, tile, place]
@@ -251,18 +264,27 @@ def _body(
                     source = plgpu.cluster_ref(sums_smem.at[place], {"part": jnp.int32(other)})
                 else:
                     source = sums_smem.at[place]
-                row = source.at[token]
-                every.append(plgpu.load(row, layout=row_layout, optimized=False))
-            return sum(every[1:], every[0])
+                rows.append(plgpu.load(source.at[token], layout=row_layout, optimized=False))
+            return rows
 
         def store(result: int, first: Any) -> None:
-            @pl.loop(part, tokens, step=parts)
-            def _token(token):
-                y = total_of(0, token)
-                if gated:
-                    y = y * (1 / (1 + jnp.exp(-y))) * total_of(1, token)
-                out = out_refs[result]
-                out.at[token, pl.ds(first, ROWS)][...] = y.astype(out.dtype)
+            """The block's tokens, a few at a time: all their rows are on their way together."""
+            out = out_refs[result]
+            for start in range(0, tokens, TOGETHER * parts):
+                some = range(start, min(start + TOGETHER * parts, tokens), parts)
+                mine = [part + token for token in some]
+                rows = [
+                    [rows_of(place, jnp.minimum(token, columns - 1)) for place in range(many)]
+                    for token in mine
+                ]
+                for token, parts_of in zip(mine, rows, strict=True):
+                    y, *up = (sum(each[1:], each[0]) for each in parts_of)
+                    if gated:
+                        y = y * (1 / (1 + jnp.exp(-y))) * up[0]
+
+                    @pl.when(token < tokens)
+                    def _store(token=token, y=y):
+                        out.at[token, pl.ds(first, ROWS)][...] = y.astype(out.dtype)
 
         for result, (_, first) in enumerate(places):
             when_in(result, partial(store, result, first))

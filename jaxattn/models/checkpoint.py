@@ -53,7 +53,7 @@ A whole example, of a model of bytes with random parameters:
     >>> loaded == config, params["embedding"].shape, params["embedding"].dtype.name
     (True, (256, 32), 'float32')
 
-`python -m jaxattn.serve --checkpoint model` serves such a folder.
+`python -m jaxattn.serve --model model` serves such a folder.
 """
 
 import json
@@ -152,11 +152,16 @@ def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
     """
     folder = Path(path)
     config = read_config(folder)
-    return config, from_stored(config, _read_tensors(folder / WEIGHTS, config))
+    return config, from_stored(config, read_tensors(folder, config))
 
 
-def _read_tensors(file: Path, config: HybridConfig) -> dict[str, np.ndarray]:
-    """The tensors by name, mapped from the file, when all of them are what `config` needs."""
+def read_tensors(path: str | os.PathLike, config: HybridConfig) -> dict[str, np.ndarray]:
+    """The folder's tensors by name, mapped from its file: all that `from_stored` needs.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    file = Path(path) / WEIGHTS
     content = _mapped(file)
     try:
         header = read_header(content)

@@ -11,7 +11,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.models.decoder import DecoderSpec
+from jaxattn.models.stored import Scales, Stored
 
 type Key = tuple[str | int, ...]
 
@@ -54,6 +56,19 @@ class Below(Change):
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return (self.first + row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nth(Change):
+    """As it is, number `number` along an axis that the parameter has before the tensor's."""
+
+    number: int
+
+    def block(self, rows: Array) -> Array:
+        return rows[None]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.number, row, *(0,) * (dims - 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +118,7 @@ class Placed:
         shape: as it is published.
         key: of the parameter in the decoder's state.
         index: where it lies in a stack: (), (repeat,) or (repeat, expert).
+        stored: as what it has to be stored; None: as what it is.
     """
 
     name: str
@@ -110,6 +126,7 @@ class Placed:
     key: Key
     index: tuple[int, ...] = ()
     change: Change = AsItIs()
+    stored: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +148,31 @@ class LayerPlace:
         return self._of(f"{name}.weight", (size,), (*path, "weight"), AsItIs())
 
     def expert(
-        self, name: str, expert: int, out: int, inner: int, *path: str, below: int = 0
+        self,
+        name: str,
+        expert: int,
+        out: int,
+        inner: int,
+        *path: str,
+        below: int = 0,
+        stored: Stored | None = None,
     ) -> Placed:
         """A linear of one expert: of [E, rows, in] in the stack, the rows from `below` on."""
         index = (self.repeat, expert)
         key = (*self.key, *path)
-        return Placed(f"{self.prefix}.{name}.weight", (out, inner), key, index, Below(below))
+        tensor = f"{self.prefix}.{name}.weight"
+        return Placed(tensor, (out, inner), key, index, Below(below), stored)
+
+    def expert_scale(
+        self, name: str, expert: int, out: int, inner: int, *path: str, number: int | None = None
+    ) -> Placed:
+        """The scales of one expert's FP8 linear: of [E, n, rows, columns] in the stack the
+        `number`-th, or all of [E, rows, columns]."""
+        index = (self.repeat, expert)
+        tensor = f"{self.prefix}.{name}.weight_scale_inv"
+        change = AsItIs() if number is None else Nth(number)
+        shape = block_counts(out, inner)
+        return Placed(tensor, shape, (*self.key, *path), index, change, Scales())
 
     def plain(self, name: str, shape: tuple[int, ...], *path: str) -> Placed:
         """A tensor that goes as it is; `name` is the whole of its name."""

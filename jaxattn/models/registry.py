@@ -1,15 +1,38 @@
 """Which families of published models there are, by the `model_type` of their config.json."""
 
+import dataclasses
 from types import ModuleType
+from typing import Literal, NamedTuple
 
+from jaxattn.core.fields import shown
+from jaxattn.models.blocks import Block, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import deepseek, glm4_moe_lite, youtu
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed
+from jaxattn.models.quantization import Quantization, read_quantization
 
 FAMILIES: dict[str, ModuleType] = {
     name: family for family in (youtu, deepseek, glm4_moe_lite) for name in family.MODEL_TYPES
 }
+
+type ExpertFormat = Literal["fp8", "bfloat16"]
+EXPERT_FORMATS = ("fp8", "bfloat16")
+
+
+class Published(NamedTuple):
+    """What a config.json says.
+
+    Attributes:
+        placed: where each tensor goes.
+        skipped: beginnings of the names of tensors that are not read.
+        quantization: of the weights.
+    """
+
+    model: DecoderModel
+    placed: list[Placed]
+    skipped: tuple[str, ...]
+    quantization: Quantization | None
 
 
 def family_of(fields: Fields) -> ModuleType:
@@ -21,18 +44,43 @@ def family_of(fields: Fields) -> ModuleType:
     kind = fields.values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
-            f"{fields.where}: model_type {kind!r} is not supported; supported are "
+            f"{fields.where}: model_type {shown(kind)} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
-        )
-    if fields.values.get("quantization_config"):
-        raise ConfigError(
-            f"{fields.where}: quantized checkpoints of {kind} are not supported; use bfloat16"
         )
     return FAMILIES[kind]
 
 
-def read_model(fields: Fields) -> tuple[DecoderModel, list[Placed], tuple[str, ...]]:
-    """(the model, its tensors' places, beginnings of tensors that are skipped)."""
+def read_model(fields: Fields, experts: ExpertFormat | None = None) -> Published:
+    """The model of a config.json, and where its tensors go.
+
+    Args:
+        experts: what routed experts are kept in; None: as they are stored, and INT4 as bfloat16.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented, or the experts are not
+            stored in FP8; it is named.
+    """
     family = family_of(fields)
+    quantization = read_quantization(fields)
     model = family.read_model(fields)
-    return model, family.placed(model), family.skipped(fields)
+    if experts not in (None, *EXPERT_FORMATS):
+        raise ConfigError(f"experts must be None, 'fp8' or 'bfloat16'; got {shown(experts)}")
+    if experts == "fp8" and quantization != "fp8":
+        stored = quantization or "floats"
+        raise ConfigError(
+            f"{fields.where}: experts='fp8' needs a checkpoint in FP8; this one is in {stored}"
+        )
+    if quantization == "fp8" and experts != "bfloat16":
+        model = _with_fp8_experts(model)
+    return Published(model, family.placed(model), family.skipped(fields), quantization)
+
+
+def _with_fp8_experts(model: DecoderModel) -> DecoderModel:
+    def changed(block: Block) -> Block:
+        if not isinstance(block.feed_forward, MoE):
+            return block
+        kept = dataclasses.replace(block.feed_forward, weight_format="fp8")
+        return dataclasses.replace(block, feed_forward=kept)
+
+    blocks = tuple(map(changed, model.spec.blocks))
+    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks))

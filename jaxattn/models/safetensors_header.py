@@ -19,7 +19,19 @@ from jaxattn.core.fields import Integer, shown
 
 PREFIX = 8
 MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+}
 _KEYS = {"dtype", "shape", "data_offsets"}
 _COUNT = Integer(0, 2**63 - 1)
 
@@ -28,7 +40,7 @@ class Tensor(NamedTuple):
     """One entry of the header.
 
     Attributes:
-        dtype: NumPy's name of a float dtype, or the header's own name of another one.
+        dtype: NumPy's name of one of `DTYPES`, or the header's own name of another one.
         shape: as the header says it.
         begin, end: its bytes, counted from the header's end.
     """
@@ -130,7 +142,7 @@ def check_layout(header: Header) -> None:
     """Checks that the tensors follow each other and end where the file ends.
 
     Args:
-        header: its dtypes are floats, and its shapes are those of the model: their products are
+        header: its dtypes are known, and its shapes are those of the model: their products are
             taken here.
 
     Raises:

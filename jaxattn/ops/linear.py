@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.kernels.linear import OP, linears_mosaic
+from jaxattn.kernels.linear import OP, linears_mosaic, refusal
 
 type Layer = int | Int[Array, ""] | LayerOf
 
@@ -67,6 +67,12 @@ def gated_layer(
     if gate.shape != up.shape:
         raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
     return _linears(x, [gate, up], layer, [jnp.dtype(out_dtype)], True, implementation)[0]
+
+
+def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
+    """Whether shapes and dtypes are the kernel's, x rounded to the weights' dtype."""
+    tokens = x.size // x.shape[-1] if x.size else 0
+    return refusal((tokens, x.shape[-1]), weights[0].dtype, weights, gated=gated) is None
 
 
 def _linears(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxattn.text.config import Settings
+from jaxattn.text.config import Settings, Template
 from jaxattn.text.files import TextError
 from jaxattn.text.process import Renderer
 
@@ -46,9 +46,10 @@ class ChatTemplate:
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._renderer.render(self.choose(bool(tools)), given, str(self._folder))
+        template = self.choose(bool(tools))
+        return self._renderer.render(template.source, given, str(template.path))
 
-    def choose(self, tools: bool) -> str:
+    def choose(self, tools: bool) -> Template:
         """The template "tool_use" where there are tools and it is there; else "default".
 
         Raises:

@@ -53,6 +53,14 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Template:
+    """A chat template and the file that it stands in."""
+
+    source: str
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the files say.
 
@@ -79,7 +87,7 @@ class Settings:
     vocab_size: int | None
     added: Mapping[int, Added]
     tokenizer_class: str | None
-    templates: Mapping[str, str]
+    templates: Mapping[str, Template]
 
 
 def read_settings(folder: Path) -> Settings:
@@ -214,18 +222,26 @@ def _added(tokenizer: _Object) -> dict[int, Added]:
     return found
 
 
-def _templates(folder: Path, tokenizer: _Object) -> dict[str, str]:
+def _templates(folder: Path, tokenizer: _Object) -> dict[str, Template]:
     """The templates of files of their own, else those of tokenizer_config.json."""
     paths = {"default": folder / TEMPLATE}
     paths |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     texts = {name: read_text(path, MOST_TEMPLATE_BYTES) for name, path in paths.items()}
-    if any(text is not None for text in texts.values()):
-        return {name: text for name, text in texts.items() if text is not None}
+    found = {
+        name: Template(source=text, path=paths[name])
+        for name, text in texts.items()
+        if text is not None
+    }
+    return found or {
+        name: Template(source=text, path=folder / TOKENIZER)
+        for name, text in _named_templates(tokenizer).items()
+    }
+
+
+def _named_templates(tokenizer: _Object) -> dict[str, str]:
     value = tokenizer.values.get("chat_template")
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"default": value}
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"default": value}
     try:
         found = {each["name"]: each["template"] for each in value}
     except (TypeError, KeyError):

@@ -1,6 +1,7 @@
 """Reads the small files of a model's folder; a TextError names the one that is wrong."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ def read_bytes(path: Path, most: int) -> bytes | None:
     """
     try:
         with open(path, "rb") as file:
-            content = file.read(most + 1)
+            large = os.fstat(file.fileno()).st_size > most
+            content = b"" if large else file.read(most + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(content) > most:
+    if large or len(content) > most:
         raise TextError(
             f"{path} has more than {most:,} bytes, the most that is read of such a file"
         )

@@ -1,7 +1,7 @@
 """The tokenizer of a folder in the layout of the Hugging Face hub, and `load`, which reads one."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         TextError: a file is missing, damaged or of a kind that is not supported.
     """
     path = Path(folder)
+    if not path.is_dir():
+        raise TextError(f"{path} is no folder")
     settings = read_settings(path)
     if (text := read_text(path / JSON, MOST_JSON_BYTES)) is not None:
         inner, spelling = load_json(text, path / JSON)
@@ -139,8 +141,8 @@ class HubTokenizer(Tokenizer):
         token = None if text is None else self._inner.token_to_id(text)
         if token is None:
             raise TextError(
-                f"{settings.folder}: tokenizer_config.json needs a {name} that the vocabulary "
-                f"has; it says {text!r}"
+                f"{settings.folder}: {name} of tokenizer_config.json has to be a token of the "
+                f"vocabulary; got {text!r}"
             )
         return token
 
@@ -153,7 +155,7 @@ class HubTokenizer(Tokenizer):
     def _first(self, token: int) -> bytes | None:
         return self._spelled(token, self._spelling.first)
 
-    def _spelled(self, token: int, spell: Any) -> bytes | None:
+    def _spelled(self, token: int, spell: Callable[[str], bytes]) -> bytes | None:
         if not 0 <= token < self.vocab_size:
             return None
         text = self._inner.id_to_token(token)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.text.files import TextError
-from jaxattn.text.render import receive, send
+from jaxattn.text.render import packed, receive, send
 
 FILE = Path(__file__).with_name("render.py")
 START_SECONDS = 60.0
@@ -59,8 +59,12 @@ class Renderer:
             TextError: the template is damaged, refuses the messages, or passes a limit.
         """
         request = {"source": source, "variables": variables, "most": self.most_characters}
+        try:
+            data = packed(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TextError(f"a chat needs values of JSON: {error}") from error
         with self._lock:
-            reply = self._ask(request, name)
+            reply = self._ask(data, name)
         if "text" in reply:
             return reply["text"]
         if "refused" in reply:
@@ -72,17 +76,18 @@ class Renderer:
         with self._lock:
             self._end()
 
-    def _ask(self, request: dict[str, Any], name: str) -> dict[str, str]:
+    def _ask(self, data: bytes, name: str) -> dict[str, str]:
         process = self._started()
         assert process.stdin and process.stdout
-        with _killed_after(process, self.seconds) as late:
-            try:
-                send(process.stdin, request)
+        try:
+            with _killed_after(process, self.seconds) as late:
+                send(process.stdin, data)
                 reply = receive(process.stdout)
-            except OSError:
-                reply = None  # it ended while it was written to
-            except (TypeError, ValueError, RecursionError) as error:
-                raise TextError(f"a chat needs values of JSON: {error}") from error
+        except OSError:
+            reply = None  # it ended while it was written to
+        except BaseException:  # Ctrl-C: the answer must not be taken for that of the next request
+            self._end()
+            raise
         if late.is_set() or reply is None:
             self._end()
         if late.is_set():
@@ -104,9 +109,10 @@ class Renderer:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # The process stops itself a little later than it is stopped, should nobody do it.
         limits = [str(self.most_bytes), str(2 * self.seconds)]
+        command = [sys.executable, "-P", str(FILE), *limits]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(FILE), *limits],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -125,7 +131,7 @@ class Renderer:
             self._end()
             raise TextError(
                 f"the process for chat templates ended at its start with code {code}; "
-                f"`{sys.executable} {FILE}` shows why"
+                f"`{' '.join(command)}` shows why"
             )
         return process
 

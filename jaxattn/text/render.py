@@ -26,6 +26,10 @@ class OutputTooLong(Exception):
     """A template wrote more characters than it may."""
 
 
+class Refused(Exception):
+    """A template called raise_exception: the messages are not what it is written for."""
+
+
 class Generation(ext.Extension):
     """The tags {% generation %} and {% endgeneration %}, which mark what training is done on."""
 
@@ -105,7 +109,7 @@ def to_json(
 
 def raise_exception(message: str) -> NoReturn:
     """What a template calls to refuse messages."""
-    raise jinja2.TemplateRuntimeError(message)
+    raise Refused(message)
 
 
 @functools.lru_cache(maxsize=8)
@@ -123,6 +127,7 @@ def render(source: str, variables: dict[str, Any], most: int) -> str:
 
     Raises:
         OutputTooLong: it has more.
+        Refused: the template refuses the messages.
         Exception: whatever the template raises.
     """
     found = {**variables, "messages": [readable(each) for each in variables["messages"]]}
@@ -175,11 +180,20 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         raise
     except jinja2.TemplateSyntaxError as error:
         return {"failed": f"has an error in line {error.lineno}: {error.message}"}
-    except jinja2.TemplateRuntimeError as error:
-        kind = "refused" if type(error) is jinja2.TemplateRuntimeError else "failed"
-        return {kind: str(error)}
+    except Refused as error:
+        return {"refused": str(error)}
     except Exception as error:  # the template's own: it may raise whatever Python does
         return {"failed": f"raised {type(error).__name__}: {str(error)[:500]}"}
+
+
+def packed(message: object) -> bytes:
+    """A message with its length.
+
+    Raises:
+        TypeError, ValueError, RecursionError: it is no value of JSON.
+    """
+    body = json.dumps(message).encode("ascii")
+    return len(body).to_bytes(LENGTH_BYTES) + body
 
 
 def receive(stream: IO[bytes]) -> Any:
@@ -190,9 +204,8 @@ def receive(stream: IO[bytes]) -> Any:
     return json.loads(body) if len(head) == LENGTH_BYTES and len(body) == length else None
 
 
-def send(stream: IO[bytes], message: object) -> None:
-    body = json.dumps(message).encode("ascii")
-    stream.write(len(body).to_bytes(LENGTH_BYTES) + body)
+def send(stream: IO[bytes], data: bytes) -> None:
+    stream.write(data)
     stream.flush()
 
 
@@ -225,12 +238,12 @@ def main(most_bytes: int, seconds: float) -> None:
     """Answers requests until stdin ends."""
     clock = limit(most_bytes)
     environment()
-    send(sys.stdout.buffer, "ready")
+    send(sys.stdout.buffer, packed("ready"))
     while (request := receive(sys.stdin.buffer)) is not None:
         clock(seconds)
         reply = answer(request)
         clock(0)
-        send(sys.stdout.buffer, reply)
+        send(sys.stdout.buffer, packed(reply))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Tokenizer(abc.ABC):
         defaults: how the model wants to be sampled.
         has_chat_template: whether `chat` works.
 
-    All methods may be called from several threads at once.
+    All methods may be called from several threads at once. A stream belongs to one text.
     """
 
     vocab_size: int

@@ -29,12 +29,13 @@ BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("/sample/",)),
     ("router", ("top_k", " route ")),
     ("experts", ("mixture_of_experts", "ragged_dot")),
+    ("attention", ("/mla_decode/", "causal_attention", "_prefix/", "new_tokens/", "gated_delta")),
     ("norms", ("rms_norm", "RMSNorm")),
-    ("dense products", ("absorb_", "dot_general", "Linear")),
-    ("attention", ("mla_", "gdn_", "gated_delta", "attention", "decode_schedule", "rope")),
+    ("dense products", ("absorb_", "dot_general")),
+    ("attention", ("mla_", "gdn_", "decode_schedule", "decode_rotation")),
 )
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
-ROUTER = " MixtureOfExperts.__call__"  # multiplies by the router's matrix itself
+ROUTER = " MixtureOfExperts.__call__ "  # multiplies by the router's matrix itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,9 +91,9 @@ def plain(name: str) -> str:
 
 
 def origins_of(text: str) -> dict[str, str]:
-    """For each instruction of an optimised HLO module, by its kernel's name: "scopes functions".
+    """For each instruction of an optimised HLO module, by its kernel's name, "scopes functions ".
 
-    The functions are this package's and others', the outermost first.
+    The functions are those that called each other when it was traced, the outermost first.
     """
     functions = _functions(text)
     origins = {}
@@ -101,7 +102,7 @@ def origins_of(text: str) -> dict[str, str]:
             frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
             called = functions.get(frame[1], ()) if frame else ()
             if instruction.op_name or called:
-                origins[plain(name)] = f"{instruction.op_name} {' '.join(called)}"
+                origins[plain(name)] = f"{instruction.op_name} {' '.join(called)} "
     return origins
 
 
@@ -116,12 +117,16 @@ def _functions(text: str) -> dict[str, tuple[str, ...]]:
             entries[row[1]] = row[2]
         elif line.startswith(("ENTRY", "%")):
             break
+    frames = tables.get("StackFrames", {})
+    parents = {frame: _number(entry, "parent_frame_id") for frame, entry in frames.items()}
+    # Where a frame would be its own parent, 1 stands for no parent and n for the frame n - 1.
+    shift = any(frame == parent for frame, parent in parents.items())
     found: dict[str, tuple[str, ...]] = {}
-    for frame, entry in tables.get("StackFrames", {}).items():
+    for frame, entry in frames.items():
         location = tables["FileLocations"].get(_number(entry, "file_location_id"), "")
         function = tables["FunctionNames"].get(_number(location, "function_name_id"), "")
-        # An outermost frame's parent is not before it.
-        found[frame] = (*found.get(_number(entry, "parent_frame_id"), ()), function.strip('"'))
+        parent = str(int(parents[frame] or 0) - shift)
+        found[frame] = (*found.get(parent, ()), function.strip('"'))
     return found
 
 

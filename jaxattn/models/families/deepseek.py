@@ -3,8 +3,8 @@
 `model_type` deepseek_v2, deepseek_v3 or kimi_k2. Prediction layers (MTP), which lie behind the last
 layer of the model, are not read.
 
-Refused: other activations than SiLU, biases in attention, experts in every nth layer only,
-quantized weights, and other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with
+Refused: other activations than SiLU, biases in attention, experts in every nth layer only, and
+other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with
 a correction bias).
 """
 
@@ -13,6 +13,7 @@ from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import mla
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
+from jaxattn.models.stored import Numbers
 from jaxattn.ops.moe import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -108,18 +109,13 @@ def placed(model: DecoderModel) -> list[Placed]:
 
 def experts(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
     """Router, routed experts and shared experts."""
-    count, width = moe.router.experts, moe.expert_size
+    count = moe.router.experts
     found = [place.matrix("mlp.gate", count, hidden, "mlp", "router")]
     if moe.router.scores == "sigmoid":
         name = "mlp.gate.e_score_correction_bias"
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
     for expert in range(count):
-        name, both = f"mlp.experts.{expert}", ("mlp", "gate_up_proj")
-        found += [
-            place.expert(f"{name}.gate_proj", expert, width, hidden, *both),
-            place.expert(f"{name}.up_proj", expert, width, hidden, *both, below=width),
-            place.expert(f"{name}.down_proj", expert, hidden, width, "mlp", "down_proj"),
-        ]
+        found += _expert(place, hidden, moe, expert)
     if size := moe.shared_size:
         for name, out, inner in (
             ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
@@ -127,3 +123,25 @@ def experts(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
             tensor = f"mlp.shared_experts.{name}"
             found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
     return found
+
+
+def _expert(place: LayerPlace, hidden: int, moe: MoE, expert: int) -> list[Placed]:
+    """The three linears of a routed expert, and the scales of those that stay FP8."""
+    name, width = f"mlp.experts.{expert}", moe.expert_size
+    up, down = (expert, width, hidden), (expert, hidden, width)
+    kept = Numbers() if moe.weight_format == "fp8" else None
+    both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+    found = [
+        place.expert(f"{name}.gate_proj", *up, *both, stored=kept),
+        place.expert(f"{name}.up_proj", *up, *both, below=width, stored=kept),
+        place.expert(f"{name}.down_proj", *down, *last, stored=kept),
+    ]
+    if kept is None:
+        return found
+    scale = "mlp", "gate_up_scale"
+    return [
+        *found,
+        place.expert_scale(f"{name}.gate_proj", *up, *scale, number=0),
+        place.expert_scale(f"{name}.up_proj", *up, *scale, number=1),
+        place.expert_scale(f"{name}.down_proj", *down, "mlp", "down_scale"),
+    ]

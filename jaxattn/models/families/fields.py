@@ -60,9 +60,12 @@ class Fields:
             raise self._error(name, f"must be a list of {count} words, {choices}", value)
         return value
 
-    def require(self, name: str, *allowed: Any) -> None:
-        """Refuses a field that is there with another value than those that are implemented."""
-        value = self.values.get(name, allowed[0])
+    def require(self, name: str, *allowed: Any, missing: Any = _MISSING) -> None:
+        """Refuses a field with another value than those that are implemented.
+
+        A field that is not there has the value `missing`, and the first one without it.
+        """
+        value = self.values.get(name, allowed[0] if missing is _MISSING else missing)
         if not any(value is each or value == each for each in allowed):
             choices = " or ".join(map(shown, allowed))
             raise self._error(name, f"is implemented as {choices} only", value)

@@ -1,0 +1,176 @@
+"""Fills a model's parameters from the blocks of a folder.
+
+Each parameter is allocated once on the device and updated in place. A reader thread reads a block,
+sends it to the device and waits until it is there. So the host holds a block for each reader, and
+the device the parameters and about as many blocks. Decoding, transposes and splits run on the
+device, in programs that are compiled while blocks are read.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxattn.models import cutting
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.cutting import Block, Shapes, Span, Weight, cut
+from jaxattn.models.placing import Change, Key
+from jaxattn.models.stored import Stored
+
+READERS = 8
+COMPILERS = 2
+# Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
+SENT_AS = {"float8_e8m0fnu": "uint8"}
+
+OnProgress = Callable[[int, int], None]
+
+
+def fill(
+    shapes: Shapes,
+    weights: Sequence[Weight],
+    *,
+    readers: int = READERS,
+    on_progress: OnProgress | None = None,
+) -> dict[Key, Array]:
+    """The parameters, on JAX's default device.
+
+    Args:
+        shapes: of the parameters.
+        weights: all that they are made of.
+        readers: threads that read, a block of `cutting.BLOCK_BYTES` each.
+        on_progress: called with the bytes that are placed and the bytes in all.
+
+    Raises:
+        CheckpointError: a file cannot be read, or ends before its header said.
+    """
+    blocks = cut(weights, shapes, cutting.BLOCK_BYTES)
+    arrays = jax.jit(lambda: {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()})()
+    total, done = sum(map(_data_bytes, blocks)), 0
+    with _programs(blocks, shapes) as programs:
+        for block, parts in _sent(blocks, readers):
+            place = programs[block.program].result()
+            start = np.array(block.start, np.int32)
+            arrays[block.key] = place(arrays.pop(block.key), parts, start)
+            done += _data_bytes(block)
+            if on_progress:
+                on_progress(done, total)
+    return arrays
+
+
+def _data_bytes(block: Block) -> int:
+    return sum(piece.nbytes for piece in block.pieces)
+
+
+# --- placing
+
+
+@functools.partial(jax.jit, static_argnames=("stored", "change", "stacked"), donate_argnums=0)
+def _place(
+    target: Array,
+    parts: tuple[Array, ...],
+    start: Int[Array, "dims"],
+    *,
+    stored: Stored,
+    change: Change,
+    stacked: bool,
+) -> Array:
+    """The parameter with a block in its place."""
+    part = jax.vmap(change.block)(stored.decode(parts)).astype(target.dtype)
+    part = part if stacked else part[0]
+    part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
+    return lax.dynamic_update_slice(target, part, tuple(start))
+
+
+@contextlib.contextmanager
+def _programs(
+    blocks: Sequence[Block], shapes: Shapes
+) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
+    """What places each kind of block, compiled by threads in the order of the blocks."""
+
+    def compiled(block: Block) -> Callable[..., Array]:
+        parts = tuple(jax.ShapeDtypeStruct(p.shape, _sent_as(p.dtype)) for p in block.pieces)
+        start = jax.ShapeDtypeStruct((len(block.start),), jnp.int32)
+        options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
+        return _place.lower(shapes[block.key], parts, start, **options).compile()
+
+    kinds = {block.program: block for block in reversed(blocks)}
+    with ThreadPoolExecutor(COMPILERS, "compile") as pool:
+        try:
+            yield {kind: pool.submit(compiled, kinds[kind]) for kind in reversed(kinds)}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# --- reading
+
+
+def _sent(blocks: Sequence[Block], readers: int) -> Iterator[tuple[Block, tuple[Array, ...]]]:
+    """The blocks in order, on the device; `readers` of them are read ahead."""
+    with contextlib.ExitStack() as stack:
+        files = _opened(blocks, stack)
+
+        def send(block: Block) -> tuple[Array, ...]:
+            # A buffer of its own: on the CPU the array that comes back may be the buffer itself.
+            return jax.block_until_ready(jax.device_put(_read(block, files)))
+
+        pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        waiting = iter(blocks)
+        ahead = deque((b, pool.submit(send, b)) for b in itertools.islice(waiting, readers))
+        while ahead:
+            block, parts = ahead.popleft()
+            yield block, parts.result()
+            if (following := next(waiting, None)) is not None:
+                ahead.append((following, pool.submit(send, following)))
+
+
+def _opened(blocks: Sequence[Block], stack: contextlib.ExitStack) -> dict[Path, int]:
+    """A descriptor of each file; the stack closes them."""
+    names = {span.file for block in blocks for piece in block.pieces for span in piece.spans}
+    files = {}
+    for name in sorted(names):
+        try:
+            files[name] = os.open(name, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {name}: {error.strerror}") from error
+        stack.callback(os.close, files[name])
+    return files
+
+
+def _read(block: Block, files: Mapping[Path, int]) -> tuple[np.ndarray, ...]:
+    """A block's arrays, views of one buffer."""
+    arrays, buffer = [], np.empty(block.nbytes, np.uint8)
+    for piece in block.pieces:
+        begin = piece.offset
+        for span in piece.spans:
+            _read_span(span, files[span.file], buffer[begin : begin + span.nbytes])
+            begin += span.nbytes
+        numbers = buffer[piece.offset : begin].view(_sent_as(piece.dtype))
+        arrays.append(numbers.reshape(piece.shape))
+    return tuple(arrays)
+
+
+def _read_span(span: Span, file: int, into: np.ndarray) -> None:
+    done = 0
+    while done < span.nbytes:
+        try:
+            count = os.preadv(file, [into[done:]], span.begin + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {span.file}: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{span.file} became shorter while it was read")
+        done += count
+
+
+def _sent_as(dtype: str) -> np.dtype:
+    return jnp.dtype(SENT_AS.get(dtype, dtype))
