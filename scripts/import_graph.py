@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("kernels.hopper",),
     ("memory",),
-    ("core",),
+    ("core", "text"),
     ("arena", "aliasing", "interrupt"),
 )
 

@@ -1,5 +1,8 @@
 """`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON.
 
+`python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
+jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
+
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls, and so are the times of FlashInfer, FlagGems, FLA and FlashQLA,
 where they are installed. Every row says what fraction it is of the copy and matmul ceilings of the
@@ -11,16 +14,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from jaxattn import __version__, interrupt
 from jaxattn.bench import (
+    dense,
     gdn_decode,
     gdn_norm,
     gdn_prefill,
@@ -31,6 +33,8 @@ from jaxattn.bench import (
     plot,
     step,
 )
+from jaxattn.bench.model import command
+from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
 from jaxattn.kernels.hopper.machine import require_hopper
 
@@ -40,6 +44,8 @@ MODULES: dict[str, list[Any]] = {
     "mla-prefill": [mla_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
 }
+# What has options of its own: (argv after its name, the program's name) -> exit code.
+COMMANDS: dict[str, Callable[[list[str], str], int]] = {"model": command.main, "dense": dense.main}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -118,16 +124,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def show(title: str, rows: list[dict]) -> None:
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right", overflow="fold")
-    for row in rows:
-        cells = (f"{v:.3g}" if isinstance(v, float) and v < 100 else v for v in row.values())
-        table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in cells))
-    Console(width=150).print(table)
-
-
 def spelled(label: str) -> str:
     """A shape's name without spaces, as `--only` and its message have it."""
     return label.strip().replace(" ", ":")
@@ -178,14 +174,6 @@ def measure(
         yield row
 
 
-def store(result: dict[str, Any], path: Path | None) -> None:
-    """Writes a run's JSON, if it is wanted; a run that is cut short keeps what was stored last."""
-    if path:
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(json.dumps(result, indent=1) + "\n")
-        beside.replace(path)
-
-
 def run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = device_facts()
     others = {} if args.no_peers else measure_peers(args, facts)
@@ -214,6 +202,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in COMMANDS:
+        return COMMANDS[given[0]](given[1:], PROGRAM)
     args = parse(argv)
     try:
         if args.plot:

@@ -1,4 +1,7 @@
-"""Pictures of a run: where its rows stand under its roof, and times beside those of peers."""
+"""Pictures of a run: where its rows stand under its roof, and times beside those of peers.
+
+A run of `model` has bars instead: each step's roof, its kernels and its time.
+"""
 
 import json
 import math
@@ -72,13 +75,17 @@ def times(row: dict[str, Any], peers: Sequence[str]) -> Iterator[tuple[str, floa
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """A roofline of a run's JSON as a PNG, and for the delta rule bars of the times.
+    """A roofline of a run's JSON as a PNG, for the delta rule also bars of the times, and for a
+    whole model bars alone.
 
     Raises:
         PlotError: matplotlib is not installed, the run has nothing to draw, or the file cannot
             be written.
     """
     figure_type = require_matplotlib()
+    if result.get("what") == "model":
+        _written(_model(figure_type, result), path)
+        return
     rows = [row for row in result.get("rows", []) if "TFLOP/s" in row and "GB/s" in row]
     if not rows:
         raise PlotError(
@@ -104,10 +111,48 @@ def save(result: dict[str, Any], path: Path) -> None:
         *panels["roof"].get_legend_handles_labels(), loc="outside lower left", ncols=6,
         frameon=False, fontsize=8,
     )  # fmt: skip
+    _written(figure, path)
+
+
+def _written(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:
         raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _model(figure_type: Any, result: dict[str, Any]) -> Any:
+    """Each decode step's roof, kernels and time, the fewest rows on top."""
+    rows = [row for row in result.get("rows", []) if "roof ms" in row]
+    if not rows:
+        raise PlotError("the run has no decode steps with a roof: draw those of a whole run")
+    figure = figure_type(figsize=(9, 1.4 + 0.7 * len(rows)), layout="constrained")
+    figure.set_facecolor("white")
+    axes = figure.subplots()
+    shown = {"roof ms": "roof of its bytes", "kernels ms": "kernels", "ms": "step"}
+    for place, (column, words) in enumerate(shown.items()):
+        bars = axes.barh(
+            [at + 0.27 * (place - 1) for at in range(len(rows))],
+            [row[column] for row in rows],
+            0.25,
+            color=COLOURS[(5, 1, 0)[place]],
+            label=words,
+        )
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    names = [f"{row['B']} rows of {row['T']:,}" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("ms per decode step")
+    axes.set_title(
+        f"{result.get('model', '')}, {result.get('device', '')}: roof at "
+        f"{result.get('roof_GB_s', 0):,.0f} GB/s",
+        loc="left",
+        fontsize=9,
+    )
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,25 @@ def columns(unit: str, times: tuple[float, float]) -> dict[str, float]:
     return {unit: times[0] * scale, f"call {unit}": times[1] * scale}
 
 
+class Launch(NamedTuple):
+    """What the GPU ran.
+
+    Attributes:
+        kernel: its name.
+        op: the instruction of the executable that it belongs to; "" if the profile does not say.
+    """
+
+    kernel: str
+    op: str
+
+
+class Spent(NamedTuple):
+    """Per call: GPU seconds, and how often it ran."""
+
+    seconds: float
+    launches: float
+
+
 def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> float:
     """GPU seconds of all kernels and copies of a call, which takes its number; 0 without a GPU.
     What comes from the host does not count: it is not the op's.
@@ -154,11 +173,40 @@ def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> flo
     """
     if jax.default_backend() != "gpu":
         return 0.0
+    events = _last_calls(call, gpu_events, warmup)
+    own = (each for name, each in events.items() if not name.startswith("MemcpyH2D"))
+    return sum(length for each in own for _, length in each) * 1e-9 / PROFILED
+
+
+def launches(
+    call: Callable[[int], Any], *, warmup: float = WARMUP, calls: int = PROFILED
+) -> dict[Launch, Spent]:
+    """What the GPU ran in a call, counted as `kernel_seconds` does; empty without a GPU.
+
+    Args:
+        calls: that are counted; few are enough of a long one.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    return {
+        launch: Spent(sum(length for _, length in each) * 1e-9 / calls, len(each) / calls)
+        for launch, each in _last_calls(call, gpu_launches, warmup, calls).items()
+        if not launch.kernel.startswith("MemcpyH2D")
+    }
+
+
+def _last_calls[Name](
+    call: Callable[[int], Any],
+    record: Callable[[Callable[[], Any]], dict[Name, list[tuple[float, float]]]],
+    warmup: float,
+    calls: int = PROFILED,
+) -> dict[Name, list[tuple[float, float]]]:
+    """The events of the last `calls` calls of a warm profile."""
     number = 0
 
     def some():
         nonlocal number
-        for _ in range(PROFILED):
+        for _ in range(calls):
             result = call(number)
             number += 1
         jax.block_until_ready(result)
@@ -171,11 +219,11 @@ def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> flo
 
     some()  # compiles, records graphs
     before = number
-    events = gpu_events(run)
-    share = PROFILED / (number - before)
-    own = (each for name, each in events.items() if not name.startswith("MemcpyH2D"))
-    counted = (sorted(each)[len(each) - round(len(each) * share) :] for each in own)
-    return sum(length for each in counted for _, length in each) * 1e-9 / PROFILED
+    events = record(run)
+    share = calls / (number - before)
+    return {
+        name: sorted(each)[len(each) - round(len(each) * share) :] for name, each in events.items()
+    }
 
 
 def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
@@ -191,6 +239,14 @@ def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
 
 def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
     """(start, length) in ns of what the GPU ran in `call`, which waits for it, by name."""
+    events: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for launch, each in gpu_launches(call).items():
+        events[launch.kernel] += each
+    return events
+
+
+def gpu_launches(call: Callable[[], Any]) -> dict[Launch, list[tuple[float, float]]]:
+    """The same by kernel and instruction."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -198,13 +254,15 @@ def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
             call()
         file = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)[0]
         data = jax.profiler.ProfileData.from_serialized_xspace(Path(file).read_bytes())
-    events: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    events: dict[Launch, list[tuple[float, float]]] = defaultdict(list)
     for plane in data.planes:
         if plane.name.startswith("/device:GPU"):
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     for event in line.events:
-                        events[event.name].append((event.start_ns, event.duration_ns))
+                        op = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
+                        launch = Launch(event.name, op)
+                        events[launch].append((event.start_ns, event.duration_ns))
     return events
 
 

@@ -11,6 +11,8 @@ from jaxattn import __version__, interrupt
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
+CHAT_MODEL_LEN = 4096
+MAX_TOKENS = 160
 VERSION = f"jaxattn {__version__}"
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
@@ -100,17 +102,33 @@ def parser() -> argparse.ArgumentParser:
     root = Parser(
         prog=PROGRAM,
         formatter_class=HelpFormatter,
-        description="Continues prompts with a hybrid MLA and gated-delta-net model of bytes. "
-        "Without arguments the embedded model continues six beginnings of Python code.",
+        description="Continues prompts with a model, or chats with it. Without arguments the "
+        "embedded model of bytes, a hybrid of MLA and gated delta nets, continues six beginnings "
+        "of Python code.",
         epilog="Exit codes: 0; 1 if a request was refused, or if stdout is closed or its "
         "reader left; 2 for bad input; 130 after Ctrl-C; 143 after SIGTERM.",
     )
     model = root.add_argument_group("model")
     model.add_argument(
+        "--model",
+        metavar="FOLDER_OR_NAME",
+        help="folder with config.json and safetensors, or a name on the Hugging Face hub such as "
+        "org/name, of which the files that are needed are fetched (default: the embedded model)",
+    )
+    model.add_argument(
         "--checkpoint",
         metavar="DIR",
-        type=Path,
-        help="folder with config.json and model.safetensors (default: the embedded model)",
+        help="the same: how --model was called before (default: see --model)",
+    )
+    model.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of a model on the hub (default: main)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of a published model's weights and products (default: bfloat16)",
     )
     model.add_argument(
         "--implementation",
@@ -132,22 +150,58 @@ def parser() -> argparse.ArgumentParser:
         "(default: six that begin Python code)",
     )
     prompts.add_argument(
-        "--max-tokens", metavar="N", type=size, default=160, help="generated for each prompt"
+        "--chat",
+        action="store_true",
+        help="each prompt is a turn of its own in the model's chat template; without --prompt, a "
+        "conversation: each line of stdin is a turn, until stdin ends or Ctrl-C",
     )
-    sampling = root.add_argument_group("sampling")
+    prompts.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="with --chat, the message before the first turn (default: none)",
+    )
+    prompts.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=size,
+        help=f"generated for each prompt (default: {MAX_TOKENS}; with --chat as many as "
+        "--max-model-len leaves)",
+    )
+    prompts.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="ends a text behind it, beside the model's own stop tokens; may be repeated "
+        "(default: none)",
+    )
+    sampling = root.add_argument_group(
+        "sampling", "the model's defaults are those of its generation_config.json"
+    )
     sampling.add_argument(
         "--temperature",
         metavar="T",
         type=number(float, lambda x: 0 <= x < math.inf, "a temperature: use 0 or more"),
-        default=0.0,
-        help="0 takes the most likely byte",
+        help="0 takes the most likely token (default: the model's, else 0)",
     )
     sampling.add_argument(
         "--top-p",
         metavar="P",
         type=number(float, lambda x: 0 < x <= 1, "a probability: use above 0 and at most 1"),
-        default=1.0,
-        help="sample from the most likely bytes that together reach P",
+        help="sample from the most likely tokens that together reach P (default: the model's, "
+        "else 1)",
+    )
+    sampling.add_argument(
+        "--top-k",
+        metavar="K",
+        type=number(int, lambda x: 0 <= x < 2**31, "a number of tokens: use 0 or more"),
+        help="sample from the K most likely tokens, 0 from all (default: the model's, else 0)",
+    )
+    sampling.add_argument(
+        "--min-p",
+        metavar="P",
+        type=number(float, lambda x: 0 <= x <= 1, "a probability: use 0 to 1"),
+        help="sample from tokens at least P times as likely as the most likely one (default: the "
+        "model's, else 0)",
     )
     sampling.add_argument(
         "--seed",
@@ -164,8 +218,8 @@ def parser() -> argparse.ArgumentParser:
         "--max-model-len",
         metavar="N",
         type=size,
-        help="longest prompt and its continuation together, in bytes "
-        f"(default: {MAX_MODEL_LEN}, or the model's own if that is shorter)",
+        help="longest prompt and its continuation together, in tokens (default: "
+        f"{MAX_MODEL_LEN}, with --chat {CHAT_MODEL_LEN}, or the model's own if that is shorter)",
     )
     memory.add_argument(
         "--num-pages",
@@ -178,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         type=size,
         default=128,
-        help="prompt bytes that are read at a time",
+        help="prompt tokens that are read at a time",
     )
     memory.add_argument(
         "--utilization",

@@ -30,7 +30,10 @@ from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import known
 from jaxattn.models.checkpoint import CheckpointError, read_config
+from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.known_model import KnownModel
+from jaxattn.models.known_shapes import BuiltModel
 from jaxattn.plan import plan
 from jaxattn.plan.naive import Naive, of_model, published
 from jaxattn.plan.placement import CACHE_DTYPES, Placement
@@ -101,10 +104,14 @@ def parser() -> argparse.ArgumentParser:
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
     root.add_argument(
-        "--cache-dtype", choices=sorted(CACHE_DTYPES), default="bfloat16", help="of the KV cache"
+        "--cache-dtype",
+        choices=sorted(CACHE_DTYPES),
+        help="of the KV cache (default: the model's own, which is bfloat16 for all public ones)",
     )
     root.add_argument(
-        "--prediction", action="store_true", help="load the prediction (MTP) layers too"
+        "--prediction",
+        action="store_true",
+        help="count the prediction (MTP) layers too, of a model whose loader does not skip them",
     )
     root.add_argument(
         "--compare",
@@ -135,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         found, refused = make(model, memory, limits, placement)
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error
-    if naive and isinstance(model, known.KnownModel):
+    if naive:
         naive = [
             *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
             *naive,
@@ -161,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make(
-    model: known.KnownModel | Hybrid,
+    model: KnownModel,
     memory: DeviceMemory,
     limits: Limits,
     placement: Placement,
@@ -175,7 +182,7 @@ def make(
         return error.plan, error
 
 
-def read_model(name: str) -> known.KnownModel | Hybrid:
+def read_model(name: str) -> KnownModel:
     """A shipped model, or a folder's.
 
     Raises:
@@ -183,21 +190,15 @@ def read_model(name: str) -> known.KnownModel | Hybrid:
     """
     folder = Path(name)
     try:
-        if (folder / "config.json").is_file():
-            try:
-                values = json.loads((folder / "config.json").read_text())
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"cannot read {folder / 'config.json'}: {error}") from error
-            if isinstance(values, dict) and not {"model_type", "text_config"} & values.keys():
-                return Hybrid(read_config(folder))
+        if (folder / CONFIG).is_file():
+            if not {"model_type", "text_config"} & read_json(folder / CONFIG).keys():
+                return BuiltModel.of(folder.name, Hybrid(read_config(folder)))
         return known.load(name)
     except (known.KnownModelError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
 
-def read_limits(
-    options: argparse.Namespace, model: known.KnownModel | Hybrid
-) -> tuple[Limits, Placement]:
+def read_limits(options: argparse.Namespace, model: KnownModel) -> tuple[Limits, Placement]:
     """Both, as the options say.
 
     Raises:
@@ -219,11 +220,6 @@ def read_limits(
         cache_dtype=options.cache_dtype,
         prediction=options.prediction,
     )
-    if isinstance(model, Hybrid) and placement != Placement():
-        raise ValueError(
-            "--gpus, --attention, --cache-dtype and --prediction are for the named models: "
-            "jaxattn's own runs on one GPU, and its config.json says the cache's dtype"
-        )
     return limits, placement
 
 

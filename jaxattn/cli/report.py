@@ -1,115 +1,21 @@
-"""What `python -m jaxattn.serve` says: the text while it is generated, the plan and the summary."""
+"""What `python -m jaxattn.serve` says before and after the text: the plan, and the summary."""
 
-import codecs
+import dataclasses
 import importlib.metadata
 import platform
-import re
 import sys
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from jaxattn import __version__
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Completion, FinishReason, Request
+from jaxattn.engine.request import Completion, FinishReason, Stats
 from jaxattn.memory.budget import MemoryPlan
+from jaxattn.text import Tokenizer
 
-COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 MIB = 2**20
-# A terminal would obey control characters; all but tab and newline are shown as undecodable.
-CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-
-
-class TextStream:
-    """Prints bytes as text while they are generated, in the order of the requests.
-
-    The first request that is not done flows as it is generated. What the others generate meanwhile
-    is kept and printed when those before them are done, so that every text can be read in one
-    piece. Of several, each line starts with its request's number. A request's prompt is
-    printed before its first token, dim on a terminal.
-    """
-
-    def __init__(self, console: Console, requests: Sequence[Request]):
-        self._console = console
-        self._numbered = len(requests) > 1
-        self._turns = deque(request.id for request in requests)
-        self._texts: dict[int | None, _Text] = {}
-        self._done: set[int | None] = set()
-
-    def token(self, request: Request, token: int) -> None:
-        """For `Engine.generate`'s `on_token`."""
-        text = self._texts.get(request.id)
-        if text is None:
-            text = self._texts[request.id] = _Text()
-            text.feed(bytes(request.prompt), style="dim")
-        text.feed(bytes([token]))
-        self._flush()
-
-    def finish(self, completion: Completion) -> None:
-        """For `on_finish`: lets the next request flow if this one did."""
-        self._done.add(completion.request.id)
-        self._flush()
-
-    def close(self) -> None:
-        """Prints all that is left, as after Ctrl-C."""
-        self._done.update(self._turns)
-        self._flush()
-
-    def _flush(self) -> None:
-        while self._turns:
-            number = self._turns[0]
-            text = self._texts.get(number, _Text())
-            if number in self._done:
-                text.end()
-            while text.waiting:
-                line, style = text.waiting.popleft()
-                if text.line_begins and self._numbered:
-                    place = number or 0
-                    self._write(f"[{place + 1}] ", COLOURS[place % len(COLOURS)])
-                self._write(line, style)
-                text.line_begins = line.endswith("\n")
-            if number not in self._done:
-                return
-            self._turns.popleft()
-            if not text.line_begins:
-                self._write("\n")
-
-    def _write(self, text: str, style: str | None = None) -> None:
-        if self._console.quiet:
-            return
-        if self._console.is_terminal:
-            self._console.out(text.translate(CONTROL), style=style, end="", highlight=False)
-        else:  # not through rich, which expands tabs
-            self._console.file.write(text)
-            self._console.file.flush()
-
-
-class _Text:
-    """A request's bytes, decoded, until they are printed.
-
-    Attributes:
-        waiting: lines or parts of one, each with its style.
-        line_begins: whether what was printed of it ends with a newline.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: deque[tuple[str, str | None]] = deque()
-        self.line_begins = True
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, data: bytes, style: str | None = None) -> None:
-        self._add(self._decoder.decode(data), style)
-
-    def end(self) -> None:
-        """Half a character is left over, and shown as undecodable."""
-        self._add(self._decoder.decode(b"", True), None)
-
-    def _add(self, text: str, style: str | None) -> None:
-        # Not splitlines, to which other characters than a newline end a line.
-        self.waiting.extend((line, style) for line in re.findall(r"[^\n]*\n|[^\n]+", text))
 
 
 def plan_lines(plan: MemoryPlan) -> Iterable[str]:
@@ -123,10 +29,32 @@ def plan_lines(plan: MemoryPlan) -> Iterable[str]:
     yield f"  {left}--plan prints every line with its reason"
 
 
-def summary_lines(
-    engine: Engine, completions: Sequence[Completion], measured: dict[str, Any]
-) -> Iterable[str]:
-    """Each request's end, then tokens a second, planned and measured bytes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a command did.
+
+    Attributes:
+        stats: of all requests together.
+        texts: the prompts as the user wrote them, by request; of bytes there need be none.
+        measured: bytes by what was measured, see `MEASURES`.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    completions: Sequence[Completion]
+    stats: Stats
+    texts: Mapping[int, str]
+    measured: dict[str, int]
+
+    @property
+    def refused(self) -> bool:
+        """Whether a request was."""
+        return any(each.finish_reason == FinishReason.REFUSED for each in self.completions)
+
+
+def summary_lines(run: Run) -> Iterable[str]:
+    """Each request's end, then tokens per second, planned and measured bytes."""
+    engine, completions, stats, measured = run.engine, run.completions, run.stats, run.measured
     for completion in completions:
         number = (completion.request.id or 0) + 1
         if completion.finish_reason == FinishReason.REFUSED:
@@ -135,7 +63,6 @@ def summary_lines(
         first = completion.seconds_to_first_token
         when = "" if first is None else f", first token after {first:.2f} s"
         yield f"[{number}] {ending(completion)}{when}"
-    stats = engine.stats
     yield (
         f"prompt     {stats.prompt_tokens_per_second:10,.1f} tok/s   {stats.prompt_tokens:,} "
         f"tokens in {stats.prefill_steps} chunks"
@@ -190,20 +117,18 @@ def measure() -> dict[str, int]:
 
 
 def to_json(
-    engine: Engine,
-    completions: Sequence[Completion],
-    measured: dict[str, Any],
-    settings: dict[str, Any],
-    compile_seconds: dict[str, float],
+    run: Run, settings: dict[str, Any], compile_seconds: dict[str, float]
 ) -> dict[str, Any]:
     """The whole run as plain values; keys end in their units."""
-    stats, device = engine.stats, jax.devices()[0]
+    engine, stats, device = run.engine, run.stats, jax.devices()[0]
+    decode = run.tokenizer.decode
     return {
         "requests": [
             {
                 "id": completion.request.id,
-                "prompt": _text(completion.request.prompt),
-                "text": _text(completion.tokens),
+                "prompt": run.texts.get(completion.request.id or 0)
+                or decode(completion.request.prompt),
+                "text": decode(completion.tokens),
                 "prompt_tokens": len(completion.request.prompt),
                 "generated_tokens": len(completion.tokens),
                 "finish_reason": completion.finish_reason,
@@ -211,7 +136,7 @@ def to_json(
                 "seconds_to_first_token": completion.seconds_to_first_token,
                 "seconds": completion.seconds,
             }
-            for completion in completions
+            for completion in run.completions
         ],
         "timings": {
             "prompt_tokens": stats.prompt_tokens,
@@ -225,7 +150,7 @@ def to_json(
             "compile_seconds": compile_seconds,
         },
         "plan": _plan(engine.plan),
-        "measured": measured,
+        "measured": run.measured,
         "after_warm_up": dict(engine.seal.counts),
         "settings": settings,
         "implementations": engine.implementations,
@@ -256,10 +181,6 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
         "total_bytes": plan.total,
         "reserve_bytes": plan.reserve,
     }
-
-
-def _text(tokens: Sequence[int]) -> str:
-    return bytes(tokens).decode("utf-8", "replace")
 
 
 def _bytes_line(name: str, nbytes: int, why: str) -> str:

@@ -18,7 +18,14 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.engine.steps import arena_spec, cache_size, entry_points, new_state, op_specs
+from jaxattn.engine.steps import (
+    EntryPoint,
+    arena_spec,
+    cache_size,
+    entry_points,
+    new_state,
+    op_specs,
+)
 from jaxattn.memory.bound import temp_bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
 from jaxattn.memory.device import DeviceMemory
@@ -57,17 +64,28 @@ def from_shapes(
     model: Model, limits: Limits, params: Any, implementation: Implementation | None
 ) -> dict[str, Executable]:
     """An upper bound of each executable's memory; traces it and compiles nothing."""
+    return {
+        str(entry): bound_of(model, entry, limits, params, implementation)
+        for entry in entry_points(limits)
+    }
+
+
+def bound_of(
+    model: Model,
+    entry: EntryPoint,
+    limits: Limits,
+    params: Any,
+    implementation: Implementation | None,
+) -> Executable:
+    """An upper bound of one executable's memory, which more pages do not raise."""
     state = jax.eval_shape(functools.partial(new_state, model, limits))
-    found = {}
-    for entry in entry_points(limits):
-        batch = entry.batch_shapes(limits.table_width)
-        chosen = implementation if entry.kind == "decode" or implementation == "xla" else None
-        step = functools.partial(entry.step(model), implementation=chosen)
-        bound = temp_bound(step, params, state, batch, donated=1)
-        # The results come with a table of their addresses.
-        in_out = nbytes(batch) + 4 * entry.rows + 8 * (1 + len(jax.tree.leaves(state)))
-        found[str(entry)] = Executable(in_out, bound, 0, "bound")
-    return found
+    batch = entry.batch_shapes(limits.table_width)
+    chosen = implementation if entry.kind == "decode" or implementation == "xla" else None
+    step = functools.partial(entry.step(model), implementation=chosen)
+    bound = temp_bound(step, params, state, batch, donated=1)
+    # The results come with a table of their addresses.
+    in_out = nbytes(batch) + 4 * entry.rows + 8 * (1 + len(jax.tree.leaves(state)))
+    return Executable(in_out, bound, 0, "bound")
 
 
 def packed_shapes(model: Model) -> Any:

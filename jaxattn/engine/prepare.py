@@ -7,10 +7,13 @@
 
 `prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing. Weights
 that are on the device already are counted once if they are given as arrays.
+
+Loading may go on while `prepare` compiles, if it begins when `on_fits` is called. What is loaded
+then is no other's memory: the device was measured before.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -182,6 +185,7 @@ def prepare(
     *,
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
+    on_fits: Callable[[], None] | None = None,
     workers: int = 1,
 ) -> Prepared:
     """Compiles and plans an engine. Allocates nothing on the device.
@@ -193,6 +197,8 @@ def prepare(
         implementation: of the decode kernels; None is the best for the device.
         on_compile: called with each executable's name and None before it is compiled, and with the
             seconds that it took after that.
+        on_fits: called once, when the device is measured and the plan from shapes fits, before
+            anything is compiled: parameters that were given as shapes may be loaded from then on.
         workers: executables that are compiled at a time.
 
     Raises:
@@ -221,6 +227,8 @@ def prepare(
     if limits.utilization is None:
         filled = limits
         compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
+        if on_fits:
+            on_fits()
         steps = compiler.compile(filled)
         known = compiler.known(filled, steps)
     else:
@@ -231,6 +239,8 @@ def prepare(
             )
         filled = compiler.fill(limits, {}, memory, own)
         compiler.plan(filled, {}, memory, own, wanted=limits)
+        if on_fits:
+            on_fits()
         pages = min(filled.pages_per_row, filled.pages)
         one_row = dataclasses.replace(limits, num_pages=pages, utilization=None)
         trial = one_row, compiler.compile(one_row)

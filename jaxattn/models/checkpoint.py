@@ -53,7 +53,7 @@ A whole example, of a model of bytes with random parameters:
     >>> loaded == config, params["embedding"].shape, params["embedding"].dtype.name
     (True, (256, 32), 'float32')
 
-`python -m jaxattn.serve --checkpoint model` serves such a folder.
+`python -m jaxattn.serve --model model` serves such a folder.
 """
 
 import json
@@ -74,7 +74,7 @@ from jaxattn.core.fields import shown, some
 from jaxattn.models.base import check_params
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid, from_stored, stored_shapes, to_stored
-from jaxattn.models.known_fields import FIELDS
+from jaxattn.models.known_count import MODEL_TYPES
 from jaxattn.models.registry import FAMILIES
 from jaxattn.models.safetensors_header import check_layout, parse_object, read_header
 
@@ -152,11 +152,16 @@ def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
     """
     folder = Path(path)
     config = read_config(folder)
-    return config, from_stored(config, _read_tensors(folder / WEIGHTS, config))
+    return config, from_stored(config, read_tensors(folder, config))
 
 
-def _read_tensors(file: Path, config: HybridConfig) -> dict[str, np.ndarray]:
-    """The tensors by name, mapped from the file, when all of them are what `config` needs."""
+def read_tensors(path: str | os.PathLike, config: HybridConfig) -> dict[str, np.ndarray]:
+    """The folder's tensors by name, mapped from its file: all that `from_stored` needs.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    file = Path(path) / WEIGHTS
     content = _mapped(file)
     try:
         header = read_header(content)
@@ -184,12 +189,13 @@ def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
     if not values.keys() & {"model_type", "architectures", "text_config", "transformers_version"}:
         return
     kind = values.get("model_type")
-    types = ", ".join(name for name in FIELDS if not name.endswith("_text"))
+    counted = ", ".join(name for name in MODEL_TYPES if not name.endswith("_text"))
     raise CheckpointError(
         f"{file} is a Hugging Face configuration (model_type {shown(kind)}). This loader reads "
         "jaxattn's own format, which jaxattn.models.checkpoint describes and its save() writes. "
         f"jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. `python -m "
-        f"jaxattn.plan {file.parent}` plans the memory of these, without running them: {types}"
+        f"jaxattn.plan {file.parent}` plans the memory of these too, without running them: "
+        f"{counted}"
     )
 
 

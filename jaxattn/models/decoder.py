@@ -35,7 +35,7 @@ from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.norm import rms_norm_layer
 
 
@@ -229,9 +229,19 @@ class Decoder(nnx.Module):
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
-            def body(carry, params, graphdef=graphdef, stacks=stacks, segment=segment):
+            linear_stacks = _linear_stacks(self.segments[number])
+
+            def body(
+                carry,
+                params,
+                graphdef=graphdef,
+                stacks=stacks,
+                linear_stacks=linear_stacks,
+                segment=segment,
+            ):
                 x, state, repeat = carry
                 pattern = nnx.merge(graphdef, params)
+                _leave_in_stacks(pattern, linear_stacks, repeat, implementation)
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     norm, mlp_norm = self._norms_of(
@@ -347,6 +357,24 @@ class Decoder(nnx.Module):
             return self.lm_head(x)
 
 
+def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
+    """The weights of a segment's linears, [repeats, in, out] each, by the place of the linear."""
+    modules = nnx.iter_modules(pattern)
+    return {path: each.weight[...] for path, each in modules if isinstance(each, Linear)}
+
+
+def _leave_in_stacks(
+    pattern: Pattern,
+    stacks: dict[Any, Array],
+    repeat: Array,
+    implementation: Implementation | None,
+) -> None:
+    """Tells the linears of one repeat where the weights of all of them lie."""
+    for path, module in nnx.iter_modules(pattern):
+        if isinstance(module, Linear):
+            module.in_stack = InStack(stacks[path], LayerOf(repeat, 1, 0), implementation)
+
+
 def _norm(stream: Stream) -> RMSNorm:
     return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=stream.param_dtype)
 
@@ -367,13 +395,17 @@ class DecoderModel(Model):
     """A decoder of blocks, as the engine serves it.
 
     The steps take the parameters packed (`pack`) or as they are.
+
+    Attributes:
+        tokens: how many tokens there are, where the embedding has more rows; None if as many.
     """
 
     spec: DecoderSpec
+    tokens: int | None = None
 
     @property
     def vocab_size(self) -> int:
-        return self.spec.vocab_size
+        return self.tokens or self.spec.vocab_size
 
     @property
     def max_position_embeddings(self) -> int:
@@ -404,7 +436,22 @@ class DecoderModel(Model):
     def with_dtype(self, dtype: str) -> "DecoderModel":
         """The same model with products and weights of another dtype, bfloat16 or float32."""
         stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
-        return DecoderModel(dataclasses.replace(self.spec, stream=stream))
+        return DecoderModel(dataclasses.replace(self.spec, stream=stream), self.tokens)
+
+    def with_tokens(self, tokens: int) -> "DecoderModel":
+        """The same model of so many tokens: the rows of its embedding behind them are padding.
+
+        The steps leave those logits out, so that nothing can sample them.
+
+        Raises:
+            ValueError: the embedding has fewer rows.
+        """
+        if not 0 < tokens <= self.spec.vocab_size:
+            raise ValueError(
+                f"tokens must be from 1 to the embedding's rows, {self.spec.vocab_size:,}; got "
+                f"{tokens:,}"
+            )
+        return DecoderModel(self.spec, tokens)
 
     def init_params(self, key: Array) -> nnx.State:
         """Random parameters."""
@@ -428,11 +475,14 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        if not isinstance(params, PackedParams):
-            return self.bind(params).prefill(state, batch, implementation=implementation)
-        return self.bind(params.params).prefill(
-            state, batch, vectors=params.vectors, implementation=implementation
+        vectors = None
+        if isinstance(params, PackedParams):
+            vectors, params = params.vectors, params.params
+        decoder = self.bind(params)
+        logits, state = decoder.prefill(
+            state, batch, vectors=vectors, implementation=implementation
         )
+        return self._of_tokens(logits), state
 
     def decode(
         self,
@@ -447,4 +497,8 @@ class DecoderModel(Model):
             stacks, params = {"weights": params.weights, "norms": params.norms}, params.params
         decoder = self.bind(params)
         logits, state = decoder.decode(state, batch, **stacks, implementation=implementation)
-        return logits[:, -1], state
+        return self._of_tokens(logits[:, -1]), state
+
+    def _of_tokens(self, logits: Array) -> Array:
+        """The logits [B, vocab] without those of padding rows of the embedding."""
+        return logits if self.tokens is None else logits[:, : self.tokens]

@@ -31,7 +31,7 @@ from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.filling import READERS, OnProgress, fill
 from jaxattn.models.placing import Placed
 from jaxattn.models.quantization import Quantization, stored_as
-from jaxattn.models.registry import ExpertFormat, read_model
+from jaxattn.models.registry import ExpertFormat, Published, read_model
 from jaxattn.models.shards import CONFIG, Found, open_tensors, read_json
 from jaxattn.models.stored import Part
 
@@ -63,20 +63,54 @@ def load(
     """
     path = Path(folder)
     check_sizes("load", readers=readers)
+    published = read_config(path, dtype, experts)
+    weights = open_weights(path, published)
+    return published.model, place(
+        published.model, weights, readers=readers, on_progress=on_progress
+    )
+
+
+def read_config(
+    folder: Path, dtype: str | None = None, experts: ExpertFormat | None = None
+) -> Published:
+    """What config.json says, of that file alone; arguments are those of `load`.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or says what is not supported.
+    """
     if dtype not in (None, *DTYPES):
         raise CheckpointError(f"dtype must be None, 'bfloat16' or 'float32'; got {shown(dtype)}")
     try:
-        fields = Fields(read_json(path / CONFIG), str(path / CONFIG))
+        fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
         published = read_model(fields, experts)
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    tensors = open_tensors(path)
-    weights = find(path, tensors, published.placed, published.skipped, published.quantization)
+    return published._replace(model=model)
+
+
+def open_weights(folder: Path, published: Published) -> list[Weight]:
+    """The tensors of each weight; of the files only the headers are read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the tensors are not those of the model.
+    """
+    tensors = open_tensors(folder)
+    return find(folder, tensors, published.placed, published.skipped, published.quantization)
+
+
+def place(
+    model: DecoderModel,
+    weights: Sequence[Weight],
+    *,
+    readers: int = READERS,
+    on_progress: OnProgress | None = None,
+) -> nnx.State:
+    """The parameters, on JAX's default device."""
     flat: dict[Any, Any] = dict(nnx.to_flat_state(model.param_shapes()))
     shapes = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in flat.items()}
     arrays = fill(shapes, weights, readers=readers, on_progress=on_progress)
-    return model, nnx.from_flat_state([(k, leaf.replace(arrays[k])) for k, leaf in flat.items()])
+    return nnx.from_flat_state([(k, leaf.replace(arrays[k])) for k, leaf in flat.items()])
 
 
 def find(

@@ -1,13 +1,120 @@
-"""A model from a folder, whichever format the folder has."""
+"""A model from a folder, whichever format the folder has.
 
+    model, params = load("Youtu-LLM-2B")
+
+or in three steps, of which each can refuse the folder before the next costs anything:
+
+    folder = read_folder("Youtu-LLM-2B")        config.json alone
+    weights = folder.open()                     the headers of the weights
+    params = weights.place()                    reads the weights and puts them on the device
+"""
+
+import abc
+import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxattn.models import checkpoint, huggingface
+from jaxattn.models.config import HybridConfig
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.filling import OnProgress
+from jaxattn.models.hybrid import Hybrid, from_stored
+from jaxattn.models.registry import Published
 from jaxattn.models.shards import CONFIG, read_json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The weights of a folder: checked, and not on the device.
+
+    Attributes:
+        nbytes: of all tensors that are placed, as they are stored.
+        put: what `place` does.
+    """
+
+    nbytes: int
+    put: Callable[[OnProgress | None], Any]
+
+    def place(self, on_progress: OnProgress | None = None) -> Any:
+        """The parameters, on JAX's default device.
+
+        Args:
+            on_progress: called with the bytes that are placed and the bytes in all. What it raises
+                ends the loading.
+        """
+        return self.put(on_progress)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFolder(abc.ABC):
+    """A folder of which config.json was read, and no more."""
+
+    path: Path
+    model: DecoderModel
+
+    @abc.abstractmethod
+    def open(self) -> Weights:
+        """The folder's weights; nothing is allocated.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the tensors are not the model's.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HubFolder(ModelFolder):
+    """In the layout of the Hugging Face hub."""
+
+    published: Published
+
+    def open(self) -> Weights:
+        weights = huggingface.open_weights(self.path, self.published)
+        put = functools.partial(huggingface.place, self.model, weights)
+        nbytes = sum(weight.nbytes for weight in weights)
+        return Weights(nbytes=nbytes, put=lambda on_progress: put(on_progress=on_progress))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnFolder(ModelFolder):
+    """In the package's own format, whose checksums `open` compares."""
+
+    config: HybridConfig
+
+    def open(self) -> Weights:
+        tensors = checkpoint.read_tensors(self.path, self.config)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+        def put(on_progress: OnProgress | None) -> Any:
+            params = from_stored(self.config, tensors)
+            if on_progress:
+                on_progress(nbytes, nbytes)
+            return params
+
+        return Weights(nbytes=nbytes, put=put)
+
+
+def read_folder(path: str | os.PathLike, *, dtype: str | None = None) -> ModelFolder:
+    """The model that a folder's config.json says; its format is recognised by `model_type`.
+
+    Args:
+        dtype: of a folder from the hub: "bfloat16" or "float32"; None is bfloat16. The package's
+            own format says its dtype itself.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged, or the model is not supported.
+        ValueError: a dtype for the package's own format.
+    """
+    folder = Path(path)
+    if "model_type" in read_json(folder / CONFIG):
+        published = huggingface.read_config(folder, dtype)
+        return HubFolder(path=folder, model=published.model, published=published)
+    if dtype is not None:
+        raise ValueError(f"dtype={dtype!r} is for folders from the hub; {folder} has its own")
+    config = checkpoint.read_config(folder)
+    return OwnFolder(path=folder, model=Hybrid(config), config=config)
 
 
 def load(folder: str | os.PathLike, *, dtype: str | None = None) -> tuple[DecoderModel, Any]:
@@ -16,16 +123,11 @@ def load(folder: str | os.PathLike, *, dtype: str | None = None) -> tuple[Decode
     Args:
         folder: in the layout of the Hugging Face hub (`jaxattn.models.huggingface`), or in the
             package's own format (`jaxattn.models.checkpoint`).
-        dtype: of a folder from the hub: "bfloat16" or "float32"; None is bfloat16. The package's
-            own format says its dtype itself.
+        dtype: see `read_folder`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the model is not supported.
         ValueError: a dtype for the package's own format.
     """
-    if "model_type" in read_json(Path(folder) / CONFIG):
-        return huggingface.load(folder, dtype=dtype)
-    if dtype is not None:
-        raise ValueError(f"dtype={dtype!r} is for folders from the hub; {folder} has its own")
-    config, params = checkpoint.load(folder)
-    return Hybrid(config), params
+    found = read_folder(folder, dtype=dtype)
+    return found.model, found.open().place()

@@ -7,7 +7,6 @@ No pickle is read: reading one can run code.
 """
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,26 +97,29 @@ def _files(folder: Path) -> list[str]:
         pickles = sorted(repr(each.name) for kind in PICKLES for each in folder.glob(kind))
         hint = f"; no pickle is read, for it can run code: {some(pickles)}" if pickles else ""
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
-    index = read_json(folder / INDEX, MOST_INDEX_BYTES).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise CheckpointError(
-            f"{folder / INDEX}: weight_map must be an object with tensors; got {shown(index)}"
-        )
-    names = _shards(folder, index)
+    names = shards_of(folder / INDEX)
     for name in names:
         if not _is_file(folder / name):
             raise CheckpointError(f"{folder / INDEX} names {name[:200]!r}, which is missing")
     return names
 
 
-def _shards(folder: Path, index: Mapping[str, Any]) -> list[str]:
+def shards_of(index: Path) -> list[str]:
+    """The files that an index names, which need not be there.
+
+    Raises:
+        CheckpointError: the index is damaged, or names what can be no file of its folder.
+    """
+    tensors = read_json(index, MOST_INDEX_BYTES).get("weight_map")
+    if not isinstance(tensors, dict) or not tensors:
+        raise CheckpointError(
+            f"{index}: weight_map must be an object with tensors; got {shown(tensors)}"
+        )
     names = set()
-    for name in index.values():
+    for name in tensors.values():
         plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
         if not plain or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{folder / INDEX} names {shown(name)}, which is no shard of the folder"
-            )
+            raise CheckpointError(f"{index} names {shown(name)}, which is no shard of the folder")
         names.add(name)
     return sorted(names)
 

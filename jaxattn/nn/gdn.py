@@ -24,7 +24,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf, number_to_check
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import check_pool
-from jaxattn.nn.linear import Linear, normal
+from jaxattn.nn.linear import Linear, linears, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
@@ -228,7 +228,7 @@ class GatedDeltaNet(nnx.Module):
         state_indices = as_given(state_indices)
         self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
-            qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
+            qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
             qkvz,
             ba,

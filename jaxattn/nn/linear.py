@@ -5,6 +5,7 @@ different summation orders stay close together over many layers. What feeds the 
 rounded once to the compute dtype by the product itself, which halves what a decode step writes.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -15,7 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.checks import check_features, check_sizes
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
 from jaxattn.core.varying import vary_alike
+from jaxattn.ops.linear import kernel_serves, linear_layer
 
 
 def matmul(
@@ -68,6 +72,27 @@ def _matmul_bwd(dtypes, residuals, gradient):
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class InStack:
+    """Where a decode step finds a linear's weight.
+
+    Attributes:
+        weights: of all layers, [L, in_features, out_features].
+        layer: this linear's.
+        implementation: of the product.
+    """
+
+    weights: Float[Array, "L K N"]
+    layer: LayerOf
+    implementation: Implementation | None
+
+    def serves(self, x: Array, dtype: jnp.dtype, *beside: "InStack", gated: bool = False) -> bool:
+        """Whether the kernel takes x, to be rounded to `dtype`, and these weights."""
+        if self.implementation == "xla" or self.weights.dtype != dtype:
+            return False
+        return kernel_serves(x, [each.weights for each in (self, *beside)], gated=gated)
+
+
 class Linear(nnx.Module):
     """`x [*T, in_features] -> [*T, out_features]` in `out_dtype`, without a bias.
 
@@ -93,11 +118,28 @@ class Linear(nnx.Module):
     ):
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.dtype, self.out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
+        self.in_stack: InStack | None = None
         shape = (in_features, out_features)
         self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))
 
     def __call__(self, x: Float[Array, "*T K"]) -> Float[Array, "*T N"]:
+        if self.in_stack is not None and self.in_stack.serves(x, self.dtype):
+            return linears(x, self)[0]
         return matmul(x, self.weight[...], self.dtype, self.out_dtype)
+
+
+def linears(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
+    """`module(x)` of each: one launch, where their weights are in stacks and x has few tokens."""
+    places = [module.in_stack for module in modules if module.in_stack is not None]
+    if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
+        return tuple(module(x) for module in modules)
+    return linear_layer(
+        x,
+        [place.weights for place in places],
+        layer=places[0].layer,
+        out_dtypes=[module.out_dtype for module in modules],
+        implementation=places[0].implementation,
+    )
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:

@@ -19,7 +19,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.checks import FLOATS, MOST, Arguments, as_given, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
-from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.nn.linear import Linear, linears, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 
@@ -238,8 +238,9 @@ class MultiHeadLatentAttention(nnx.Module):
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
         with jax.named_scope("mla_down_proj"):
-            compressed = None if self.q_lora_rank is None else self.q_a_proj(x)
-            latents = self.kv_a_proj(x)
+            q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
+            q, latents = linears(x, q_proj, self.kv_a_proj)
+            compressed = None if self.q_lora_rank is None else q
         compressed, kv_cache = mla_append(
             latents,
             compressed,
@@ -256,7 +257,7 @@ class MultiHeadLatentAttention(nnx.Module):
             layer=layer,
             implementation=implementation,
         )
-        q_nope, q_pe = self._queries(x, rotation, compressed)
+        q_nope, q_pe = self._queries(x, rotation, q if compressed is None else compressed)
         dtype = self._dtype_beside(kv_cache)
         q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
         queries: Any = (q_latent.astype(dtype), q_pe.astype(dtype))
@@ -315,19 +316,19 @@ class MultiHeadLatentAttention(nnx.Module):
         return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
 
     def _queries(
-        self, x: Array, positions: Array | Rotation, compressed: Array | None = None
+        self, x: Array, positions: Array | Rotation, given: Array | None = None
     ) -> tuple[Array, Array]:
         """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
 
-        `compressed`: the normed output of q_a_proj, where there is one already.
+        `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
         """
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
-                q = self.q_proj(x)
-            elif compressed is None:
+                q = self.q_proj(x) if given is None else given
+            elif given is None:
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
             else:
-                q = self.q_b_proj(compressed)
+                q = self.q_b_proj(given)
             q = q.reshape(*x.shape[:2], self.num_heads, -1)
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.nn.linear import Linear
+from jaxattn.ops.linear import gated_layer
 
 
 class GatedMLP(nnx.Module):
@@ -41,5 +42,16 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*T hidden"]) -> Float[Array, "*T hidden"]:
         check_features("GatedMLP", x, "hidden", "gate_proj", self.gate_proj.weight.shape, 0)
         with jax.named_scope("mlp"):
-            gate = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
-            return self.down_proj(gate * self.up_proj(x))
+            gate, up = self.gate_proj.in_stack, self.up_proj.in_stack
+            if gate and up and gate.serves(x, self.gate_proj.dtype, up, gated=True):
+                hidden = gated_layer(
+                    x,
+                    gate.weights,
+                    up.weights,
+                    layer=gate.layer,
+                    out_dtype=self.down_proj.dtype,
+                    implementation=gate.implementation,
+                )
+                return self.down_proj(hidden)
+            weights = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
+            return self.down_proj(weights * self.up_proj(x))

@@ -6,17 +6,7 @@
 An `Engine` makes the same plan, with what XLA says of its executables in place of upper bounds.
 """
 
-import dataclasses
-from typing import Any
-
-from jaxattn.engine.memory_plan import (
-    advice,
-    check_row,
-    fill,
-    from_shapes,
-    packed_shapes,
-    plan_engine,
-)
+from jaxattn.engine.memory_plan import Executable, advice, packed_shapes
 from jaxattn.engine.prepare import check_arguments
 from jaxattn.memory.budget import Budget as Budget
 from jaxattn.memory.budget import Item as Item
@@ -27,9 +17,12 @@ from jaxattn.memory.budget import solve as solve
 from jaxattn.memory.device import DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
-from jaxattn.models.known import KnownModel
-from jaxattn.plan import known
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.known_model import KnownModel
+from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.plan.fit import plan_known
 from jaxattn.plan.placement import Placement
+from jaxattn.plan.single import Single
 
 
 def plan(
@@ -50,38 +43,29 @@ def plan(
             is in use is left alone.
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.
-        placement: how several GPUs hold a known model.
+        placement: how several GPUs hold a decoder or a known model.
 
     Raises:
-        TypeError: the model is neither.
+        TypeError: the model is neither, or a placement is given for one that is no decoder.
         PlanError: it does not fit, or the cache that is left holds no row at full length; the error
             has the plan and what would make it fit.
         ValueError: the limits, the device or the placement make no sense for the model.
     """
     memory = known_device(device) if isinstance(device, str) else device
+    if placement is not None and isinstance(model, DecoderModel):
+        check_arguments(model, limits, None)
+        model = BuiltModel.of(type(model).__name__, model)
     if isinstance(model, KnownModel):
-        return known.check_known(model, memory, limits, placement or Placement())
+        return plan_known(model, memory, limits, placement or Placement())
     check_arguments(model, limits, None)
-    params = packed_shapes(model)
-    driver = 0 if memory.name == "cpu" else known.DRIVER
-    beside: Any = {"outside": driver, "outside_basis": "assumed"}
-    asked = limits.num_pages
-    if asked is None:
-        limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
-    # If weights and state alone do not fit, nothing is traced.
-    least = limits if asked else dataclasses.replace(limits, num_pages=1)
-    plan_engine(model, least, memory, params, {}, **beside).check(
-        lambda: advice(model, least, memory, params, {}, **beside)
-    )
-    if asked is None:
-        row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
-        bounds = from_shapes(model, row, params, None)
-        limits = fill(model, limits, memory, params, bounds, **beside)
-    bounds = from_shapes(model, limits, params, None)
-    made = plan_engine(model, limits, memory, params, bounds, **beside)
+    if placement is not None:
+        raise TypeError(
+            "placement divides a jaxattn.models.DecoderModel or a known model; got "
+            f"{type(model).__name__}"
+        )
+    one = Single(model=model, params=packed_shapes(model), traced=model, memory=memory)
 
-    def helps() -> tuple[str, ...]:
-        return advice(model, limits, memory, params, bounds, **beside)
+    def helps(tried: Limits, known: dict[str, Executable]) -> tuple[str, ...]:
+        return advice(model, tried, memory, one.params, known, **one.beside)
 
-    check_row(made, limits, helps, wanted=asked)
-    return made
+    return one.checked(limits, helps)

@@ -11,7 +11,8 @@ layer, or a workspace for the longest context that the model could have.
 import dataclasses
 from collections.abc import Sequence
 
-from jaxattn.models.known import KnownModel
+from jaxattn.models.caches import LatentPages, RecurrentState
+from jaxattn.models.known_model import KnownModel
 
 GIB = 2**30
 
@@ -84,16 +85,12 @@ def published() -> tuple[Naive, ...]:
 def of_model(model: KnownModel, rows: int, ways: int, arena: int) -> Sequence[Naive]:
     """The model's own decode outputs, one for each layer, against its planned arena."""
     found = 0
-    if model.is_mla:
-        heads = model.config["num_attention_heads"] // ways
-        rank, layers = model.config["kv_lora_rank"], model.attention_layers
-        found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=layers)
-    if model.state_layers:
-        found += per_layer_output(
-            rows=rows,
-            heads=model.state_heads // ways,
-            rank=model.state_shape[0],
-            layers=model.state_layers,
-        )
+    for cache in model.caches(ways):
+        if isinstance(cache, LatentPages):
+            heads, rank = model.num_heads // ways, cache.format.kv_lora_rank
+            found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
+        elif isinstance(cache, RecurrentState):
+            heads, dim, _ = cache.state_shape
+            found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
     why = f"decode outputs of {rows:,} rows in each layer, against the planned arena"
     return (Naive(model.name, found, arena, why),)

@@ -1,17 +1,14 @@
-"""How a group of GPUs holds a public model: what one of them has of weights, cache and states."""
+"""How a group of GPUs holds a model: what one of them has of weights, cache and states."""
 
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
-
-from jaxattn.core.formats import LatentFormat
 from jaxattn.engine import memory_plan
 from jaxattn.memory.budget import Item
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import LayerCache
-from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
-from jaxattn.models.known import KnownModel, Weights
+from jaxattn.models.caches import LatentPages
+from jaxattn.models.known_model import KnownModel, Weights
 
 # What `Placement.cache_dtype` and --cache-dtype call a format, and its dtype.
 CACHE_DTYPES = {"bfloat16": "bfloat16", "float8": "float8_e4m3fn", "uint8": "uint8"}
@@ -30,7 +27,7 @@ class Placement:
             the ends), all GPUs have the same rows, and an MLA cache, which has no heads, is on
             every one of them.
         cache_dtype: "bfloat16"; "float8", one byte per number and one scale for the whole cache;
-            or "uint8" for an MLA cache, block-scaled (`LatentFormat`).
+            or "uint8" for an MLA cache, block-scaled (`LatentFormat`). None is the model's own.
         prediction: load the checkpoint's prediction layers (MTP) as well.
 
     Raises:
@@ -39,7 +36,7 @@ class Placement:
 
     gpus: int = 1
     attention: Attention = "data"
-    cache_dtype: str = "bfloat16"
+    cache_dtype: str | None = None
     prediction: bool = False
 
     def __post_init__(self) -> None:
@@ -47,7 +44,7 @@ class Placement:
             raise ValueError(f"gpus must be a positive integer; got {self.gpus!r}")
         if self.attention not in ("data", "tensor"):
             raise ValueError(f"attention must be 'data' or 'tensor'; got {self.attention!r}")
-        if self.cache_dtype not in CACHE_DTYPES:
+        if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise ValueError(
                 f"cache_dtype must be one of {sorted(CACHE_DTYPES)}; got {self.cache_dtype!r}"
             )
@@ -57,38 +54,20 @@ class Placement:
         """By how many attention, dense layers and ends are divided."""
         return self.gpus if self.attention == "tensor" else 1
 
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype of `cache_dtype`."""
+        return None if self.cache_dtype is None else CACHE_DTYPES[self.cache_dtype]
+
 
 def caches(model: KnownModel, place: Placement) -> tuple[LayerCache, ...]:
     """What one GPU keeps of its rows."""
-    dtype, found = CACHE_DTYPES[place.cache_dtype], list[LayerCache]()
-    if model.is_mla:
-        latents = LatentFormat(
-            dtype, model.config["kv_lora_rank"], model.config["qk_rope_head_dim"]
-        )
-        found.append(LatentPages(name="latents", layers=model.attention_layers, format=latents))
-    else:
-        found.append(
-            KeyValuePages(
-                name="keys and values",
-                layers=model.attention_layers,
-                # With more GPUs than heads, each GPU holds a copy of one.
-                heads=-(-model.cache_heads // place.ways),
-                head_dim=model.config["head_dim"],
-                dtype=jnp.dtype(dtype),
-            )
-        )
-    if model.state_layers:
-        found.append(
-            RecurrentState(
-                name="states",
-                layers=model.state_layers,
-                conv_shape=(model.conv_taps, model.conv_channels // place.ways),
-                conv_dtype=jnp.dtype("bfloat16"),
-                state_shape=(model.state_heads // place.ways, *model.state_shape),
-                kind="delta-rule",
-            )
-        )
-    return tuple(found)
+    return model.caches(place.ways, place.stored_dtype)
+
+
+def latents_of(model: KnownModel) -> LatentPages | None:
+    """The model's MLA cache, if it has one."""
+    return next((each for each in model.caches() if isinstance(each, LatentPages)), None)
 
 
 def page_bytes(model: KnownModel, place: Placement) -> int:
@@ -97,22 +76,32 @@ def page_bytes(model: KnownModel, place: Placement) -> int:
 
 
 def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None:
+    """Raises ValueError, with the sizes, where a group cannot hold the model so."""
     if limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len={limits.max_model_len:,} is longer than {model.name}'s "
             f"{model.max_position_embeddings:,}"
         )
-    if place.cache_dtype == "uint8" and not model.is_mla:
+    if place.cache_dtype == "uint8" and latents_of(model) is None:
         raise ValueError(
             f"cache_dtype='uint8' is a format of MLA's latents, and {model.name} caches keys and "
             "values; use 'float8'"
         )
-    experts = model.config.get("n_routed_experts", model.config.get("num_experts", 0))
-    if experts and place.gpus > experts:
-        raise ValueError(f"gpus={place.gpus} is more than {model.name}'s {experts} experts")
+    if place.prediction and not model.extra:
+        why = f"the loader skips {model.unread}" if model.unread else "it has none"
+        raise ValueError(
+            f"{model.name}'s prediction layers cannot be counted, as {why}; leave --prediction "
+            "(`Placement.prediction`) out"
+        )
+    if place.gpus == 1:
+        return
+    sizes = model.sizes
+    if sizes.experts and place.gpus > sizes.experts:
+        raise ValueError(f"gpus={place.gpus} is more than {model.name}'s {sizes.experts} experts")
     for what, heads in (
-        ("attention heads", model.config["num_attention_heads"]),
-        ("state heads", model.state_heads),
+        ("attention heads", sizes.num_heads),
+        ("state heads", sizes.state_heads),
+        ("key heads", sizes.key_heads),
     ):
         if heads % place.ways:
             raise ValueError(
@@ -121,20 +110,8 @@ def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None
             )
 
 
-def _share(model: KnownModel, weights: Weights, place: Placement) -> int:
-    """Bytes of these matrices on one GPU."""
-    numbers, scales = model.stored_bytes(weights)
-    each = numbers + scales
-    if weights.split == "experts":
-        # Whole experts: `count` is layers x experts x equal shares.
-        experts = model.config.get("n_routed_experts", model.config.get("num_experts", 1))
-        layers = weights.count // experts
-        return layers * -(-experts // place.gpus) * each
-    ways = place.ways if weights.split in ("attention", "dense") else 1
-    return weights.count * -(-each // ways)
-
-
 def weight_items(model: KnownModel, place: Placement) -> list[Item]:
+    """The line of the weights on one GPU; its parts add up to it."""
     groups: dict[str, list[Weights]] = {}
     for weights in (*model.weights, *(model.extra if place.prediction else ())):
         groups.setdefault(weights.kind, []).append(weights)
@@ -147,6 +124,19 @@ def weight_items(model: KnownModel, place: Placement) -> list[Item]:
         )
         for kind, group in groups.items()
     ]
+    if copied := model.copied_bytes(place.ways):
+        why = "norms and small weights once more, in float32 stacks that the steps read"
+        parts.append(Item("packed weights", copied, why))
     total = sum(part.nbytes for part in parts)
-    stored = "as the checkpoint stores them" + (", FP8 with scales" if model.block else "")
-    return [Item("weights", total, stored, tuple(parts))]
+    return [Item("weights", total, model.stored, tuple(parts))]
+
+
+def _share(model: KnownModel, weights: Weights, place: Placement) -> int:
+    """Bytes of these matrices on one GPU."""
+    each = sum(model.stored_bytes(weights))
+    if weights.split == "experts":
+        # Whole experts: `count` is layers x experts x equal shares.
+        experts = model.sizes.experts if place.gpus > 1 else 1
+        return weights.count // experts * -(-experts // place.gpus) * each
+    ways = place.ways if weights.split in ("attention", "dense") else 1
+    return weights.count * -(-each // ways)

@@ -16,18 +16,21 @@ from rich.console import Console
 
 import jaxattn
 from jaxattn.__main__ import main as list_main
+from jaxattn.cli.inputs import Prompt, read_prompts
 from jaxattn.cli.options import in_options, parser, size
 from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.prompts import PROMPTS
-from jaxattn.cli.report import TextStream, ending, plan_lines
-from jaxattn.cli.serve import main, read_prompts
+from jaxattn.cli.report import ending, plan_lines
+from jaxattn.cli.serve import main
+from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine import memory_plan
-from jaxattn.engine.request import Completion, GenerationInterrupted, Request
+from jaxattn.engine.request import Completion, GenerationInterrupted, Request, Stats
 from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.models import checkpoint
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.text import ByteTokenizer
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -51,7 +54,7 @@ SMALL = ["--max-model-len", "64", "--prefill-chunk", "16"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with a random model of bytes; its name can be given to --checkpoint."""
+    """A folder with a random model of bytes; its name can be given to --model."""
     folder = tmp_path_factory.mktemp("model")
     checkpoint.save(folder, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     return str(folder)
@@ -94,7 +97,7 @@ BAD_INPUT = {
         "prompt 2 has 64 bytes and the model length is 64",
     ),
     "length beyond the model": (["--max-model-len", "8k"], "--max-model-len 8192 is longer than"),
-    "no checkpoint": (["--checkpoint", "/no/such"], "cannot read /no/such/config.json"),
+    "no checkpoint": (["--model", "/no/such"], "cannot read /no/such/config.json"),
     "implementation": (["--implementation", "cuda"], "invalid choice: 'cuda'"),
     "batch": (["--batch", "0"], "argument --batch: '0' is not a size"),
     "length": (["--max-model-len", "4kb"], "argument --max-model-len: '4kb' is not a size"),
@@ -122,7 +125,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_compiling(
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled something")
     )
-    assert main(["--checkpoint", model, *arguments]) == 2
+    assert main(["--model", model, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     line = printed.err.strip().splitlines()[-1]
@@ -139,7 +142,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_compiling(
     ],
 )
 def test_a_gpu_that_is_not_there_is_missed_in_one_line(arguments, message, model, capsys):
-    assert main(["--checkpoint", model, *arguments]) == 2
+    assert main(["--model", model, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -157,7 +160,7 @@ class Endless(io.RawIOBase):
 
 def test_of_an_endless_stdin_the_model_length_is_read(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
-    assert main(["--checkpoint", model, "--prompt", "-", *SMALL]) == 2
+    assert main(["--model", model, "--prompt", "-", *SMALL]) == 2
     error = capsys.readouterr().err
     assert "--prompt - read 64 bytes of stdin" in error and "--max-model-len" in error
 
@@ -169,12 +172,12 @@ def test_a_prompt_of_stdin_is_read_to_its_end():
 
 def test_a_plan_reads_no_stdin(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert main(["--checkpoint", model, "--plan", "--prompt", "-", *SMALL]) == 0
+    assert main(["--model", model, "--plan", "--prompt", "-", *SMALL]) == 0
 
 
 def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
     """It shrinks no cache unasked, so that both say the same of one that does not fit."""
-    assert main(["--checkpoint", model, "--plan", "--json", *SMALL]) == 0
+    assert main(["--model", model, "--plan", "--json", *SMALL]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["budget"]["utilization"] == 1 and "x 4 pages x" in str(plan["items"])
 
@@ -216,12 +219,14 @@ def test_quiet_still_says_that_it_was_interrupted(model, capsys, monkeypatch):
     monkeypatch.setattr("jaxattn.cli.serve.start_engine", lambda *a: (Interrupted(), {}))
     monkeypatch.setattr("jaxattn.cli.serve.summary_lines", lambda *a: ["summary"])
     for extra, said in ([], "summary\n"), (["--quiet"], "interrupted\n"):
-        assert main(["--checkpoint", model, "--prompt", "ab", *extra, *SMALL]) == 130
+        assert main(["--model", model, "--prompt", "ab", *extra, *SMALL]) == 130
         assert capsys.readouterr().err == said
 
 
 class Interrupted:
     """An engine at Ctrl-C."""
+
+    stats = Stats()
 
     def generate(self, requests, **callbacks):
         raise GenerationInterrupted([Completion(each, (), "interrupted") for each in requests])
@@ -256,7 +261,7 @@ def test_the_version(capsys):
 
 def test_empty_stdin_is_an_empty_prompt(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert main(["--checkpoint", model, "--prompt", "-"]) == 2
+    assert main(["--model", model, "--prompt", "-"]) == 2
     assert "stdin is empty" in capsys.readouterr().err
 
 
@@ -273,7 +278,7 @@ def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys)
     checkpoint.save(tmp_path, config, params)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(damage(weights.read_bytes()))
-    assert main(["--checkpoint", str(tmp_path)]) == 2
+    assert main(["--model", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -281,22 +286,22 @@ def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys)
 def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path, capsys):
     checkpoint.save(tmp_path, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     (tmp_path / "model.safetensors").unlink()
-    assert main(["--checkpoint", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
+    assert main(["--model", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
     assert "prompt 1 has 64 bytes and the model length is 64" in capsys.readouterr().err
-    assert main(["--checkpoint", str(tmp_path), "--prompt", "y", *SMALL]) == 2
+    assert main(["--model", str(tmp_path), "--prompt", "y", *SMALL]) == 2
     assert "model.safetensors" in capsys.readouterr().err
 
 
 def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=300)
     checkpoint.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
-    assert main(["--checkpoint", str(tmp_path)]) == 2
+    assert main(["--model", str(tmp_path)]) == 2
     assert "its vocab_size is 300, not 256" in capsys.readouterr().err
 
 
 def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(model, capsys):
     arguments = ["--max-tokens", "20", "--max-model-len", "512", "--prefill-chunk", "128"]
-    assert main(["--checkpoint", model, *arguments]) == 0
+    assert main(["--model", model, *arguments]) == 0
     printed = capsys.readouterr()
     lines = printed.out.split("\n")
     assert lines.pop() == "" and all(line.startswith("[") for line in lines)
@@ -322,7 +327,7 @@ def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(
 def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, capsys):
     arguments = ["--prompt", "def f():", "--prompt", "é", "--max-tokens", "80", "--json"]
     arguments += ["--temperature", "0.5", "--seed", "5", "--batch", "1", *SMALL]
-    assert main(["--checkpoint", model, *arguments]) == 0
+    assert main(["--model", model, *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1
     result = json.loads(printed.out)
@@ -346,25 +351,23 @@ def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, cap
 
 
 def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded the weights"))
+    monkeypatch.setattr(checkpoint, "read_tensors", lambda *a: pytest.fail("read the weights"))
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
-    assert main(["--checkpoint", model, "--plan", *SMALL]) == 0
+    assert main(["--model", model, "--plan", *SMALL]) == 0
     printed = capsys.readouterr()
     for part in ("weights", "kv cache", "xla temp", "bound", "reserve"):
         assert part in printed.out
     assert {"\u2588", "\u2591"} & set(printed.out)  # a bar, empty beside a machine's memory
-    assert main(["--checkpoint", model, "--plan", "--json", "--num-pages", "3", *SMALL]) == 0
+    assert main(["--model", model, "--plan", "--json", "--num-pages", "3", *SMALL]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and "3 pages x 64 tokens" in str(plan["items"])
-    assert main(["--checkpoint", model, "--plan", "--plot", "/no/such/x.png", *SMALL]) == 2
+    assert main(["--model", model, "--plan", "--plot", "/no/such/x.png", *SMALL]) == 2
     assert "x.png" in (error := capsys.readouterr().err) or "matplotlib" in error
 
 
 @pytest.mark.parametrize("extra", [[], ["--plan"]], ids=["serving", "plan"])
 def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, model, capsys):
-    assert (
-        main(["--checkpoint", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
-    )
+    assert main(["--model", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
     printed = capsys.readouterr()
     assert "kv cache" in printed.out + printed.err and "missing" in printed.out + printed.err
     error = printed.err.strip().splitlines()[-1]
@@ -378,9 +381,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     monkeypatch.setattr(memory_plan, "temp_bound", lambda *a, **k: traced.append(a) or 0)
     said = []
     for extra in ([], ["--plan"]):
-        assert (
-            main(["--checkpoint", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
-        )
+        assert main(["--model", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
         said.append(capsys.readouterr().err.strip().splitlines()[-1])
     assert said[0] == said[1] and "what would make it fit: --batch " in said[0]
     assert len(traced) <= 8
@@ -392,7 +393,7 @@ def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monk
     arguments = ["--prompt", "ab", "--max-tokens", "4", "--utilization", "0.5", "--batch", "2"]
     arguments += ["--strict", "--json", "--max-model-len", "128", "--prefill-chunk", "16"]
     arguments += ["--decode-buckets", "1", "--prefill-buckets", "4"]
-    assert main(["--checkpoint", model, *arguments]) == 0
+    assert main(["--model", model, *arguments]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert result["after_warm_up"] == {}
@@ -419,7 +420,7 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_t
         jax.config.jax_persistent_cache_min_compile_time_secs,
     )
     try:
-        assert main(["--checkpoint", model, *arguments, *SMALL]) == 0
+        assert main(["--model", model, *arguments, *SMALL]) == 0
         assert list((tmp_path / "xla").iterdir())
         printed = capsys.readouterr()
         assert printed.out.startswith("ab") and printed.err == ""
@@ -429,14 +430,14 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_t
         compilation_cache.reset_cache()
     (tmp_path / "file").write_text("")
     arguments = ["--prompt", "ab", "--compile-cache", str(tmp_path / "file" / "x")]
-    assert main(["--checkpoint", model, *arguments, *SMALL]) == 2
+    assert main(["--model", model, *arguments, *SMALL]) == 2
     assert "--compile-cache" in capsys.readouterr().err
 
 
 def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(model, capsys):
     arguments = ["--prompt", "a", "--prompt", "b" * 120, "--max-tokens", "20"]
     arguments += ["--num-pages", "1", "--max-model-len", "256", "--batch", "2"]
-    assert main(["--checkpoint", model, *arguments]) == 1
+    assert main(["--model", model, *arguments]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("[1] a")
     assert re.search(r"\[1\] \d+ tokens, (cut by|stop)", printed.err)
@@ -459,7 +460,7 @@ def test_a_picture_without_a_plan(capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_print_what_was_generated_and_the_summary(number, model):
-    command = [sys.executable, "-m", "jaxattn.serve", "--checkpoint", model, "--json"]
+    command = [sys.executable, "-m", "jaxattn.serve", "--model", model, "--json"]
     command += ["--prompt", "def f():", "--max-model-len", "4k", "--max-tokens", "4k"]
     command += ["--batch", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -479,7 +480,9 @@ def test_ctrl_c_and_sigterm_print_what_was_generated_and_the_summary(number, mod
 
 def stream(requests, **console):
     out = io.StringIO()
-    return TextStream(Console(file=out, **console), requests), out
+    prompts = [Prompt(request.prompt) for request in requests]
+    printer = Printer(Console(file=out, **console))
+    return TextStream(printer, ByteTokenizer(), requests, prompts), out
 
 
 def feed(text_stream, request, data):
@@ -579,7 +582,7 @@ def test_a_hopper_gpu_runs_the_kernels_within_the_plan(tmp_path, capsys):
         linear_num_value_heads=2,
     )
     checkpoint.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
-    assert main(["--checkpoint", str(tmp_path), "--json", "--max-tokens", "40"]) == 0
+    assert main(["--model", str(tmp_path), "--json", "--max-tokens", "40"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["implementations"].values()) == {"mosaic_gpu"}
     assert result["device"]["platform"] == "gpu"

@@ -1,4 +1,4 @@
-"""What a row is answered does not depend on the rows beside it: models with experts, real layout."""
+"""A row of a model with experts does not depend on the rows beside it."""
 
 from functools import cache
 from pathlib import Path

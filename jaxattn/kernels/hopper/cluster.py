@@ -61,6 +61,29 @@ def block_of_cluster(blocks: int, *, interpret: bool) -> jax.Array:
     return place()
 
 
+def meet_in_cluster(barrier: Any = None, *, interpret: bool) -> None:
+    """The cluster's blocks wait for one another, and see what the others have in shared memory.
+
+    The interpreter wants a `ClusterBarrier` for it.
+    """
+    if interpret:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return
+
+    @plgpu.inline_mgpu()
+    def both(_: Any) -> None:
+        asm(
+            "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
+            [],
+            [],
+            "~{memory}",
+            convergent=True,
+        )
+
+    both()
+
+
 class Squares:
     """The sums of squares of the cluster's teams: `size` blocks that follow one another.
 

@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK, LatentFormat
+from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import (
     BY_COLUMN,
     BY_ROW,
@@ -38,7 +39,6 @@ from jaxattn.kernels.mla_decode.columns_memory import (
     TILES,
     WARPGROUPS,
     over_out,
-    store_turned,
 )
 from jaxattn.kernels.mla_decode.columns_merge import Outputs, Shared, merge
 from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS, Fragments, unknown_zero

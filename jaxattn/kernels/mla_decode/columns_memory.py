@@ -42,15 +42,6 @@ def over_out(vector: jax.Array) -> jax.Array:
     return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
 
 
-def store_turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
-    """A product, packed rows its columns, to shared memory of which they are the rows."""
-    if interpret:
-        target[...] = product.T
-    else:
-        product = plgpu.layout_cast(product, plgpu.Layout.WGMMA_TRANSPOSED)
-        target.transpose((1, 0))[...] = product
-
-
 def fp8_pages(cache_dtype: Any) -> Any:
     """The pages in tiles, or block-scaled ones as they are."""
     if cache_dtype == BYTES:

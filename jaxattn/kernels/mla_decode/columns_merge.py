@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK
+from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import (
     BY_COLUMN,
     BY_ROW,
     OUTPUTS,
     WARPGROUPS,
     over_out,
-    store_turned,
 )
 from jaxattn.kernels.mla_decode.fp8_fragments import store_output
 from jaxattn.kernels.mla_decode.part import Part

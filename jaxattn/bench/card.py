@@ -1,0 +1,38 @@
+"""What a run was made on: the commit, the card, its driver, clocks and power."""
+
+import subprocess
+from pathlib import Path
+
+QUERY = {
+    "driver": "driver_version",
+    "SM MHz": "clocks.sm",
+    "memory MHz": "clocks.mem",
+    "power W": "power.draw",
+    "power limit W": "power.limit",
+    "GPU C": "temperature.gpu",
+}
+
+
+def commit() -> str:
+    """The commit of this package's checkout, with "+" if files differ; "" outside of one."""
+    folder = Path(__file__).parent
+    number = _output(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
+    return f"{number}+" if number and changed else number
+
+
+def card() -> dict[str, str]:
+    """The first card as nvidia-smi sees it now; empty where there is none."""
+    fields = ",".join(QUERY.values())
+    said = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i0"])
+    values = [value.strip() for value in said.split(",")]
+    return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {}
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; "" if there is no such command or it fails."""
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ran.stdout.strip() if ran.returncode == 0 else ""

@@ -1,0 +1,201 @@
+"""`python -m jaxattn.bench dense`: the dense products of a decode step, one by one.
+
+A product runs as a decoder runs it: inside a `lax.scan` over the stack of all layers' weights, with
+the compiler options of a step. The stack is larger than the L2 cache. `[L, K, N]` is the layout of
+`nn.Linear`; `[L, N, K]` is that of published checkpoints. A copy of a layer's weights out of the
+stack is named, with its bytes.
+
+`us` is GPU time per layer from a profile, `longest us` that of its longest kernel, and `call us` a
+layer's share of the whole loop.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.aliasing.check import check_aliasing
+from jaxattn.bench.card import card, commit
+from jaxattn.bench.step import copied_in_loop
+from jaxattn.bench.tables import show, store
+from jaxattn.bench.timing import copy_bandwidth, device_facts, launches, rotation, seconds
+from jaxattn.models.base import compiler_options
+
+# (K, N) of each product that decoding reads, by model.
+MODELS: dict[str, dict[str, tuple[int, int]]] = {
+    "DeepSeek-V2-Lite": {
+        "q_proj": (2048, 3072), "kv_a_proj": (2048, 576), "o_proj": (2048, 2048),
+        "dense gate/up": (2048, 10944), "dense down": (10944, 2048),
+        "shared gate/up": (2048, 2816), "shared down": (2816, 2048), "lm_head": (2048, 102400),
+    },
+    "GLM-4.7-Flash": {
+        "q_a_proj": (2048, 768), "q_b_proj": (768, 5120), "kv_a_proj": (2048, 576),
+        "o_proj": (5120, 2048), "dense gate/up": (2048, 10240), "dense down": (10240, 2048),
+        "shared gate/up": (2048, 1536), "shared down": (1536, 2048), "lm_head": (2048, 154880),
+    },
+    "Qwen3-Next": {
+        "q_proj": (2048, 8192), "k_proj, v_proj": (2048, 512), "o_proj, out_proj": (4096, 2048),
+        "in_proj_qkvz": (2048, 12288), "in_proj_ba": (2048, 64),
+        "shared gate/up": (2048, 512), "shared down": (512, 2048), "lm_head": (2048, 151936),
+    },
+}  # fmt: skip
+SMALL: dict[str, dict[str, tuple[int, int]]] = {"small": {"q_proj": (64, 96), "o_proj": (96, 64)}}
+ROWS = (1, 8, 16, 32, 128)
+LAYOUTS = ("[L, K, N]", "[L, N, K]")
+GOAL = 3.8e12  # bytes per second that a kernel of our own is measured by on an H200
+COMPILERS = 8  # threads
+
+
+class Product(NamedTuple):
+    """One product: `tokens` rows by a matrix, of a stack in one of `LAYOUTS`."""
+
+    tokens: int
+    inner: int
+    outer: int
+    layout: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrix, in bfloat16."""
+        return 2 * self.inner * self.outer
+
+    @property
+    def layers(self) -> int:
+        """As many as do not fit in L2."""
+        return rotation(self.nbytes, most=128)
+
+    @property
+    def stack(self) -> tuple[int, int, int]:
+        sides = (self.inner, self.outer)
+        return self.layers, *(sides if self.layout == LAYOUTS[0] else sides[::-1])
+
+
+def products(
+    models: dict[str, dict[str, tuple[int, int]]], rows: Sequence[int], layouts: Sequence[str]
+) -> dict[Product, list[str]]:
+    """Each product once, with the names that it has."""
+    found: dict[Product, list[str]] = {}
+    for model, shapes in models.items():
+        for name, (inner, outer) in shapes.items():
+            for layout in layouts:
+                for tokens in rows:
+                    product = Product(tokens, inner, outer, layout)
+                    found.setdefault(product, []).append(f"{model} {name}")
+    return found
+
+
+def loop(x: jax.Array, stack: jax.Array, *, layout: str) -> tuple[jax.Array, jax.Array]:
+    """(a number of the last of the stack's products, x); each waits for the one before it."""
+    contracted = 0 if layout == LAYOUTS[0] else 1
+    dimensions = (((1,), (contracted,)), ((), ()))
+
+    def step(carry: tuple[jax.Array, jax.Array], weight: jax.Array) -> tuple[Any, None]:
+        x, seen = carry
+        x, _ = lax.optimization_barrier((x, seen))
+        y = lax.dot_general(x, weight, dimensions, preferred_element_type=jnp.float32)
+        return (x, lax.optimization_barrier(y)[0, 0]), None
+
+    (x, seen), _ = lax.scan(step, (x, jnp.float32(0)), stack)
+    return seen, x
+
+
+def compiled(product: Product) -> jax.stages.Compiled:
+    """The loop over a stack, compiled as a step is."""
+    options = compiler_options(jax.default_backend())
+    run = jax.jit(
+        functools.partial(loop, layout=product.layout), donate_argnums=0, compiler_options=options
+    )
+    shapes = ((product.tokens, product.inner), product.stack)
+    return run.lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def normal(shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
+
+
+def measure(product: Product, executable: jax.stages.Compiled) -> dict[str, Any]:
+    """A row of the table."""
+    held, stack = normal((product.tokens, product.inner)), normal(product.stack)
+
+    def run(_: int = 0) -> jax.Array:
+        nonlocal held
+        seen, held = executable(held, stack)
+        return seen
+
+    spent = launches(run)
+    kernels = sum(each.seconds for each in spent.values()) / product.layers
+    call = seconds(run) / product.layers
+    time = kernels or call
+    longest = max(spent, key=lambda launch: spent[launch].seconds) if spent else None
+    report = check_aliasing(executable)
+    return {
+        "T": product.tokens,
+        "K": product.inner,
+        "N": product.outer,
+        "layout": product.layout,
+        "us": time * 1e6,
+        "longest us": spent[longest].seconds / product.layers * 1e6 if longest else "",
+        "call us": call * 1e6,
+        "GB/s": product.nbytes / time / 1e9,
+        "of 3.8 TB/s": product.nbytes / time / GOAL,
+        "launches": sum(each.launches for each in spent.values()) / product.layers,
+        "temp MiB": (report.temp_bytes or 0) / 2**20,
+        "copied in the loop": copied_in_loop(report),
+        "kernel": longest.kernel[:80] if longest else "",
+    }
+
+
+def rows_of(wanted: dict[Product, list[str]]) -> Iterator[dict[str, Any]]:
+    """A row for each product; all are compiled together, a few at a time."""
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for product, executable in zip(wanted, pool.map(compiled, wanted), strict=True):
+            yield measure(product, executable) | {"of": "; ".join(wanted[product])}
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} dense",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as they come")
+    args = parser.parse_args(argv)
+    if min(args.rows) < 1:
+        parser.error(f"--rows must be positive; got {min(args.rows)}")
+    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+        parser.error(f"--json {args.json}: cannot be written there")
+    return args
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    args = parse(argv, program)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before the backend starts
+    models = SMALL if args.small else {name: MODELS[name] for name in args.models}
+    result: dict[str, Any] = {"what": "dense", "commit": commit(), **device_facts(), "rows": []}
+    result["copy_GB_s"] = copy_bandwidth(2**20 if args.small else 2**29) / 1e9
+    for row in rows_of(products(models, args.rows, LAYOUTS)):
+        print(row, file=sys.stderr, flush=True)
+        result["rows"].append(row)
+        store(result, args.json)
+    result["card"] = card()
+    store(result, args.json)
+    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
+    columns = [name for name in result["rows"][0] if name != "kernel"]
+    show(
+        f"dense products on {result['device']}",
+        [{name: row[name] for name in columns} for row in result["rows"]],
+    )
+    return 0

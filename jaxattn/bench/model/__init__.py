@@ -1,0 +1,1 @@
+"""`python -m jaxattn.bench model NAME`: a whole model's steps beside the roof of their bytes."""

@@ -1,0 +1,219 @@
+"""`python -m jaxattn.bench model NAME`: decode and prefill of a whole model with random weights.
+
+NAME is a shipped configuration (`python -m jaxattn.plan --list` names them) or a folder with a
+config.json. Every decode step stands beside its roof: the bytes it has to move, at the rate that
+kernels reach on this card. Experts are counted in the same run, in a pass that is not timed.
+"""
+
+import argparse
+import functools
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxattn.bench import plot
+from jaxattn.bench.card import card, commit
+from jaxattn.bench.model import roof, vllm
+from jaxattn.bench.model.experts import moe_layers
+from jaxattn.bench.model.kinds import Kind
+from jaxattn.bench.model.named import UnknownModel, find
+from jaxattn.bench.model.rows import Rows
+from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
+from jaxattn.bench.model.weights import random_params
+from jaxattn.bench.tables import show, store
+from jaxattn.bench.timing import copy_bandwidth, device_facts, matmul_rate
+from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.memory.budget import nbytes
+from jaxattn.models.decoder import DecoderModel
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128], help="of decode steps")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each row")
+    parser.add_argument(
+        "--prompt", type=int, default=8192, help="tokens that prefill reads; 0 for no prefill"
+    )
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[2048, 8192], help="prompt tokens at a time"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
+    parser.add_argument(
+        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="not vLLM's times")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="bars of roof and time (needs matplotlib)"
+    )
+    args = parser.parse_args(argv)
+    numbers = {"--rows": args.rows, "--chunks": args.chunks, "--context": [args.context]}
+    for option, values in numbers.items():
+        if min(values) < 1:
+            parser.error(f"{option} must be positive; got {min(values)}")
+    if args.prompt < 0:
+        parser.error(f"--prompt must be 0 or more; got {args.prompt}")
+    args.rows, args.chunks = (
+        sorted(set(args.rows)),
+        sorted({min(c, args.prompt) for c in args.chunks}),
+    )
+    try:
+        args.name, args.fields, args.model = find(args.name)
+        if args.plot:
+            plot.require_matplotlib()  # before all the measuring
+    except (UnknownModel, plot.PlotError) as error:
+        parser.error(str(error))
+    longest = max(args.context, args.prompt)
+    if longest > args.model.max_position_embeddings:
+        parser.error(
+            f"{args.name} takes {args.model.max_position_embeddings:,} tokens; got {longest:,}"
+        )
+    for path in filter(None, (args.json, args.plot)):
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            parser.error(f"{path} cannot be written")
+    if args.implementation == "mosaic_gpu":
+        try:
+            require_hopper("--implementation mosaic_gpu", interpret=False)
+        except NotImplementedError as error:
+            parser.error(str(error))
+    return args
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    args = parse(argv, program)
+    # Read when the backend starts. Peers are processes of their own and run before that.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    result: dict[str, Any] = {
+        "what": "model",
+        "model": args.name,
+        "commit": commit(),
+        "command": shlex.join([*program.split(), "model", *argv]),
+        "seed": args.seed,
+        "rows": [],
+        "kinds": {},
+    }
+    result["peers"] = [] if args.no_peers else vllm.measure(args.fields, args.rows, args.context)
+    result |= device_facts()
+    try:
+        measure(args, result)
+    except DoesNotFit as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    result["card"] = card()
+    store(result, args.json)
+    report(result)
+    if args.plot:
+        plot.save(result, args.plot)
+    return 0
+
+
+def ceilings() -> dict[str, float]:
+    """Rates of this run, beside weights that leave little room; a CPU gets sizes that are quick."""
+    gpu = jax.default_backend() == "gpu"
+    return {
+        "copy_GB_s": copy_bandwidth(2**28 if gpu else 2**20) / 1e9,
+        "matmul_TFLOP_s": matmul_rate(8192 if gpu else 128) / 1e12,
+    }
+
+
+def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Fills in rows and kinds, and stores what there is after each step."""
+    model: DecoderModel = args.model
+    rows = Rows(
+        rows=tuple(args.rows), context=args.context, prompt=args.prompt,
+        vocab=model.vocab_size, seed=args.seed,
+    )  # fmt: skip
+    check_room(model, rows)
+    params = weights(model, result)
+    result |= ceilings()
+    rate = roof.rate(result["device"], result["copy_GB_s"] * 1e9)
+    layers = len(model.spec.blocks)
+    result |= {"roof_GB_s": rate / 1e9, "layers": layers, "moe_layers": moe_layers(model)}
+    begin = time.perf_counter()
+    chunks = args.chunks if args.prompt else []
+    steps = Steps(model, params, rows, chunks, implementation=args.implementation)
+    result["caches_GB"] = nbytes(steps.state) / 1e9
+    result["compile_s"] = time.perf_counter() - begin
+    say(f"caches of {result['caches_GB']:.1f} GB, compiled in {result['compile_s']:.0f} s")
+    touched = steps.touched()
+    result["touched"] = {str(count): found for count, found in touched.items()}
+    for count in rows.rows:
+        add(result, f"decode {count}", *steps.decode(count, touched[count], rate))
+        store(result, args.json)
+    for chunk in chunks:
+        name = f"prefill by {chunk}"
+        add(result, name, *attempt(functools.partial(steps.prefill, chunk), name))
+        store(result, args.json)
+    result["peak_GB"] = (peak_bytes() or 0) / 1e9
+
+
+def weights(model: DecoderModel, result: dict[str, Any]) -> Any:
+    """The parameters; how long they took and what they took at most are facts of the run."""
+    begin = time.perf_counter()
+    params = jax.block_until_ready(random_params(model, seed=result["seed"]))
+    result["weights_GB"] = nbytes(params) / 1e9
+    result["weights_s"] = time.perf_counter() - begin
+    result["weights_peak_GB"] = (peak_bytes() or 0) / 1e9
+    say(f"weights of {result['weights_GB']:.1f} GB in {result['weights_s']:.1f} s")
+    return params
+
+
+def add(result: dict[str, Any], name: str, row: dict[str, Any], kinds: Sequence[Kind]) -> None:
+    """A row, and its kinds under its name."""
+    result["rows"].append(row)
+    result["kinds"][name] = [
+        {
+            "kind": kind.name,
+            "us": kind.seconds * 1e6,
+            "us a layer": kind.seconds * 1e6 / result["layers"],
+            "launches": kind.launches,
+            "kernels": [(kernel, origin, time * 1e6) for kernel, origin, time in kind.kernels],
+        }
+        for kind in kinds
+    ]
+    say(f"{name} {row}")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def report(result: dict[str, Any]) -> None:
+    """The tables of a run."""
+    facts = {key: value for key, value in result.items() if key not in ("rows", "kinds", "touched")}
+    print(json.dumps(facts))
+    title = f"{result['model']} on {result['device']}, roof at {result['roof_GB_s']:,.0f} GB/s"
+    for step in ("decode", "prefill"):
+        rows = [row for row in result["rows"] if row["step"].startswith(step)]
+        if rows:
+            show(f"{title}: {step}", [shown(row, result) for row in rows])
+    for name, kinds in result["kinds"].items():
+        if kinds:
+            lines = [{key: v for key, v in kind.items() if key != "kernels"} for kind in kinds]
+            show(f"{name}: where the time of the kernels goes", lines)
+    for row in result["rows"]:
+        size = f"of {row['B']} x {row.get('chunk', row['T'])} " if "B" in row else ""
+        print(f"{row['step']} {size}copies {row.get('copied in the loop', row.get('error'))}")
+    for line in result["peers"]:
+        print(line)
+
+
+def shown(row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """A row's columns, with its share of the matmul rate."""
+    kept = {k: v for k, v in row.items() if k not in ("step", "copied in the loop")}
+    if "TFLOP/s" in row:
+        kept["of matmul"] = f"{row['TFLOP/s'] / result['matmul_TFLOP_s']:.1%}"
+    return kept

@@ -1,0 +1,135 @@
+"""Where a step's time goes: what the GPU ran, by kind of op.
+
+A kernel's kind is in its name where it is ours. What XLA made is looked up in the compiled step:
+the scopes, and the functions of this package that its instruction came from.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+import jax
+
+from jaxattn.aliasing.hlo import Module
+from jaxattn.bench.timing import Launch, Spent
+
+KINDS = (
+    "attention", "experts", "router", "dense products", "norms", "sampling", "copies", "other",
+)  # fmt: skip
+# The first that fits decides. Of kernels, what their names hold:
+BY_KERNEL: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("attention", ("mla_", "gdn_", "gqa_", "kda_", "flash", "attention")),
+    ("router", ("moe_route", "topk", "top_k")),
+    ("experts", ("moe_", "grouped", "ragged")),
+    ("norms", ("rms_norm",)),
+    ("copies", ("memcpy", "memset", "copy", "dynamic_slice", "dynamic_update_slice")),
+)
+# Of instructions, what their scopes and functions hold:
+BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sampling", ("/sample/",)),
+    ("router", ("top_k", " route ")),
+    ("experts", ("mixture_of_experts", "ragged_dot")),
+    ("attention", ("/mla_decode/", "causal_attention", "_prefix/", "new_tokens/", "gated_delta")),
+    ("norms", ("rms_norm", "RMSNorm")),
+    ("dense products", ("absorb_", "dot_general")),
+    ("attention", ("mla_", "gdn_", "decode_schedule", "decode_rotation")),
+)
+MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
+ROUTER = " MixtureOfExperts.__call__ "  # multiplies by the router's matrix itself
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A line of the table, per call.
+
+    Attributes:
+        kernels: the most expensive, (name, origin, seconds), longest first.
+    """
+
+    name: str
+    seconds: float
+    launches: float
+    kernels: tuple[tuple[str, str, float], ...]
+
+
+def by_kind(spent: Mapping[Launch, Spent], compiled: jax.stages.Compiled) -> list[Kind]:
+    """The kinds that took time, in the order of `KINDS`."""
+    origins = origins_of(compiled.as_text() or "")
+    found: dict[str, list[tuple[str, str, Spent]]] = {}
+    for launch, each in spent.items():
+        origin = origins.get(plain(launch.kernel)) or origins.get(plain(launch.op), "")
+        found.setdefault(kind_of(launch.kernel, origin), []).append((launch.kernel, origin, each))
+    return [_kind(name, found[name]) for name in KINDS if name in found]
+
+
+def _kind(name: str, parts: Iterable[tuple[str, str, Spent]]) -> Kind:
+    longest = sorted(parts, key=lambda part: -part[2].seconds)
+    return Kind(
+        name=name,
+        seconds=sum(each.seconds for *_, each in longest),
+        launches=sum(each.launches for *_, each in longest),
+        kernels=tuple((kernel, origin, each.seconds) for kernel, origin, each in longest[:8]),
+    )
+
+
+def kind_of(kernel: str, origin: str) -> str:
+    """The kind of a kernel by its name and its instruction's origin, "" if that is unknown."""
+    for kind, words in BY_KERNEL:
+        if any(word in kernel.lower() for word in words):
+            return kind
+    for kind, words in BY_ORIGIN:
+        if kind == "dense products" and "dot_general" in origin and origin.endswith(ROUTER):
+            return "router"
+        if any(word in origin for word in words):
+            return kind
+    return "dense products" if any(word in kernel.lower() for word in MATMULS) else "other"
+
+
+def plain(name: str) -> str:
+    """An instruction's name as its kernel has it."""
+    return re.sub(r"[.\-]", "_", name)
+
+
+def origins_of(text: str) -> dict[str, str]:
+    """For each instruction of an optimised HLO module, by its kernel's name, "scopes functions ".
+
+    The functions are those that called each other when it was traced, the outermost first.
+    """
+    functions = _functions(text)
+    origins = {}
+    for instructions in Module(text).computations.values():
+        for name, instruction in instructions.items():
+            frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+            called = functions.get(frame[1], ()) if frame else ()
+            if instruction.op_name or called:
+                origins[plain(name)] = f"{instruction.op_name} {' '.join(called)} "
+    return origins
+
+
+def _functions(text: str) -> dict[str, tuple[str, ...]]:
+    """The functions of each stack frame, outermost first, from the tables before the module."""
+    tables: dict[str, dict[str, str]] = {}
+    entries: dict[str, str] = {}
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            entries = tables.setdefault(line, {})
+        elif row := re.match(r"(\d+) (.*)", line):
+            entries[row[1]] = row[2]
+        elif line.startswith(("ENTRY", "%")):
+            break
+    frames = tables.get("StackFrames", {})
+    parents = {frame: _number(entry, "parent_frame_id") for frame, entry in frames.items()}
+    # Where a frame would be its own parent, 1 stands for no parent and n for the frame n - 1.
+    shift = any(frame == parent for frame, parent in parents.items())
+    found: dict[str, tuple[str, ...]] = {}
+    for frame, entry in frames.items():
+        location = tables["FileLocations"].get(_number(entry, "file_location_id"), "")
+        function = tables["FunctionNames"].get(_number(location, "function_name_id"), "")
+        parent = str(int(parents[frame] or 0) - shift)
+        found[frame] = (*found.get(parent, ()), function.strip('"'))
+    return found
+
+
+def _number(entry: str, field: str) -> str:
+    found = re.search(rf"{field}=(\d+)", entry)
+    return found[1] if found else ""

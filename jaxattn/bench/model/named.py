@@ -1,0 +1,40 @@
+"""The model that a name stands for: a shipped configuration, or a folder with a config.json."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxattn.models import known
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.huggingface import CONFIG, read_json
+from jaxattn.models.registry import read_model
+
+
+class UnknownModel(ValueError):
+    """No model has this name, or it cannot be run; the message says which can."""
+
+
+def find(name: str) -> tuple[str, dict[str, Any], DecoderModel]:
+    """(name, the fields of its config.json, the model).
+
+    Args:
+        name: of a shipped configuration (case does not matter), or a folder.
+
+    Raises:
+        UnknownModel: there is none, or its family or a field of it is not implemented.
+    """
+    shipped = {each.lower(): each for each in known.NAMES}
+    found = shipped.get(name.lower(), Path(name).resolve().name)
+    path = known.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
+    if not path.is_file():
+        raise UnknownModel(
+            f"unknown model {name!r}: use one of {', '.join(known.NAMES)}, or a folder with a "
+            f"{CONFIG}"
+        )
+    try:
+        fields = read_json(path)
+        model, _, _ = read_model(Fields(fields, str(path)))
+    except (CheckpointError, ConfigError, ValueError) as error:
+        raise UnknownModel(str(error)) from error
+    return found, fields, model

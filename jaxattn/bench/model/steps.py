@@ -1,0 +1,208 @@
+"""A model's decode and prefill steps, compiled as the engine compiles them, and their times.
+
+`kernels ms` is GPU time of all that a step runs, from a profile after a short warm-up: a burst.
+`ms` is a step's share of a longer run of steps. Each is sent before the one before it is done, as
+the engine sends them, so this is what a token takes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxattn.aliasing.check import AliasingError, check_aliasing
+from jaxattn.arena import ArenaSpec
+from jaxattn.bench.model import experts, roof
+from jaxattn.bench.model.kinds import Kind, by_kind
+from jaxattn.bench.model.rows import Rows
+from jaxattn.bench.model.weights import random_state
+from jaxattn.bench.step import copied_in_loop
+from jaxattn.bench.timing import PROFILED, launches, seconds
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.steps import EntryPoint
+from jaxattn.memory.budget import nbytes
+from jaxattn.models.base import init_state, jit_step, overlaid
+from jaxattn.models.decoder import DecoderModel
+
+STEPS = 4  # different batches, taken in turn; the experts of each are counted
+RUN_SECONDS = 0.2  # of a run of steps
+COMPILERS = 8  # threads
+
+
+class DoesNotFit(ValueError):
+    """The device is too small for the weights and caches of a run."""
+
+
+class Steps:
+    """A model with random weights, its caches and its compiled steps on one device.
+
+    Args:
+        params: of `random_params`, packed here.
+        chunks: prompt tokens that prefill reads at a time, one executable for each.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        params: Any,
+        rows: Rows,
+        chunks: Sequence[int],
+        *,
+        implementation: Implementation | None = None,
+    ) -> None:
+        self.model, self.rows, self.implementation = model, rows, implementation
+        decodes = [EntryPoint("decode", count, 1) for count in rows.rows]
+        prefills = [EntryPoint("prefill", 1, chunk) for chunk in chunks]
+        self.params: Any = model.pack(params)
+        self.state: Any = random_state(model, rows.size, arena(model, rows), seed=rows.seed + 1)
+        jax.block_until_ready((self.params, self.state))
+        entries = [*decodes, *prefills]
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            self._compiled = {entry: pool.submit(self._compile, entry) for entry in entries}
+
+    def touched(self) -> dict[int, list[int]]:
+        """Distinct experts of each layer and batch that is timed, by the number of rows."""
+        batches = [self.rows.decode(self.rows.most, step)[0] for step in range(STEPS)]
+        found, self.state = experts.distinct(
+            self.model,
+            self.params,
+            self.state,
+            batches,
+            self.rows.rows,
+            implementation=self.implementation,
+        )
+        return found
+
+    def decode(self, count: int, touched: Sequence[int], rate: float) -> tuple[dict, list[Kind]]:
+        """A row of the table and where the time goes, for steps of `count` rows.
+
+        Args:
+            touched: distinct experts, of each layer.
+            rate: bytes per second of the roof.
+        """
+        compiled = self._compiled[EntryPoint("decode", count, 1)].result()
+        batches = [self.rows.decode(count, step) for step in range(STEPS)]
+        whole, kernels, kinds = self._times(compiled, batches)
+        mean = sum(touched) / len(touched) if touched else 0.0
+        moved = roof.moved(self.model, count, self.rows.context, mean)
+        bound = moved.total / rate
+        layers = len(self.model.spec.blocks)
+        row = {
+            "step": "decode",
+            "B": count,
+            "T": self.rows.context,
+            "ms": whole * 1e3,
+            "kernels ms": kernels * 1e3,
+            "roof ms": bound * 1e3,
+            "times roof": whole / bound,
+            "us a layer over roof": (whole - bound) * 1e6 / layers,
+            "tokens/s": count / whole,
+            "GB": moved.total / 1e9,
+            "gaps us a layer": (whole - kernels) * 1e6 / layers,
+            "experts": mean,
+            "uniform": experts.expected(self.model, count),
+            "launches": sum(kind.launches for kind in kinds),
+            **_compiled_facts(compiled),
+        }
+        return row, kinds
+
+    def prefill(self, chunk: int) -> tuple[dict, list[Kind]]:
+        """A row of the table and where the time goes, for one prompt read `chunk` at a time."""
+        compiled = self._compiled[EntryPoint("prefill", 1, chunk)].result()
+        batches = self.rows.chunks(chunk)
+        whole, kernels, kinds = self._times(compiled, batches, together=len(batches))
+        work, unknown = roof.flops(self.model, self.rows.prompt)
+        row = {
+            "step": "prefill",
+            "B": 1,
+            "T": self.rows.prompt,
+            "chunk": chunk,
+            "ms": whole * 1e3,
+            "kernels ms": kernels * 1e3,
+            "TFLOP": work / 1e12,
+            "TFLOP/s": work / whole / 1e12,
+            "tokens/s": self.rows.prompt / whole,
+            "launches": sum(kind.launches for kind in kinds),
+            **_compiled_facts(compiled),
+        }
+        return (row | {"not counted": " ".join(unknown)} if unknown else row), kinds
+
+    def _times(
+        self, compiled: jax.stages.Compiled, batches: Sequence[Any], *, together: int = 1
+    ) -> tuple[float, float, list[Kind]]:
+        """Seconds in a run, seconds of kernels, and their kinds, of `together` steps in order."""
+
+        def call(number: int = 0) -> Any:
+            for place in range(together):
+                batch = batches[(number * together + place) % len(batches)]
+                result, self.state = compiled(self.params, self.state, batch)
+            return result
+
+        once = seconds(call, repeats=1, warmup=0.0)
+        spent = launches(call, calls=min(PROFILED, math.ceil(RUN_SECONDS / once)))
+        kernels = sum(each.seconds for each in spent.values())
+        calls = min(256, math.ceil(RUN_SECONDS / (kernels or once)))
+
+        def run() -> Any:
+            for number in range(calls):
+                result = call(number)
+            return result
+
+        whole = seconds(run, repeats=5 if calls > 1 else 3) / calls
+        return whole, kernels or whole, by_kind(spent, compiled)
+
+    def _compile(self, entry: EntryPoint) -> jax.stages.Compiled:
+        prefill = entry.kind == "prefill"
+        step = jit_step(
+            entry.step(self.model),
+            implementation=None
+            if prefill and self.implementation != "xla"
+            else self.implementation,
+        )
+        batch = entry.batch_shapes(self.rows.width)
+        return step.lower(self.params, self.state, batch).compile()
+
+
+def arena(model: DecoderModel, rows: Rows) -> ArenaSpec:
+    """The scratch of all decode steps of a run."""
+    counts = ((count, rows.width) for count in rows.rows)
+    return overlaid(s for count, width in counts for s in model.scratch(count, max_pages=width))
+
+
+def check_room(model: DecoderModel, rows: Rows) -> None:
+    """Raises DoesNotFit where weights and caches are larger than the device."""
+    state = jax.eval_shape(lambda: init_state(model, rows.size, arena(model, rows)))
+    weights, caches = nbytes(model.param_shapes()), nbytes(state)
+    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if room is not None and weights + caches > room:
+        raise DoesNotFit(
+            f"weights of {weights / 1e9:.1f} GB and caches of {caches / 1e9:.1f} GB for "
+            f"{rows.most} rows of {rows.context} tokens do not fit in {room / 1e9:.1f} GB; use "
+            "fewer --rows or a smaller --context"
+        )
+
+
+def peak_bytes() -> int | None:
+    """The most that the device has held; None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def attempt(make: Callable[[], tuple[dict, list[Kind]]], what: str) -> tuple[dict, list[Kind]]:
+    """A row, or one that says why there is none: a chunk may be too large for the device."""
+    try:
+        return make()
+    except jax.errors.JaxRuntimeError as error:
+        return {"step": what, "error": str(error).splitlines()[0][:200]}, []
+
+
+def _compiled_facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    try:
+        report = check_aliasing(compiled)
+    except AliasingError as error:
+        return {"temp MiB": "", "copied in the loop": str(error).splitlines()[0]}
+    return {
+        "temp MiB": (report.temp_bytes or 0) / 2**20,
+        "copied in the loop": copied_in_loop(report),
+    }

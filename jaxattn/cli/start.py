@@ -1,0 +1,179 @@
+"""From a model's files to a running engine: the weights are loaded while XLA compiles.
+
+    measure the device, check the plan -> compile            -> start the engine
+                                       -> fetch, check, load ->
+
+Loading begins when the device is measured, so that no weight counts as another's memory, and when
+the plan fits, so that a model which does not fit is refused before it is read.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxattn.cli.models import Chosen, one_line, refusals
+from jaxattn.cli.options import InputError
+from jaxattn.cli.planned import refused_plan
+from jaxattn.cli.progress import Display
+from jaxattn.cli.report import plan_lines
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.prepare import prepare
+from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import Model
+from jaxattn.text import Tokenizer
+
+
+def choose_device(
+    device: str, implementation: str | None, utilization: float | None = None
+) -> None:
+    """Makes JAX use the device, and take as much of its memory as `utilization` says.
+
+    Raises:
+        InputError: it is not there, or the implementation cannot run on it.
+    """
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    if utilization is not None:  # read once, when JAX first sees its devices
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
+        # One piece from the start: a pool that grows is in pieces that a large cache may not fit.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    try:
+        platform = jax.devices()[0].platform
+    except RuntimeError as error:
+        raise InputError(f"JAX finds no device: {one_line(error)}") from error
+    if device == "gpu" and platform != "gpu":
+        raise InputError(
+            f"--device gpu: JAX sees no GPU, its device is {platform!r}; install jaxattn[cuda13] "
+            "or jaxattn[cuda12] on a machine with one"
+        )
+    if implementation == "mosaic_gpu":
+        try:
+            require_hopper("--implementation mosaic_gpu", interpret=False)
+        except NotImplementedError as error:
+            raise InputError(one_line(error)) from error
+
+
+def keep_compiled(folder: Path) -> None:
+    """Makes JAX keep what it compiles and tunes in a folder.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--compile-cache {folder}: {error.strerror or error}") from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class Stopped(Exception):
+    """What ends a loading that nobody waits for any more."""
+
+
+class Loading:
+    """Loads in a thread of its own. Leaving the context ends it.
+
+    Args:
+        load: makes what is loaded. It calls `watch` with every piece, and lets what that raises
+            pass.
+    """
+
+    def __init__(self, load: Callable[["Loading"], Any]):
+        self._load, self._ended = load, threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "loading")
+        self._future: concurrent.futures.Future[Any] | None = None
+
+    def start(self) -> None:
+        self._future = self._pool.submit(self._load, self)
+
+    def watch(self) -> None:
+        """Raises Stopped if the loading was ended."""
+        if self._ended.is_set():
+            raise Stopped
+
+    def check(self) -> None:
+        """Raises what went wrong with the loading, if it did."""
+        if self._future and self._future.done():
+            self._future.result()
+
+    def result(self) -> Any:
+        """What was loaded, once: nothing of it is kept here.
+
+        Raises:
+            What went wrong with the loading.
+        """
+        assert self._future is not None
+        future, self._future = self._future, None
+        return future.result()
+
+    def __enter__(self) -> "Loading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._pool.shutdown()
+
+
+def start_engine(
+    chosen: Chosen,
+    model: Model,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    options: argparse.Namespace,
+    messages: Console,
+) -> tuple[Engine, dict[str, float]]:
+    """(a running engine, the seconds that each executable took to compile).
+
+    The engine's plan is printed before its state is allocated. A folder is checked before anything
+    is compiled, a model of the hub when it has been fetched.
+
+    Raises:
+        InputError: the model does not fit, its plan is printed; its weights are damaged or not to
+            be had; or the named implementation refuses.
+    """
+    checked = None if chosen.name else chosen.weights()
+    compile_seconds: dict[str, float] = {}
+    with Display(messages) as display:
+
+        def load(loading: Loading) -> Any:
+            def moved(what: str, done: int, total: int) -> None:
+                loading.watch()
+                display.moved(what, done, total)
+
+            weights = checked or chosen.weights(lambda *now: moved("fetching", *now))
+            return weights.place(lambda *now: moved("loading", *now))
+
+        def on_compile(name: str, seconds: float | None) -> None:
+            loading.check()
+            display.compiles(name, done=seconds is not None)
+            if seconds is not None:
+                compile_seconds[name] = seconds
+
+        with refused_plan(messages, display.stop), refusals(), Loading(load) as loading:
+            prepared = prepare(
+                model,
+                model.param_shapes(),
+                limits,
+                implementation=options.implementation,
+                on_compile=on_compile,
+                on_fits=loading.start,
+                # A CPU compiles one step with all its cores; for a GPU several threads help.
+                workers=4 if jax.default_backend() == "gpu" else 1,
+            )
+            engine = Engine.of(prepared, strict=options.strict, detokenize=tokenizer.decode)
+            params = loading.result()
+        display.stop()
+        for line in plan_lines(engine.plan):
+            messages.print(line)
+        with refused_plan(messages, display.stop):
+            engine.start(params)
+    return engine, compile_seconds

@@ -1,0 +1,77 @@
+"""A token's sum over its experts, in the order of its ids: a block for some columns of a token.
+
+Limits: 128 columns at least. Reference and tests: `jaxattn.ops.moe` (implementation="xla"),
+tests/kernels/moe/test_kernel.py.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.machine import interpret_mode
+from jaxattn.kernels.moe.product import Panels
+
+THREADS = 128
+
+
+def combine(
+    y: jax.Array,
+    positions: jax.Array,
+    weights: jax.Array,
+    *,
+    results: Panels,
+    features: int,
+    columns: int,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t, k]]`, 0 for position -1.
+
+    Args:
+        y: a 2-D float32 array, in which `results` says where the rows are.
+        columns: at most so many of the output are a block's.
+    """
+    tokens, top_k = positions.shape
+    columns = math.gcd(results.width, columns)
+    vector = next(n for n in (4, 2, 1) if columns % (n * THREADS) == 0)
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=vector)
+
+    def full(value: Any) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, (columns,), []), layout)
+
+    def body(y_ref: Any, positions_ref: Any, weights_ref: Any, out_ref: Any) -> None:
+        token, first = lax.axis_index("token"), lax.axis_index("piece") * columns
+        of_panel = results.first + lax.div(first, results.width) * results.rows
+        some = pl.ds(pl.multiple_of(lax.rem(first, results.width), columns), columns)
+        places = [positions_ref[token, k] for k in range(top_k)]
+        rows = [
+            plgpu.load(y_ref.at[of_panel + jnp.maximum(place, 0), some], layout=layout)
+            for place in places
+        ]
+        total = full(jnp.float32(0))
+        for k, (place, row) in enumerate(zip(places, rows, strict=True)):
+            # A select: where there is no expert, what was read may be NaN.
+            share = row * full(weights_ref[token, k])
+            total += jnp.where(full(place) >= 0, share, full(jnp.float32(0)))
+        out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tokens, features), jnp.float32),
+        grid=(tokens, features // columns),
+        grid_names=("token", "piece"),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name="moe_combine",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):
+        return kernel(y, positions, weights.astype(jnp.float32))

@@ -1,0 +1,81 @@
+"""FP8 weights, in shared memory as they are stored, as the left operand of wgmma in registers.
+
+A tile [64, 128] has rows of 128 bytes, the chunks of 16 swizzled: chunk c of row i is at c ^ (i % 8).
+Warp w, lane 4 g + t has of each step of 16 columns the rows 16 w + g and 8 below, and columns 2 t
+and 2 t + 1, and 8 behind: two bytes a load, of which the warp's lie in banks of their own.
+
+float16 has e4m3's numbers by one conversion. For bfloat16 the bits of an e4m3 number are moved to
+where bfloat16 has them, which makes it 2**-120 times itself, and it is multiplied by 2**120: both
+are exact, subnormal numbers included. The two NaN of e4m3 become 480, which no other number is.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from jaxattn.kernels.hopper.registers import (
+    Thread,
+    asm_word,
+    fragmented,
+    i32,
+    joined,
+    load,
+    plus,
+    times,
+    word,
+)
+from jaxattn.kernels.moe.config import BLOCK, ROWS
+
+# A tile's rows are as wide as the swizzle. (A tiling would want a tile of 8 rows of them.)
+SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
+HALF_WARP = 8 * BLOCK  # bytes from a row to that 8 below
+# Of a word whose lower half has two e4m3 numbers: each in the upper byte of a half.
+SPREAD = (
+    "{ .reg .b32 x, y; prmt.b32 x, $1, 0, 0x1404; shr.u32 y, x, 4; and.b32 y, y, 0x07f007f0; "
+    "and.b32 x, x, 0x80008000; or.b32 x, x, y; mul.rn.bf16x2 $0, x, $2; }"
+)
+TWO_TO_120 = 0x7B807B80  # as bfloat16, twice
+
+
+def widened(tile: Any, dtype: Any) -> jax.Array:
+    """The tile's [64, 128] numbers in `dtype`, as wgmma takes them from registers."""
+    out = plgpu.ShapeDtypeStruct((ROWS, BLOCK), dtype, layout=plgpu.Layout.WGMMA)
+    half = jnp.dtype(dtype) == jnp.float16
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=out)
+    return run(lambda _, x: _widened(x, half))(tile)
+
+
+def _widened(tile: Any, half: bool) -> Any:
+    place = Thread()
+    row = plus(times(place.warp, 16), place.g)
+    inside = plus(times(row, BLOCK), times(place.t, 2))
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+    registers = []
+    for step in range(BLOCK // 16):
+        at = plus(inside, times(arith.xori(word(step), place.g), 16))
+        for columns in range(2):
+            for rows in range(2):
+                two = _two_bytes(tile, at, 8 * columns + HALF_WARP * rows)
+                wide = _as_float16(two) if half else _as_bfloat16(two)
+                registers.append(vector.bitcast(pair, joined([wide])))
+    return fragmented(registers, (ROWS, BLOCK), mgpu.WGMMA_LAYOUT)
+
+
+def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:
+    """In the lower half of a word."""
+    (two,) = load(tile, offset, fixed, 1, ir.IntegerType.get_signless(16))
+    return arith.extui(i32(), two)
+
+
+def _as_bfloat16(two: Any) -> Any:
+    return asm_word(SPREAD, two, word(TWO_TO_120), movable=True)
+
+
+def _as_float16(two: Any) -> Any:
+    code = "{ .reg .b16 x, y; mov.b32 {x, y}, $1; cvt.rn.f16x2.e4m3x2 $0, x; }"
+    return asm_word(code, two, movable=True)

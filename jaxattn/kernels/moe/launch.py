@@ -1,0 +1,143 @@
+"""`jaxattn.ops.moe.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.moe.combine import combine
+from jaxattn.kernels.moe.config import BLOCK, ROWS, Config, choose, padded_rows, panel
+from jaxattn.kernels.moe.product import Panels, grouped_product
+from jaxattn.kernels.moe.work import work_list
+
+OP = "mixture_of_experts"
+HALVES = ("bfloat16", "float16")
+FP8 = jnp.float8_e4m3fn
+
+
+def scratch(
+    *,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    expert_size: int,
+    dtype: Any = jnp.bfloat16,
+    config: Config | None = None,
+) -> ArenaSpec:
+    """Scratch of `mixture_of_experts`: what the experts make of the tokens, inside and out.
+
+    Args:
+        tokens: T, padding included.
+        dtype: of the products' operands.
+        config: how it is cut, where that was given.
+    """
+    sizes: dict[str, int] = {
+        "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
+        "expert_size": expert_size,
+    }  # fmt: skip
+    config = config or choose(**sizes)
+    rows = padded_rows(tokens, top_k, experts, config.columns)
+    shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
+    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(hidden), jnp.float32))
+
+
+def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
+    """Raises `NotImplementedError` with the reason where the kernels do not serve."""
+    require_hopper(OP, interpret=interpret)
+    features, width = gate_up.shape[-1], gate_up.shape[-2] // 2
+    quantized = gate_up.dtype == FP8
+    least = BLOCK if quantized else ROWS
+    if features % BLOCK or width % least:
+        raise NotImplementedError(
+            f"{OP}: the kernels have F a multiple of {BLOCK} and I of {least}, and got F = "
+            f"{features}, I = {width}"
+        )
+    operands = x.dtype.name if quantized else gate_up.dtype.name
+    if operands not in HALVES:
+        raise NotImplementedError(
+            f"{OP}: the kernels multiply bfloat16 and float16 numbers, and got x {x.dtype.name}, "
+            f"gate_up {gate_up.dtype.name}"
+        )
+    if x.shape[0] == 0:
+        raise NotImplementedError(f"{OP}: the kernels want some tokens, and got x {x.shape}")
+
+
+def mixture_of_experts_mosaic(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
+    layer: jax.Array | int,
+    affine: tuple[int, int] = (1, 0),
+    arena: Arena | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> Any:
+    """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
+
+    `affine` (a, b): the layer is `a * layer + b`.
+    """
+    refuse(x, gate_up, interpret=interpret)
+    (tokens, features), top_k = x.shape, ids.shape[1]
+    experts, width = gate_up.shape[1], gate_up.shape[2] // 2
+    sizes: dict[str, int] = {
+        "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": features,
+        "expert_size": width,
+    }  # fmt: skip
+    config = config or choose(**sizes, quantized=gate_up_scale is not None)
+    dtype = gate_up.dtype if gate_up_scale is None else x.dtype
+    spec = scratch(**sizes, dtype=dtype, config=config)
+    columns = config.columns
+    rows = padded_rows(tokens, top_k, experts, columns)
+    work = work_list(ids, experts, columns)
+    x = x.astype(dtype)
+    if work.tokens is None:
+        x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    else:
+        x = x[work.tokens]
+
+    places, lanes = {}, {}
+    for name, size in (("h", width), ("y", features)):
+        if arena is None:
+            region = spec.region(name)
+            lane, first = jnp.empty((math.prod(region.shape[:2]), panel(size)), region.dtype), 0
+        else:
+            lane, first = arena.lane(spec, name, width=panel(size))
+        places[name], lanes[name] = Panels(first, rows, panel(size)), lane
+
+    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    common: dict[str, Any] = {
+        "layer": number, "affine": affine, "columns": columns, "interpret": interpret,
+        "detect_races": detect_races,
+    }  # fmt: skip
+    if gate_up_scale is not None:  # gate's and up's blocks of rows, one after the other
+        gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)
+    h_ref, y_ref = jax.new_ref(lanes["h"]), jax.new_ref(lanes["y"])
+    grouped_product(
+        x, gate_up, gate_up_scale, work, h_ref,
+        source=Panels(0, x.shape[0], features), results=places["h"], product=config.gate_up,
+        gated=True, name="moe_gate_up", **common,
+    )  # fmt: skip
+    h = jax.freeze(h_ref)
+    grouped_product(
+        h, down, down_scale, work, y_ref,
+        source=places["h"], results=places["y"], product=config.down,
+        gated=False, name="moe_down", **common,
+    )  # fmt: skip
+    y = jax.freeze(y_ref)
+    out = combine(
+        y, work.positions, weights, results=places["y"], features=features,
+        columns=config.combine, interpret=interpret, detect_races=detect_races,
+    )  # fmt: skip
+    if arena is None:
+        return out
+    return out, arena.with_lane(spec, "h", h).with_lane(spec, "y", y)

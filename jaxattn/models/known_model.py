@@ -1,0 +1,144 @@
+"""What a memory plan needs to know of a model: its weights in lines, its caches, its scratch.
+
+`BuiltModel` (known_shapes.py) takes them from a model that this package runs, `CountedModel`
+(known_count.py) from a config.json alone. A plan cannot tell them apart.
+"""
+
+import abc
+import dataclasses
+import math
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.models.base import LayerCache
+from jaxattn.models.parts import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """`count` matrices of one shape.
+
+    Attributes:
+        kind: the line of the plan they belong to.
+        shape: of one of them.
+        split: how several GPUs divide them, see `parts.Split`.
+        quantized: stored in the checkpoint's quantized format, if it has one.
+        dtype_bytes: otherwise.
+        scales: of quantized numbers: they are bytes and no parameters.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    count: int = 1
+    split: Split = "all"
+    quantized: bool = True
+    dtype_bytes: int = 2
+    scales: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return 0 if self.scales else math.prod(self.shape) * self.count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What decides the bytes of a layer's activations. What a model does not have is 0.
+
+    Attributes:
+        qk_dim, v_dim: of an attention head.
+        latent: numbers that an MLA layer caches for a token.
+        low_rank: of its queries.
+        mlp_size: columns of the dense feed-forwards.
+        experts, top_k, expert_size: of the routed experts.
+        state_heads, state_shape: of a recurrent state, [Dv, Dk] each.
+        key_heads: that those share.
+        conv_channels: of the short convolution before it.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    latent: int = 0
+    low_rank: int = 0
+    mlp_size: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_size: int = 0
+    state_heads: int = 0
+    key_heads: int = 0
+    state_shape: tuple[int, int] = (0, 0)
+    conv_channels: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KnownModel(abc.ABC):
+    """A model, for a plan.
+
+    Attributes:
+        weights: of the layers, embedding and head.
+        extra: of its prediction layers, where those can be loaded.
+        max_position_embeddings: the longest row in tokens.
+        stored: how the weights lie in memory, in words.
+        unread: tensors of its checkpoint that the loader skips, in words; "" for none.
+        block: side of the squares that share a scale, where `Weights.quantized` decides; else 0.
+    """
+
+    name: str
+    weights: tuple[Weights, ...]
+    extra: tuple[Weights, ...] = ()
+    max_position_embeddings: int
+    stored: str
+    unread: str = ""
+    block: int = 0
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> Sizes:
+        """What decides the bytes of activations.
+
+        Raises:
+            ValueError: the model has a kind of layer for which there is no bound.
+        """
+
+    @property
+    @abc.abstractmethod
+    def num_heads(self) -> int:
+        """Of attention; 0 without attention."""
+
+    @property
+    def dtype(self) -> str:
+        """Of queries and other operands of the matrix products."""
+        return "bfloat16"
+
+    @abc.abstractmethod
+    def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
+        """What one of `ways` GPUs keeps of its rows; `cache_dtype` None is the model's own."""
+
+    @abc.abstractmethod
+    def scratch(
+        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1
+    ) -> tuple[ArenaSpec, ...]:
+        """The scratch of each op of a decode step, on one of `ways` GPUs."""
+
+    def copied_bytes(self, ways: int = 1) -> int:
+        """What an engine adds to the weights by packing them, on one of `ways` GPUs."""
+        return 0
+
+    def stored_bytes(self, weights: Weights) -> tuple[int, int]:
+        """(bytes of the numbers, bytes of their scales) of one matrix."""
+        size = math.prod(weights.shape)
+        if not (self.block and weights.quantized):
+            return size * weights.dtype_bytes, 0
+        scales = math.prod(-(-side // self.block) for side in weights.shape)
+        return size, 4 * scales
+
+    def total_parameters(self, *, extra: bool = False) -> int:
+        return sum(w.parameters for w in (*self.weights, *(self.extra if extra else ())))
+
+    def total_bytes(self, *, extra: bool = False) -> int:
+        """Of all weights, on one device."""
+        return sum(
+            sum(self.stored_bytes(w)) * w.count
+            for w in (*self.weights, *(self.extra if extra else ()))
+        )

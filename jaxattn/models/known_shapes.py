@@ -1,0 +1,156 @@
+"""What a plan needs to know of a model that this package runs: from the shapes of its parameters.
+
+    BuiltModel.of("Youtu-LLM-2B", model)
+
+Its parameters are those that the loader allocates (`known_stored.py`), so that a line of the plan
+is a sum of their bytes.
+"""
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.fp8_blocks import block_counts
+from jaxattn.memory.budget import nbytes
+from jaxattn.models.base import LayerCache
+from jaxattn.models.blocks import GDN, MLA, MLP, MoE
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.known_model import KnownModel, Sizes, Weights
+from jaxattn.models.known_stored import PLAIN, Stored
+from jaxattn.models.parts import divided, part_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltModel(KnownModel):
+    """A decoder, for a plan.
+
+    Attributes:
+        model: its decoder, with the weights' formats as the loader makes them.
+        format: how its checkpoint stores the weights.
+    """
+
+    model: DecoderModel
+    format: Stored = PLAIN
+
+    @classmethod
+    def of(
+        cls, name: str, model: DecoderModel, stored: Stored = PLAIN, *, unread: str = ""
+    ) -> "BuiltModel":
+        """Of a decoder.
+
+        Raises:
+            ValueError: nothing says how GPUs divide one of its parameters; it is named.
+        """
+        shapes = model.param_shapes()
+        dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(shapes)}))
+        return cls(
+            name=name,
+            weights=weights_of(model),
+            max_position_embeddings=model.max_position_embeddings,
+            stored=f"{dtypes}, {stored.words}",
+            unread=unread,
+            model=model,
+            format=stored,
+        )
+
+    @cached_property
+    def whole_fp8_bytes(self) -> int:
+        """Of the weights with every FP8 matrix of the checkpoint kept in FP8."""
+        total = 0
+        for key, leaf in nnx.to_flat_state(self.model.param_shapes()):
+            wide = jnp.dtype(leaf.dtype).itemsize > 1
+            if wide and part_of(self.model.spec, key).published_fp8:
+                scales = math.prod((*leaf.shape[:-2], *block_counts(*leaf.shape[-2:])))
+                total += leaf.size + 4 * scales
+            else:
+                total += leaf.size * jnp.dtype(leaf.dtype).itemsize
+        return total
+
+    @property
+    def num_heads(self) -> int:
+        mixers = self.model.spec.mixers.values()
+        return next((each.num_heads for each in mixers if isinstance(each, MLA)), 0)
+
+    @property
+    def dtype(self) -> str:
+        return self.model.spec.stream.dtype
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        spec = self.model.spec
+        found: dict[str, Any] = {"num_heads": 0, "qk_dim": 0, "v_dim": 0}
+        for mixer in spec.mixers.values():
+            if isinstance(mixer, MLA):
+                found |= _of_mla(mixer)
+            elif isinstance(mixer, GDN):
+                found |= {
+                    "state_heads": mixer.num_v_heads,
+                    "key_heads": mixer.num_k_heads,
+                    "state_shape": (mixer.head_v_dim, mixer.head_k_dim),
+                    "conv_channels": mixer.conv_dim,
+                }
+            else:
+                raise ValueError(
+                    f"a plan for several GPUs bounds MLA and GDN layers; {self.name} has "
+                    f"{type(mixer).__name__} layers"
+                )
+        kinds = {block.feed_forward for block in spec.blocks}
+        mlps = [each.intermediate_size for each in kinds if isinstance(each, MLP)]
+        moes = [each for each in kinds if isinstance(each, MoE)]
+        return Sizes(
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.stream.hidden_size,
+            mlp_size=max([*mlps, *(each.shared_size for each in moes)], default=0),
+            experts=max((each.router.experts for each in moes), default=0),
+            top_k=max((each.router.top_k for each in moes), default=0),
+            expert_size=max((each.expert_size for each in moes), default=0),
+            **found,
+        )
+
+    def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
+        return divided(self.model, ways, cache_dtype).caches
+
+    def scratch(
+        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1
+    ) -> tuple[ArenaSpec, ...]:
+        return divided(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
+
+    def copied_bytes(self, ways: int = 1) -> int:
+        model = divided(self.model, ways)
+        shapes = model.param_shapes()
+        return nbytes(jax.eval_shape(model.pack, shapes)) - nbytes(shapes)
+
+
+def _of_mla(mixer: MLA) -> dict[str, Any]:
+    return {
+        "num_heads": mixer.num_heads,
+        "qk_dim": mixer.qk_nope_head_dim + mixer.qk_rope_head_dim,
+        "v_dim": mixer.v_head_dim,
+        "latent": mixer.kv_lora_rank + mixer.qk_rope_head_dim,
+        "low_rank": mixer.q_lora_rank or 0,
+    }
+
+
+def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
+    """The lines of a decoder's parameters, in the order of its state."""
+    found = []
+    for key, leaf in nnx.to_flat_state(model.param_shapes()):
+        part = part_of(model.spec, key)
+        stack, shape = leaf.shape[: part.stacked], leaf.shape[part.stacked :]
+        weights = Weights(
+            kind=part.line,
+            shape=shape,
+            count=math.prod(stack),
+            split=part.split,
+            quantized=False,
+            dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
+            scales=part.scales,
+        )
+        found.append(weights)
+    return tuple(found)

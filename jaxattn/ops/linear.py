@@ -1,0 +1,125 @@
+"""Products of tokens with the matrices of a layer, which stay in their stacks.
+
+    q, kv = linear_layer(x, (q_proj, kv_a_proj), layer=l)      x @ q_proj[l], x @ kv_a_proj[l]
+    h = gated_layer(x, gate_proj, up_proj, layer=l)            silu(x @ gate) * (x @ up)
+
+In a loop over layers XLA's products take a layer's matrix out of the stack, some by a copy. For a
+few tokens a product is as fast as its weights are read; the kernel is made for those. What has many
+tokens, and what is differentiated, goes to XLA.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
+from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.kernels.linear import OP, linears_mosaic, refusal
+
+type Layer = int | Int[Array, ""] | LayerOf
+
+
+def linear_layer(
+    x: Float[Array, "*T K"],
+    weights: Sequence[Float[Array, "L K N"]],
+    *,
+    layer: Layer,
+    out_dtypes: Sequence[DTypeLike] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*T N"], ...]:
+    """`x @ weight[layer]` of each stack of weights, summed in float32.
+
+    Args:
+        x: tokens; they are rounded to the weights' dtype.
+        weights: stacks of one dtype, of any N each.
+        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
+        out_dtypes: of the results; float32 if None.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
+            128 tokens, K a multiple of 64, N of 8 and at least 128, in bfloat16 or float16. It is
+            not differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
+    return tuple(_linears(x, list(weights), layer, dtypes, False, implementation))
+
+
+def gated_layer(
+    x: Float[Array, "*T K"],
+    gate: Float[Array, "L K N"],
+    up: Float[Array, "L K N"],
+    *,
+    layer: Layer,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T N"]:
+    """`silu(x @ gate[layer]) * (x @ up[layer])`, float32 until it is rounded once.
+
+    Arguments, limits and errors are those of `linear_layer`; the kernel has 1 to 64 tokens.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
+    return _linears(x, [gate, up], layer, [jnp.dtype(out_dtype)], True, implementation)[0]
+
+
+def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
+    """Whether shapes and dtypes are the kernel's, x rounded to the weights' dtype."""
+    tokens = x.size // x.shape[-1] if x.size else 0
+    return refusal((tokens, x.shape[-1]), weights[0].dtype, weights, gated=gated) is None
+
+
+def _linears(
+    x: Array,
+    weights: list[Array],
+    layer: Layer,
+    out_dtypes: list,
+    gated: bool,
+    implementation: Implementation | None,
+) -> list[Array]:
+    arguments = Arguments(OP)
+    for place, weight in enumerate(weights):
+        arguments.check(f"weights[{place}]", weight, f"L K N{place}", FLOATS)
+        check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
+        if weight.dtype != weights[0].dtype:
+            raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
+    first, affine, number = taken_apart(layer)
+    check_layer(OP, "weights[0]", weights[0].shape, number)
+    tokens = x.reshape(-1, x.shape[-1]).astype(weights[0].dtype)
+
+    def mosaic(interpret: bool) -> list[Array]:
+        return linears_mosaic(
+            tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
+            interpret=interpret,
+        )  # fmt: skip
+
+    def xla() -> list[Array]:
+        products = [_product(tokens, weight, number) for weight in weights]
+        if gated:
+            products = [jax.nn.silu(products[0]) * products[1]]
+        return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
+
+    with jax.named_scope(OP):
+        found = dispatch(
+            OP,
+            implementation,
+            {
+                "mosaic_gpu": lambda: mosaic(False),
+                "mosaic_gpu_interpret": lambda: mosaic(True),
+                "xla": xla,
+            },
+        )
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def _product(x: Array, weights: Array, layer: Array | int) -> Array:
+    weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, weight, precision=exact, preferred_element_type=jnp.float32)

@@ -1,0 +1,135 @@
+"""The plan of one GPU, as the engine makes it: temp is bounded by tracing the model's own steps."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxattn.core.checks import MOST
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.engine.memory_plan import (
+    Executable,
+    bound_of,
+    check_row,
+    fill,
+    packed_shapes,
+    plan_engine,
+)
+from jaxattn.engine.steps import EntryPoint, entry_points
+from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.device import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import Model
+from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.models.parts import divided
+from jaxattn.plan.group import DRIVER
+from jaxattn.plan.notes import notes, title
+from jaxattn.plan.placement import CACHE_DTYPES, Placement, weight_items
+
+type Helps = Callable[[Limits, dict[str, Executable]], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Single:
+    """A model on one GPU.
+
+    Attributes:
+        model: with the caches that are planned.
+        params: its packed parameters, as shapes, as they lie in memory.
+        traced: the model whose steps bound the temp.
+        dress: adds to a plan what its lines do not say.
+    """
+
+    model: Model
+    params: Any
+    traced: Model
+    memory: DeviceMemory
+    dress: Callable[[MemoryPlan, Limits], MemoryPlan] = lambda made, _: made
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What a plan has beside arrays and executables: the driver's memory."""
+        driver = 0 if self.memory.name == "cpu" else DRIVER
+        return {"outside": driver, "outside_basis": "assumed"}
+
+    def checked(self, limits: Limits, helps: Helps = lambda *_: ()) -> MemoryPlan:
+        """The plan, with the pages that fit if `limits` do not say how many.
+
+        Args:
+            helps: called where it does not fit, with the limits and what is known of their
+                executables: what would make it fit.
+
+        Raises:
+            PlanError: it does not fit, or the cache that is left holds no row at full length.
+        """
+        asked = limits.num_pages
+        if asked is None:
+            limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
+        # If weights and state alone do not fit, nothing is traced; and temp grows with the pages.
+        least = limits if asked else dataclasses.replace(limits, num_pages=1)
+        self._plan(least, {}).check(lambda: helps(least, {}))
+        if asked is None:
+            for known in self._growing(least):
+                self._plan(least, known).check(functools.partial(helps, least, known))
+            row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
+            known = traced_bounds(self.traced, row)
+            limits = fill(self.model, limits, self.memory, self.params, known, **self.beside)
+        known = traced_bounds(self.traced, limits)
+        made = self._plan(limits, known)
+        check_row(made, limits, lambda: helps(limits, known), wanted=asked)
+        return made
+
+    def _growing(self, limits: Limits) -> Iterator[dict[str, Executable]]:
+        """What is known of the executables, of one more each time; the largest come first."""
+        known: dict[str, Executable] = {}
+        entries = entry_points(limits)
+        for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
+            known[str(entry)] = _bound(self.traced, entry, limits.table_width)
+            yield dict(known)
+
+    def _plan(self, limits: Limits, known: dict[str, Executable]) -> MemoryPlan:
+        made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
+        return self.dress(made, limits)
+
+
+def traced_bounds(model: Model, limits: Limits) -> dict[str, Executable]:
+    """An upper bound of each executable's memory, as `from_shapes`."""
+    width = limits.table_width
+    return {str(entry): _bound(model, entry, width) for entry in entry_points(limits)}
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(model: Model, entry: EntryPoint, width: int) -> Executable:
+    """Of an executable with tables of `width` pages. Advice asks for the same ones again."""
+    tokens = entry.tokens if entry.kind == "decode" else 1
+    limits = Limits(
+        batch=entry.rows,
+        max_model_len=min(width * PAGE_SIZE, MOST),
+        num_pages=width,
+        q_lens=tuple(sorted({1, tokens})),
+    )
+    return bound_of(model, entry, limits, packed_shapes(model), None)
+
+
+def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
+    """A known model on one GPU."""
+    own = divided(model.model, 1, place.stored_dtype)
+
+    def dress(made: MemoryPlan, limits: Limits) -> MemoryPlan:
+        weights = weight_items(model, place)
+        rest = [item for item in made.items if item.name != "weights"]
+        return dataclasses.replace(
+            made,
+            items=(*weights, *rest),
+            title=title(model, limits, place, memory),
+            notes=notes(model, limits, place),
+        )
+
+    return Single(
+        model=own,
+        params=packed_shapes(own),
+        # A float8 cache wants scales, which no model's steps take.
+        traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else own,
+        memory=memory,
+        dress=dress,
+    )

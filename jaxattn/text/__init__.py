@@ -1,0 +1,19 @@
+"""Text to token ids and back, and chat templates, for every model that the package loads.
+
+    tokenizer = load("Youtu-LLM-2B")
+    tokens = tokenizer.chat([{"role": "user", "content": "Hello"}])
+    stream = tokenizer.stream()
+    for token in generated:
+        print(stream.push(token), end="")
+    print(stream.end())
+
+No code of a repository is run, and transformers is not used.
+"""
+
+from jaxattn.text.config import SamplingDefaults
+from jaxattn.text.files import TextError
+from jaxattn.text.hub import load
+from jaxattn.text.stream import TokenStream
+from jaxattn.text.tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = ["ByteTokenizer", "SamplingDefaults", "TextError", "TokenStream", "Tokenizer", "load"]

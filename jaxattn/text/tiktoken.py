@@ -1,0 +1,179 @@
+"""A tiktoken.model as a tokenizer of `tokenizers`, built in memory; no code of a repository runs.
+
+A line of the file is a token in base64 and its rank, which is its id too. tiktoken joins the two
+neighbours whose joined bytes have the lowest rank, again and again. `tokenizers` wants a list of
+pairs instead, and joins the pair that stands first in it. The list made here has, rank by rank,
+every cut of a token into two tokens.
+
+The results are the same. While a stretch of text is two tokens that would become token t, no join
+has crossed its ends. So the joins within it were those of t's bytes alone, and the two are the
+last two of t. Other cuts of t never come up, and where they stand among t's pairs does not matter.
+A word that is a token as a whole is that token in both (`ignore_merges`).
+
+The pattern that divides text into words stands in each repository's Python. Here it is a constant.
+"""
+
+import binascii
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Inner
+
+from jaxattn.text.config import Added, Settings
+from jaxattn.text.files import TextError, read_bytes
+from jaxattn.text.spelling import byte_alphabet
+
+MOST_BYTES = 32 * 2**20
+MOST_TOKEN_BYTES = 1024
+RESERVED = 256  # ids after the ranks, of which added_tokens_decoder names some
+_ALPHABET = byte_alphabet()
+
+# Moonshot: Moonlight, Kimi-K2, Kimi-Linear. Runs of Han are words of their own. Other letters are
+# words in which upper case comes before lower case, with one mark before and a contraction after.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERNS = {
+    "TikTokenTokenizer": "|".join(
+        [
+            r"[\p{Han}]+",
+            f"{_BEFORE}{_UPPER}*{_LOWER}+{_AFTER}",
+            f"{_BEFORE}{_UPPER}+{_LOWER}*{_AFTER}",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    )
+}
+
+
+def load_tiktoken(path: Path, settings: Settings) -> Inner:
+    """The tokenizer of a tiktoken.model.
+
+    Args:
+        path: of the file.
+        settings: of its folder: the class chooses the pattern, and `added` names special tokens.
+            Other ids up to `RESERVED` after the ranks are "<|reserved_token_i|>".
+
+    Raises:
+        TextError: the file is damaged, or no pattern is known for the class.
+    """
+    pattern = PATTERNS.get(settings.tokenizer_class or "")
+    if pattern is None:
+        raise TextError(
+            f"{settings.folder}: tokenizer_config.json has the tokenizer_class "
+            f"{settings.tokenizer_class!r}, and {path.name} is read for "
+            f"{', '.join(PATTERNS)} only; add a tokenizer.json to the folder"
+        )
+    tokens = read_ranks(path)
+    inner = Inner(byte_pairs(tokens))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    for token, added in special_tokens(len(tokens), settings).items():
+        inner.add_tokens([AddedToken(added.content, special=added.special, normalized=False)])
+        if (got := inner.token_to_id(added.content)) != token:
+            raise TextError(
+                f"{settings.folder}: tokenizer_config.json gives {added.content!r} the id "
+                f"{token:,}, and it is the text of id {got:,} too"
+            )
+    return inner
+
+
+def read_ranks(path: Path) -> list[bytes]:
+    """The tokens of the file, in the order of their ranks.
+
+    Raises:
+        TextError: a line is no token and rank, a token or a rank stands twice, a rank or a byte is
+            missing, or a token is longer than `MOST_TOKEN_BYTES`.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate((read_bytes(path, MOST_BYTES) or b"").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text, rank = line.split()
+            token, place = binascii.a2b_base64(text, strict_mode=True), int(rank)
+        except ValueError:
+            raise TextError(
+                f"{path} is damaged: line {number:,} is not a token in base64 and a rank: "
+                f"{line[:60]!r}"
+            ) from None
+        if token in ranks:
+            raise TextError(f"{path} is damaged: the token of line {number:,} stands in it twice")
+        if not 0 < len(token) <= MOST_TOKEN_BYTES:
+            raise TextError(
+                f"{path}: the token of line {number:,} has {len(token):,} bytes; supported are 1 "
+                f"to {MOST_TOKEN_BYTES:,}"
+            )
+        ranks[token] = place
+    return _in_order(path, ranks)
+
+
+def _in_order(path: Path, ranks: dict[bytes, int]) -> list[bytes]:
+    tokens: dict[int, bytes] = {}
+    for token, rank in ranks.items():
+        if rank in tokens:
+            raise TextError(f"{path} is damaged: rank {rank:,} stands in it twice")
+        tokens[rank] = token
+    missing = next((rank for rank in range(len(tokens)) if rank not in tokens), None)
+    if missing is not None:
+        raise TextError(
+            f"{path} is damaged: rank {missing:,} is missing, and the file has {len(tokens):,} "
+            "tokens"
+        )
+    for byte in range(256):
+        if bytes([byte]) not in ranks:
+            raise TextError(f"{path} is damaged: no token is the byte 0x{byte:02X} alone")
+    return [tokens[rank] for rank in range(len(tokens))]
+
+
+def byte_pairs(tokens: list[bytes]) -> models.BPE:
+    """The model of byte pairs that divides words as tiktoken does.
+
+    Args:
+        tokens: in the order of their ranks; all 256 bytes are among them.
+    """
+    names = {token: token.decode("latin-1").translate(_ALPHABET) for token in tokens}
+    vocabulary = {name: rank for rank, name in enumerate(names.values())}
+    return models.BPE(vocabulary, list(_pairs(names)), ignore_merges=True)
+
+
+def _pairs(names: dict[bytes, str]) -> Iterator[tuple[str, str]]:
+    """Every cut of a token into two tokens, rank by rank."""
+    for token in names:
+        for cut in range(1, len(token)):
+            left = names.get(token[:cut])
+            if left is not None and (right := names.get(token[cut:])) is not None:
+                yield left, right
+
+
+def special_tokens(ranks: int, settings: Settings) -> dict[int, Added]:
+    """The tokens after the ranks by id, without a gap.
+
+    Raises:
+        TextError: an id of `added` is one of a rank, or no id of an order that makes sense.
+    """
+    named = settings.added
+    low = min(named, default=ranks)
+    end = max(named, default=-1) + 1
+    if low < ranks or end > ranks + 16 * RESERVED:
+        raise TextError(
+            f"{settings.folder}: added_tokens_decoder of tokenizer_config.json has the ids "
+            f"{low:,} to {end - 1:,}; special tokens start after the {ranks:,} ranks of "
+            f"tiktoken.model and end {16 * RESERVED:,} ids later at most"
+        )
+    reserved = ranks + RESERVED
+    if settings.vocab_size is not None:  # the model has no logits beyond
+        reserved = min(reserved, settings.vocab_size)
+    return {
+        token: named.get(token) or Added(content=f"<|reserved_token_{token}|>", special=True)
+        for token in range(ranks, max(reserved, end))
+    }

@@ -1,0 +1,175 @@
+"""Loading beside compiling: the plan's numbers are those of the one after the other."""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import io
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxattn.cli.models import Chosen
+from jaxattn.cli.options import InputError
+from jaxattn.cli.progress import Display
+from jaxattn.cli.start import Loading, Stopped, start_engine
+from jaxattn.engine.prepare import prepare
+from jaxattn.memory import device as memory_device
+from jaxattn.memory.budget import nbytes
+from jaxattn.memory.device import DeviceMemory
+from jaxattn.models import Hybrid
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.loading import ModelFolder, Weights
+from jaxattn.text import ByteTokenizer
+from tests.helpers.engine_cases import SMALLEST, TRIAL, WHOLE, kept_steps, params_of
+
+MODEL = Hybrid(SMALLEST)
+FILLED = dataclasses.replace(WHOLE, num_pages=None, utilization=0.5)
+
+
+@pytest.fixture(autouse=True)
+def steps():
+    """Compiled before: what is tested here is what goes on beside it."""
+    return kept_steps(WHOLE, TRIAL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folder(ModelFolder):
+    """A folder that loads what a function makes."""
+
+    make: Callable[..., Any]
+
+    def open(self) -> Weights:
+        return Weights(nbytes=1000, put=self.make)
+
+
+def started(make, limits=WHOLE, console=None):
+    folder = Folder(path=None, model=MODEL, make=make)
+    options = argparse.Namespace(implementation=None, strict=True)
+    console = console or Console(file=io.StringIO(), quiet=True)
+    return start_engine(Chosen(folder=folder), MODEL, ByteTokenizer(), limits, options, console)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A device whose pool holds what JAX holds since now."""
+    before = sum(array.nbytes for array in jax.live_arrays())
+
+    def memory(device):
+        held = max(sum(array.nbytes for array in jax.live_arrays()) - before, 0)
+        total = 4 * 2**20
+        return DeviceMemory("counted", total, total - held, pool=held, in_use=held)
+
+    monkeypatch.setattr(memory_device, "device_memory", memory)
+
+
+def hold_compiling(monkeypatch, until: threading.Event) -> list[bool]:
+    """Lets nothing compile before an event; returns whether it came, each time."""
+    came = []
+
+    def compiles(self, name, *, done):
+        came.append(until.wait(30))
+
+    monkeypatch.setattr(Display, "compiles", compiles)
+    return came
+
+
+@pytest.mark.parametrize("limits", [WHOLE, FILLED], ids=["pages", "utilization"])
+def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypatch):
+    """The whole model is on the device before the first step compiles."""
+    placed = threading.Event()
+
+    def make(on_progress):
+        params = jax.block_until_ready(params_of(SMALLEST))
+        placed.set()
+        return params
+
+    alone = prepare(MODEL, MODEL.param_shapes(), limits)
+    came = hold_compiling(monkeypatch, placed)
+    engine, _ = started(make, limits)
+    with engine:
+        assert came and all(came)
+        assert engine.limits == alone.limits
+        plans = [{i.name: i.nbytes for i in plan.items} for plan in (engine.plan, alone.plan)]
+        # The vectors that `pack` stacks anew are there twice, while `start` runs.
+        assert plans[0].pop("others", 0) < nbytes(MODEL.param_shapes()) // 50
+        assert plans[0] == plans[1] and plans[0]["weights"] >= nbytes(MODEL.param_shapes())
+
+
+def test_bytes_that_lie_there_before_are_another_s(counted):
+    """What the test above would see if the device was measured after loading."""
+    params = jax.block_until_ready(params_of(SMALLEST))
+    late = prepare(MODEL, MODEL.param_shapes(), FILLED)
+    assert late.plan["others"] >= nbytes(params)
+
+
+def test_what_is_wrong_with_the_weights_ends_the_command(monkeypatch):
+    def make(on_progress):
+        raise CheckpointError("the file\nis damaged")
+
+    with pytest.raises(InputError, match="^the file is damaged$"):
+        started(make)
+
+
+def test_what_goes_wrong_is_raised_by_the_next_check():
+    def fail(loading):
+        raise CheckpointError("damaged")
+
+    with Loading(fail) as loading:
+        loading.check()
+        loading.start()
+        concurrent.futures.wait([loading._future])
+        with pytest.raises(CheckpointError, match="damaged"):
+            loading.check()
+
+
+def test_a_loading_that_nobody_waits_for_ends():
+    ended, began = [], threading.Event()
+
+    def load(loading):
+        began.set()
+        try:
+            while True:
+                loading.watch()
+                time.sleep(0.001)
+        except Stopped:
+            ended.append(True)
+            raise
+
+    with pytest.raises(NotImplementedError), Loading(load) as loading:
+        loading.start()
+        assert began.wait(30)
+        raise NotImplementedError("the kernel refuses")
+    assert ended
+
+
+def test_what_was_loaded_is_not_kept():
+    class Params:
+        pass
+
+    with Loading(lambda loading: Params()) as loading:
+        loading.start()
+        gone = weakref.ref(loading.result())
+        assert gone() is None
+
+
+def test_one_display_shows_what_compiles_and_what_moves():
+    out = io.StringIO()
+
+    def make(on_progress):
+        on_progress(500, 1000)
+        on_progress(1000, 1000)
+        return params_of(SMALLEST)
+
+    engine, seconds = started(make, console=Console(file=out, width=100))
+    engine.close()
+    shown = out.getvalue()
+    for name in seconds:
+        assert f"compiling {name}" in shown
+    assert "loading" in shown and "1.0 kB of 1.0 kB" in shown
+    assert shown.index("loading") < shown.index("memory plan for")

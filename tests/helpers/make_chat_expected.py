@@ -1,0 +1,31 @@
+"""Writes tests/data/chat/expected.json: what transformers renders for each template and case.
+
+python -m tests.helpers.make_chat_expected      # wants transformers, which no test needs
+"""
+
+import json
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.helpers.chat_cases import CASES, DATA, EXPECTED, NAMES, SPECIAL, as_authors_expect
+
+
+def main() -> None:
+    texts: dict[str, dict[str, str]] = {}
+    for name in NAMES:
+        source = (DATA / f"{name}.jinja").read_text()
+        for case, (messages, tools, prompt, variables) in CASES.items():
+            [text], _ = render_jinja_template(
+                [as_authors_expect(name, messages)],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=prompt,
+                **SPECIAL,
+                **variables,
+            )
+            texts.setdefault(name, {})[case] = text
+    EXPECTED.write_text(json.dumps(texts, ensure_ascii=False, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

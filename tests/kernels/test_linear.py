@@ -1,0 +1,167 @@
+"""Products of a few tokens with a layer's matrices: the kernel against float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.core.layers import LayerOf
+from jaxattn.kernels import linear
+from jaxattn.kernels.linear import Config, choose, linears_mosaic
+from jaxattn.ops.linear import gated_layer, linear_layer
+
+
+def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
+    keys = iter(jax.random.split(jax.random.key(seed), 1 + len(sizes)))
+    x = jax.random.normal(next(keys), (tokens, inner), dtype)
+    scale = inner**-0.5
+    return x, [
+        (jax.random.normal(next(keys), (layers, inner, size)) * scale).astype(dtype)
+        for size in sizes
+    ]
+
+
+def wanted(x, weights, layer, gated=False):
+    x = np.asarray(x, np.float64)
+    products = [x @ np.asarray(each[layer], np.float64) for each in weights]
+    if gated:
+        return [products[0] / (1 + np.exp(-products[0])) * products[1]]
+    return products
+
+
+def close(found, expected, limit=2e-3):
+    for one, other in zip(found, expected, strict=True):
+        one = np.asarray(one, np.float64)
+        assert one.shape == other.shape and np.isfinite(one).all()
+        assert np.linalg.norm(one - other) <= limit * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize(
+    "tokens, inner, sizes, config",
+    [
+        (1, 256, (256,), Config(parts=4, stages=2)),
+        (3, 320, (128, 136), Config(parts=2, stages=2)),  # parts of unequal shares, a tail of N
+        (9, 128, (256, 128), Config(parts=1, stages=2)),
+        (17, 512, (128,), Config(parts=8, stages=1)),
+    ],
+)
+def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
+    x, weights = case(tokens, inner, *sizes)
+    found = linears_mosaic(
+        x, weights, layer=jnp.int32(0), affine=(1, 1), config=config, interpret=True,
+        out_dtypes=[jnp.float32] * len(sizes), detect_races=all(n % 128 == 0 for n in sizes),
+    )  # fmt: skip
+    close(found, wanted(x, weights, 1))
+
+
+def test_gate_and_up_are_one_launch():
+    x, weights = case(5, 256, 256, 256)
+    run = partial(
+        linears_mosaic, layer=1, gated=True, out_dtypes=[jnp.bfloat16], interpret=True,
+        config=Config(parts=2, stages=2), detect_races=True,
+    )  # fmt: skip
+    close(run(x, weights), wanted(x, weights, 1, gated=True), 4e-3)
+
+
+def test_a_nan_in_a_token_or_in_another_layer_stays_there():
+    x, weights = case(4, 128, 128)
+    weights = [weights[0].at[0].set(jnp.nan)]
+    op = partial(linear_layer, weights=weights, layer=1, implementation="mosaic_gpu_interpret")
+    clean, found = op(x)[0], op(x.at[2].set(jnp.nan))[0]
+    assert np.isfinite(clean).all() and np.isnan(found[2]).all()
+    np.testing.assert_array_equal(np.delete(found, 2, 0), np.delete(clean, 2, 0))
+
+
+def test_the_reference_is_the_layers_product():
+    x, weights = case(6, 48, 24, 40, dtype=jnp.float32)
+    place = LayerOf(jnp.int32(1), 1, 0)
+    close(linear_layer(x, weights, layer=place), wanted(x, weights, 1), 1e-6)
+    weights = weights[:1] * 2
+    close([gated_layer(x, *weights, layer=0)], wanted(x, weights, 0, gated=True), 5e-3)
+
+
+@pytest.mark.parametrize(
+    "x, weight, message",
+    [
+        ((200, 128), (2, 128, 128), "1 to 128 tokens"),
+        ((4, 100), (2, 100, 128), "K a multiple of 64"),
+        ((4, 128), (2, 128, 100), "N of 8, at least 128"),
+    ],
+)
+def test_what_the_kernel_has_not_is_refused_by_name(x, weight, message):
+    args = jnp.zeros(x, jnp.bfloat16), [jnp.zeros(weight, jnp.bfloat16)]
+    with pytest.raises(NotImplementedError, match=message):
+        linear_layer(*args, layer=0, implementation="mosaic_gpu_interpret")
+    with pytest.raises(NotImplementedError, match="both in float16; got bfloat16 and float32"):
+        linears_mosaic(
+            jnp.zeros((4, 128), jnp.bfloat16), [jnp.zeros((2, 128, 128))], layer=0,
+            out_dtypes=[jnp.float32], interpret=True,
+        )  # fmt: skip
+
+
+SHAPES = [  # DeepSeek-V2-Lite's, and the largest of Qwen3-Next and DeepSeek-V3
+    (2048, (3072, 576), False),
+    (2048, (2048,), False),
+    (2048, (2816, 2816), True),
+    (2816, (2048,), False),
+    (2048, (12288, 64 * 2), False),
+    (7168, (1536, 576), False),
+    (16384, (7168,), False),
+]
+real = pytest.mark.parametrize("inner, sizes, gated", SHAPES)
+
+
+@real
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypatch):
+    monkeypatch.setattr(linear, "require_hopper", lambda *args, **kwargs: None)
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+
+    def step(x, *weights):
+        dtypes = [jnp.float32] * (1 if gated else len(sizes))
+        return linears_mosaic(x, weights, layer=1, out_dtypes=dtypes, gated=gated)
+
+    args = shape((tokens, inner)), *(shape((4, inner, size)) for size in sizes)
+    text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 128])
+@real
+def test_two_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
+    columns = -(-tokens // 8) * 8
+    if gated and tokens > 64:
+        return
+    tiles = sum(-(-n // 128) for n in sizes[: 1 if gated else None])
+    config = choose(tiles=tiles, steps=inner // 64, columns=columns, gated=gated)
+    stage = 64 * (128 * (1 + gated) + columns) * 2
+    total = config.stages * stage + (1 + gated) * columns * 132 * 4
+    assert total < 227 * 1024 and config.parts * tiles >= min(tiles * 8, 132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 8, 33, 64, 128])
+@real
+def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
+    if gated and tokens > 64:
+        pytest.skip("gate and up have at most 64 tokens")
+    x, weights = case(tokens, inner, *sizes, layers=3, seed=tokens)
+
+    @jax.jit
+    def scanned(x, weights):
+        def body(layer, _):
+            if gated:
+                ys = (gated_layer(x, *weights, layer=layer, implementation="mosaic_gpu"),)
+            else:
+                ys = linear_layer(x, weights, layer=layer, implementation="mosaic_gpu")
+            return layer + 1, ys
+
+        return jax.lax.scan(body, jnp.int32(0), None, 3)[1]
+
+    found = scanned(x, weights)
+    for layer in range(3):
+        close([y[layer] for y in found], wanted(x, weights, layer, gated), 4e-3 if gated else 1e-4)
+    again = scanned(x, weights)
+    jax.tree.map(np.testing.assert_array_equal, found, again)

@@ -1,0 +1,261 @@
+"""Models that a plan knows: their parameters, their bytes, and how GPUs divide them."""
+
+import dataclasses
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from jaxattn.memory.budget import nbytes
+from jaxattn.models import huggingface, known
+from jaxattn.models.blocks import MoE
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.families.fields import Fields
+from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.known_count import CountedModel
+from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.models.known_stored import FP8 as STORED_FP8
+from jaxattn.models.known_stored import PLAIN, as_loaded, read_stored
+from jaxattn.models.parts import divided, part_of
+from jaxattn.models.registry import FAMILIES, read_model
+from tests.helpers.engine_cases import CONFIG
+
+TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
+# More of them, if they were made: a folder for each family.
+MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
+FOLDERS = {
+    folder.name: folder
+    for root in (TINY, *([Path(MORE)] if MORE else []))
+    for folder in sorted(root.iterdir())
+    if (folder / "config.json").is_file()
+    and huggingface.read_json(folder / "config.json").get("model_type") in FAMILIES
+}
+BUILT = [name for name in known.NAMES if known.config_of(name)["model_type"] in FAMILIES]
+
+
+def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 * 16, out=2048):
+    """Parameters beside the text model in Qwen3.5-35B-A3B's checkpoint, from its vision_config."""
+
+    def linear(inputs, outputs):
+        return inputs * outputs + outputs
+
+    block = linear(hidden, 3 * hidden) + linear(hidden, hidden) + 2 * 2 * hidden
+    block += linear(hidden, mlp) + linear(mlp, hidden)
+    merged = 4 * hidden
+    merger = 2 * hidden + linear(merged, merged) + linear(merged, out)
+    return linear(3 * patch, hidden) + positions * hidden + depth * block + merger
+
+
+@pytest.mark.parametrize(
+    "name, text, published, beside",
+    [
+        # `published`: all of the checkpoint's numbers as the hub lists them; `text`: without the
+        # prediction layers, which the named size of the model leaves out.
+        ("DeepSeek-V2-Lite", 15_706_484_224, 15_706_484_224, 0),
+        ("Qwen3-Next-80B-A3B", 79_674_391_296, 81_324_862_720, 0),
+        ("Qwen3.5-35B-A3B", 34_660_610_688, 35_951_822_704, vision_tower()),
+        # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
+        ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
+        # Its named size, to the digits that it has.
+        ("DeepSeek-R1", 671_026_419_200, 671_026_419_200, 0),
+        ("Kimi-K2", 1_026_408_232_448, 1_026_408_232_448, 0),
+        ("Moonlight-16B-A3B", 15_960_110_208, 15_960_110_208, 0),
+        ("Youtu-LLM-2B", 1_961_560_064, 1_961_560_064, 0),
+    ],
+)
+def test_models_have_their_published_parameters(name, text, published, beside):
+    model = known.load(name.lower())
+    assert model.total_parameters() == text
+    assert model.total_parameters(extra=True) + beside == published
+
+
+def test_every_shipped_configuration_names_its_source():
+    for name in known.NAMES:
+        assert known.config_of(name)["source"].startswith("https://huggingface.co/"), name
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
+    """The loader's table of tensors and the plan's shapes are two counts of one thing."""
+    config = known.config_of(name)
+    config.pop("quantization_config", None)
+    model, placed, _ = read_model(Fields(config, name))
+    tensors = {each.name: each.shape for each in placed}  # keys and values share one
+    numbers = 0
+    for shape in tensors.values():
+        size = 1
+        for side in shape:
+            size *= side
+        numbers += size
+    assert known.load(name).total_parameters() == numbers
+
+
+# A count by hand of each tensor from config.json, which this package had before it had the models.
+# With the prediction layer, R1's came to the numbers that the hub lists for its safetensors:
+# 680,571,043,840 F8_E4M3, 3,918,786,560 BF16, 41,555,600 F32. Line -> (parameters, bytes in FP8).
+BY_HAND = {
+    "DeepSeek-R1": {
+        "MLA": (11_413_547_008, 11_416_465_248),
+        "dense MLP": (1_189_085_184, 1_189_375_488),
+        "experts": (653_908_770_816, 654_068_416_512),
+        "shared experts": (2_554_331_136, 2_554_954_752),
+        "router": (106_445_312, 212_920_320),
+        "norms": (881_664, 1_763_328),
+        "embedding": (926_679_040, 1_853_358_080),
+        "head": (926_679_040, 1_853_358_080),
+    },
+    "DeepSeek-V2-Lite": {
+        "MLA": (371_602_944, 371_708_352),
+        "dense MLP": (67_239_936, 67_256_448),
+        "experts": (14_394_851_328, 14_398_365_696),
+        "shared experts": (449_839_104, 449_948_928),
+        "router": (3_407_872, 6_815_744),
+        "norms": (112_640, 225_280),
+        "embedding": (209_715_200, 419_430_400),
+        "head": (209_715_200, 419_430_400),
+    },
+}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def lines(model: known.KnownModel) -> tuple[Counter[str], Counter[str]]:
+    """(parameters, bytes) of each line."""
+    numbers, sizes = Counter[str](), Counter[str]()
+    for weights in model.weights:
+        numbers[weights.kind] += weights.parameters
+        sizes[weights.kind] += sum(model.stored_bytes(weights)) * weights.count
+    return numbers, sizes
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_shapes_and_the_count_by_hand_agree(name, quantized):
+    config = known.config_of(name)
+    config.pop("quantization_config", None)
+    model = known.from_config(name, config | (FP8 if quantized else {}), name)
+    numbers, sizes = lines(model)
+    by_hand = {line: count for line, (count, _) in BY_HAND[name].items()}
+    assert numbers == by_hand and model.total_parameters() == sum(by_hand.values())
+    # The loader makes the router float32, which checkpoints store in bfloat16.
+    expected = {line: 2 * count for line, count in numbers.items()}
+    expected["router"] = 4 * numbers["router"]
+    if quantized:
+        expected["experts"] = BY_HAND[name]["experts"][1]
+    assert sizes == expected
+    if quantized:  # with all that the checkpoint has in FP8 kept so, to the byte
+        stored = {line: size for line, (_, size) in BY_HAND[name].items()}
+        assert model.whole_fp8_bytes == sum((stored | {"router": expected["router"]}).values())
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
+    model = known.load(str(FOLDERS[folder]))
+    assert isinstance(model, BuiltModel)
+    try:
+        loaded, params = huggingface.load(FOLDERS[folder])
+    except CheckpointError as error:
+        assert model.format != PLAIN
+        pytest.skip(f"the loader refuses it: {error}")
+    assert model.total_bytes() == nbytes(params)
+    assert model.copied_bytes() == nbytes(loaded.pack(params)) - nbytes(params)
+
+
+@pytest.mark.parametrize("width", [64, 128, 192])
+def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
+    """Of 64 columns of the gate and 64 beside them, each has a block of its own."""
+    config = huggingface.read_json(TINY / "deepseek_v3" / "config.json") | FP8
+    model = known.from_config("tiny", config | {"moe_intermediate_size": width}, "tiny")
+    kinds = [block.feed_forward for block in model.model.spec.blocks]
+    layers = sum(isinstance(kind, MoE) for kind in kinds)
+    hidden, experts = model.sizes.hidden_size, model.sizes.experts
+    blocks = 3 * -(-width // 128) * -(-hidden // 128)
+    each = 3 * hidden * width + 4 * blocks
+    assert lines(model)[1]["experts"] == layers * experts * each
+
+
+def test_quantization_that_is_not_known_is_refused_by_its_name():
+    def stored(config):
+        return read_stored(Fields({"quantization_config": config}, "x/config.json"))
+
+    assert read_stored(Fields({}, "x")) is PLAIN
+    assert stored(FP8["quantization_config"]) is STORED_FP8
+    int4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    assert "INT4" in stored(int4).words
+    for config, message in (
+        ("int4", "x/config.json: quantization_config must be an object or null; got 'int4'"),
+        ({"quant_method": "awq"}, "quant_method is implemented as 'fp8', or .* got 'awq'"),
+        ({"quant_method": "fp8"}, r"weight_block_size is implemented as \[128, 128\] only; got N"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stored(config)
+
+
+def test_a_counted_checkpoint_in_fp8_has_a_scale_for_each_block():
+    plain = known.load("Qwen3-Next-80B-A3B")
+    config = known.config_of("Qwen3-Next-80B-A3B") | FP8
+    model = known.from_config("Qwen3-Next-80B-A3B", config, "x")
+    assert isinstance(model, CountedModel) and model.total_parameters() == plain.total_parameters()
+    experts = 48 * 512 * 3 * (2048 * 512 + 4 * 16 * 4)
+    assert lines(model)[1]["experts"] == experts
+
+
+# How GPUs divide it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model", [Hybrid(CONFIG), *(known.load(name).model for name in BUILT)], ids=["hybrid", *BUILT]
+)
+def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(model):
+    half = divided(model, 2) if _heads_are_even(model) else None
+    shapes = dict(nnx.to_flat_state(model.param_shapes()))
+    halves = dict(nnx.to_flat_state(half.param_shapes())) if half else {}
+    splits = Counter[str]()
+    for key, leaf in shapes.items():
+        part = part_of(model.spec, key)
+        splits[part.split] += 1
+        if half is not None and "mixer" in key:
+            divisor = 2 if part.split == "attention" else 1
+            assert halves[key].size * divisor == leaf.size, key
+    assert splits["attention"] and splits["dense"] and splits["all"]
+
+
+def _heads_are_even(model) -> bool:
+    heads = [
+        getattr(mixer, field.name)
+        for mixer in model.spec.mixers.values()
+        for field in dataclasses.fields(mixer)
+        if field.name.endswith("_heads")
+    ]
+    return all(count % 2 == 0 for count in heads)
+
+
+def test_a_parameter_without_a_part_is_named():
+    spec = Hybrid(CONFIG).spec
+    with pytest.raises(ValueError, match="how GPUs divide the parameter 'segments.0.layers.0.mix"):
+        part_of(spec, ("segments", 0, "layers", 0, "mixer", "adapter", "weight"))
+    with pytest.raises(ValueError, match="'vision'; add it to jaxattn/models/parts.py"):
+        part_of(spec, ("vision",))
+
+
+def test_one_gpu_of_a_group_has_its_heads_and_the_whole_latent():
+    model = known.load("DeepSeek-R1").model
+    eighth = divided(model, 8)
+    assert {mixer.num_heads for mixer in eighth.spec.mixers.values()} == {16}
+    assert eighth.caches == model.caches
+    [narrow] = divided(model, 1, "uint8").caches
+    assert narrow.format.width == 656
+    assert divided(model, 1) is model
+
+
+def test_scales_and_fp8_numbers_are_lines_of_the_experts():
+    model = read_model(Fields(huggingface.read_json(TINY / "deepseek_v3" / "config.json"), "x"))[0]
+    plain = dict(nnx.to_flat_state(model.param_shapes()))
+    loaded = as_loaded(model, STORED_FP8)
+    stored = dict(nnx.to_flat_state(loaded.param_shapes()))
+    parts = {key: part_of(loaded.spec, key) for key in stored}
+    added = {key for key in stored if key not in plain}
+    narrow = {key for key in plain if stored[key].dtype != plain[key].dtype}
+    assert added == {key for key, part in parts.items() if part.scales} and len(added) > 0
+    assert narrow == {key for key, part in parts.items() if part.line == "experts"} - added

@@ -1,0 +1,309 @@
+"""Models that jaxattn runs, planned from their shapes; folders; and what a plan says of kernels."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxattn import mla
+from jaxattn.cli.plan import main
+from jaxattn.engine.memory_plan import from_shapes, packed_shapes, plan_engine
+from jaxattn.memory.device import known_device
+from jaxattn.memory.limits import Limits
+from jaxattn.models import huggingface, known
+from jaxattn.models.base import CacheSize, LayerCache, Model
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.hybrid import Hybrid
+from jaxattn.plan import PlanError, plan
+from jaxattn.plan.notes import notes
+from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches, latents_of
+from jaxattn.plan.single import traced_bounds
+from tests.helpers.engine_cases import CONFIG, LIMITS
+
+ROWS = Limits(batch=2, max_model_len=1024, num_pages=40, prefill_chunk=64)
+SMALL = "Youtu-LLM-2B"
+
+
+def of(name: str):
+    return known.load(name).model
+
+
+# One GPU ------------------------------------------------------------------------------------------
+
+
+def test_one_gpu_is_planned_as_the_engine_plans_it():
+    model = of(SMALL)
+    made = plan(known.load(SMALL), "h100", ROWS)
+    engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
+    for line in ("weights", "arena", "kv cache"):
+        assert made[line] == engine[line]
+    bounds = from_shapes(model, ROWS, packed_shapes(model), None)
+    assert traced_bounds(model, ROWS) == bounds
+    assert made["xla temp"] == max(each.temp for each in bounds.values())
+    parts = made.items[0].parts
+    assert sum(part.nbytes for part in parts) == made["weights"]
+    assert {part.name for part in parts} == {
+        "embedding weights", "MLA weights", "dense MLP weights", "norms weights", "packed weights"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, width", [("bfloat16", 1152), ("float8", 576), ("uint8", 656)]
+)
+def test_one_gpu_counts_the_cache_that_is_asked_for(cache_dtype, width):
+    place = Placement(cache_dtype=cache_dtype)
+    made = plan(known.load(SMALL), "h100", ROWS, placement=place)
+    assert made["kv cache"] == 32 * 40 * 64 * width
+    served = "No model of jaxattn serves a float8 cache yet"
+    assert any(served in note for note in made.notes) == (cache_dtype == "float8")
+
+
+def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
+    monkeypatch.setattr(jax, "make_jaxpr", lambda *_: pytest.fail("traced"))
+    with pytest.raises(PlanError, match="the line that does not fit is the weights") as refused:
+        plan(known.load("DeepSeek-R1"), "h100", Limits(batch=8, max_model_len=4096))
+    [gpus] = refused.value.advice
+    assert gpus == "18 GPUs (--gpus 18)"
+
+
+def test_what_is_advised_for_one_gpu_fits_it():
+    limits = Limits(batch=512, max_model_len=32768, prefill_chunk=512)
+    with pytest.raises(PlanError) as refused:
+        plan(known.load(SMALL), "10GiB", limits)
+    option, value = refused.value.advice[1].split()
+    assert option == "--batch"
+    fitting = dataclasses.replace(limits, batch=int(value))
+    assert plan(known.load(SMALL), "10GiB", fitting).reserve >= 0
+    with pytest.raises(PlanError):
+        plan(known.load(SMALL), "10GiB", dataclasses.replace(limits, batch=2 * int(value)))
+
+
+def test_an_fp8_checkpoint_says_what_stays_in_fp8():
+    made = plan(
+        known.load("DeepSeek-R1"),
+        "h200",
+        Limits(batch=8, max_model_len=4096),
+        placement=Placement(gpus=8),
+    )
+    assert "experts in FP8 with one scale per 128 x 128 block" in made.items[0].why
+    assert "dequantized to bfloat16 on loading" in made.items[0].why
+    whole = "With every FP8 matrix kept in FP8, all weights would take 673,363,472,736 bytes"
+    assert any(whole in note for note in made.notes)
+    assert "The loader skips the prediction (MTP) layers." in made.notes
+
+
+# A decoder of one's own ---------------------------------------------------------------------------
+
+
+def test_a_decoder_is_placed_as_a_known_model_is():
+    model = Hybrid(dataclasses.replace(CONFIG, linear_num_key_heads=2))
+    limits = dataclasses.replace(LIMITS, num_pages=7)
+    plain = plan(model, "2GiB", limits)
+    placed = plan(model, "2GiB", limits, placement=Placement())
+    assert {i.name: i.nbytes for i in placed.items} == {i.name: i.nbytes for i in plain.items}
+    assert placed.title.startswith("Hybrid on a device of 2 GiB")
+    halves = plan(model, "4GiB", limits, placement=Placement(gpus=2, attention="tensor"))
+    for cut in ("ssm state", "conv state"):
+        assert halves[cut] * 2 == plain[cut]
+    assert halves["kv cache"] == plain["kv cache"] and halves["weights"] < plain["weights"]
+
+
+class Cached(Model):
+    """A model that is no decoder."""
+
+    vocab_size, max_position_embeddings, caches = 4, 4096, tuple[LayerCache, ...]()
+
+    def param_shapes(self):
+        return {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+
+    def prefill(self, params, state, batch, *, implementation=None):
+        raise NotImplementedError
+
+    decode = prefill
+
+
+def test_what_is_no_decoder_cannot_be_placed():
+    with pytest.raises(
+        TypeError, match="placement divides a jaxattn.models.DecoderModel .* Cached"
+    ):
+        plan(Cached(), "2GiB", LIMITS, placement=Placement())
+
+
+@pytest.mark.parametrize(
+    "name, place, message",
+    [
+        ("DeepSeek-R1", Placement(prediction=True), "the loader skips the prediction .MTP. layers"),
+        ("DeepSeek-V2-Lite", Placement(prediction=True), "prediction layers .* as it has none"),
+        (SMALL, Placement(gpus=3, attention="tensor"), "16 attention heads .* over 3 GPUs"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused_by_name(name, place, message):
+    with pytest.raises(ValueError, match=message):
+        plan(known.load(name), "h200", ROWS, placement=place)
+
+
+def test_prediction_layers_are_counted_where_they_can_be():
+    model, limits = known.load("Qwen3-Next-80B-A3B"), dataclasses.replace(ROWS, num_pages=40)
+    without, made = (
+        plan(model, "400GiB", limits, placement=Placement(prediction=on)) for on in (False, True)
+    )
+    assert made["weights"] - without["weights"] == 2 * (81_324_862_720 - 79_674_391_296)
+
+
+# Folders ------------------------------------------------------------------------------------------
+
+
+def written(folder, values) -> str:
+    text = values if isinstance(values, str) else json.dumps(values)
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+def changed(name, **fields):
+    config = known.config_of(name) | fields
+    return {field: value for field, value in config.items() if value is not ...}
+
+
+BROKEN = {
+    "no json": ("{", "config.json: Expecting property name enclosed"),
+    "no object": ([], "config.json"),
+    "null": (None, "config.json"),
+    "type": ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are"),
+    "no type": ({"model_type": ["x"]}, "model_type ['x'] is not supported; supported are"),
+    "missing": (changed(SMALL, vocab_size=...), "field vocab_size is missing"),
+    "negative": (changed(SMALL, hidden_size=-1), "hidden_size must be an integer from 1 to"),
+    "text": (changed(SMALL, v_head_dim="128"), "v_head_dim must be an integer from 1 to"),
+    "a fraction": (changed(SMALL, num_hidden_layers=1.5), "num_hidden_layers must be an integer"),
+    "absurd": (
+        changed("DeepSeek-V2-Lite", n_routed_experts=10**30),
+        "n_routed_experts must be an integer from 1 to",
+    ),
+    "activation": (changed(SMALL, hidden_act="gelu"), "hidden_act is implemented as 'silu' only"),
+}
+
+
+@pytest.mark.parametrize("values, message", BROKEN.values(), ids=BROKEN)
+def test_a_bad_folder_is_one_line_in_the_loaders_words(values, message, tmp_path, capsys):
+    folder = written(tmp_path, values)
+    assert main([folder]) == 2
+    error = capsys.readouterr().err
+    program = "python -m jaxattn.plan: error: "
+    assert error.startswith(program) and error.count("\n") == 1 and message in error
+    with pytest.raises(CheckpointError) as refused:
+        huggingface.load(folder)
+    assert error.removeprefix(program).startswith(" ".join(str(refused.value).split()))
+
+
+COUNTED = {
+    "missing": (changed("Qwen3-Next-80B-A3B", head_dim=...), "field head_dim is missing"),
+    "text": ({"model_type": "qwen3_5_moe", "text_config": [1]}, "text_config must be an object"),
+    "interval": (
+        changed("Qwen3-Next-80B-A3B", full_attention_interval=49),
+        "full_attention_interval=49 is more than num_hidden_layers=48",
+    ),
+    "layers": (
+        changed("Kimi-Linear-48B-A3B", first_k_dense_replace=62),
+        "first_k_dense_replace=62 is more than num_hidden_layers=27",
+    ),
+    "linear": (
+        changed("Kimi-Linear-48B-A3B", linear_attn_config=3),
+        "linear_attn_config must be an object; got 3",
+    ),
+    "linear layers": (
+        changed(
+            "Kimi-Linear-48B-A3B",
+            linear_attn_config={
+                "num_heads": 1,
+                "head_dim": 1,
+                "short_conv_kernel_size": 4,
+                "full_attn_layers": [0],
+            },
+        ),
+        "full_attn_layers must be layers from 1 to 27; got [0]",
+    ),
+    "quantization": (
+        changed(SMALL, quantization_config="int4"),
+        "quantization_config must be an object or null; got 'int4'",
+    ),
+    "block": (
+        changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
+        "weight_block_size is implemented as [128, 128] only; got [128, 0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("values, message", COUNTED.values(), ids=COUNTED)
+def test_what_a_plan_counts_itself_is_refused_as_briefly(values, message, tmp_path, capsys):
+    assert main([written(tmp_path, values)]) == 2
+    error = capsys.readouterr().err
+    where = f"python -m jaxattn.plan: error: {tmp_path / 'config.json'}: "
+    assert error.startswith(where) and error.count("\n") == 1 and message in error
+
+
+def test_a_nested_text_config_is_the_model(tmp_path):
+    text = known.config_of("Qwen3.5-35B-A3B")
+    folder = written(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text})
+    assert known.load(folder).weights == known.load("Qwen3.5-35B-A3B").weights
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(known.KnownModelError, match="is a folder without a config.json"):
+        known.load(str(tmp_path))
+
+
+# Claims about kernels -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", [1, 8])
+@pytest.mark.parametrize("cache_dtype", [None, *sorted(CACHE_DTYPES)])
+@pytest.mark.parametrize("name", [n for n in known.NAMES if "Qwen" not in n])
+def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
+    """The interpreted kernel refuses the shapes that the GPU's refuses."""
+    model = known.load(name)
+    assert latents_of(model)
+    place = Placement(gpus=ways, attention="tensor", cache_dtype=cache_dtype)
+    said = f"reads the {cache_dtype or 'bfloat16'} cache"
+    [note] = [note for note in notes(model, ROWS, place) if said in note]
+    [latents, *_] = caches(model, place)
+    cache = latents.shapes(CacheSize(pages=2, slots=1))["kv_cache"]
+    form = latents.format
+    width = form.kv_lora_rank + form.qk_rope_head_dim
+    q = jax.ShapeDtypeStruct((1, 1, model.num_heads // ways, width), model.dtype)
+    scaled = {"kv_scale": 1.0} if cache_dtype == "float8" else {}
+    rows = jax.ShapeDtypeStruct((1,), "int32"), jax.ShapeDtypeStruct((1, 2), "int32")
+
+    def decode(q, cache, lens, tables):
+        options = dict(scale=1.0, layer=0, implementation="mosaic_gpu_interpret")
+        return mla.mla_decode(q, cache, tables, lens, **options, **scaled)
+
+    try:
+        jax.eval_shape(decode, q, cache, *rows)
+        assert note.startswith("MLA's decode kernel reads")
+    except NotImplementedError as refusal:
+        assert note.startswith("XLA reads") and str(refusal).split(";")[0] in note
+
+
+def test_plans_of_one_gpu_and_of_a_group_say_it():
+    for place in (Placement(), Placement(gpus=8)):
+        made = plan(known.load("DeepSeek-V2-Lite"), "h200", ROWS, placement=place)
+        assert "MLA's decode kernel reads the bfloat16 cache: 1,152 bytes per token and layer." in (
+            made.notes
+        )
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, nbytes", [("bfloat16", 1152), ("float8", 576), ("uint8", 656)]
+)
+def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
+    place = Placement(gpus=8, cache_dtype=cache_dtype)
+    made = plan(known.load("DeepSeek-R1"), "h200", ROWS, placement=place)
+    assert made["kv cache"] == 61 * 40 * 64 * nbytes
+
+
+def test_a_block_scaled_cache_of_keys_and_values_is_refused():
+    with pytest.raises(ValueError, match="'uint8' is a format of MLA's latents, .* use 'float8'"):
+        plan(
+            known.load("Qwen3-Next-80B-A3B"),
+            "h200",
+            Limits(),
+            placement=Placement(gpus=4, cache_dtype="uint8"),
+        )

@@ -1,0 +1,278 @@
+"""Folders load as they are published; a damaged file is named; stop tokens and BOS are right."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, processors
+
+from jaxattn.text import ByteTokenizer, SamplingDefaults, TextError, Tokenizer, load
+from tests.helpers.text_cases import byte_fallback, byte_level, metaspace, write_folder
+
+TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
+BEGIN, END = "<｜begin｜>", "<|end|>"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "model", byte_level())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "youtu"])
+def test_published_layouts_load(name):
+    tokenizer = load(str(TINY / name))
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.vocab_size, tokenizer.stop_tokens) == (430, (1,))
+    assert tokenizer.defaults == SamplingDefaults(temperature=0.6, top_p=0.95)
+    text = "Hello  world, it's 你好🙂\n"
+    inner = Inner.from_file(str(TINY / name / "tokenizer.json"))
+    assert tokenizer.encode(text) == inner.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("build", [byte_level, byte_fallback, metaspace])
+def test_all_spellings_come_back(build, tmp_path):
+    tokenizer = load(write_folder(tmp_path / "model", build()))
+    assert tokenizer.decode(tokenizer.encode("hello  world 中")).split() == ["hello", "world", "中"]
+
+
+def test_stop_tokens_of_generation_config_win(folder):
+    write_folder(folder, None, config={"eos_token_id": 3}, generation_config={"eos_token_id": 7})
+    assert load(folder).stop_tokens == (7,)
+    write_folder(folder, None, generation_config={"eos_token_id": [9, 7, 9]})
+    assert load(folder).stop_tokens == (7, 9)
+    write_folder(folder, None, generation_config={"temperature": 1})
+    assert load(folder).stop_tokens == (3,)
+    write_folder(folder, None, config={"text_config": {"eos_token_id": [5, 4]}})
+    assert load(folder).stop_tokens == (4, 5)
+
+
+def test_without_them_the_tokenizers_own_eos_stops(folder):
+    assert load(folder).stop_tokens == ()
+    end = load(folder).encode(END)
+    for value in (END, {"content": END, "special": True}):
+        write_folder(folder, None, tokenizer_config={"eos_token": value})
+        assert list(load(folder).stop_tokens) == end
+    write_folder(folder, None, tokenizer_config={"eos_token": "<missing>"})
+    with pytest.raises(
+        TextError, match="eos_token of tokenizer_config.json has to be a token .* got '<mis"
+    ):
+        load(folder)
+
+
+def test_a_stop_token_is_not_shown_though_it_is_not_special(folder):
+    inner = byte_level()
+    stop = inner.token_to_id("<think é>")
+    write_folder(folder, None, generation_config={"eos_token_id": stop})
+    assert load(folder).decode([stop]) == ""
+
+
+def test_bos_stands_first_where_the_files_say_so(folder):
+    plain = load(folder).encode("hello")
+    [bos] = load(folder).encode(BEGIN)
+    write_folder(folder, None, tokenizer_config={"bos_token": BEGIN, "add_bos_token": True})
+    assert load(folder).encode("hello") == [bos, *plain]
+    assert load(folder).encode(BEGIN + "hello") == [bos, *plain]  # not twice
+    assert load(folder).encode("") == [bos]
+    write_folder(folder, None, tokenizer_config={"add_bos_token": True})
+    with pytest.raises(
+        TextError, match="bos_token of tokenizer_config.json has to be a token .*; got None"
+    ):
+        load(folder)
+
+
+def test_tokenizer_jsons_own_bos_holds_unless_the_config_says_otherwise(folder):
+    inner = byte_level()
+    bos = inner.token_to_id(BEGIN)
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, bos)]
+    )
+    plain = inner.encode("hello", add_special_tokens=False).ids
+    write_folder(folder, inner)
+    for says, expected in [(None, [bos, *plain]), (True, [bos, *plain]), (False, plain)]:
+        config = {"bos_token": BEGIN, "add_bos_token": says}
+        write_folder(folder, None, tokenizer_config=config)
+        assert load(folder).encode("hello") == expected
+
+
+def test_no_prompt_is_cut_or_padded(folder):
+    inner = byte_level()
+    inner.enable_truncation(4)
+    inner.enable_padding(length=50)
+    assert len(inner.encode("hello " * 9).ids) == 50
+    tokenizer = load(write_folder(folder, inner))
+    assert tokenizer.decode(tokenizer.encode("hello " * 9)) == "hello " * 9
+    assert len(tokenizer.encode("a")) == 1
+
+
+def test_halves_of_surrogate_pairs_are_no_crash(folder):
+    tokenizer = load(folder)
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    assert tokenizer.decode(tokenizer.encode("\ud83d\ude42")) == "🙂"
+
+
+def test_ids_beyond_gaps_are_counted(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load(folder)
+    assert tokenizer.vocab_size == 5001
+    assert tokenizer.decode([4000, 5000]) == "zz"
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(folder):
+    tokenizer = load(folder)
+    tokens = tokenizer.encode("naïve 🙂 x<|im_end|>")
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == "naïve 🙂 x<|im_end|>"
+    assert ByteTokenizer().token_bytes(200) == b"\xc8"
+
+
+def test_sampling_defaults_are_read(folder):
+    values = {"temperature": 1, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "do_sample": True}
+    write_folder(folder, None, generation_config=values)
+    expected = SamplingDefaults(temperature=1.0, top_p=0.8, top_k=20, min_p=0.0)
+    assert load(folder).defaults == expected
+    write_folder(folder, None, generation_config={"top_k": 0, "top_p": None})
+    assert load(folder).defaults == SamplingDefaults()
+
+
+GENERATION, CONFIG, TOKENIZER = "generation_config", "config", "tokenizer_config"
+WRONG = [
+    (GENERATION, {"eos_token_id": "x"}, "eos_token_id must be an id from 0"),
+    (GENERATION, {"eos_token_id": [1, None]}, "eos_token_id must be an id from 0"),
+    (GENERATION, {"eos_token_id": True}, "eos_token_id must be an id from 0"),
+    (GENERATION, {"eos_token_id": -1}, "got -1"),
+    (GENERATION, {"temperature": "1"}, "temperature must be a number from 0; got '1'"),
+    (GENERATION, {"temperature": float("nan")}, "temperature must be a number from 0; got nan"),
+    (GENERATION, {"top_p": 0}, "top_p must be a number above 0 and at most 1; got 0"),
+    (GENERATION, {"top_k": 1.5}, "top_k must be an integer from -1; got 1.5"),
+    (GENERATION, {"min_p": 2}, "min_p must be a number from 0 to 1; got 2"),
+    (CONFIG, {"eos_token_id": 1.0}, "eos_token_id must be an id from 0"),
+    (CONFIG, {"vocab_size": "big"}, "vocab_size must be an integer from 0"),
+    (CONFIG, {"text_config": []}, "text_config must be an object; got []"),
+    (TOKENIZER, {"bos_token": 3}, "bos_token must be a text or an object with a text `content`"),
+    (TOKENIZER, {"bos_token": {"content": None}}, "bos_token must be a text or an object"),
+    (TOKENIZER, {"add_bos_token": "yes"}, "add_bos_token must be true or false; got 'yes'"),
+    (TOKENIZER, {"tokenizer_class": 1}, "tokenizer_class must be a text"),
+    (TOKENIZER, {"additional_special_tokens": "x"}, "must be a list of tokens"),
+    (TOKENIZER, {"added_tokens_decoder": {"x": {"content": "a"}}}, "must be an entry of an id"),
+    (TOKENIZER, {"added_tokens_decoder": {"1": {"content": ""}}}, "must be an entry of an id"),
+    (TOKENIZER, {"added_tokens_decoder": {"1": 7}}, "1 must be an object; got 7"),
+]
+
+
+@pytest.mark.parametrize("name, values, words", WRONG)
+def test_a_field_of_another_type_is_named_with_its_file(name, values, words, folder):
+    write_folder(folder, None, **{name: values})
+    with pytest.raises(TextError, match=f"{name}.json: ") as caught:
+        load(folder)
+    assert words in str(caught.value)
+
+
+DAMAGED = {
+    "no JSON": (b"hello", "is not JSON"),
+    "empty": (b"", "is not JSON"),
+    "no text": (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
+    "a list": (b"[]", "must hold a JSON object; got list"),
+    "nested": (b'{"a":' * 100_000, "nested too deeply"),
+    "a long number": (b'{"a": ' + b"1" * 5000 + b"}", "is not JSON"),
+}
+FILES = [f"{name}.json" for name in (GENERATION, CONFIG, TOKENIZER, "tokenizer")]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named(name, file, folder):
+    content, words = DAMAGED[name]
+    (folder / file).write_bytes(content)
+    with pytest.raises(TextError, match=re.escape(str(folder / file))) as caught:
+        load(folder)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_huge_file_or_a_folder_in_its_place_is_named(file, folder):
+    with open(folder / file, "wb") as content:
+        content.truncate(2**40)  # takes no space on the disk
+    with pytest.raises(TextError, match=f"{file} has more than 104,857,600 bytes"):
+        load(folder)
+    (folder / file).unlink()
+    (folder / file).mkdir()
+    with pytest.raises(TextError, match=f"{file} cannot be read"):
+        load(folder)
+
+
+def test_a_tokenizer_json_cut_off_anywhere_is_damaged(folder):
+    content = (folder / "tokenizer.json").read_bytes()
+    for length in (1, len(content) // 2, len(content) - 2):
+        (folder / "tokenizer.json").write_bytes(content[:length])
+        with pytest.raises(TextError, match="tokenizer.json is damaged"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": None},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
+        {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": [], "merges": {}}},
+        {"added_tokens": [{"id": "x"}]},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}},
+    ],
+)
+def test_a_tokenizer_json_that_the_library_refuses_is_named(change, folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | change))
+    with pytest.raises(TextError, match="tokenizer.json is damaged: "):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)]),
+        decoders.Sequence([]),
+    ],
+)
+def test_a_decoder_that_streams_cannot_follow_is_refused_by_name(decoder, folder):
+    inner = Inner(models.BPE({"a": 0}, []))
+    if decoder is not None:
+        inner.decoder = decoder
+    write_folder(folder, inner)
+    with pytest.raises(TextError, match="tokenizer.json: a decoder of .* is not supported"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "decoder", [{"type": "Metaspace"}, {"type": "Sequence", "decoders": [{"type": "Replace"}]}]
+)
+def test_a_decoder_that_lacks_a_field_is_damaged(decoder, folder):
+    content = json.loads((folder / "tokenizer.json").read_text()) | {"decoder": decoder}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TextError, match="tokenizer.json is damaged"):
+        load(folder)
+
+
+def test_what_is_missing_is_said(tmp_path):
+    with pytest.raises(TextError, match="missing is no folder"):
+        load(tmp_path / "missing")
+    with pytest.raises(TextError, match="has neither tokenizer.json nor tiktoken.model"):
+        load(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(TextError, match="has tokenizer.model and no tokenizer.json: write one"):
+        load(tmp_path)
+
+
+def test_a_byte_tokenizer_has_no_chat():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.stop_tokens) == (256, (0,))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(TextError, match="a model of bytes has no chat template"):
+        tokenizer.chat([{"role": "user", "content": "a"}])
