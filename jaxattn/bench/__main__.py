@@ -1,4 +1,4 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON.
+"""`python -m jaxattn.bench {mla,mla-prefill,gdn,moe,moe-cuts,step}`: checks, times, table, JSON.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls, and so are the times of FlashInfer, FlagGems, FLA and FlashQLA,
@@ -27,6 +27,8 @@ from jaxattn.bench import (
     mla,
     mla_fp8,
     mla_prefill,
+    moe,
+    moe_cuts,
     peers,
     plot,
     step,
@@ -39,6 +41,8 @@ MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
+    "moe": [moe],
+    "moe-cuts": [moe_cuts],
 }
 
 
