@@ -102,6 +102,37 @@ def draw(seed: int) -> Variation:
     )
 
 
+def small(weights: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints in FP8 and INT4: blocks are cut at every edge,
+    and heads end within blocks."""
+    width = 136 if weights == "fp8" else 64
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=width,
+        q_lora_rank=32,
+        kv_lora_rank=64,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
+        v_head_dim=80,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+        first_k_dense_replace=1,
+        moe_intermediate_size=width,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+    )
+    model_type = "deepseek_v3" if weights == "fp8" else "kimi_k2"
+    return Variation("DeepseekV3", fields, weights, 1, True, False, model_type)
+
+
 MODEL_TYPES = {
     "DeepseekV3": ["deepseek_v3", "kimi_k2"],
     "Glm4MoeLite": ["glm4_moe_lite"],
@@ -341,8 +372,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", default="0-3", help="first and last seed; default: 0-3")
+    parser.add_argument("--small", action="store_true", help="those of tests/data, and no seeds")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
+    if args.small:
+        for weights in ("fp8", "int4"):
+            variation = small(weights)
+            write(variation, args.out / f"{variation.model_type}_{weights}")
+        return
     first, last = map(int, args.seeds.split("-"))
     for seed in range(first, last + 1):
         variation = draw(seed)

@@ -137,6 +137,8 @@ def test_loops_can_be_left_and_the_generation_tag_does_nothing():
     source = "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 4 %}"
     source += "{% break %}{% endif %}{% generation %}{{ i }}{% endgeneration %}{% endfor %}"
     assert rendered(source) == "023"
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert rendered(source) == "21"  # a scope of its own, as transformers makes of it
 
 
 def test_the_date_is_todays():

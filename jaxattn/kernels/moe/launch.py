@@ -35,7 +35,7 @@ def scratch(
         dtype: of the products' operands.
         config: how it is cut, where that was given.
     """
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
         "expert_size": expert_size,
     }  # fmt: skip
@@ -89,7 +89,7 @@ def mixture_of_experts_mosaic(
     refuse(x, gate_up, interpret=interpret)
     (tokens, features), top_k = x.shape, ids.shape[1]
     experts, width = gate_up.shape[1], gate_up.shape[2] // 2
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": features,
         "expert_size": width,
     }  # fmt: skip

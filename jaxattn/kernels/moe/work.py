@@ -26,13 +26,13 @@ class Work(NamedTuple):
     Attributes:
         tiles: [most tiles, 4] expert, first row of the tokens, first row of the results, and how
             many groups of 8 rows there are.
-        count: [1] tiles that there are.
+        total: [1] tiles that there are.
         positions: [T, K] the row of each token's expert among the results, -1 for no expert.
         tokens: [R] the token of each row, any where there is none; None where they stay in place.
     """
 
     tiles: jax.Array
-    count: jax.Array
+    total: jax.Array
     positions: jax.Array
     tokens: jax.Array | None
 
