@@ -205,6 +205,18 @@ def test_a_long_conversation_drops_its_oldest_turns_and_says_so(compiled, capsys
     assert all(each["generated_tokens"] > 0 for each in requests)
 
 
+def test_a_conversation_holds_one_row_unless_more_are_asked_for(capsys):
+    for arguments, rows in (["--chat"], 1), (["--chat", "--prompt", "x"], 4), ([], 4):
+        plan = run(capsys, "--model", YOUTU, "--plan", *arguments)
+        assert plan["title"].startswith(f"{rows} row")
+
+
+def test_a_conversation_without_stdin_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["--model", str(YOUTU), "--chat"]) == 2
+    assert "--chat without --prompt reads stdin, which is closed" in capsys.readouterr().err
+
+
 class Interrupting(io.StringIO):
     """Ctrl-C comes while the user types the second turn."""
 
