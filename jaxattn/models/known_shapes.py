@@ -168,5 +168,10 @@ def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
             dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
             scales=part.scales,
         )
+        if shared := weights.count // stack[-1] * part.always if part.always else 0:
+            found.append(
+                dataclasses.replace(weights, kind="shared experts", split="dense", count=shared)
+            )
+            weights = dataclasses.replace(weights, count=weights.count - shared)
         found.append(weights)
     return tuple(found)
