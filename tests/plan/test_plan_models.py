@@ -179,6 +179,14 @@ BROKEN = {
         changed("DeepSeek-V2-Lite", n_routed_experts=10**30),
         "n_routed_experts must be an integer from 1 to",
     ),
+    "quantization": (
+        changed(SMALL, quantization_config={"quant_method": "awq"}),
+        "quant_method is implemented as 'fp8' or 'compressed-tensors' only; got 'awq'",
+    ),
+    "block": (
+        changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
+        "weight_block_size is implemented as [128, 128] only; got [128, 0]",
+    ),
     "activation": (changed(SMALL, hidden_act="gelu"), "hidden_act is implemented as 'silu' only"),
 }
 
@@ -221,14 +229,6 @@ COUNTED = {
             },
         ),
         "full_attn_layers must be layers from 1 to 27; got [0]",
-    ),
-    "quantization": (
-        changed(SMALL, quantization_config="int4"),
-        "quantization_config must be an object or null; got 'int4'",
-    ),
-    "block": (
-        changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
-        "weight_block_size is implemented as [128, 128] only; got [128, 0]",
     ),
 }
 
