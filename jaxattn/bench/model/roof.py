@@ -44,6 +44,12 @@ class Bytes:
     def total(self) -> int:
         return self.weights + self.experts + self.pages + self.states
 
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The same by the kinds of `kinds.KINDS`; the router's few are among the products'."""
+        attention = self.pages + self.states
+        return {"attention": attention, "experts": self.experts, "dense products": self.weights}
+
 
 def rate(device: str, copied: float) -> float:
     """Bytes per second of the roof: the card's, or what copies reached where it is unknown."""
