@@ -12,7 +12,7 @@ from jaxattn.aliasing.hlo import FREE, UPDATES, Instruction, Module
 
 LEAST = 2**20  # bytes
 # What moves no data, and what runs its own instructions.
-NOTHING = FREE | {"parameter", "tuple", "get-tuple-element", "constant", "while", "conditional"}
+NOTHING = FREE | {"parameter", "tuple", "get-tuple-element", "constant"}
 WORKSPACE = "s8["  # what XLA gives to cuBLAS
 
 
@@ -53,6 +53,8 @@ def _of(module: Module, name: str, *, loop: bool, least: int) -> Iterator[Writte
         elif each.opcode in ("call", "conditional"):
             for called in each.called:
                 yield from _of(module, called, loop=loop, least=least)
+        elif each.opcode.endswith("-start"):
+            continue  # the result is its "-done"
         elif each.opcode not in NOTHING and not _in_place(module, each):
             nbytes = dataclasses.replace(each, type=each.array).nbytes
             if nbytes >= least and not each.array.startswith(WORKSPACE):

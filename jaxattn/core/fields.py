@@ -179,7 +179,7 @@ def _convert(rule: Any, name: str, value: Any) -> Any:
     return rule.from_dict(name, value) if hasattr(rule, "from_dict") else rule(name, value)
 
 
-def some(names: list[str], most: int = 4) -> str:
-    """The first few names, and how many more there are."""
-    listed = ", ".join(f"{name[:100]}" for name in names[:most])
+def some(names: list[str], most: int = 4, width: int = 100) -> str:
+    """The first few names, each shortened to `width`, and how many more there are."""
+    listed = ", ".join(name[:width] for name in names[:most])
     return listed if len(names) <= most else f"{listed} and {len(names) - most:,} more"

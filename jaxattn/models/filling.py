@@ -6,13 +6,13 @@ the device the parameters and about as many blocks. Decoding, transposes and spl
 device, in programs that are compiled while blocks are read.
 """
 
-import contextlib
 import functools
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import jax
@@ -56,8 +56,8 @@ def fill(
     blocks = cut(weights, shapes, cutting.BLOCK_BYTES)
     arrays = jax.jit(lambda: {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()})()
     total, done = sum(map(_data_bytes, blocks)), 0
-    with _programs(blocks, shapes) as programs:
-        for block, parts in _sent(blocks, readers):
+    with _programs(blocks, shapes) as programs, closing(_sent(blocks, readers)) as sent:
+        for block, parts in sent:
             place = programs[block.program].result()
             start = np.array(block.start, np.int32)
             arrays[block.key] = place(arrays.pop(block.key), parts, start)
@@ -91,7 +91,7 @@ def _place(
     return lax.dynamic_update_slice(target, part, tuple(start))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _programs(
     blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
@@ -114,9 +114,11 @@ def _programs(
 # --- reading
 
 
-def _sent(blocks: Sequence[Block], readers: int) -> Iterator[tuple[Block, tuple[Array, ...]]]:
+def _sent(
+    blocks: Sequence[Block], readers: int
+) -> Generator[tuple[Block, tuple[Array, ...]], None, None]:
     """The blocks in order, on the device; `readers` of them are read ahead."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         files = _opened(blocks, stack)
 
         def send(block: Block) -> tuple[Array, ...]:
@@ -134,7 +136,7 @@ def _sent(blocks: Sequence[Block], readers: int) -> Iterator[tuple[Block, tuple[
                 ahead.append((following, pool.submit(send, following)))
 
 
-def _opened(blocks: Sequence[Block], stack: contextlib.ExitStack) -> dict[Path, int]:
+def _opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
     """A descriptor of each file; the stack closes them."""
     names = {span.file for block in blocks for piece in block.pieces for span in piece.spans}
     files = {}

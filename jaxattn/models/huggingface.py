@@ -144,7 +144,7 @@ def find(
         weights.append(Weight(each, stored, sources))
     unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
     wrong = [
-        f"{what} {some(list(names))}"
+        f"{what} {some(list(names), width=200)}"
         for what, names in (
             ("missing", missing), ("unknown", unknown), ("of another shape or dtype", others)
         )

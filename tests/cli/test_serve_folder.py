@@ -390,7 +390,7 @@ def test_what_can_be_a_name_on_the_hub(given, name):
 
 def test_a_plan_is_made_of_config_json_alone(tmp_path, capsys):
     shutil.copy(DEEPSEEK / "config.json", tmp_path)
-    model, _, _ = huggingface.read_config(tmp_path)
+    model = huggingface.read_config(tmp_path).model
     weights = nbytes(jax.eval_shape(model.pack, model.param_shapes()))
     plan = run(capsys, "--model", tmp_path, "--plan", *SMALL)
     assert plan["fits"]

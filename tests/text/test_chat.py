@@ -183,8 +183,16 @@ def test_a_message_without_content_is_none_and_an_empty_text(message):
         "TrueTrueTrue"
     )
     assert rendered(begin + "[{{ c }}{{ c + '' }}{{ c.strip() }}{{ c or '' }}]", [message]) == "[]"
-    full = [{"role": "assistant", "content": ""}]
-    assert rendered(begin + "{{ c is none }}{{ c is not none }}", full) == "FalseTrue"
+
+
+def test_an_empty_content_is_none_only_beside_calls():
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    source = "{{ messages[0].content is none }}"
+    empty = {"role": "assistant", "content": ""}
+    assert rendered(source, [empty]) == "False"
+    assert rendered(source, [{**empty, "tool_calls": []}]) == "False"
+    assert rendered(source, [{**empty, "tool_calls": [call]}]) == "True"
+    assert rendered(source, [{**empty, "tool_calls": [call], "content": "a"}]) == "False"
 
 
 def test_parts_of_text_are_joined():

@@ -58,7 +58,6 @@ FORBIDDEN = {
     "changes": "{{ messages.append(1) }}",
     "formats": "{{ '{0.__class__.__mro__}'.format(1) }}",
     "files": "{% include '/etc/hostname' %}",
-    "internals of arguments": "{{ messages[0].tool_calls[0].arguments._text.x.y }}",
 }
 
 

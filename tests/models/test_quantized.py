@@ -1,0 +1,206 @@
+"""Quantized checkpoints: the weights that are meant, whatever the blocks; what does not fit."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.models import cutting, huggingface
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.stored import Floats, Fp8Blocks, Int4Groups, Scales
+from tests.helpers.safetensors_files import read_file, write_file
+
+TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
+FP8, INT4 = TINY / "deepseek_v3_fp8", TINY / "kimi_k2_int4"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+KV = "model.layers.1.self_attn.kv_b_proj.weight"
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return read_file(folder / "model.safetensors")
+
+
+def meant(folder: Path, name: str) -> np.ndarray:
+    """A weight in float32, number by number."""
+    tensors = tensors_of(folder)
+    if f"{name}_packed" in tensors:
+        words = tensors[f"{name}_packed"].view(np.uint32)
+        numbers = np.stack([(words >> 4 * j & 15).astype(np.int32) - 8 for j in range(8)], -1)
+        scales = np.repeat(tensors[f"{name}_scale"].astype(np.float32), 32, 1)
+        return numbers.reshape(scales.shape) * scales
+    weight = tensors[name].astype(np.float32)
+    if f"{name}_scale_inv" in tensors:
+        scales = tensors[f"{name}_scale_inv"]
+        for row, column in np.ndindex(scales.shape):
+            weight[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128] *= scales[
+                row, column
+            ]
+    return weight
+
+
+@cache
+def loaded(folder: Path, experts=None, dtype="float32"):
+    model, params = huggingface.load(folder, dtype=dtype, experts=experts)
+    return model, params, params["segments"][0]["layers"][1]
+
+
+@pytest.mark.parametrize("folder, experts", [(FP8, "bfloat16"), (INT4, None)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_become_the_floats_that_are_meant(folder, experts, dtype):
+    mlp = loaded(folder, experts, dtype)[2]["mlp"]
+    up = np.asarray(mlp["gate_up_proj"][...])[0, 3]
+    assert up.dtype == dtype and "gate_up_scale" not in mlp
+    expected = meant(folder, EXPERT).astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(up[len(up) // 2 :], expected)
+
+
+def test_experts_stay_fp8_and_mean_the_same():
+    mlp = loaded(FP8)[2]["mlp"]
+    numbers, scales = mlp["gate_up_proj"][...], mlp["gate_up_scale"][...]
+    assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    assert (numbers.shape, scales.shape) == ((1, 4, 272, 136), (1, 4, 2, 2, 2))
+    stored = tensors_of(FP8)
+    np.testing.assert_array_equal(
+        np.asarray(numbers)[0, 3, 136:].view(np.uint8), stored[EXPERT].view(np.uint8)
+    )
+    np.testing.assert_array_equal(scales[0, 3, 1], stored[f"{EXPERT}_scale_inv"])
+    assert mlp["down_proj"][...].dtype == jnp.float8_e4m3fn
+
+
+def test_heads_that_end_within_blocks_are_split_after_the_product():
+    mixer = loaded(FP8)[2]["mixer"]
+    heads = meant(FP8, KV).reshape(3, 48 + 80, 64)
+    np.testing.assert_array_equal(mixer["w_uk"][...][0], heads[:, :48])
+    np.testing.assert_array_equal(mixer["w_uv"][...][0], heads[:, 48:].swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("folder", [FP8, INT4], ids=["fp8", "int4"])
+def test_small_blocks_give_the_same_parameters(folder, monkeypatch):
+    whole = loaded(folder)[1]
+    monkeypatch.setattr(cutting, "BLOCK_BYTES", 3000)
+    _, params = huggingface.load(folder, dtype="float32", readers=2)
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+def test_fp8_experts_compute_what_their_floats_do():
+    one, other = (loaded(FP8, experts) for experts in (None, "bfloat16"))
+    tokens = np.arange(24).reshape(2, 12) * 7 % 192
+    logits = [jax.jit(model.bind(params))(tokens) for model, params, _ in (one, other)]
+    np.testing.assert_allclose(*logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_reads_the_scales_of_all_layers_too():
+    model, _, _ = loaded(FP8)
+    stacked = model.spec.blocks[1].feed_forward.stacked
+    assert stacked == ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale")
+
+
+def test_random_parameters_have_the_same_shapes_and_dtypes():
+    model, params, _ = loaded(FP8)
+    made = model.init_params(jax.random.key(0))
+    one, other = ([(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made))
+    assert one == other and jax.tree.structure(params) == jax.tree.structure(made)
+    assert all(np.isfinite(leaf.astype(jnp.float32)).all() for leaf in jax.tree.leaves(made))
+
+
+# --- words and scales
+
+
+def test_scales_in_e8m0_are_powers_of_two():
+    stored = np.arange(256, dtype=np.uint8)
+    expected = stored.view(jnp.float8_e8m0fnu.dtype).astype(np.float32)
+    np.testing.assert_array_equal(Scales().decode([jnp.asarray(stored[None])])[0], expected)
+    numbers = np.full((1, 128, 128 * 253), 1.5, jnp.float8_e4m3fn.dtype)
+    found = Fp8Blocks().decode([numbers, jnp.asarray(stored[None, None, 1:254])])
+    np.testing.assert_array_equal(found[0, 0, ::128], 1.5 * expected[1:254])
+
+
+def test_every_nibble_is_a_number_of_its_column():
+    words = np.array([[0x76543210, -0x76543210, -1, 0]] * 2, np.int32)
+    scales = np.array([[0.5], [3.0]], jnp.bfloat16.dtype)
+    found = np.asarray(Int4Groups().decode([words[None], scales[None]]))[0]
+    nibbles = [[(int(word) >> 4 * j) & 15 for word in row for j in range(8)] for row in words]
+    np.testing.assert_array_equal(found, (np.array(nibbles) - 8) * [[0.5], [3.0]])
+
+
+def test_equal_ways_to_store_are_equal():
+    assert Fp8Blocks() == Fp8Blocks() != Floats()
+
+
+# --- what does not fit
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copies a folder, and writes it back with other tensors."""
+
+    def write(folder: Path, change, config=None) -> Path:
+        shutil.copytree(folder, tmp_path / "model")
+        tensors = tensors_of(folder)
+        change(tensors)
+        write_file(tmp_path / "model" / "model.safetensors", tensors)
+        if config:
+            file = tmp_path / "model" / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        return tmp_path / "model"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "folder, change, message",
+    [
+        (FP8, lambda t: t.pop(f"{KV}_scale_inv"), f"missing '{KV}_scale_inv'"),
+        (
+            FP8,
+            lambda t: t.update({f"{KV}_scale_inv": np.ones((2, 1), np.float32)}),
+            r"kv_b_proj.weight_scale_inv' float32\[2, 1\], expected float32 or .*\[3, 1\]",
+        ),
+        (
+            FP8,
+            lambda t: t.update({EXPERT: t[EXPERT].astype(jnp.bfloat16)}),
+            r"up_proj.weight' bfloat16\[136, 136\], expected float8_e4m3fn\[136, 136\]",
+        ),
+        (
+            FP8,
+            lambda t: t.update({EXPERT: t[EXPERT].view(np.uint8)}),
+            "up_proj.weight' uint8",
+        ),
+        (
+            FP8,
+            lambda t: t.update(
+                {"model.embed_tokens.weight_scale_inv": np.ones((1, 1), np.float32)}
+            ),
+            "unknown 'model.embed_tokens.weight_scale_inv'",
+        ),
+        (INT4, lambda t: t.pop(f"{EXPERT}_scale"), f"missing '{EXPERT}_scale'"),
+        (INT4, lambda t: t.pop(f"{EXPERT}_packed"), f"missing '{EXPERT}'; unknown '{EXPERT}_"),
+        (
+            INT4,
+            lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int32)}),
+            r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
+        ),
+        (
+            INT4,
+            lambda t: t.update({f"{EXPERT}_scale": np.ones((64, 1), np.float32)}),
+            r"weight_scale' float32\[64, 1\], expected a float\[64, 2\]",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_are_named(copied, folder, change, message):
+    damaged = copied(folder, change)
+    before = len(jax.live_arrays())
+    with pytest.raises(CheckpointError, match=message):
+        huggingface.load(damaged)
+    assert len(jax.live_arrays()) <= before
+
+
+def test_quantized_tensors_that_the_configuration_does_not_state_are_named(copied):
+    damaged = copied(FP8, lambda t: None, {"quantization_config": None})
+    with pytest.raises(CheckpointError, match="float8_e4m3fn.*, expected a float"):
+        huggingface.load(damaged)
