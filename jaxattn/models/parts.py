@@ -135,4 +135,4 @@ def divided(model: DecoderModel, ways: int, cache_dtype: str | None = None) -> D
             changes["cache_dtype"] = cache_dtype
         changed[mixer] = dataclasses.replace(mixer, **changes)
     blocks = tuple(dataclasses.replace(b, mixer=changed[b.mixer]) for b in model.spec.blocks)
-    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks))
+    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks), model.tokens)
