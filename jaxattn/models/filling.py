@@ -94,7 +94,12 @@ def _place(
     part = jax.vmap(change.block)(stored.decode(parts)).astype(target.dtype)
     part = part if stacked else part[0]
     part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
-    return lax.dynamic_update_slice(target, part, tuple(start))
+    if target.dtype.itemsize > 1:
+        return lax.dynamic_update_slice(target, part, tuple(start))
+    # XLA for the CPU updates FP8 by converting the whole parameter, and bytes in place.
+    bits, part = (lax.bitcast_convert_type(each, jnp.uint8) for each in (target, part))
+    updated = lax.dynamic_update_slice(bits, part, tuple(start))
+    return lax.bitcast_convert_type(updated, target.dtype)
 
 
 @contextmanager
