@@ -19,6 +19,7 @@ from jaxattn import (
     mla,
     mla_append,
     mla_decode,
+    moe,
 )
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, rotation
@@ -255,6 +256,50 @@ def bare_delta_rule(q_len: int, rows: int = 3, *, each: bool = False) -> Case:
     return case
 
 
+def mixture(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int = 256,
+    width: int = 128,
+    *,
+    fp8: bool = False,
+    arena: bool = False,
+) -> Case:
+    """Of the last of two layers; some tokens have no expert."""
+
+    def case(implementation: Implementation) -> Any:
+        stored = jnp.float8_e4m3fn if fp8 else jnp.bfloat16
+        blocks = lambda size: -(-size // 128)  # noqa: E731
+
+        def op(*args: Any) -> Any:
+            *args, scales, arena = args
+            options: dict[str, Any] = {"layer": 1, "arena": arena}
+            return moe.mixture_of_experts(*args, **scales, **options, implementation=implementation)
+
+        ids = np.stack([DRAWN.permutation(experts)[:top_k] for _ in range(tokens)])
+        ids[-1, 0] = -1
+        shape = 2, experts
+        scales = {
+            "gate_up_scale": normal(*shape, 2, blocks(width), blocks(hidden), dtype=jnp.float32),
+            "down_scale": normal(*shape, blocks(hidden), blocks(width), dtype=jnp.float32),
+        }
+        scratch = moe.scratch(
+            tokens=tokens, top_k=top_k, experts=experts, hidden=hidden, expert_size=width, fp8=fp8
+        )
+        return op, (
+            normal(tokens, hidden),
+            ints(ids),
+            normal(tokens, top_k, dtype=jnp.float32),
+            normal(*shape, 2 * width, hidden, dtype=stored),
+            normal(*shape, hidden, width, dtype=stored),
+            scales if fp8 else {},
+            Arena.allocate(scratch) if arena else None,
+        )
+
+    return case
+
+
 def out_of_bounds(implementation: Implementation) -> Any:
     del implementation
 
@@ -314,5 +359,11 @@ CASES: dict[str, Case] = {
     "gdn_decode_few_states_each_token": delta_net("bfloat16", each=True),
     "gdn_decode_bare": bare_delta_rule(1, rows=9),
     "gdn_decode_bare_each_token": bare_delta_rule(3, each=True),
+    "moe_few_tokens": mixture(3, 6, 2),
+    "moe_sorted": mixture(70, 5, 3, width=192),
+    "moe_many_tokens": mixture(900, 3, 2),
+    "moe_arena": mixture(9, 6, 2, arena=True),
+    "moe_e4m3": mixture(2, 6, 2, fp8=True),
+    "moe_e4m3_sorted": mixture(40, 4, 2, fp8=True),
     "out_of_bounds": out_of_bounds,
 }

@@ -1,5 +1,6 @@
 """GPU tests run on a Hopper GPU and are skipped, with the reason, anywhere else."""
 
+import gc
 import os
 
 # The interpreter's GPU threads wait for one another in callbacks, each on a thread of XLA's pool:
@@ -7,14 +8,24 @@ import os
 os.environ.setdefault("PJRT_NPROC", "16")
 # Of a GPU take what is needed only: other processes of the suite run beside this one.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# OpenBLAS's threads wait in a loop, and take the time of those that work.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# XLA:CPU compiles a fusion by a pipeline of MLIR passes, which is half of what compiling a test
+# takes; the emitters of LLVM code that came before it need a tenth of that.
+_GIVEN = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
+    f"--xla_cpu_parallel_codegen_split_count=1 {_GIVEN}"
+)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 if jax.default_backend() == "cpu":
-    # Without it most of the suite's time is LLVM optimizing what runs once. Commands that tests
-    # start as processes of their own are compiled as users compile them.
+    # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
+# XLA has read them: a process that a test starts is compiled as users compile it.
+os.environ["XLA_FLAGS"] = _GIVEN
 
 
 def _missing_hopper() -> str | None:
@@ -46,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    # Modules and collected tests stay: the garbage collector need not look through them again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.hookimpl(optionalhook=True)

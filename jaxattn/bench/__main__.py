@@ -1,4 +1,4 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gdn,step}`: checks, then times; a table and JSON.
+"""`python -m jaxattn.bench {mla,mla-prefill,gdn,moe,moe-cuts,step}`: checks, times, table, JSON.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
 jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
@@ -29,6 +29,8 @@ from jaxattn.bench import (
     mla,
     mla_fp8,
     mla_prefill,
+    moe,
+    moe_cuts,
     peers,
     plot,
     step,
@@ -43,6 +45,8 @@ MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
+    "moe": [moe],
+    "moe-cuts": [moe_cuts],
 }
 # What has options of its own: (argv after its name, the program's name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {"model": command.main, "dense": dense.main}

@@ -1,9 +1,10 @@
 """`python -m jaxattn.bench dense`: the dense products of a decode step, one by one.
 
 A product runs as a decoder runs it: inside a `lax.scan` over the stack of all layers' weights, with
-the compiler options of a step. The stack is larger than the L2 cache. `[L, K, N]` is the layout of
-`nn.Linear`; `[L, N, K]` is that of published checkpoints. A copy of a layer's weights out of the
-stack is named, with its bytes.
+the compiler options of a step. The stack is larger than the L2 cache. XLA has it in the layout of
+`nn.Linear`, [L, K, N], and in that of published checkpoints, [L, N, K]; the kernel of
+`ops.linear_layer` has [L, K, N]. `writes` is the largest array that a layer writes beside its
+result, such as a copy of its weights; `of 3.8 TB/s` counts the weights alone.
 
 `us` is GPU time per layer from a profile, `longest us` that of its longest kernel, and `call us` a
 layer's share of the whole loop.
@@ -23,12 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.aliasing.check import check_aliasing
 from jaxattn.bench.card import card, commit
-from jaxattn.bench.step import copied_in_loop
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import copy_bandwidth, device_facts, launches, rotation, seconds
+from jaxattn.bench.written import written
+from jaxattn.core.dispatch import Implementation
 from jaxattn.models.base import compiler_options
+from jaxattn.ops.linear import linear_layer
 
 # (K, N) of each product that decoding reads, by model.
 MODELS: dict[str, dict[str, tuple[int, int]]] = {
@@ -50,18 +52,18 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 }  # fmt: skip
 SMALL: dict[str, dict[str, tuple[int, int]]] = {"small": {"q_proj": (64, 96), "o_proj": (96, 64)}}
 ROWS = (1, 8, 16, 32, 128)
-LAYOUTS = ("[L, K, N]", "[L, N, K]")
+WAYS = ("XLA [L, K, N]", "XLA [L, N, K]", "kernel [L, K, N]")
 GOAL = 3.8e12  # bytes per second that a kernel of our own is measured by on an H200
 COMPILERS = 8  # threads
 
 
 class Product(NamedTuple):
-    """One product: `tokens` rows by a matrix, of a stack in one of `LAYOUTS`."""
+    """One product: `tokens` rows by a matrix of a stack, in one of `WAYS`."""
 
     tokens: int
     inner: int
     outer: int
-    layout: str
+    way: str
 
     @property
     def nbytes(self) -> int:
@@ -76,46 +78,61 @@ class Product(NamedTuple):
     @property
     def stack(self) -> tuple[int, int, int]:
         sides = (self.inner, self.outer)
-        return self.layers, *(sides if self.layout == LAYOUTS[0] else sides[::-1])
+        return self.layers, *(sides[::-1] if self.way == WAYS[1] else sides)
 
 
 def products(
-    models: dict[str, dict[str, tuple[int, int]]], rows: Sequence[int], layouts: Sequence[str]
+    models: dict[str, dict[str, tuple[int, int]]], rows: Sequence[int], ways: Sequence[str]
 ) -> dict[Product, list[str]]:
     """Each product once, with the names that it has."""
     found: dict[Product, list[str]] = {}
     for model, shapes in models.items():
         for name, (inner, outer) in shapes.items():
-            for layout in layouts:
+            for way in ways:
                 for tokens in rows:
-                    product = Product(tokens, inner, outer, layout)
+                    product = Product(tokens, inner, outer, way)
                     found.setdefault(product, []).append(f"{model} {name}")
     return found
 
 
-def loop(x: jax.Array, stack: jax.Array, *, layout: str) -> tuple[jax.Array, jax.Array]:
-    """(a number of the last of the stack's products, x); each waits for the one before it."""
-    contracted = 0 if layout == LAYOUTS[0] else 1
+def loop(
+    x: jax.Array, stack: jax.Array, *, way: str, implementation: Implementation = "mosaic_gpu"
+) -> tuple[jax.Array, jax.Array]:
+    """(a number of the last of the stack's products, x); each waits for the one before it.
+
+    Args:
+        implementation: of the kernel.
+    """
+    contracted = 1 if way == WAYS[1] else 0
     dimensions = (((1,), (contracted,)), ((), ()))
 
-    def step(carry: tuple[jax.Array, jax.Array], weight: jax.Array) -> tuple[Any, None]:
+    def product(x: jax.Array, layer: jax.Array, weight: jax.Array) -> jax.Array:
+        if way == WAYS[2]:
+            return linear_layer(x, (stack,), layer=layer, implementation=implementation)[0]
+        return lax.dot_general(x, weight, dimensions, preferred_element_type=jnp.float32)
+
+    def step(carry: tuple[jax.Array, jax.Array], each: Any) -> tuple[Any, None]:
         x, seen = carry
         x, _ = lax.optimization_barrier((x, seen))
-        y = lax.dot_general(x, weight, dimensions, preferred_element_type=jnp.float32)
-        return (x, lax.optimization_barrier(y)[0, 0]), None
+        return (x, lax.optimization_barrier(product(x, *each))[0, 0]), None
 
-    (x, seen), _ = lax.scan(step, (x, jnp.float32(0)), stack)
+    layers = jnp.arange(stack.shape[0], dtype=jnp.int32)
+    (x, seen), _ = lax.scan(step, (x, jnp.float32(0)), (layers, stack))
     return seen, x
 
 
-def compiled(product: Product) -> jax.stages.Compiled:
-    """The loop over a stack, compiled as a step is."""
+def compiled(product: Product) -> jax.stages.Compiled | None:
+    """The loop over a stack, compiled as a step is; None where the kernel refuses."""
+    gpu = jax.default_backend() == "gpu"
+    chosen: dict[str, Any] = {"way": product.way, "implementation": "mosaic_gpu" if gpu else "xla"}
     options = compiler_options(jax.default_backend())
-    run = jax.jit(
-        functools.partial(loop, layout=product.layout), donate_argnums=0, compiler_options=options
-    )
+    run = jax.jit(functools.partial(loop, **chosen), donate_argnums=0, compiler_options=options)
     shapes = ((product.tokens, product.inner), product.stack)
-    return run.lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+    try:
+        return run.lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+    except NotImplementedError as refusal:
+        print(f"{product}: {refusal}", file=sys.stderr, flush=True)
+        return None
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -137,20 +154,20 @@ def measure(product: Product, executable: jax.stages.Compiled) -> dict[str, Any]
     call = seconds(run) / product.layers
     time = kernels or call
     longest = max(spent, key=lambda launch: spent[launch].seconds) if spent else None
-    report = check_aliasing(executable)
+    result = 4 * product.tokens * product.outer
+    wrote = [w for w in written(executable.as_text() or "") if w.nbytes > result]
     return {
         "T": product.tokens,
         "K": product.inner,
         "N": product.outer,
-        "layout": product.layout,
+        "way": product.way,
         "us": time * 1e6,
         "longest us": spent[longest].seconds / product.layers * 1e6 if longest else "",
         "call us": call * 1e6,
         "GB/s": product.nbytes / time / 1e9,
         "of 3.8 TB/s": product.nbytes / time / GOAL,
         "launches": sum(each.launches for each in spent.values()) / product.layers,
-        "temp MiB": (report.temp_bytes or 0) / 2**20,
-        "copied in the loop": copied_in_loop(report),
+        "writes": str(wrote[0]) if wrote else "",
         "kernel": longest.kernel[:80] if longest else "",
     }
 
@@ -159,7 +176,8 @@ def rows_of(wanted: dict[Product, list[str]]) -> Iterator[dict[str, Any]]:
     """A row for each product; all are compiled together, a few at a time."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         for product, executable in zip(wanted, pool.map(compiled, wanted), strict=True):
-            yield measure(product, executable) | {"of": "; ".join(wanted[product])}
+            if executable is not None:
+                yield measure(product, executable) | {"of": "; ".join(wanted[product])}
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -170,6 +188,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as they come")
     args = parser.parse_args(argv)
@@ -186,7 +205,7 @@ def main(argv: Sequence[str], program: str) -> int:
     models = SMALL if args.small else {name: MODELS[name] for name in args.models}
     result: dict[str, Any] = {"what": "dense", "commit": commit(), **device_facts(), "rows": []}
     result["copy_GB_s"] = copy_bandwidth(2**20 if args.small else 2**29) / 1e9
-    for row in rows_of(products(models, args.rows, LAYOUTS)):
+    for row in rows_of(products(models, args.rows, args.ways)):
         print(row, file=sys.stderr, flush=True)
         result["rows"].append(row)
         store(result, args.json)

@@ -5,7 +5,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from jaxattn.cli.options import CHAT_MODEL_LEN, MAX_MODEL_LEN, MAX_TOKENS, InputError, in_options
+from jaxattn.cli.options import (
+    BATCH,
+    CHAT_MODEL_LEN,
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    InputError,
+    in_options,
+)
 from jaxattn.cli.prompts import PROMPTS
 from jaxattn.core.checks import MOST
 from jaxattn.engine.request import Request
@@ -81,6 +88,11 @@ def encoded_prompts(
     return [Prompt(in_template(tokenizer, [*before, user(each)]), each) for each in texts]
 
 
+def converses(options: argparse.Namespace) -> bool:
+    """Whether the lines of stdin are turns of one chat."""
+    return options.chat and options.prompt is None
+
+
 def opening(options: argparse.Namespace) -> list[dict[str, str]]:
     """How a chat begins."""
     return [{"role": "system", "content": options.system}] if options.system else []
@@ -139,7 +151,7 @@ def read_limits(options: argparse.Namespace, length: int) -> Limits:
     """
     try:
         limits = Limits(
-            batch=options.batch,
+            batch=options.batch or (1 if converses(options) else BATCH),
             max_model_len=length,
             num_pages=options.num_pages,
             prefill_chunk=options.prefill_chunk,

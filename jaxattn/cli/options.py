@@ -13,6 +13,7 @@ PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
 CHAT_MODEL_LEN = 4096
 MAX_TOKENS = 160
+BATCH = 4
 VERSION = f"jaxattn {__version__}"
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
@@ -212,7 +213,10 @@ def parser() -> argparse.ArgumentParser:
     )
     memory = root.add_argument_group("batch and memory", "sizes may end in k (1024) or m (1048576)")
     memory.add_argument(
-        "--batch", metavar="N", type=size, default=4, help="prompts that decode together"
+        "--batch",
+        metavar="N",
+        type=size,
+        help=f"prompts that decode together (default: {BATCH}, and 1 for a conversation)",
     )
     memory.add_argument(
         "--max-model-len",

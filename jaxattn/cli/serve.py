@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from jaxattn.cli.inputs import (
     Prompt,
     Requests,
     check_prompts,
+    converses,
     encoded_prompts,
     model_length,
     opening,
@@ -34,6 +36,8 @@ from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import GenerationInterrupted, Request
 from jaxattn.engine.seal import SealError
+from jaxattn.memory.limits import Limits
+from jaxattn.text import Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,15 +63,9 @@ def run(options: argparse.Namespace) -> int:
         choose_device(options.device, options.implementation, options.utilization)
         return show_plan(chosen.folder.model, limits, options)
     tokenizer = chosen.tokenizer()
-    if options.chat and not tokenizer.has_chat_template:
-        raise InputError(
-            "--chat: this model has no chat template; it continues texts: leave --chat out"
-        )
-    talks = options.chat and options.prompt is None
-    prompts = [] if talks else encoded_prompts(options, tokenizer, sys.stdin, length)
+    check_chat(options, tokenizer)
+    prompts = [] if converses(options) else encoded_prompts(options, tokenizer, sys.stdin, length)
     check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
-    if talks and sys.stdin is None:
-        raise InputError("--chat without --prompt reads stdin, which is closed")
     choose_device(options.device, options.implementation, options.utilization)
     if options.compile_cache:
         keep_compiled(options.compile_cache)
@@ -77,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     printer = Printer(messages if options.json else Console())
     requests = Requests(options, tokenizer, length)
     try:
-        if talks:
+        if converses(options):
             done, interrupted = talk(engine, requests, printer, messages)
         else:
             done, interrupted = complete(engine, requests, prompts, printer)
@@ -86,12 +84,7 @@ def run(options: argparse.Namespace) -> int:
     for line in summary_lines(done):
         messages.print(line)
     if options.json:
-        settings = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(options).items()
-        }
-        settings |= requests.sampling
-        print(json.dumps(to_json(done, settings, compile_seconds)), flush=True)
+        print(json.dumps(to_json(done, settings(requests, limits), compile_seconds)), flush=True)
     if interrupted and options.quiet:  # else the summary says it
         print("interrupted", file=sys.stderr)
     return interrupted or int(done.refused)
@@ -107,6 +100,30 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError("--system is the first message of a chat: give --chat too")
     if "" in (options.stop or ()):
         raise InputError("--stop is empty, which would end every text")
+
+
+def check_chat(options: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Raises InputError where a chat is asked for that cannot be held."""
+    if options.chat and not tokenizer.has_chat_template:
+        raise InputError(
+            "--chat: this model has no chat template; it continues texts: leave --chat out"
+        )
+    if converses(options) and sys.stdin is None:
+        raise InputError("--chat without --prompt reads stdin, which is closed")
+
+
+def settings(requests: Requests, limits: Limits) -> dict[str, Any]:
+    """The options, with what stands for those that were not given."""
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(requests.options).items()
+    }
+    found = {
+        "max_tokens": requests.max_tokens,
+        "max_model_len": requests.length,
+        "batch": limits.batch,
+    }
+    return given | found | requests.sampling
 
 
 def complete(

@@ -10,6 +10,7 @@ What a loop reads of its stacks, a layer's weights, counts once: some backends c
 CPU matmuls do). The matrix library's workspace is in no trace and is added as a constant.
 """
 
+import enum
 import math
 from typing import Any
 
@@ -33,6 +34,8 @@ _IN_PLACE = {
     "freeze",
     "mutable_array",
 }
+# Axes of one element more or less, which are the same bytes in any layout.
+_VIEWS = {"squeeze", "expand_dims"}
 
 
 def temp_bound(step: Any, *args: Any, donated: int) -> int:
@@ -49,50 +52,77 @@ def temp_bound(step: Any, *args: Any, donated: int) -> int:
     return _bytes_of(closed.jaxpr, mine)[0] + LIBRARY_WORKSPACE
 
 
-def _bytes_of(jaxpr: Any, owned: set[int]) -> tuple[int, list[bool]]:
-    """(bytes of the intermediates, which outputs lie in an owned input)."""
+class _Bytes(enum.Enum):
+    """What a value costs: bytes of its own, those of what is updated in place, or none again."""
+
+    NEW = enum.auto()
+    OWNED = enum.auto()
+    COUNTED = enum.auto()
+
+
+def _bytes_of(jaxpr: Any, owned: set[int]) -> tuple[int, list[_Bytes]]:
+    """(bytes of the intermediates, what each output costs whoever calls this)."""
     in_place = {var for i, var in enumerate(jaxpr.invars) if i in owned}
-    total = 0
+    total, made = 0, set[Any]()
     for eqn in jaxpr.eqns:
-        inside, kept = _equation(eqn, in_place)
+        inside, costs = _equation(eqn, in_place)
         total += inside
-        for var, free in zip(eqn.outvars, kept, strict=True):
-            if free:
+        for var, cost in zip(eqn.outvars, costs, strict=True):
+            made.add(var)
+            if cost is _Bytes.OWNED:
                 in_place.add(var)
-            else:
+            elif cost is _Bytes.NEW:
                 total += _size(var.aval)
-    return total, [isinstance(v, core.Var) and v in in_place for v in jaxpr.outvars]
+
+    def outside(var: Any) -> _Bytes:
+        if not isinstance(var, core.Var):
+            return _Bytes.NEW
+        if var in in_place:
+            return _Bytes.OWNED
+        return _Bytes.COUNTED if var in made else _Bytes.NEW
+
+    return total, [outside(var) for var in jaxpr.outvars]
 
 
-def _equation(eqn: Any, in_place: set[Any]) -> tuple[int, list[bool]]:
-    """(bytes inside the equation, which of its outputs cost nothing)."""
+def _equation(eqn: Any, in_place: set[Any]) -> tuple[int, list[_Bytes]]:
+    """(bytes inside the equation, what each of its outputs costs)."""
     name = eqn.primitive.name
     held = [isinstance(v, core.Var) and v in in_place for v in eqn.invars]
     inner = [_jaxpr(value) for value in eqn.params.values() if _jaxpr(value) is not None]
     if name == "cond":
         branches = [_bytes_of(_jaxpr(b), _places(held[1:])) for b in eqn.params["branches"]]
-        kept = [all(each) for each in zip(*(kept for _, kept in branches), strict=True)]
-        return max(size for size, _ in branches), kept
+        each = zip(*(costs for _, costs in branches), strict=True)
+        owned = [all(cost is _Bytes.OWNED for cost in costs) for costs in each]
+        return max(size for size, _ in branches), _owned(owned)
     if name == "while":
         condition, body = _jaxpr(eqn.params["cond_jaxpr"]), _jaxpr(eqn.params["body_jaxpr"])
-        size, kept = _bytes_of(body, _places(held[eqn.params["cond_nconsts"] :]))
+        size, costs = _bytes_of(body, _places(held[eqn.params["cond_nconsts"] :]))
+        kept = _owned([cost is _Bytes.OWNED for cost in costs])
         return size + _bytes_of(condition, set())[0], kept
     if name == "scan":
         body = inner[0]
-        size, kept = _bytes_of(body, _places(held))
+        size, costs = _bytes_of(body, _places(held))
         pairs_in = zip(eqn.invars, body.invars, strict=True)
         size += sum(_size(b.aval) for a, b in pairs_in if _size(a.aval) != _size(b.aval))
-        pairs = zip(eqn.outvars, body.outvars, kept, strict=True)
+        pairs = zip(eqn.outvars, body.outvars, costs, strict=True)
         # What a loop stacks has a leading axis that its body's output has not.
-        return size, [mine and _size(out.aval) == _size(var.aval) for out, var, mine in pairs]
+        return size, _owned(
+            [c is _Bytes.OWNED and _size(out.aval) == _size(var.aval) for out, var, c in pairs]
+        )
     if name == "pallas_call" or "gpu" in name or "mosaic" in name:
-        return 0, [_matches(var, eqn.invars, held) for var in eqn.outvars]
+        return 0, _owned([_matches(var, eqn.invars, held) for var in eqn.outvars])
     if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-        return _bytes_of(inner[0], _places(held))
+        return _bytes_of(inner[0], _places(held))  # a call: XLA inlines it
     inside = sum(_bytes_of(jaxpr, set())[0] for jaxpr in inner)
+    if name in _VIEWS and not held[0]:
+        return inside, [_Bytes.COUNTED]
     if name in _IN_PLACE or name.startswith("scatter"):
-        return inside, [held[0] and _matches(var, eqn.invars, held) for var in eqn.outvars]
-    return inside, [False] * len(eqn.outvars)
+        return inside, _owned([held[0] and _matches(v, eqn.invars, held) for v in eqn.outvars])
+    return inside, [_Bytes.NEW] * len(eqn.outvars)
+
+
+def _owned(which: list[bool]) -> list[_Bytes]:
+    return [_Bytes.OWNED if mine else _Bytes.NEW for mine in which]
 
 
 def _matches(out: Any, operands: Any, held: list[bool]) -> bool:

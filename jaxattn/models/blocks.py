@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxattn import gdn, mla
+from jaxattn import gdn, mla, moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import LatentFormat
@@ -437,7 +437,19 @@ class MoE(FeedForward):
         arena: Arena | None,
         implementation: Implementation | None,
     ) -> tuple[Array, Arena | None]:
-        return module(x, stacks=stacks, layer=layer, valid=valid), arena
+        return module.step(
+            x, stacks, layer, valid=valid, arena=arena, implementation=implementation
+        )
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        return moe.scratch(
+            tokens=tokens,
+            top_k=self.router.top_k,
+            experts=self.router.experts,
+            hidden=stream.hidden_size,
+            expert_size=self.expert_size,
+            dtype=jnp.dtype(stream.dtype),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from jaxattn.models.families.fields import Fields
 from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.known_stored import as_loaded, read_stored
-from jaxattn.models.registry import FAMILIES, family_of
+from jaxattn.models.registry import FAMILIES, family_of, read_decoder
 
 DATA = Path(__file__).parent / "known"
 
@@ -87,13 +86,9 @@ def from_config(name: str, config: dict[str, Any], where: str) -> KnownModel:
     try:
         if isinstance(kind, str) and kind in known_count.MODEL_TYPES:
             return known_count.count(name, config, where)
-        stored = read_stored(Fields(config, where))
-        # The family builds the plain model: `stored` says how its weights lie in memory.
-        plain = {field: value for field, value in config.items() if field != "quantization_config"}
-        fields = Fields(plain, where)
-        family = family_of(fields)
-        unread = "the prediction (MTP) layers" if family.skipped(fields) else ""
-        model = as_loaded(family.read_model(fields), stored)
-        return BuiltModel.of(name, model, stored, unread=unread)
+        fields = Fields(config, where)
+        model, quantization = read_decoder(fields)
+        unread = "the prediction (MTP) layers" if family_of(fields).skipped(fields) else ""
+        return BuiltModel.of(name, model, quantization, unread=unread)
     except ValueError as error:
         raise KnownModelError(f"{error}{'' if _is_understood(config) else _ALSO}") from error

@@ -18,7 +18,7 @@ from jaxattn.models.base import LayerCache
 from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
-from jaxattn.models.known_stored import Stored, read_stored
+from jaxattn.models.quantization import Quantization, read_quantization
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,10 @@ def count(name: str, values: Mapping[str, Any], where: str) -> CountedModel:
         raise ConfigError(f"{where}: text_config must be an object")
     fields = Fields({**text, **{k: v for k, v in values.items() if k != "text_config"}}, where)
     build = MODEL_TYPES[fields.values["model_type"]]
-    return build(name, fields, read_stored(fields))
+    return build(name, fields, read_quantization(fields))
 
 
-def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
+def _kimi(name: str, f: Fields, stored: Quantization | None) -> CountedModel:
     layers, hidden, rank = _layers(f), f.integer("hidden_size"), f.integer("kv_lora_rank")
     linear = f.values.get("linear_attn_config")
     if not isinstance(linear, dict):
@@ -142,7 +142,7 @@ def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
         ),
         max_position_embeddings=f.integer("model_max_length"),
         stored=_words(stored),
-        block=BLOCK if stored.fp8 else 0,
+        block=BLOCK if stored == "fp8" else 0,
         counted=Sizes(
             vocab_size=f.integer("vocab_size"),
             hidden_size=hidden,
@@ -167,7 +167,7 @@ def _kimi(name: str, f: Fields, stored: Stored) -> CountedModel:
     )
 
 
-def _qwen(name: str, f: Fields, stored: Stored) -> CountedModel:
+def _qwen(name: str, f: Fields, stored: Quantization | None) -> CountedModel:
     layers, hidden, every = _layers(f), f.integer("hidden_size"), f.integer(_INTERVAL)
     if every > layers:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _qwen(name: str, f: Fields, stored: Stored) -> CountedModel:
         extra=extra if predict else (),
         max_position_embeddings=f.integer("max_position_embeddings"),
         stored=_words(stored),
-        block=BLOCK if stored.fp8 else 0,
+        block=BLOCK if stored == "fp8" else 0,
         counted=Sizes(
             vocab_size=f.integer("vocab_size"),
             hidden_size=hidden,
@@ -235,8 +235,8 @@ def _layers(f: Fields) -> int:
     return f.integer("num_hidden_layers")
 
 
-def _words(stored: Stored) -> str:
-    return "as the checkpoint stores them" + (", FP8 with scales" if stored.fp8 else "")
+def _words(stored: Quantization | None) -> str:
+    return "as the checkpoint stores them" + (", FP8 with scales" if stored == "fp8" else "")
 
 
 def _states(
@@ -301,7 +301,7 @@ def _ends(f: Fields, layers: int) -> Iterator[Weights]:
         yield Weights("head", shape, 1, "dense", False)
 
 
-MODEL_TYPES: dict[str, Callable[[str, Fields, Stored], CountedModel]] = {
+MODEL_TYPES: dict[str, Callable[[str, Fields, Quantization | None], CountedModel]] = {
     "kimi_linear": _kimi,
     "qwen3_5_moe": _qwen,
     "qwen3_5_moe_text": _qwen,

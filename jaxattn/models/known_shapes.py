@@ -2,8 +2,8 @@
 
     BuiltModel.of("Youtu-LLM-2B", model)
 
-Its parameters are those that the loader allocates (`known_stored.py`), so that a line of the plan
-is a sum of their bytes.
+Its parameters are those that the loader allocates, so that a line of the plan is a sum of their
+bytes.
 """
 
 import dataclasses
@@ -16,14 +16,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.fp8_blocks import block_counts
+from jaxattn.core.fp8_blocks import BLOCK, block_counts
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import LayerCache
 from jaxattn.models.blocks import GDN, MLA, MLP, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
-from jaxattn.models.known_stored import PLAIN, Stored
 from jaxattn.models.parts import divided, part_of
+from jaxattn.models.quantization import Quantization
+
+# What the loader makes of a checkpoint's weights.
+_AS_LOADED: dict[Quantization | None, str] = {
+    None: "as the loader keeps them",
+    "fp8": f"experts in FP8 with one scale per {BLOCK} x {BLOCK} block, other FP8 matrices "
+    "dequantized to bfloat16 on loading",
+    "int4": "INT4 experts dequantized to bfloat16 on loading",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,17 +40,25 @@ class BuiltModel(KnownModel):
 
     Attributes:
         model: its decoder, with the weights' formats as the loader makes them.
-        format: how its checkpoint stores the weights.
+        quantization: of its checkpoint.
     """
 
     model: DecoderModel
-    format: Stored = PLAIN
+    quantization: Quantization | None = None
 
     @classmethod
     def of(
-        cls, name: str, model: DecoderModel, stored: Stored = PLAIN, *, unread: str = ""
+        cls,
+        name: str,
+        model: DecoderModel,
+        quantization: Quantization | None = None,
+        *,
+        unread: str = "",
     ) -> "BuiltModel":
         """Of a decoder.
+
+        Args:
+            unread: what the loader skips, in words.
 
         Raises:
             ValueError: nothing says how GPUs divide one of its parameters; it is named.
@@ -53,10 +69,10 @@ class BuiltModel(KnownModel):
             name=name,
             weights=weights_of(model),
             max_position_embeddings=model.max_position_embeddings,
-            stored=f"{dtypes}, {stored.words}",
+            stored=f"{dtypes}, {_AS_LOADED[quantization]}",
             unread=unread,
             model=model,
-            format=stored,
+            quantization=quantization,
         )
 
     @cached_property

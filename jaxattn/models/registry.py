@@ -61,6 +61,15 @@ def read_model(fields: Fields, experts: ExpertFormat | None = None) -> Published
             stored in FP8; it is named.
     """
     family = family_of(fields)
+    model, quantization = read_decoder(fields, experts)
+    return Published(model, family.placed(model), family.skipped(fields), quantization)
+
+
+def read_decoder(
+    fields: Fields, experts: ExpertFormat | None = None
+) -> tuple[DecoderModel, Quantization | None]:
+    """The model of a config.json and the quantization of its weights, as `read_model`."""
+    family = family_of(fields)
     quantization = read_quantization(fields)
     model = family.read_model(fields)
     if experts not in (None, *EXPERT_FORMATS):
@@ -72,7 +81,7 @@ def read_model(fields: Fields, experts: ExpertFormat | None = None) -> Published
         )
     if quantization == "fp8" and experts != "bfloat16":
         model = _with_fp8_experts(model)
-    return Published(model, family.placed(model), family.skipped(fields), quantization)
+    return model, quantization
 
 
 def _with_fp8_experts(model: DecoderModel) -> DecoderModel:

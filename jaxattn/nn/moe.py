@@ -8,7 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from jaxattn.arena import Arena
 from jaxattn.core.checks import check_features
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.fp8_blocks import quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
@@ -80,21 +82,31 @@ class MixtureOfExperts(nnx.Module):
                 rngs=rngs,
             )
 
-    def __call__(
+    def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+        names = stacked_names(self.weight_format)
+        stacks = {name: getattr(self, name)[...][None] for name in names}
+        if self.weight_format is None:
+            stacks = {name: weight.astype(self.dtype) for name, weight in stacks.items()}
+        return self.step(x, stacks, 0)[0]
+
+    def step(
         self,
         x: Float[Array, "*T F"],
+        stacks: Mapping[str, Array],
+        layer: int | LayerOf,
         *,
-        stacks: Mapping[str, Array] | None = None,
-        layer: LayerOf | None = None,
         valid: Bool[Array, "*T"] | None = None,
-    ) -> Float[Array, "*T F"]:
-        """The experts' sum.
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "*T F"], Arena | None]:
+        """The experts' sum in a loop over layers, and the arena.
 
         Args:
             stacks: the parameters `stacked_names` of all layers, [L, ...] each, in place of its
                 own: the experts of a layer are too many bytes to be sliced out.
             layer: this layer's number in `stacks`.
             valid: whether a token is no padding; padding takes no routed expert.
+            arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
         """
         check_features("MixtureOfExperts", x, "F", "router", self.router.shape, 0)
         tokens = x.reshape(-1, x.shape[-1])
@@ -104,11 +116,7 @@ class MixtureOfExperts(nnx.Module):
         ids, weights = route(logits, bias, self.config)
         if valid is not None:
             ids = jnp.where(valid.reshape(-1, 1), ids, -1)
-        if stacks is None:
-            stacks = {name: getattr(self, name)[...] for name in stacked_names(self.weight_format)}
-            if self.weight_format is None:
-                stacks = {name: weight.astype(self.dtype) for name, weight in stacks.items()}
-        y = mixture_of_experts(
+        found = mixture_of_experts(
             tokens.astype(self.dtype),
             ids,
             weights,
@@ -117,9 +125,12 @@ class MixtureOfExperts(nnx.Module):
             gate_up_scale=stacks.get("gate_up_scale"),
             down_scale=stacks.get("down_scale"),
             layer=layer,
+            arena=arena,
+            implementation=implementation,
         )
+        y, arena = (found, None) if arena is None else found
         y = y.reshape(x.shape)
-        return y + self.shared(x) if self.has_shared else y
+        return y + self.shared(x) if self.has_shared else y, arena
 
 
 def stacked_names(weight_format: WeightFormat | None) -> tuple[str, ...]:

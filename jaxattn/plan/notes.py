@@ -67,7 +67,7 @@ def _of_weights(model: KnownModel, place: Placement) -> list[str]:
     found = []
     if isinstance(model, BuiltModel):
         found.append("Weights, caches and scratch are those of the model that jaxattn serves.")
-        if model.format.fp8:
+        if model.quantization == "fp8":
             found.append(
                 f"With every FP8 matrix kept in FP8, all weights would take "
                 f"{model.whole_fp8_bytes:,} bytes in place of {model.total_bytes():,}."

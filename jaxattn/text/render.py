@@ -143,9 +143,10 @@ def render(source: str, variables: dict[str, Any], most: int) -> str:
 
 def readable(message: dict[str, Any]) -> dict[str, Any]:
     """The message with a content, and with arguments that read as a mapping and as a text."""
-    content = message.get("content")
-    made = {**message, "content": Absent() if content is None else content}
-    calls = message.get("tool_calls")
+    content, calls = message.get("content"), message.get("tool_calls")
+    # Beside calls some clients send an empty text for none.
+    absent = content is None or (content == "" and calls)
+    made = {**message, "content": Absent() if absent else content}
     if isinstance(calls, list):
         made["tool_calls"] = [_readable_call(call) for call in calls]
     return made

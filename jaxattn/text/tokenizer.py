@@ -62,6 +62,9 @@ class Tokenizer(abc.ABC):
     ) -> list[int]:
         """The ids of a conversation, as the model's chat template writes it.
 
+        The template runs in another process, for 5 seconds at most: a server calls this in a
+        thread.
+
         Args:
             messages: objects of OpenAI's form: role, content, tool_calls. A content is a text, a
                 list of text parts, which are joined, or None.

@@ -21,6 +21,7 @@ from jaxattn.bench import (
     mla,
     mla_fp8,
     mla_prefill,
+    moe,
     peers,
     plot,
     step,
@@ -171,6 +172,7 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
         (mla_prefill, (1, 8, 1, 8)),
         (mla_fp8, (1, 2, 70, 1, "e4m3")),
         (mla_fp8, (1, 2, 70, 1, "block-scaled")),
+        (moe, ("small", 3)),
     ],
 )
 def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):

@@ -16,7 +16,7 @@ from jaxattn.bench import dense, plot, timing
 from jaxattn.bench.model import command, experts, kinds, named, roof, vllm, weights
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.timing import Launch, Spent
-from jaxattn.models import known
+from jaxattn.bench.written import written
 
 CONFIG = {
     "model_type": "deepseek_v2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
@@ -229,17 +229,17 @@ def test_a_leaf_that_is_no_float_is_refused_by_name():
 
 
 def test_the_bytes_of_a_published_model_are_those_of_its_configuration():
-    name, _, model = named.find("deepseek-v2-lite")
-    config = known.load(name)
-    parts = {}
-    for each in config.weights:
-        parts[each.kind] = parts.get(each.kind, 0) + each.parameters
-    table = config.config["vocab_size"] * config.config["hidden_size"]
-    rest = config.total_parameters() - parts["experts"] - table  # without the embedding
+    _, fields, model = named.find("deepseek-v2-lite")
+    hidden, layers, moe = fields["hidden_size"], 27, 26
+    attention = 2048 * 3072 + 2048 * 576 + 512 + 512 * 16 * (128 + 128) + 16 * 128 * 2048
+    norms, dense_mlp = (2 * layers + 1) * hidden, 3 * hidden * 10944
+    shared, head = moe * 3 * hidden * 2 * 1408, hidden * 102400
+    router = moe * hidden * 64  # float32
+    fixed = layers * attention + norms + dense_mlp + shared + head
     moved = roof.moved(model, 32, 4096, 16.0)
-    assert moved.weights == 2 * rest + 2 * parts["router"]  # the router is float32
-    assert moved.experts == 2 * parts["experts"] // 4  # 16 of 64
-    assert moved.pages == 32 * 4096 * 27 * 576 * 2 and moved.states == 0
+    assert moved.weights == 2 * fixed + 4 * router
+    assert moved.experts == 2 * moe * 16 * 3 * hidden * 1408
+    assert moved.pages == 32 * 4096 * layers * 576 * 2 and moved.states == 0
     assert moved.total == moved.weights + moved.experts + moved.pages
 
 
@@ -332,17 +332,18 @@ def test_a_step_of_vllm_is_the_difference_of_two_lengths(tmp_path, monkeypatch):
     assert failed == "vLLM: CalledProcessError: no room for 99"
 
 
-def test_both_layouts_of_a_product_are_the_same_product():
+def test_every_way_of_a_product_is_the_same_product():
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((4, 32), (3, 32, 48)))
     last = np.asarray(x[0], np.float64) @ np.asarray(w[-1], np.float64)[:, 0]
-    for layout, stack in zip(dense.LAYOUTS, (w, w.swapaxes(1, 2)), strict=True):
-        assert float(dense.loop(x, stack, layout=layout)[0]) == pytest.approx(last, rel=1e-2)
+    for way, stack in zip(dense.WAYS, (w, w.swapaxes(1, 2), w), strict=True):
+        seen, _ = dense.loop(x, stack, way=way, implementation="xla")
+        assert float(seen) == pytest.approx(last, rel=1e-2)
 
 
 def test_a_product_that_models_share_is_measured_once():
-    found = dense.products(dense.MODELS, [1, 8], dense.LAYOUTS)
-    shared = dense.Product(1, 2048, 576, dense.LAYOUTS[0])
+    found = dense.products(dense.MODELS, [1, 8], dense.WAYS[:2])
+    shared = dense.Product(1, 2048, 576, dense.WAYS[0])
     assert found[shared] == ["DeepSeek-V2-Lite kv_a_proj", "GLM-4.7-Flash kv_a_proj"]
     assert len(found) == 4 * len({(p.inner, p.outer) for p in found})
 
@@ -355,12 +356,29 @@ def test_the_products_of_a_shipped_model_are_those_of_its_parameters():
     assert listed in (shapes, {shape[::-1] for shape in shapes})
 
 
+def test_what_a_loop_writes_is_found_and_what_it_updates_in_place_is_not():
+    def step(state, stack):
+        def body(carry, each):
+            state, _ = carry
+            turned = jax.lax.optimization_barrier(each.T * 2)
+            return (state.at[3].set(turned[0, 0]), turned[1, 1]), None
+
+        carry, _ = jax.lax.scan(body, (state, jnp.float32(0)), stack)
+        return carry
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (5, 64, 32))]
+    text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
+    (found,) = written(text, least=4096)
+    assert (found.array, found.nbytes, found.loop) == ("f32[32,64]", 8192, True)
+    assert str(found).startswith("f32[32,64], 0.0 MiB each time round (")
+
+
 def test_dense_products_are_shown_and_stored(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "ROTATE_BYTES", 2**15)
     file = tmp_path / "dense.json"
     assert bench.main(["dense", "--small", "--rows", "1", "--json", str(file)]) == 0
     run = json.loads(file.read_text())
-    assert [row["layout"] for row in run["rows"]] == [*dense.LAYOUTS, *dense.LAYOUTS]
+    assert [row["way"] for row in run["rows"]] == [*dense.WAYS, *dense.WAYS]
     assert {row["of"] for row in run["rows"]} == {"small q_proj", "small o_proj"}
     assert all(row["GB/s"] > 0 and row["us"] == row["call us"] for row in run["rows"])
     assert "dense products on cpu" in capsys.readouterr().out

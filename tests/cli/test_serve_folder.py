@@ -205,6 +205,18 @@ def test_a_long_conversation_drops_its_oldest_turns_and_says_so(compiled, capsys
     assert all(each["generated_tokens"] > 0 for each in requests)
 
 
+def test_a_conversation_holds_one_row_unless_more_are_asked_for(capsys):
+    for arguments, rows in (["--chat"], 1), (["--chat", "--prompt", "x"], 4), ([], 4):
+        plan = run(capsys, "--model", YOUTU, "--plan", *arguments)
+        assert plan["title"].startswith(f"{rows} row")
+
+
+def test_a_conversation_without_stdin_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["--model", str(YOUTU), "--chat"]) == 2
+    assert "--chat without --prompt reads stdin, which is closed" in capsys.readouterr().err
+
+
 class Interrupting(io.StringIO):
     """Ctrl-C comes while the user types the second turn."""
 
@@ -390,7 +402,7 @@ def test_what_can_be_a_name_on_the_hub(given, name):
 
 def test_a_plan_is_made_of_config_json_alone(tmp_path, capsys):
     shutil.copy(DEEPSEEK / "config.json", tmp_path)
-    model, _, _ = huggingface.read_config(tmp_path)
+    model = huggingface.read_config(tmp_path).model
     weights = nbytes(jax.eval_shape(model.pack, model.param_shapes()))
     plan = run(capsys, "--model", tmp_path, "--plan", *SMALL)
     assert plan["fits"]

@@ -61,11 +61,11 @@ def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
     limits = Limits(batch=len(BYTES), max_model_len=512)
     config, params = model
     engine = Engine(Hybrid(config), params, limits, implementation="xla")
-    together = greedy(engine, BYTES, 24)
-    alone = [greedy(engine, [prompt], 8)[0] for prompt in BYTES[:3]]
-    assert alone == [text[:8] for text in together[:3]]
+    together = greedy(engine, BYTES, 16)
+    alone = [greedy(engine, [prompt], 6)[0] for prompt in BYTES[:2]]
+    assert alone == [text[:6] for text in together[:2]]
     if jax.default_backend() == "cpu":
-        assert together == [text[:24] for text in TEXTS]
+        assert together == [text[:16] for text in TEXTS]
 
 
 def test_the_kernels_in_the_interpreter_agree_with_the_reference(model):

@@ -16,13 +16,15 @@ from jaxattn.kernels.gdn_decode import launch as gdn_decode
 from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla_decode.scratch import decode_schedule
+from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.mla.append import mla_append as append_op
+from jaxattn.ops.moe import mixture_of_experts
 
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, mla_append, mla_decode):
+    for module in (gdn_decode, mla_append, mla_decode, moe):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 
@@ -154,3 +156,40 @@ def test_gdn_decode_of_a_layer_in_a_pattern():
     )
     (launch,) = launches(step, *args, ints(2), ints())
     assert launch.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, top_k, hidden, width, fp8",
+    [
+        (1, 64, 6, 2048, 1408, False),
+        (8192, 64, 6, 2048, 1408, False),
+        (32, 64, 4, 2048, 1536, False),
+        (8, 512, 10, 2048, 512, True),
+        (128, 256, 8, 7168, 2048, True),
+        (3, 8, 3, 128, 64, False),
+    ],
+    ids=["v2-lite", "v2-lite prefill", "glm-4.7-flash", "qwen3-next", "v3", "tiny"],
+)
+def test_moe(tokens, experts, top_k, hidden, width, fp8):
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    stored = functools.partial(shape, 4, experts, dtype=jnp.float8_e4m3fn if fp8 else jnp.bfloat16)
+    blocks = functools.partial(f32, 4, experts)
+
+    def step(*args, gate_up_scale=None, down_scale=None):
+        return mixture_of_experts(
+            *args[:-1], layer=args[-1], gate_up_scale=gate_up_scale, down_scale=down_scale,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    scales = {}
+    if fp8:
+        scales["gate_up_scale"] = blocks(2, width // 128, hidden // 128)
+        scales["down_scale"] = blocks(hidden // 128, width // 128)
+    args = (shape(tokens, hidden), ints(tokens, top_k), f32(tokens, top_k))
+    args = (*args, stored(2 * width, hidden), stored(hidden, width), ints())
+    gate_up, down, combine = launches(step, *args, **scales)
+    # What is between the products is written in place; weights are read where they lie.
+    assert gate_up.count("output_operand_alias<") == down.count("output_operand_alias<") == 1
+    assert combine.count("output_operand_alias<") == 0
+    for launch in (gate_up, down):
+        assert f"tensor<4x{experts}x" in launch

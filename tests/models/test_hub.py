@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -96,6 +97,24 @@ def test_progress_ends_with_all_bytes(fake):
     total = sum(len(fake.models["org/shards"][shard]) for shard in SHARDS)
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_bytes_of_the_chunked_store_count_once_when_they_are_on_the_disk():
+    """Xet reports what comes over the network beside what is written."""
+    progress = pytest.importorskip("huggingface_hub.utils._xet_progress_reporting")
+    seen, options = [], {"total": 100, "log_level": 0, "name": "a.b"}
+    bar = hub._counting(seen.append)
+    with progress.XetDownloadProgressReporter(
+        reconstruction_desc="file", tqdm_class=bar, **options
+    ) as reporter:
+        for done in (10, 60, 100):
+            report = dict.fromkeys(
+                ("total_bytes_completed", "total_transfer_bytes_completed"), done
+            )
+            rates = ("total_bytes_completion_rate", "total_transfer_bytes_completion_rate")
+            report |= dict.fromkeys(rates, 5.0) | {"total_bytes": 100}
+            reporter.update_progress(SimpleNamespace(**report))
+    assert seen == [10, 50, 40]
 
 
 def test_a_connection_that_breaks_is_taken_up_where_it_broke(fake, monkeypatch):

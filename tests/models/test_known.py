@@ -11,15 +11,12 @@ from flax import nnx
 from jaxattn.memory.budget import nbytes
 from jaxattn.models import huggingface, known
 from jaxattn.models.blocks import MoE
-from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.hybrid import Hybrid
 from jaxattn.models.known_count import CountedModel
 from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.known_stored import FP8 as STORED_FP8
-from jaxattn.models.known_stored import PLAIN, as_loaded, read_stored
 from jaxattn.models.parts import divided, part_of
-from jaxattn.models.registry import FAMILIES, read_model
+from jaxattn.models.registry import FAMILIES, read_decoder, read_model
 from tests.helpers.engine_cases import CONFIG
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -81,7 +78,7 @@ def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
     config = known.config_of(name)
     config.pop("quantization_config", None)
-    model, placed, _ = read_model(Fields(config, name))
+    placed = read_model(Fields(config, name)).placed
     tensors = {each.name: each.shape for each in placed}  # keys and values share one
     numbers = 0
     for shape in tensors.values():
@@ -153,11 +150,7 @@ def test_shapes_and_the_count_by_hand_agree(name, quantized):
 def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
     model = known.load(str(FOLDERS[folder]))
     assert isinstance(model, BuiltModel)
-    try:
-        loaded, params = huggingface.load(FOLDERS[folder])
-    except CheckpointError as error:
-        assert model.format != PLAIN
-        pytest.skip(f"the loader refuses it: {error}")
+    loaded, params = huggingface.load(FOLDERS[folder])
     assert model.total_bytes() == nbytes(params)
     assert model.copied_bytes() == nbytes(loaded.pack(params)) - nbytes(params)
 
@@ -173,23 +166,6 @@ def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
     blocks = 3 * -(-width // 128) * -(-hidden // 128)
     each = 3 * hidden * width + 4 * blocks
     assert lines(model)[1]["experts"] == layers * experts * each
-
-
-def test_quantization_that_is_not_known_is_refused_by_its_name():
-    def stored(config):
-        return read_stored(Fields({"quantization_config": config}, "x/config.json"))
-
-    assert read_stored(Fields({}, "x")) is PLAIN
-    assert stored(FP8["quantization_config"]) is STORED_FP8
-    int4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    assert "INT4" in stored(int4).words
-    for config, message in (
-        ("int4", "x/config.json: quantization_config must be an object or null; got 'int4'"),
-        ({"quant_method": "awq"}, "quant_method is implemented as 'fp8', or .* got 'awq'"),
-        ({"quant_method": "fp8"}, r"weight_block_size is implemented as \[128, 128\] only; got N"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            stored(config)
 
 
 def test_a_counted_checkpoint_in_fp8_has_a_scale_for_each_block():
@@ -250,12 +226,12 @@ def test_one_gpu_of_a_group_has_its_heads_and_the_whole_latent():
 
 
 def test_scales_and_fp8_numbers_are_lines_of_the_experts():
-    model = read_model(Fields(huggingface.read_json(TINY / "deepseek_v3" / "config.json"), "x"))[0]
-    plain = dict(nnx.to_flat_state(model.param_shapes()))
-    loaded = as_loaded(model, STORED_FP8)
-    stored = dict(nnx.to_flat_state(loaded.param_shapes()))
-    parts = {key: part_of(loaded.spec, key) for key in stored}
-    added = {key for key in stored if key not in plain}
-    narrow = {key for key in plain if stored[key].dtype != plain[key].dtype}
+    config = huggingface.read_json(TINY / "deepseek_v3" / "config.json")
+    plain, loaded = (read_decoder(Fields(config | more, "x"))[0] for more in ({}, FP8))
+    before = dict(nnx.to_flat_state(plain.param_shapes()))
+    after = dict(nnx.to_flat_state(loaded.param_shapes()))
+    parts = {key: part_of(loaded.spec, key) for key in after}
+    added = {key for key in after if key not in before}
+    narrow = {key for key in before if after[key].dtype != before[key].dtype}
     assert added == {key for key, part in parts.items() if part.scales} and len(added) > 0
     assert narrow == {key for key, part in parts.items() if part.line == "experts"} - added

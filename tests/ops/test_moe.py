@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxattn.arena import Arena
+from jaxattn.core.layers import LayerOf
+from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
-from jaxattn.ops.moe import Router, mixture_of_experts, route
+from tests.helpers.moe_cases import expected, moe_case
 
 V2_LITE = Router(experts=8, top_k=3, scores="softmax")
 V2 = Router(experts=12, top_k=3, scores="softmax", groups=4, top_groups=2, scale=16.0)
@@ -57,34 +60,40 @@ def test_the_bias_chooses_and_does_not_weigh():
     assert ids.tolist() == [[2]] and weights[0, 0] == jax.nn.sigmoid(0.0)
 
 
-def case(tokens=7, features=6, experts=5, width=4, top=2, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 5)
-    x = jax.random.normal(keys[0], (tokens, features))
-    ids = jax.vmap(lambda key: jax.random.permutation(key, experts)[:top])(
-        jax.random.split(keys[1], tokens)
-    )
-    weights = jax.random.uniform(keys[2], (tokens, top))
-    shapes = (experts, 2 * width, features), (experts, features, width)
-    return (
-        x,
-        ids,
-        weights,
-        *(jax.random.normal(key, s) for key, s in zip(keys[3:], shapes, strict=True)),
-    )
-
-
-def dense(x, ids, weights, gate_up, down):
-    """Every expert of every token, and those not chosen times 0."""
-    share = (jax.nn.one_hot(ids, down.shape[0]) * weights[..., None]).sum(1)
-    gate, up = jnp.split(jnp.einsum("tf,eif->tei", x, gate_up), 2, axis=-1)
-    return jnp.einsum("tei,efi,te->tf", jax.nn.silu(gate) * up, down, share)
+def case(tokens=7, experts=5, top=2, **options):
+    sizes = dict(features=6, width=4, layers=0, dtype=jnp.float32)
+    return moe_case(tokens, experts, top, **(sizes | options))
 
 
 @pytest.mark.parametrize("experts, top", [(5, 2), (8, 1), (3, 3)])
 def test_the_sum_over_the_chosen_experts(experts, top):
     args = case(experts=experts, top=top)
-    with jax.default_matmul_precision("highest"):
-        np.testing.assert_allclose(mixture_of_experts(*args), dense(*args), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(mixture_of_experts(*args), expected(*args), rtol=2e-5, atol=2e-5)
+
+
+def test_of_fp8_weights_each_block_has_its_scale():
+    *args, scales = case(features=256, width=192, fp8=True)
+    y = mixture_of_experts(*args, **scales)
+    np.testing.assert_allclose(y, expected(*args, **scales), rtol=2e-4, atol=2e-4)
+
+
+def test_a_layer_of_a_stack():
+    x, ids, weights, gate_up, down = case(layers=3)
+    own = mixture_of_experts(x, ids, weights, gate_up[2], down[2])
+    by_number = mixture_of_experts(x, ids, weights, gate_up, down, layer=2)
+    traced = jax.jit(
+        lambda n: mixture_of_experts(x, ids, weights, gate_up, down, layer=LayerOf(n, 2, 0))
+    )(1)
+    np.testing.assert_array_equal(by_number, own)
+    np.testing.assert_allclose(traced, own, rtol=1e-6)
+
+
+def test_an_id_of_no_expert_adds_exactly_nothing():
+    x, ids, weights, gate_up, down = case()
+    some = ids.at[2].set(-1).at[4, 1].set(5)
+    y = mixture_of_experts(x, some, weights, gate_up, down)
+    assert not np.asarray(y[2]).any()
+    np.testing.assert_allclose(y, expected(x, some, weights, gate_up, down), rtol=2e-5, atol=2e-5)
 
 
 def test_a_nan_in_a_token_stays_in_that_token():
@@ -95,25 +104,19 @@ def test_a_nan_in_a_token_stays_in_that_token():
     np.testing.assert_array_equal(np.delete(found, 2, 0), np.delete(clean, 2, 0))
 
 
-def test_no_expert_adds_exactly_zero_and_a_layer_of_a_stack_is_that_layer():
-    x, ids, weights, gate_up, down = case()
-    ids = ids.at[3].set(-1).at[5, 1].set(-1)
-    found = mixture_of_experts(x.at[3].set(jnp.nan), ids, weights, gate_up, down)
-    assert not np.any(found[3])
-    with jax.default_matmul_precision("highest"):
-        wanted = dense(x, ids, weights, gate_up, down)
-        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
-    stacks = (jnp.stack([jnp.full_like(each, jnp.nan), each]) for each in (gate_up, down))
-    stacked = mixture_of_experts(x.at[3].set(jnp.nan), ids, weights, *stacks, layer=jnp.int32(1))
-    np.testing.assert_array_equal(stacked, found)
-
-
 def test_a_token_does_not_depend_on_the_others():
     args = case(tokens=9)
     together = mixture_of_experts(*args)
     for row in range(9):
         alone = mixture_of_experts(*(each[row : row + 1] for each in args[:3]), *args[3:])
         np.testing.assert_allclose(alone[0], together[row], rtol=1e-6, atol=1e-6)
+
+
+def dense(x, ids, weights, gate_up, down):
+    """Every expert of every token, and those not chosen times 0."""
+    share = (jax.nn.one_hot(ids, gate_up.shape[0]) * weights[..., None]).sum(1)
+    gate, up = jnp.split(jnp.einsum("tf,ejf->tej", x, gate_up), 2, axis=-1)
+    return jnp.einsum("tei,efi,te->tf", jax.nn.silu(gate) * up, down, share)
 
 
 def test_the_gradient_is_that_of_the_dense_sum():
@@ -165,11 +168,50 @@ def test_numbers_that_do_not_fit_are_named(change, message):
         Router(**fields | change)
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_what_does_not_fit_is_named():
     x, ids, weights, gate_up, down = case()
-    with pytest.raises(ValueError, match=r"gate_up must be \[E, 2 I, 6\]"):
-        mixture_of_experts(x, ids, weights, down, down)
-    with pytest.raises(ValueError, match=r"ids and weights must be \[7, K\]"):
-        mixture_of_experts(x, ids[:3], weights, gate_up, down)
+    stack = gate_up[None]
+    for args, options, error, message in [
+        ((x, ids, weights, gate_up, gate_up), {}, ValueError, "so F = 8, but x .* has F = 6"),
+        ((x, ids, weights, gate_up[:, :6], down), {}, ValueError, "must have 2 I = 8 rows"),
+        ((x, ids[:3], weights, gate_up, down), {}, ValueError, "ids .* has T = 3|so T = 3"),
+        ((x, ids, weights, stack, down), {}, ValueError, "a stack of layers; give layer="),
+        ((x, ids, weights, stack, down[None]), {"layer": 1}, ValueError, "layer=1 is not in"),
+        ((x, ids, weights, gate_up, down.astype("bfloat16")), {}, TypeError, "one dtype"),
+        ((x, ids, weights, gate_up, down), {"arena": 3}, TypeError, "arena must be an Arena"),
+        ((x, ids, weights, gate_up, down), {"down_scale": x}, ValueError, "have no down_scale"),
+        ((x, ids * 1.0, weights, gate_up, down), {}, TypeError, "ids must be int32"),
+    ]:
+        with pytest.raises(error, match=message):
+            mixture_of_experts(*args, **options)
     with pytest.raises(ValueError, match="must end in E = 16"):
         route(x, None, V3)
+    *args, scales = case(fp8=True)
+    with pytest.raises(ValueError, match=r"down_scale must be float32 \[5, 1, 1\]"):
+        mixture_of_experts(*args, **scales | {"down_scale": scales["down_scale"][0]})
+    with pytest.raises(ValueError, match="float8_e4m3fn weights need gate_up_scale"):
+        mixture_of_experts(*args)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (dict(features=64, width=64), "F a multiple of 128 and I of 64, and got F = 64, I = 64"),
+        (dict(features=128, width=64), "got x float32, gate_up float32"),
+        (dict(features=128, width=64, fp8=True), "I of 128, and got F = 128, I = 64"),
+    ],
+)
+def test_a_kernel_that_does_not_serve_says_why(options, reason):
+    *args, scales = case(**options) if options.get("fp8") else (*case(**options), {})
+    with pytest.raises(NotImplementedError, match=reason):
+        mixture_of_experts(*args, **scales, implementation="mosaic_gpu_interpret")
+
+
+def test_the_arena_comes_back_and_one_too_small_is_refused():
+    args = case(features=128, width=64, dtype=jnp.bfloat16)
+    sizes = dict(tokens=7, top_k=2, experts=5, hidden=128, expert_size=64)
+    y, arena = mixture_of_experts(*args, arena=Arena.allocate(scratch(**sizes)))
+    assert y.shape == (7, 128) and isinstance(arena, Arena)
+    small = Arena.allocate(scratch(**sizes | {"tokens": 1}))
+    with pytest.raises(ValueError, match="mixture_of_experts: region"):
+        mixture_of_experts(*args, arena=small, implementation="mosaic_gpu_interpret")

@@ -137,6 +137,8 @@ def test_loops_can_be_left_and_the_generation_tag_does_nothing():
     source = "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 4 %}"
     source += "{% break %}{% endif %}{% generation %}{{ i }}{% endgeneration %}{% endfor %}"
     assert rendered(source) == "023"
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert rendered(source) == "21"  # a scope of its own, as transformers makes of it
 
 
 def test_the_date_is_todays():
@@ -181,8 +183,16 @@ def test_a_message_without_content_is_none_and_an_empty_text(message):
         "TrueTrueTrue"
     )
     assert rendered(begin + "[{{ c }}{{ c + '' }}{{ c.strip() }}{{ c or '' }}]", [message]) == "[]"
-    full = [{"role": "assistant", "content": ""}]
-    assert rendered(begin + "{{ c is none }}{{ c is not none }}", full) == "FalseTrue"
+
+
+def test_an_empty_content_is_none_only_beside_calls():
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    source = "{{ messages[0].content is none }}"
+    empty = {"role": "assistant", "content": ""}
+    assert rendered(source, [empty]) == "False"
+    assert rendered(source, [{**empty, "tool_calls": []}]) == "False"
+    assert rendered(source, [{**empty, "tool_calls": [call]}]) == "True"
+    assert rendered(source, [{**empty, "tool_calls": [call], "content": "a"}]) == "False"
 
 
 def test_parts_of_text_are_joined():

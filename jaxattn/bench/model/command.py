@@ -205,15 +205,16 @@ def report(result: dict[str, Any]) -> None:
             lines = [{key: v for key, v in kind.items() if key != "kernels"} for kind in kinds]
             show(f"{name}: where the time of the kernels goes", lines)
     for row in result["rows"]:
-        size = f"of {row['B']} x {row.get('chunk', row['T'])} " if "B" in row else ""
-        print(f"{row['step']} {size}copies {row.get('copied in the loop', row.get('error'))}")
+        size = f" of {row['B']} x {row.get('chunk', 1)} tokens" if "B" in row else ""
+        for line in row.get("writes", ()):
+            print(f"{row['step']}{size} writes {line}")
     for line in result["peers"]:
         print(line)
 
 
 def shown(row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """A row's columns, with its share of the matmul rate."""
-    kept = {k: v for k, v in row.items() if k not in ("step", "copied in the loop")}
+    kept = {k: v for k, v in row.items() if k not in ("step", "writes")}
     if "TFLOP/s" in row:
         kept["of matmul"] = f"{row['TFLOP/s'] / result['matmul_TFLOP_s']:.1%}"
     return kept

@@ -37,13 +37,13 @@ class WatchedExperts(MixtureOfExperts):
 
     choices: Choices
 
-    def __call__(self, x: Float[Array, "*T F"], *args: Any, **options: Any) -> Any:
+    def step(self, x: Float[Array, "*T F"], *args: Any, **options: Any) -> Any:
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(tokens, self.router[...], precision="highest")
         bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
         ids, _ = route(logits, bias, self.config)
         jax.debug.callback(self.choices, ids)
-        return super().__call__(x, *args, **options)
+        return super().step(x, *args, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

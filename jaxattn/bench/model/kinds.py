@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
-from jaxattn.aliasing.hlo import Module
+from jaxattn.aliasing.hlo import Instruction, Module
 from jaxattn.bench.timing import Launch, Spent
 
 KINDS = (
@@ -95,15 +95,24 @@ def origins_of(text: str) -> dict[str, str]:
 
     The functions are those that called each other when it was traced, the outermost first.
     """
-    functions = _functions(text)
-    origins = {}
-    for instructions in Module(text).computations.values():
-        for name, instruction in instructions.items():
-            frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-            called = functions.get(frame[1], ()) if frame else ()
-            if instruction.op_name or called:
-                origins[plain(name)] = f"{instruction.op_name} {' '.join(called)} "
-    return origins
+    functions, module = _functions(text), Module(text)
+
+    def own(instruction: Instruction) -> str:
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        called = functions.get(frame[1], ()) if frame else ()
+        return f"{instruction.op_name} {' '.join(called)} " if instruction.op_name else ""
+
+    def within(instruction: Instruction) -> str:
+        """Of a fusion that says nothing itself, such as a product with its slice of a stack."""
+        inner = [
+            i for name in instruction.called for i in module.computations.get(name, {}).values()
+        ]
+        products = [each for each in inner if each.opcode in ("custom-call", "dot")]
+        return next(filter(None, map(own, [*products, *reversed(inner)])), "")
+
+    every = (i for instructions in module.computations.values() for i in instructions.values())
+    found = ((plain(i.name), own(i) or within(i)) for i in every)
+    return {name: origin for name, origin in found if origin}
 
 
 def _functions(text: str) -> dict[str, tuple[str, ...]]:

@@ -34,7 +34,7 @@ def find(name: str) -> tuple[str, dict[str, Any], DecoderModel]:
         )
     try:
         fields = read_json(path)
-        model, _, _ = read_model(Fields(fields, str(path)))
+        model = read_model(Fields(fields, str(path))).model
     except (CheckpointError, ConfigError, ValueError) as error:
         raise UnknownModel(str(error)) from error
     return found, fields, model

@@ -7,7 +7,6 @@ Activations do not count.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 
@@ -16,6 +15,8 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import CacheSize
 from jaxattn.models.blocks import GDN, MLA, Mixer, MoE
 from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.parts import part_of
+from jaxattn.models.placing import Key
 
 # Bytes per second that kernels reach when they only read, by a part of the card's name.
 RATES = {"H200": 4.0e12, "H100": 2.9e12}
@@ -56,11 +57,14 @@ def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Bytes
         touched: distinct experts of a layer with experts, on average.
     """
     weights = experts = 0.0
-    for keys, leaf in leaves_of(model):
-        if router := router_of(model, keys, leaf):
-            experts += nbytes(leaf) * touched / router.experts
-        elif keys[0] != "embedding" or model.spec.tie_embeddings:
-            weights += nbytes(leaf)
+    for key, leaf in leaves_of(model):
+        match part_of(model.spec, key).line:
+            case "experts":
+                experts += nbytes(leaf) * touched / leaf.shape[1]
+            case "embedding" if not model.spec.tie_embeddings:
+                pass
+            case _:
+                weights += nbytes(leaf)
     page, slot = _growth(model)
     return Bytes(
         weights=int(weights),
@@ -77,13 +81,13 @@ def flops(model: DecoderModel, tokens: int) -> tuple[float, list[str]]:
     one token. Attention counts the pairs of tokens that are not masked.
     """
     total, unknown = 0.0, set()
-    for keys, leaf in leaves_of(model):
-        if "embedding" in keys or any("scale" in str(key) or "conv" in str(key) for key in keys):
+    for key, leaf in leaves_of(model):
+        part = part_of(model.spec, key)
+        matrix = leaf.ndim - part.stacked >= 2 and "conv1d" not in key
+        if not matrix or part.scales or part.line in ("embedding", "head"):
             continue
-        router = router_of(model, keys, leaf)
-        share = router.top_k / router.experts if router else 1.0
-        if keys[0] == "segments" and leaf.ndim >= 3:
-            total += 2 * math.prod(leaf.shape) * share * tokens
+        share = _taken(model, key) if part.line == "experts" else 1.0
+        total += 2 * math.prod(leaf.shape) * share * tokens
     total += 2 * model.spec.vocab_size * model.spec.stream.hidden_size
     for block in model.spec.blocks:
         mixing = mixer_flops(block.mixer, tokens)
@@ -103,20 +107,18 @@ def mixer_flops(mixer: Mixer, tokens: int) -> float | None:
     return None
 
 
-def leaves_of(model: DecoderModel) -> list[tuple[list[Any], jax.ShapeDtypeStruct]]:
-    """(keys, shape) of each parameter."""
+def leaves_of(model: DecoderModel) -> list[tuple[Key, jax.ShapeDtypeStruct]]:
+    """Each parameter's place in the tree and its shape."""
     leaves = jax.tree.leaves_with_path(model.param_shapes())
-    return [([key.key for key in path if hasattr(key, "key")], leaf) for path, leaf in leaves]
+    return [(tuple(key.key for key in path if hasattr(key, "key")), leaf) for path, leaf in leaves]
 
 
-def router_of(model: DecoderModel, keys: list[Any], leaf: jax.ShapeDtypeStruct) -> Any:
-    """The router of a stack of routed experts [repeats, E, ...]; None for other parameters."""
-    if len(keys) < 5 or keys[0] != "segments" or keys[4] != "mlp":
-        return None
-    kind = model.spec.segments[keys[1]].pattern[keys[3]].feed_forward
-    if not isinstance(kind, MoE) or leaf.ndim < 4 or leaf.shape[1] != kind.router.experts:
-        return None
-    return kind.router
+def _taken(model: DecoderModel, key: Key) -> float:
+    """The share of a layer's experts that a token takes."""
+    number, place = int(key[1]), int(key[3])
+    kind = model.spec.segments[number].pattern[place].feed_forward
+    assert isinstance(kind, MoE)
+    return kind.router.top_k / kind.router.experts
 
 
 def _growth(model: DecoderModel) -> tuple[int, int]:

@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 
-from jaxattn.aliasing.check import AliasingError, check_aliasing
 from jaxattn.arena import ArenaSpec
 from jaxattn.bench.model import experts, roof
 from jaxattn.bench.model.kinds import Kind, by_kind
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import random_state
-from jaxattn.bench.step import copied_in_loop
 from jaxattn.bench.timing import PROFILED, launches, seconds
+from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.budget import nbytes
@@ -28,6 +27,7 @@ from jaxattn.models.decoder import DecoderModel
 
 STEPS = 4  # different batches, taken in turn; the experts of each are counted
 RUN_SECONDS = 0.2  # of a run of steps
+WRITES = 8  # of a step's largest results that are named
 COMPILERS = 8  # threads
 
 
@@ -198,11 +198,7 @@ def attempt(make: Callable[[], tuple[dict, list[Kind]]], what: str) -> tuple[dic
 
 
 def _compiled_facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    try:
-        report = check_aliasing(compiled)
-    except AliasingError as error:
-        return {"temp MiB": "", "copied in the loop": str(error).splitlines()[0]}
-    return {
-        "temp MiB": (report.temp_bytes or 0) / 2**20,
-        "copied in the loop": copied_in_loop(report),
-    }
+    memory = compiled.memory_analysis()
+    found = [f"{each} of {each.op_name}" for each in written(compiled.as_text() or "")]
+    temp = memory.temp_size_in_bytes if memory else 0
+    return {"temp MiB": temp / 2**20, "writes": found[:WRITES]}

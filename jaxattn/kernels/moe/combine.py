@@ -68,9 +68,7 @@ def combine(
         num_threads=1,
         thread_name="wg",
         kernel_name="moe_combine",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     with jax.enable_x64(False):

@@ -92,8 +92,10 @@ def choose(
     def product(width: int, depth: int, parts: int) -> Product:
         wide = width % (2 * ROWS * parts) == 0
         enough = used * (width // (2 * ROWS * parts)) >= 2 * NUM_SMS
-        step = BLOCK if depth % BLOCK == 0 and columns < 128 else ROWS
-        return Product(consumers=2 if wide and enough else 1, parts=parts, depth=step)
+        consumers = 2 if wide and enough else 1
+        # Scales are of 128 of K. Else small steps leave room for more of them.
+        step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
+        return Product(consumers=consumers, parts=parts, depth=step)
 
     twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= NUM_SMS else 1
     return Config(
@@ -129,7 +131,6 @@ def stages_of(product: Product, columns: int, dtype: str, of_results: str, weigh
     width = lambda name: jnp.dtype(name).itemsize  # noqa: E731
     of_weights = product.parts * product.rows * product.depth * width(weights)
     stage = of_weights + columns * product.depth * width(dtype)
-    tiles = product.parts if of_results == "float32" else 1
-    results = tiles * product.rows * columns * width(of_results)
+    results = product.rows * columns * width(of_results)
     room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - results
     return max(2, min(MOST_STAGES, room // stage))

@@ -1,6 +1,6 @@
 """FP8 weights, in shared memory as they are stored, as the left operand of wgmma in registers.
 
-A tile [64, 128] has rows of 128 bytes, the chunks of 16 swizzled: chunk c of row i is at c ^ (i % 8).
+A tile [64, 128] has rows of 128 bytes, chunks of 16 swizzled: chunk c of row i is at c ^ (i % 8).
 Warp w, lane 4 g + t has of each step of 16 columns the rows 16 w + g and 8 below, and columns 2 t
 and 2 t + 1, and 8 behind: two bytes a load, of which the warp's lie in banks of their own.
 

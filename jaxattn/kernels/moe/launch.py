@@ -26,20 +26,22 @@ def scratch(
     hidden: int,
     expert_size: int,
     dtype: Any = jnp.bfloat16,
+    fp8: bool = False,
     config: Config | None = None,
 ) -> ArenaSpec:
     """Scratch of `mixture_of_experts`: what the experts make of the tokens, inside and out.
 
     Args:
         tokens: T, padding included.
-        dtype: of the products' operands.
+        dtype: of the products' operands, x's where weights are FP8.
+        fp8: whether they are.
         config: how it is cut, where that was given.
     """
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
         "expert_size": expert_size,
     }  # fmt: skip
-    config = config or choose(**sizes)
+    config = config or choose(**sizes, quantized=fp8)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
     return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(hidden), jnp.float32))
@@ -89,7 +91,7 @@ def mixture_of_experts_mosaic(
     refuse(x, gate_up, interpret=interpret)
     (tokens, features), top_k = x.shape, ids.shape[1]
     experts, width = gate_up.shape[1], gate_up.shape[2] // 2
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": features,
         "expert_size": width,
     }  # fmt: skip

@@ -8,7 +8,7 @@ of them cost a few columns:
 
 An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
 multiprocessor takes many, item b, b + blocks and so on. Its last warpgroup issues the TMA copies
-into a ring of `stages` steps of K, the next item's too, and one or two warpgroups multiply, each its
+into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
 
@@ -114,7 +114,6 @@ def grouped_product(
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    outputs = 1 if gated else parts
     kernel = plgpu.kernel(
         body,
         out_type=(),
@@ -122,8 +121,7 @@ def grouped_product(
             plgpu.SMEM((stages, parts, consumers, ROWS, product.depth), weights.dtype,
                        transforms=of_weights),
             plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),
-            plgpu.SMEM((consumers, outputs, columns, ROWS), out_dtype,
-                       transforms=swizzled(out_dtype)),
+            plgpu.SMEM((consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)),
             plgpu.Barrier(num_arrivals=parts * consumers + 1, num_barriers=stages),  # loaded
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),  # read
         ],
@@ -139,7 +137,7 @@ def grouped_product(
     )  # fmt: skip
     with jax.enable_x64(False):  # the kernel's integers are int32
         some = () if scales is None else (scales,)
-        kernel(tokens, weights, work.tiles, work.count, layer, *some, target)
+        kernel(tokens, weights, work.tiles, work.total, layer, *some, target)
 
 
 def _body(
@@ -159,16 +157,15 @@ def _body(
     interpret: bool,
 ) -> Any:
     consumers, parts, depth = product.consumers, product.parts, product.depth
-    outputs = 1 if gated else parts
     # An item's rows of a part follow one another, and so do down's parts.
     piece = product.rows * (1 if gated else parts)
 
-    def body(tokens_ref, weights_ref, tiles_ref, count_ref, layer_ref, *others):
-        scales_ref = others[0] if quantized else None
+    def body(tokens_ref, weights_ref, tiles_ref, total_ref, layer_ref, *others):
+        scales_ref: Any = others[0] if quantized else None
         target_ref, weights_smem, tokens_smem, out_smem, loaded, read = others[quantized:]
         layer = layer_ref[0] * affine[0] + affine[1]
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        last = count_ref[0] * pieces
+        last = total_ref[0] * pieces
         mine = lax.div(last - block + (blocks - 1), blocks)
 
         def item(i: Any) -> Item:
@@ -176,8 +173,9 @@ def _body(
             number = jnp.minimum(block + i * blocks, jnp.maximum(last, 1) - 1)
             tile = lax.div(number, pieces)
             # h lies where it was written, and x may have stayed where it was.
-            entry = [tiles_ref[tile, j] for j in (EXPERT, FROM if gated else TO, TO, GROUPS)]
-            return Item(*entry, number - tile * pieces)
+            source = tiles_ref[tile, FROM if gated else TO]
+            expert, target, groups = (tiles_ref[tile, j] for j in (EXPERT, TO, GROUPS))
+            return Item(expert, source, target, groups, number - tile * pieces)
 
         def each(function: Any) -> jax.Array:
             """`function(item, steps before it)` for each item, the next one's numbers read ahead;
@@ -194,7 +192,7 @@ def _body(
         @pl.when(wg == consumers)
         def _load():
             if columns >= 64:
-                plgpu.set_max_registers(24, action="decrease")
+                plgpu.set_max_registers(40, action="decrease")
 
             def load(now: Item, done: jax.Array) -> None:
                 of_expert = weights_ref.at[layer, now.expert]
@@ -223,7 +221,7 @@ def _body(
         @pl.when(wg < consumers)
         def _multiply():
             if columns >= 64:
-                plgpu.set_max_registers(240 if consumers == 2 else 232, action="increase")
+                plgpu.set_max_registers(232, action="increase")
 
             def arrived(step: jax.Array) -> tuple[jax.Array, Any]:
                 """The slot of a step, once it is loaded, and its tokens as columns."""
@@ -257,9 +255,11 @@ def _body(
             def scaled_sums(now: Item, done: jax.Array) -> list[jax.Array]:
                 """The same of FP8 weights; a step's scales are read a step ahead."""
                 first = now.place * piece + wg * ROWS
-                blocks = [lax.div(first + (0 if gated else part * apart), BLOCK)
-                          + (part * (scales_ref.shape[2] // 2) if gated else 0)
-                          for part in range(parts)]
+                blocks = [
+                    lax.div(first + (0 if gated else part * apart), BLOCK)
+                    + (part * (scales_ref.shape[2] // 2) if gated else 0)
+                    for part in range(parts)
+                ]
 
                 def scales(s: Any) -> list[jax.Array]:
                     s = jnp.minimum(s, steps - 1)
@@ -280,8 +280,10 @@ def _body(
                         ]
 
                     if interpret:
-                        every = [_plain(weights_smem[slot, part, wg], tokens_smem[slot])
-                                 for part in range(parts)]
+                        every = [
+                            _plain(weights_smem[slot, part, wg], tokens_smem[slot])
+                            for part in range(parts)
+                        ]
                     else:
                         every = pl.run_scoped(products, *accumulators)
                     plgpu.barrier_arrive(read.at[slot])
@@ -299,25 +301,21 @@ def _body(
                 if gated:
                     gate, up = every
                     every = [gate / (1.0 + jnp.exp(-gate)) * up]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for part, result in enumerate(every):
-                    _turned(out_smem.at[wg, part], result, interpret=interpret)
-                plgpu.commit_smem()
-                for part in range(outputs):
-                    row = now.place * piece + part * apart + wg * ROWS
-                    write(now, part, row)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    _turned(out_smem.at[wg], result, interpret=interpret)
+                    plgpu.commit_smem()
+                    write(now, now.place * piece + part * apart + wg * ROWS)
 
-            def write(now: Item, part: int, column: jax.Array) -> None:
+            def write(now: Item, column: jax.Array) -> None:
                 """A tile whose first `now.groups` groups of rows are somebody's."""
                 for group in range(columns // GROUP):
 
                     @pl.when(group < now.groups)
                     def _some(group=group):
-                        some = pl.ds(group * GROUP, GROUP)
-                        to = results.at(
-                            target_ref, now.target + group * GROUP, GROUP, column, ROWS
-                        )
-                        plgpu.copy_smem_to_gmem(out_smem.at[wg, part, some], to)
+                        to = results.at(target_ref, now.target + group * GROUP, GROUP, column, ROWS)
+                        of_group = out_smem.at[wg, pl.ds(group * GROUP, GROUP)]
+                        plgpu.copy_smem_to_gmem(of_group, to)
 
             each(multiply)
             plgpu.wait_smem_to_gmem(0)

@@ -52,7 +52,7 @@ def step(**arguments):
 
 
 def run(arguments, implementation):
-    jax.clear_caches()  # of what was traced with another number of multiprocessors
+    step.clear_cache()  # of what was traced with another number of multiprocessors
     return step(**arguments, implementation=implementation)
 
 
@@ -85,11 +85,12 @@ def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun
     """Few blocks, which go from one run to another, with and without a tail or a token; and with
     each half of a state in a block of its own, where XLA norms."""
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3 if inside else 132)
-    pooled, arguments = gated_case([1, 130, 64, 0, 65], [0, 1, -1, 2, 3], value_heads=4)
+    pooled, arguments = gated_case([1, 64, 3, 0, 65], [0, 1, -1, 2, 3])
     out, states = run(arguments, implementation)
     assert bool(begun) == inside
     assert_normed(pooled, arguments, out)
-    np.testing.assert_array_equal(states, run(without_norm(arguments), implementation)[1])
+    if inside:
+        np.testing.assert_array_equal(states, run(without_norm(arguments), implementation)[1])
 
 
 @both_devices

@@ -76,9 +76,9 @@ def test_the_same_bits_alone_and_packed(packing, split):
 @pytest.mark.parametrize("split", [0, 64])
 def test_the_same_bits_alone_and_packed_in_the_interpreter(split, monkeypatch):
     """On a machine so small that the choices differ here too."""
-    monkeypatch.setattr(gdn_prefill_chunk, "NUM_SMS", 2)
-    monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 12 if split else 4)
-    tokens, before, behind = 130, [3], [115, 0]
+    monkeypatch.setattr(gdn_prefill_chunk, "NUM_SMS", 1)
+    monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 8 if split else 4)
+    tokens, before, behind = 66, [3], [60, 0]
     assert choices([tokens], 0, split, 1, 2) == (1, 1)
     assert choices([*before, tokens, *behind], PADDING, split, 1, 2) == (2, 2)
     assert_the_same_alone("mosaic_gpu_interpret", 1, 2, tokens, before, behind, split)

@@ -1,0 +1,143 @@
+"""The list of work: every chosen expert's tokens once, none for others, no two in one row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.kernels.moe import work as work_module
+from jaxattn.kernels.moe.config import (
+    choose,
+    most_tiles,
+    padded_rows,
+    panel,
+    stages_of,
+    token_tile,
+)
+from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, work_list
+
+make = jax.jit(work_list, static_argnums=(1, 2))
+
+
+def drawn(tokens, experts, top_k, *, some=None, seed=0):
+    """Distinct ids of the first `some` experts, a tenth of them of no expert."""
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(some or experts)[:top_k] for _ in range(tokens)])
+    ids[rng.random(ids.shape) < 0.1] = -1
+    ids[rng.random(ids.shape) < 0.05] = experts + 3
+    return ids.astype(np.int32)
+
+
+def check(ids, experts, columns):
+    work = make(jnp.asarray(ids), experts, columns)
+    tiles = np.asarray(work.tiles)[: int(work.total[0])]
+    positions = np.asarray(work.positions)
+    valid = (ids >= 0) & (ids < experts)
+    np.testing.assert_array_equal(positions >= 0, valid)
+    rows = padded_rows(*ids.shape, experts, columns)
+    # Every tile within the rows, none of them another's.
+    owner = np.full(rows, -1)
+    for number, tile in enumerate(tiles):
+        mine = slice(tile[TO], tile[TO] + 8 * tile[GROUPS])
+        assert tile[TO] + columns <= rows and 1 <= tile[GROUPS] <= columns // 8
+        assert tile[TO] % 8 == 0 and (owner[mine] < 0).all()
+        owner[mine] = number
+    assert set(tiles[:, EXPERT]) == set(ids[valid])
+    used = [(t, k) for t, k in np.ndindex(*ids.shape) if valid[t, k]]
+    for t, k in used:
+        tile = tiles[owner[positions[t, k]]]
+        assert tile[EXPERT] == ids[t, k]
+        source = tile[FROM] + positions[t, k] - tile[TO]
+        if work.tokens is None:
+            assert source == t
+        else:
+            assert tile[FROM] == tile[TO] and work.tokens[positions[t, k]] == t
+    # A row is one token's, of one expert.
+    assert len({(positions[t, k], t, ids[t, k]) for t, k in used}) == len(
+        {positions[t, k] for t, k in used}
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, top_k, columns, some",
+    [
+        (1, 64, 6, 8, None),
+        (3, 5, 2, 8, None),
+        (8, 512, 10, 8, None),
+        (33, 8, 3, 16, None),
+        (33, 16, 2, 8, 2),
+        (200, 6, 4, 32, None),
+    ],
+)
+def test_every_pair_has_its_row(tokens, experts, top_k, columns, some):
+    check(drawn(tokens, experts, top_k, some=some), experts, columns)
+
+
+def test_many_pairs_are_sorted_to_the_same_list(monkeypatch):
+    ids = drawn(70, 9, 3)
+    compared = work_list(jnp.asarray(ids), 9, 16)
+    monkeypatch.setattr(work_module, "COMPARED", 0)
+    for one, other in zip(compared, work_list(jnp.asarray(ids), 9, 16), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_without_any_expert_there_is_no_work():
+    for tokens in (2, 20):
+        work = work_list(jnp.full((tokens, 3), -1), 4, 8)
+        assert int(work.total[0]) == 0 and (np.asarray(work.positions) == -1).all()
+
+
+def test_all_tokens_of_one_expert_are_as_many_tiles_as_they_fill():
+    work = work_list(jnp.full((40, 1), 2), 4, 16)
+    tiles = np.asarray(work.tiles)[: int(work.total[0])]
+    assert tiles.tolist() == [[2, 0, 0, 2], [2, 16, 16, 2], [2, 32, 32, 1]]
+
+
+def test_the_bounds_hold_for_the_worst_choice():
+    for tokens, experts, top_k, columns in [(9, 4, 2, 8), (64, 3, 3, 16), (50, 64, 8, 32)]:
+        for seed in range(5):
+            check(drawn(tokens, experts, top_k, seed=seed), experts, columns)
+        assert most_tiles(tokens, top_k, experts, columns) >= min(experts, tokens * top_k)
+
+
+SHAPES = {
+    "v2-lite": dict(experts=64, top_k=6, hidden=2048, expert_size=1408),
+    "qwen3-next": dict(experts=512, top_k=10, hidden=2048, expert_size=512, quantized=True),
+    "v3": dict(experts=256, top_k=8, hidden=7168, expert_size=2048, quantized=True),
+    "glm-4.7-flash": dict(experts=64, top_k=4, hidden=2048, expert_size=1536),
+    "tiny": dict(experts=8, top_k=3, hidden=128, expert_size=64),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128, 8192])
+def test_a_cut_fits_its_sizes_and_shared_memory(tokens, shape):
+    config = choose(tokens=tokens, **shape)
+    hidden, width = shape["hidden"], shape["expert_size"]
+    stored = "float8_e4m3fn" if shape.get("quantized") else "bfloat16"
+    for product, rows, depth, out in (
+        (config.gate_up, width, hidden, "bfloat16"),
+        (config.down, hidden, width, "float32"),
+    ):
+        of_item = product.rows * (1 if product is config.gate_up else product.parts)
+        assert rows % of_item == 0 and depth % product.depth == 0
+        assert panel(depth) % product.depth == 0 and panel(rows) % 64 == 0
+        stages = stages_of(product, config.columns, "bfloat16", out, stored)
+        wide = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
+        stage = product.parts * product.rows * product.depth * wide[stored]
+        stage += config.columns * product.depth * 2
+        results = product.rows * config.columns * wide[out]
+        assert stages >= 3 and stages * stage + results <= 227 * 1024
+        # Accumulators, and of FP8 the running sums beside them, leave a thread some registers.
+        sums = product.parts * config.columns // 2
+        assert sums * (2 if shape.get("quantized") else 1) <= 128
+
+
+def test_few_tokens_are_one_small_tile_and_many_a_large_one():
+    assert token_tile(6, 64, 1) == 8 and token_tile(48, 2, 8) == 8
+    assert token_tile(49152, 64, 8192) == 128
+    assert token_tile(49152, 64, 8192, most=64) == 64
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        choose(tokens=1, **SHAPES["v2-lite"]).columns = 16
