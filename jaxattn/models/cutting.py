@@ -89,10 +89,10 @@ class Block(NamedTuple):
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     @property
-    def program(self) -> tuple[object, ...]:
-        """Blocks with equal ones are placed by one program."""
-        kinds = tuple((piece.dtype, piece.shape) for piece in self.pieces)
-        return self.key, self.stacked, self.stored, self.change, kinds
+    def kind(self) -> tuple[object, ...]:
+        """Blocks with equal ones are placed alike in parameters of one shape."""
+        sizes = tuple((piece.dtype, piece.shape) for piece in self.pieces)
+        return self.stacked, self.stored, self.change, sizes
 
 
 def cut(weights: Sequence[Weight], shapes: Shapes, block_bytes: int = BLOCK_BYTES) -> list[Block]:
@@ -151,7 +151,7 @@ def _blocks(run: list[Weight], dims: int, block_bytes: int) -> Iterator[Block]:
             offset += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
         start = (*place.index, *place.change.start(begin, dims - len(place.index)))
         stacked = place.index != ()
-        yield Block(place.key, start, stacked, stored, place.change, tuple(pieces))
+        yield Block(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
 
 
 def _piece(sources: Sequence[Source], begin: int, end: int, offset: int) -> Piece:

@@ -28,7 +28,7 @@ from jaxattn.models.placing import Change, Key
 from jaxattn.models.stored import Stored
 
 READERS = 8
-COMPILERS = 2
+COMPILERS = 4
 # Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
 SENT_AS = {"float8_e8m0fnu": "uint8"}
 
@@ -58,7 +58,7 @@ def fill(
     total, done = sum(map(_data_bytes, blocks)), 0
     with _programs(blocks, shapes) as programs, closing(_sent(blocks, readers)) as sent:
         for block, parts in sent:
-            place = programs[block.program].result()
+            place = programs[_program(block, shapes)].result()
             start = np.array(block.start, np.int32)
             arrays[block.key] = place(arrays.pop(block.key), parts, start)
             done += _data_bytes(block)
@@ -72,6 +72,12 @@ def _data_bytes(block: Block) -> int:
 
 
 # --- placing
+
+
+def _program(block: Block, shapes: Shapes) -> tuple[object, ...]:
+    """Blocks with equal ones are placed by one program."""
+    target = shapes[block.key]
+    return target.shape, target.dtype, *block.kind
 
 
 @functools.partial(jax.jit, static_argnames=("stored", "change", "stacked"), donate_argnums=0)
@@ -88,7 +94,12 @@ def _place(
     part = jax.vmap(change.block)(stored.decode(parts)).astype(target.dtype)
     part = part if stacked else part[0]
     part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
-    return lax.dynamic_update_slice(target, part, tuple(start))
+    if target.dtype.itemsize > 1:
+        return lax.dynamic_update_slice(target, part, tuple(start))
+    # XLA for the CPU updates FP8 by converting the whole parameter, and bytes in place.
+    bits, part = (lax.bitcast_convert_type(each, jnp.uint8) for each in (target, part))
+    updated = lax.dynamic_update_slice(bits, part, tuple(start))
+    return lax.bitcast_convert_type(updated, target.dtype)
 
 
 @contextmanager
@@ -103,10 +114,10 @@ def _programs(
         options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
         return _place.lower(shapes[block.key], parts, start, **options).compile()
 
-    kinds = {block.program: block for block in reversed(blocks)}
+    first = {_program(block, shapes): block for block in reversed(blocks)}
     with ThreadPoolExecutor(COMPILERS, "compile") as pool:
         try:
-            yield {kind: pool.submit(compiled, kinds[kind]) for kind in reversed(kinds)}
+            yield {name: pool.submit(compiled, first[name]) for name in reversed(first)}
         finally:
             pool.shutdown(cancel_futures=True)
 

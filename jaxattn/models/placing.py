@@ -20,7 +20,15 @@ type Key = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Change(abc.ABC):
-    """What is done to a tensor's rows."""
+    """What is done to a tensor's rows.
+
+    Attributes:
+        anywhere: the same change of rows wherever they go; one program places all blocks of it.
+    """
+
+    @property
+    def anywhere(self) -> "Change":
+        return self
 
     @property
     def rows_together(self) -> int:
@@ -47,9 +55,13 @@ class AsItIs(Change):
 
 @dataclasses.dataclass(frozen=True)
 class Below(Change):
-    """As it is, below the first `row` rows of the parameter."""
+    """As it is, below the first `first` rows of the parameter."""
 
     first: int
+
+    @property
+    def anywhere(self) -> Change:
+        return AsItIs()
 
     def block(self, rows: Array) -> Array:
         return rows
@@ -63,6 +75,10 @@ class Nth(Change):
     """As it is, number `number` along an axis that the parameter has before the tensor's."""
 
     number: int
+
+    @property
+    def anywhere(self) -> Change:
+        return Nth(0)
 
     def block(self, rows: Array) -> Array:
         return rows[None]

@@ -1,0 +1,49 @@
+"""Loading takes a few blocks of host and device memory beside the parameters of any model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxattn.models.cutting import BLOCK_BYTES
+from scripts.time_loading import write_folder
+
+MIB = 2**20
+READERS = 2
+
+
+def loaded(folder: Path, platform: str) -> dict[str, Any]:
+    """What `scripts.time_loading` measures in a process of its own."""
+    command = [sys.executable, "-m", "scripts.time_loading", "load", str(folder)]
+    result = subprocess.run(
+        [*command, "--readers", str(READERS)],
+        env=os.environ | {"JAX_PLATFORMS": platform},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_the_host_holds_a_few_blocks(tmp_path):
+    written = write_folder(tmp_path, 1000 * MIB, sparse=True)
+    found = loaded(tmp_path, "cpu")
+    assert found["parameter_bytes"] >= 0.99 * written > 900 * MIB
+    # A block for each reader and one that is placed; the rest is what compiling takes.
+    assert found["host_bytes_above_before"] <= (READERS + 1) * BLOCK_BYTES + 250 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_the_device_holds_the_parameters_and_less_than_a_gibibyte(tmp_path, weights):
+    write_folder(tmp_path, 4000 * MIB, weights=weights, sparse=True)
+    found = loaded(tmp_path, "cuda")
+    assert found["device_bytes_above_parameters"] <= 1024 * MIB
+    # Pinned memory of transfers is the host's too.
+    assert found["host_bytes_above_before"] <= 8 * BLOCK_BYTES + 1024 * MIB
