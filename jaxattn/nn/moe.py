@@ -140,7 +140,9 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Array, Arena | None]:
         bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
-        ids, weights = route(logits, bias, self.config)
+        kernel_has_it = self.config.experts % 4 == 0
+        by = implementation if kernel_has_it else "xla"
+        ids, weights = route(logits, bias, self.config, implementation=by)
         if self.always:
             last = self.config.experts + jnp.arange(self.always, dtype=ids.dtype)
             ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), self.always))], 1)
