@@ -48,8 +48,8 @@ def sample(
     """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
 
     Of equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
-    `top_k` filter first, then `top_p` filters what they leave. The vocabulary is sorted only where
-    a row samples with `top_k` or `top_p`.
+    `top_k` filter first, then `top_p` filters what they leave. The vocabulary is searched only
+    where a row samples with `top_k` or `top_p`.
 
     Args:
         logits: float32.
@@ -62,32 +62,32 @@ def sample(
         heat = jnp.where(draws, sampling.temperature, 1.0)
         # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
         scaled = (logits - most) / heat[:, None]
-        sorts = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
+        filters = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
         drawn = lax.switch(
-            draws.any().astype(jnp.int32) + sorts.any(),
+            draws.any().astype(jnp.int32) + filters.any(),
             (_no_row_draws, _draw, _filter_and_draw),
             scaled,
             sampling,
-            sorts,
+            filters,
             positions,
         )
         tokens = jnp.where(draws, drawn, greedy).astype(jnp.int32)
         return jnp.where(jnp.isfinite(most[:, 0]), tokens, NOT_FINITE)
 
 
-def _no_row_draws(scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array) -> Array:
+def _no_row_draws(scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array) -> Array:
     """A greedy step makes no random numbers."""
     return jnp.zeros(scaled.shape[0], jnp.int32)
 
 
-def _draw(scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array) -> Array:
+def _draw(scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array) -> Array:
     return _categorical(_min_p(scaled, sampling), sampling, positions)
 
 
 def _filter_and_draw(
-    scaled: Array, sampling: SamplingBatch, sorts: Array, positions: Array
+    scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array
 ) -> Array:
-    filtered = _sorted_filters(_min_p(scaled, sampling), sampling, sorts)
+    filtered = _filters(_min_p(scaled, sampling), sampling, filters)
     return _categorical(filtered, sampling, positions)
 
 
@@ -101,22 +101,57 @@ def _categorical(scaled: Array, sampling: SamplingBatch, positions: Array) -> Ar
     return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
 
 
-def _sorted_filters(
-    scaled: Float[Array, "B vocab"], sampling: SamplingBatch, sorts: Bool[Array, "B"]
+def _filters(
+    scaled: Float[Array, "B vocab"], sampling: SamplingBatch, filters: Bool[Array, "B"]
 ) -> Float[Array, "B vocab"]:
     """-inf for what `top_k` and `top_p` leave out, in the rows that have one of them."""
+    keys = _ordered(scaled)
+    count = sampling.top_k[:, None].astype(jnp.float32)
+    ones = jnp.ones_like(scaled)
+    # The k-th largest is the least with fewer than k above it.
+    least = _least_with_less_above(keys, ones, count)
+    above = (keys > least).sum(1, keepdims=True)
+    few = (keys == least) & (_before(keys == least) < count - above)
+    kept = (sampling.top_k[:, None] == 0) | (keys > least) | few
+    scaled = jnp.where(kept, scaled, -jnp.inf)
 
-    def of_row(row: Array, top_k: Array, top_p: Array) -> Array:
-        order = jnp.argsort(-row)  # stable
-        rank = jnp.zeros_like(order).at[order].set(jnp.arange(row.shape[0], dtype=order.dtype))
-        row = jnp.where((top_k == 0) | (rank < top_k), row, -jnp.inf)
-        probabilities = jax.nn.softmax(row)[order]
-        before = (jnp.cumsum(probabilities) - probabilities)[rank]
-        # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
-        return jnp.where((rank == 0) | (before < top_p) | (top_p >= 1), row, -jnp.inf)
+    keys, chances = _ordered(scaled), jax.nn.softmax(scaled)
+    top_p = sampling.top_p[:, None]
+    least = _least_with_less_above(keys, chances, top_p)
+    above = jnp.where(keys > least, chances, 0).sum(1, keepdims=True)
+    equal = jnp.where(keys == least, chances, 0).max(1, keepdims=True)
+    few = (keys == least) & (above + equal * _before(keys == least) < top_p)
+    # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
+    kept = (top_p >= 1) | (keys > least) | few | (scaled >= scaled.max(1, keepdims=True))
+    return jnp.where(kept | ~filters[:, None], scaled, -jnp.inf)
 
-    filtered = jax.vmap(of_row)(scaled, sampling.top_k, sampling.top_p)
-    return jnp.where(sorts[:, None], filtered, scaled)
+
+def _ordered(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
+    """Integers in the order of these numbers."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0.0 becomes 0.0
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _before(marked: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
+    """How many marked tokens have a lower id."""
+    return jnp.cumsum(marked, axis=1, dtype=jnp.int32) - marked
+
+
+def _least_with_less_above(
+    keys: UInt[Array, "B vocab"], weights: Float[Array, "B vocab"], limit: Float[Array, "B 1"]
+) -> UInt[Array, "B 1"]:
+    """The least number above which the weights' sum is below `limit`, two bits at a time.
+
+    A sort of the vocabulary would give it too, and XLA has the host wait for it.
+    """
+    least = jnp.zeros_like(keys[:, :1])
+    for shift in range(30, -2, -2):
+        steps = [least + jnp.uint32((step << shift) - 1) for step in (1, 2, 3)]
+        sums = [jnp.where(keys > step, weights, 0).sum(1, keepdims=True) for step in steps]
+        passed = sum((total >= limit).astype(jnp.uint32) for total in sums)
+        least += passed << shift
+    return least
 
 
 def sampled(step: Callable) -> Callable:
