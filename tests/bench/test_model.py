@@ -106,7 +106,7 @@ def test_what_xla_made_is_found_by_scope_and_function(ran):
     for origin in origins.values():
         of_kind.setdefault(kinds.kind_of("fusion", origin), []).append(origin)
     # Lists of long words: what pytest would say of them takes minutes.
-    words = {"norms": "rms_norm", "dense products": "mla_q_proj", "attention": "/mla_decode/"}
+    words = {"norms": "rms_norm", "dense products": "mla_o_proj", "attention": "/mla_decode/"}
     for kind, word in words.items():
         found = any(word in origin for origin in of_kind[kind])
         assert found, kind
@@ -323,14 +323,18 @@ def test_launches_are_counted_per_call(monkeypatch):
     ("argv", "message"),
     [
         (["nothing"], "use one of DeepSeek-R1"),
-        (["DeepSeek-R1"], "quantized"),
+        (["OTHER"], "model_type 'unheard_of' is not supported"),
         (["FOLDER", "--rows", "0"], "--rows must be positive"),
         (["FOLDER", "--context", "300"], "takes 256 tokens; got 8,192"),
         (["FOLDER", "--json", "/nowhere/x.json"], "cannot be written"),
     ],
 )
-def test_a_model_that_cannot_be_run_is_refused_before_it_is(argv, message, folder, capsys):
-    argv = [str(folder) if word == "FOLDER" else word for word in argv]
+def test_a_model_that_cannot_be_run_is_refused_before_it_is(
+    argv, message, folder, tmp_path, capsys
+):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "unheard_of"}))
+    folders = {"FOLDER": str(folder), "OTHER": str(tmp_path)}
+    argv = [folders.get(word, word) for word in argv]
     argv += ["--prompt", "64", "--context", "64"] if "/nowhere/x.json" in argv else []
     with pytest.raises(SystemExit) as stopped:
         bench.main(["model", *argv])
