@@ -164,8 +164,8 @@ def linears_mosaic(
         ),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    # TMA steps in the shared memory's tiles of 8 rows.
-    if interpret:
+    # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
+    if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     with jax.enable_x64(False):  # the kernel's integers are int32
         return list(kernel(x, *weights, jnp.asarray(layer, jnp.int32).reshape(1), *apart))

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import check_features
@@ -15,7 +15,7 @@ from jaxattn.core.fp8_blocks import BLOCK, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.moe import Router, mixture_of_experts, route
+from jaxattn.ops.moe import Router, mixture_of_experts, route, route_serves
 from jaxattn.ops.router import router_logits
 
 type WeightFormat = Literal["fp8"]
@@ -123,6 +123,14 @@ class MixtureOfExperts(nnx.Module):
             logits = self._exact_logits(x, stacks["router"][layer.index])
         return self._sum(x, stacks, layer, logits, valid, arena, implementation)
 
+    def choose(
+        self, logits: Float[Array, "T E"], implementation: Implementation | None
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        """The routed experts of each token, and their weights."""
+        bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
+        by = implementation if route_serves(self.config.experts) else "xla"
+        return route(logits, bias, self.config, implementation=by)
+
     def _exact_logits(self, x: Array, router: Array | None = None) -> Float[Array, "T E"]:
         check_features("MixtureOfExperts", x, "F", "router", (self.hidden_size,), 0)
         weight = self.router[...] if router is None else router
@@ -139,10 +147,7 @@ class MixtureOfExperts(nnx.Module):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Array, Arena | None]:
-        bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
-        kernel_has_it = self.config.experts % 4 == 0
-        by = implementation if kernel_has_it else "xla"
-        ids, weights = route(logits, bias, self.config, implementation=by)
+        ids, weights = self.choose(logits, implementation)
         if self.always:
             last = self.config.experts + jnp.arange(self.always, dtype=ids.dtype)
             ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), self.always))], 1)

@@ -29,7 +29,7 @@ from jaxattn.core.fp8_blocks import BLOCK, dequantize
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
-from jaxattn.kernels.moe.route import route_mosaic
+from jaxattn.kernels.moe.route import LEAST, MOST_EXPERTS, route_mosaic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def route(
         bias: added to the scores that choose, not to the weights (DeepSeek-V3's
             `e_score_correction_bias`).
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has a
-            multiple of 4 experts, at most 1024. The gradient is "xla"'s, in reverse mode.
+            multiple of 32 experts, at most 1024. The gradient is "xla"'s, in reverse mode.
 
     Raises:
         TypeError, ValueError: an argument is no array, or its shape does not fit.
@@ -143,6 +143,11 @@ def route(
                 "xla": lambda: reference(logits, bias),
             },
         )
+
+
+def route_serves(experts: int) -> bool:
+    """Whether the kernel has so many experts."""
+    return experts % LEAST == 0 and 0 < experts <= MOST_EXPERTS
 
 
 def _by_sorting(logits: Array, bias: Array | None, router: Router) -> tuple[Array, Array]:

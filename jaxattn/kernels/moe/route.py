@@ -3,7 +3,7 @@
 XLA sorts all E scores of a token in several kernels. Here the best is taken K times; of equal ones
 the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.
 
-Limits: E up to 1024 and a multiple of 4. Reference and tests: `jaxattn.ops.moe.route`
+Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
 
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.machine import interpret_mode, meet, require_hopper
 
 THREADS = 128
-MOST_EXPERTS = 1024
+MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
 
 
@@ -26,10 +26,10 @@ def refuse(logits: jax.Array, *, interpret: bool) -> None:
     """Raises `NotImplementedError` with the reason where the kernel does not serve."""
     require_hopper("route", interpret=interpret)
     experts = logits.shape[-1]
-    if experts % 4 or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
+    if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
         raise NotImplementedError(
-            f"route: the kernel has a multiple of 4 experts, at most {MOST_EXPERTS}, and some "
-            f"tokens; got logits {tuple(logits.shape)}"
+            f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
+            f"some tokens; got logits {tuple(logits.shape)}"
         )
 
 
