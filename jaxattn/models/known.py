@@ -26,14 +26,8 @@ class KnownModelError(ValueError):
     """No such model, or a config.json that is not understood."""
 
 
-def _is_understood(config: dict[str, Any]) -> bool:
-    return config.get("model_type") in (*FAMILIES, *known_count.MODEL_TYPES)
-
-
+NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))
 _COUNTED = ", ".join(kind for kind in known_count.MODEL_TYPES if not kind.endswith("_text"))
-_ALSO = f"; a plan counts {_COUNTED} too"
-# A configuration is offered as soon as something understands it.
-NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json") if _is_understood(read_json(path))))
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -91,4 +85,6 @@ def from_config(name: str, config: dict[str, Any], where: str) -> KnownModel:
         unread = "the prediction (MTP) layers" if family_of(fields).skipped(fields) else ""
         return BuiltModel.of(name, model, quantization, unread=unread)
     except ValueError as error:
-        raise KnownModelError(f"{error}{'' if _is_understood(config) else _ALSO}") from error
+        known = kind in (*FAMILIES, *known_count.MODEL_TYPES)
+        also = "" if known else f"; a plan counts {_COUNTED} too"
+        raise KnownModelError(f"{error}{also}") from error

@@ -25,14 +25,6 @@ from jaxattn.models.known_model import KnownModel, Sizes, Weights
 from jaxattn.models.parts import divided, part_of
 from jaxattn.models.quantization import Quantization
 
-# What the loader makes of a checkpoint's weights.
-_AS_LOADED: dict[Quantization | None, str] = {
-    None: "as the loader keeps them",
-    "fp8": f"experts in FP8 with one scale per {BLOCK} x {BLOCK} block, other FP8 matrices "
-    "dequantized to bfloat16 on loading",
-    "int4": "INT4 experts dequantized to bfloat16 on loading",
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltModel(KnownModel):
@@ -69,7 +61,7 @@ class BuiltModel(KnownModel):
             name=name,
             weights=weights_of(model),
             max_position_embeddings=model.max_position_embeddings,
-            stored=f"{dtypes}, {_AS_LOADED[quantization]}",
+            stored=f"{dtypes}, {_as_loaded(model, quantization)}",
             unread=unread,
             model=model,
             quantization=quantization,
@@ -146,6 +138,20 @@ class BuiltModel(KnownModel):
         return nbytes(jax.eval_shape(model.pack, shapes)) - nbytes(shapes)
 
 
+def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
+    """What the loader makes of the checkpoint's weights, in words."""
+    if quantization is None:
+        return "as the loader keeps them"
+    if quantization == "int4":
+        return "INT4 experts dequantized to bfloat16 on loading"
+    kinds = [block.feed_forward for block in model.spec.blocks]
+    shared = any(isinstance(each, MoE) and each.always for each in kinds)
+    return (
+        f"{'routed and shared' if shared else 'routed'} experts in FP8 with one scale per "
+        f"{BLOCK} x {BLOCK} block, other FP8 matrices dequantized to bfloat16 on loading"
+    )
+
+
 def _of_mla(mixer: MLA) -> dict[str, Any]:
     return {
         "num_heads": mixer.num_heads,
@@ -171,7 +177,8 @@ def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
             dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
             scales=part.scales,
         )
-        if shared := weights.count // stack[-1] * part.always if part.always else 0:
+        if part.always:
+            shared = weights.count // stack[-1] * part.always
             found.append(
                 dataclasses.replace(weights, kind="shared experts", split="dense", count=shared)
             )

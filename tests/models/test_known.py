@@ -57,6 +57,7 @@ def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 *
         ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
         # Its named size, to the digits that it has.
         ("DeepSeek-R1", 671_026_419_200, 671_026_419_200, 0),
+        ("GLM-4.7-Flash", 29_943_393_920, 29_943_393_920, 0),
         ("Kimi-K2", 1_026_408_232_448, 1_026_408_232_448, 0),
         ("Moonlight-16B-A3B", 15_960_110_208, 15_960_110_208, 0),
         ("Youtu-LLM-2B", 1_961_560_064, 1_961_560_064, 0),
@@ -138,8 +139,8 @@ def test_shapes_and_the_count_by_hand_agree(name, quantized):
     # The loader makes the router float32, which checkpoints store in bfloat16.
     expected = {line: 2 * count for line, count in numbers.items()}
     expected["router"] = 4 * numbers["router"]
-    if quantized:
-        expected["experts"] = BY_HAND[name]["experts"][1]
+    if quantized:  # shared experts lie in the stack of the routed ones, in its format
+        expected |= {line: BY_HAND[name][line][1] for line in ("experts", "shared experts")}
     assert sizes == expected
     if quantized:  # with all that the checkpoint has in FP8 kept so, to the byte
         stored = {line: size for line, (_, size) in BY_HAND[name].items()}

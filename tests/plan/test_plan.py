@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxattn import mla, moe
+from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.steps import int32
+from jaxattn.engine.memory_plan import bound_of, packed_shapes
+from jaxattn.engine.steps import entry_points, int32, new_state
 from jaxattn.memory.bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.memory.device import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
@@ -62,9 +63,8 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
         attention = 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
         assert scratch_of(made, "mla_decode") == attention
         # All GPUs' rows may choose the experts of one of them.
-        experts = moe.scratch(
-            tokens=128 * gpus, top_k=8, experts=256, hidden=7168, expert_size=2048
-        )
+        spec = known.load("DeepSeek-R1").model.spec
+        experts = spec.blocks[-1].feed_forward.scratch(spec.stream, 128 * gpus)
         assert made["arena"] == overlaid((experts, mla_scratch(128))).nbytes
         assert made.reserve >= 0
     assert plans[16]["kv cache"] > plans[8]["kv cache"]
@@ -261,6 +261,29 @@ def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, ro
         temp = compiled.compile().memory_analysis().temp_size_in_bytes
         assert temp <= bound
         assert temp_bound(traced, params, larger, batch, donated=1) == bound
+
+
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
+def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
+    """The experts' weights are most of it: XLA copies a layer's out of the stack."""
+    config = known.config_of("DeepSeek-V2-Lite") | {
+        "vocab_size": 256,
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 0,
+    }
+    model = known.from_config("experts", config, "experts").model.with_dtype(dtype)
+    limits = Limits(batch=1, max_model_len=64, prefill_chunk=16)
+    params = packed_shapes(model)
+    [prefill] = [entry for entry in entry_points(limits) if entry.kind == "prefill"]
+    bound = bound_of(model, prefill, limits, params, "xla").temp
+    state = jax.eval_shape(functools.partial(new_state, model, limits))
+    step = jit_step(prefill.step(model), implementation="xla")
+    compiled = step.lower(params, state, prefill.batch_shapes(limits.table_width)).compile()
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    assert size * 64 * 3 * 512 * 512 < temp <= bound
 
 
 def test_a_second_copy_of_a_donated_buffer_counts():
