@@ -200,6 +200,12 @@ def test_tensors_that_do_not_fit_each_other_are_named(copied, folder, change, me
     assert len(jax.live_arrays()) <= before
 
 
+def test_a_width_that_no_group_divides_is_named(copied):
+    folder = copied(INT4, lambda t: None, {"moe_intermediate_size": 40})
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' is .* \[64, 40\] is no matrix"):
+        huggingface.load(folder)
+
+
 def test_quantized_tensors_that_the_configuration_does_not_state_are_named(copied):
     damaged = copied(FP8, lambda t: None, {"quantization_config": None})
     with pytest.raises(CheckpointError, match="float8_e4m3fn.*, expected a float"):
