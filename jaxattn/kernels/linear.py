@@ -10,12 +10,13 @@ of a cluster add up their sums, each some of the tokens', in the order of the bl
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
 silu(gate) * up is stored. A token's result does not depend on the other tokens.
 
-Limits: 128 tokens, 64 where gated; K a multiple of 64; N at least 128 and a multiple of 8; bfloat16
-or float16.
+Limits: 32 tokens, 4 of matrices above 32 MiB; K a multiple of 64; N at least 128 and a multiple of
+8; bfloat16 or float16.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -39,7 +40,9 @@ from jaxattn.kernels.hopper.turned import store_turned
 OP = "linear_layer"
 ROWS = 128  # columns of a matrix that a cluster has
 STEP = 64  # numbers of K of a copy
-MOST_TOKENS = 128
+MOST_TOKENS = 32  # XLA's product is as fast from here on
+# Matrices of more bytes, where XLA's product of so many tokens is faster.
+LARGE_BYTES, MOST_LARGE = 32 * 2**20, 4
 MOST_PARTS = 8  # blocks of a cluster, on any Hopper GPU
 TOGETHER = 4  # tokens whose sums a block reads at a time
 BLOCK_BYTES = 72 * 1024  # of copies: three blocks share a multiprocessor
@@ -81,9 +84,11 @@ def refusal(
 ) -> str | None:
     """Why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
-    most = MOST_TOKENS // (1 + gated)
+    large = max(math.prod(each.shape[1:]) * each.dtype.itemsize for each in weights) > LARGE_BYTES
+    most = MOST_LARGE if large else MOST_TOKENS
     if not 0 < tokens <= most:
-        return f"the kernel has 1 to {most} tokens, and got x {x}"
+        size = " of so large matrices" if large else ""
+        return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
     for weight in weights:
         if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % 8:
             return (
@@ -159,8 +164,8 @@ def linears_mosaic(
         ),
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    # TMA steps in the shared memory's tiles of 8 rows.
-    if interpret:
+    # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
+    if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     with jax.enable_x64(False):  # the kernel's integers are int32
         return list(kernel(x, *weights, jnp.asarray(layer, jnp.int32).reshape(1), *apart))

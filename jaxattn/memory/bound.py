@@ -34,8 +34,8 @@ _IN_PLACE = {
     "freeze",
     "mutable_array",
 }
-# Axes of one element more or less, which are the same bytes in any layout.
-_VIEWS = {"squeeze", "expand_dims"}
+# With the operand's bytes they add or drop axes of one element, which no layout notices.
+_VIEWS = {"squeeze", "broadcast_in_dim"}
 
 
 def temp_bound(step: Any, *args: Any, donated: int) -> int:
@@ -114,7 +114,7 @@ def _equation(eqn: Any, in_place: set[Any]) -> tuple[int, list[_Bytes]]:
     if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
         return _bytes_of(inner[0], _places(held))  # a call: XLA inlines it
     inside = sum(_bytes_of(jaxpr, set())[0] for jaxpr in inner)
-    if name in _VIEWS and not held[0]:
+    if name in _VIEWS and not held[0] and _size(eqn.invars[0].aval) == _size(eqn.outvars[0].aval):
         return inside, [_Bytes.COUNTED]
     if name in _IN_PLACE or name.startswith("scatter"):
         return inside, _owned([held[0] and _matches(v, eqn.invars, held) for v in eqn.outvars])

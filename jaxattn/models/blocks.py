@@ -23,8 +23,9 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
 from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.nn import GatedDeltaNet, GatedMLP, MixtureOfExperts, MultiHeadLatentAttention
-from jaxattn.nn.moe import WeightFormat, stacked_names
+from jaxattn.nn.moe import WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.moe import Router
+from jaxattn.ops.router import split_router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -368,6 +369,10 @@ class FeedForward(abc.ABC):
         """Of a decode step of so many tokens."""
         return ArenaSpec()
 
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        """Those parameters, [repeats, ...], that the steps read faster in another form."""
+        return {}
+
     def step(
         self,
         module: Any,
@@ -416,6 +421,16 @@ class MoE(FeedForward):
     def stacked(self) -> tuple[str, ...]:
         return stacked_names(self.weight_format)
 
+    @property
+    def always(self) -> int:
+        """Experts of the stack, the last, that every token takes: the shared ones."""
+        return experts_of_shared(self.expert_size, self.shared_size, self.weight_format)
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        if stream.dtype != "bfloat16":
+            return {}
+        return {"router": split_router(params["router"][...])}
+
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(
             stream.hidden_size,
@@ -444,8 +459,8 @@ class MoE(FeedForward):
     def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
         return moe.scratch(
             tokens=tokens,
-            top_k=self.router.top_k,
-            experts=self.router.experts,
+            top_k=self.router.top_k + self.always,
+            experts=self.router.experts + self.always,
             hidden=stream.hidden_size,
             expert_size=self.expert_size,
             dtype=jnp.dtype(stream.dtype),

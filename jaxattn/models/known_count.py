@@ -45,7 +45,7 @@ class CountedModel(KnownModel):
         return tuple(_share(cache, ways, cache_dtype or "bfloat16") for cache in self.whole)
 
     def scratch(
-        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1
+        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
         found = []
         for cache in self.caches(ways):

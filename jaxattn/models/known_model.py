@@ -117,9 +117,14 @@ class KnownModel(abc.ABC):
 
     @abc.abstractmethod
     def scratch(
-        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1
+        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
-        """The scratch of each op of a decode step, on one of `ways` GPUs."""
+        """The scratch of each op of a decode step, on one GPU.
+
+        Args:
+            ways: by how many its mixers' heads are divided.
+            gathered: of how many GPUs the tokens may choose this one's experts.
+        """
 
     def copied_bytes(self, ways: int = 1) -> int:
         """What an engine adds to the weights by packing them, on one of `ways` GPUs."""

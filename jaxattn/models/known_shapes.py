@@ -133,9 +133,12 @@ class BuiltModel(KnownModel):
         return divided(self.model, ways, cache_dtype).caches
 
     def scratch(
-        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1
+        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
-        return divided(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
+        own = divided(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
+        kinds = {block.feed_forward for block in self.model.spec.blocks}
+        tokens, stream = rows * q_len * gathered, self.model.spec.stream
+        return (*own, *(each.scratch(stream, tokens) for each in kinds if gathered > 1))
 
     def copied_bytes(self, ways: int = 1) -> int:
         model = divided(self.model, ways)
@@ -168,5 +171,10 @@ def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
             dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
             scales=part.scales,
         )
+        if shared := weights.count // stack[-1] * part.always if part.always else 0:
+            found.append(
+                dataclasses.replace(weights, kind="shared experts", split="dense", count=shared)
+            )
+            weights = dataclasses.replace(weights, count=weights.count - shared)
         found.append(weights)
     return tuple(found)

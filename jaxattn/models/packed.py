@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxattn.models.blocks import Block, Mixer
+from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.segments import Segment
 
 
@@ -39,7 +39,7 @@ class PackedParams:
 
 
 def pack_params(
-    params: nnx.State | PackedParams, segments: Sequence[Segment[Block]]
+    params: nnx.State | PackedParams, segments: Sequence[Segment[Block]], stream: Stream
 ) -> PackedParams:
     """Puts the vectors of the layers (norms, gates) together. Do it once, on loading.
 
@@ -63,6 +63,11 @@ def pack_params(
         )
         for s, segment in enumerate(segments)
     }
+    for s, segment in enumerate(segments):
+        for place, block in enumerate(segment.pattern):
+            mlp: Any = empty[s]["layers"][place]["mlp"]
+            for name, packed in block.feed_forward.pack(stream, mlp).items():
+                mlp[name] = mlp[name].replace(packed)
     rest = nnx.State({**params, "segments": type(stacks)(empty)})
     return PackedParams(rest, vectors, _mixer_weights(stacks, segments), _norms(stacks, segments))
 

@@ -30,6 +30,7 @@ class Part:
         stacked: how many leading axes count layers or experts.
         published_fp8: an FP8 checkpoint stores it in FP8.
         scales: it holds the scales of quantized numbers.
+        always: of a stack of experts the last, which every token takes: the shared ones.
     """
 
     line: str
@@ -37,6 +38,7 @@ class Part:
     stacked: int = 0
     published_fp8: bool = False
     scales: bool = False
+    always: int = 0
 
 
 # Of a mixer: the latents and low-rank queries have no heads.
@@ -75,8 +77,11 @@ def part_of(spec: DecoderSpec, key: Path) -> Part:
             if name in _WHOLE:
                 return Part(line=line, split="all", stacked=1, published_fp8=fp8)
         case ("segments", int(number), "layers", int(place), "mlp", *rest):
-            experts = isinstance(spec.segments[number].pattern[place].feed_forward, MoE)
-            found = _of_experts(tuple(rest)) if experts else _of_mlp(tuple(rest), "dense MLP")
+            kind = spec.segments[number].pattern[place].feed_forward
+            if isinstance(kind, MoE):
+                found = _of_experts(tuple(rest), kind.always)
+            else:
+                found = _of_mlp(tuple(rest), "dense MLP")
             if found is not None:
                 return found
     raise ValueError(
@@ -91,7 +96,7 @@ def _of_mlp(path: Path, line: str) -> Part | None:
     return None
 
 
-def _of_experts(path: Path) -> Part | None:
+def _of_experts(path: Path, always: int) -> Part | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")
@@ -105,6 +110,7 @@ def _of_experts(path: Path) -> Part | None:
                 stacked=2,
                 published_fp8=not scales,
                 scales=scales,
+                always=always,
             )
     return None
 
@@ -129,4 +135,4 @@ def divided(model: DecoderModel, ways: int, cache_dtype: str | None = None) -> D
             changes["cache_dtype"] = cache_dtype
         changed[mixer] = dataclasses.replace(mixer, **changes)
     blocks = tuple(dataclasses.replace(b, mixer=changed[b.mixer]) for b in model.spec.blocks)
-    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks))
+    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks), model.tokens)

@@ -88,6 +88,41 @@ class Nth(Change):
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertRows(Change):
+    """Of a matrix as wide as several experts, `width` rows for each: experts `first` and on, and
+    in each of them the place `within`."""
+
+    width: int
+    first: int
+    within: tuple[int, ...]
+
+    @property
+    def rows_together(self) -> int:
+        return self.width
+
+    def block(self, rows: Array) -> Array:
+        experts = rows.reshape(-1, self.width, rows.shape[-1])
+        return experts[:, None] if len(self.within) == 3 else experts
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row // self.width, *self.within)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertColumns(Change):
+    """Of a matrix as wide as several experts, `width` columns for each: experts `first` and on."""
+
+    width: int
+    first: int
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(rows.shape[0], -1, self.width).swapaxes(0, 1)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first, row, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Transposed(Change):
     """[out, in] becomes [in, out]."""
 
@@ -189,6 +224,18 @@ class LayerPlace:
         change = AsItIs() if number is None else Nth(number)
         shape = block_counts(out, inner)
         return Placed(tensor, shape, (*self.key, *path), index, change, Scales())
+
+    def shared(
+        self, name: str, out: int, inner: int, change: Change, *path: str, stored: Stored | None
+    ) -> Placed:
+        """A linear of the shared experts, which are some of the stack's."""
+        tensor, key = f"{self.prefix}.{name}.weight", (*self.key, *path)
+        return Placed(tensor, (out, inner), key, (self.repeat,), change, stored)
+
+    def shared_scale(self, name: str, out: int, inner: int, change: Change, *path: str) -> Placed:
+        """The scales of such a linear in FP8."""
+        tensor, key = f"{self.prefix}.{name}.weight_scale_inv", (*self.key, *path)
+        return Placed(tensor, block_counts(out, inner), key, (self.repeat,), change, Scales())
 
     def plain(self, name: str, shape: tuple[int, ...], *path: str) -> Placed:
         """A tensor that goes as it is; `name` is the whole of its name."""

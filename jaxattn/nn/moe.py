@@ -6,18 +6,22 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import check_features
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.fp8_blocks import quantize
+from jaxattn.core.fp8_blocks import BLOCK, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.moe import Router, mixture_of_experts, route
+from jaxattn.ops.moe import Router, mixture_of_experts, route, route_serves
+from jaxattn.ops.router import router_logits
 
 type WeightFormat = Literal["fp8"]
+
+
+EXPERTS = ("gate_up_proj", "down_proj")
 
 
 class MixtureOfExperts(nnx.Module):
@@ -29,7 +33,8 @@ class MixtureOfExperts(nnx.Module):
         in], as they are published
         of FP8 experts also gate_up_scale [E, 2, ceil(I / 128), ceil(hidden / 128)], the gate's
         first, and down_scale [E, ceil(hidden / 128), ceil(I / 128)], float32 (`core.fp8_blocks`)
-        shared: a `GatedMLP` of `shared_size` columns, if there is one
+        shared: a `GatedMLP` of `shared_size` columns. There is none where these are as wide as
+        experts: they are then the last of the stack, E counts them, and every token takes them.
 
     Differentiable in reverse mode, in the chosen experts' weights too unless they are FP8.
 
@@ -55,11 +60,13 @@ class MixtureOfExperts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config, self.dtype = router, jnp.dtype(dtype)
-        self.weight_format = weight_format
+        self.hidden_size, self.weight_format = hidden_size, weight_format
+        self.always = experts_of_shared(expert_size, shared_size, weight_format)
         experts, stddev = router.experts, hidden_size**-0.5
         self.router = nnx.Param(normal(rngs, (hidden_size, experts), stddev, jnp.float32))
         if router.scores == "sigmoid":
             self.correction_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
+        experts += self.always
         down = out_init_scale * expert_size**-0.5
         shape = (experts, 2, expert_size, hidden_size)
         gate_up = normal(rngs, shape, stddev, param_dtype)
@@ -71,8 +78,8 @@ class MixtureOfExperts(nnx.Module):
             self.down_scale = nnx.Param(scale)
         self.gate_up_proj = nnx.Param(gate_up.reshape(experts, 2 * expert_size, hidden_size))
         self.down_proj = nnx.Param(down_proj)
-        self.has_shared = bool(shared_size)
-        if shared_size:
+        self.has_shared = bool(shared_size) and not self.always
+        if self.has_shared:
             self.shared = GatedMLP(
                 hidden_size,
                 shared_size,
@@ -86,38 +93,69 @@ class MixtureOfExperts(nnx.Module):
         names = stacked_names(self.weight_format)
         stacks = {name: getattr(self, name)[...][None] for name in names}
         if self.weight_format is None:
-            stacks = {name: weight.astype(self.dtype) for name, weight in stacks.items()}
-        return self.step(x, stacks, 0)[0]
+            for name in EXPERTS:
+                stacks[name] = stacks[name].astype(self.dtype)
+        return self._sum(x, stacks, 0, self._exact_logits(x))[0]
 
     def step(
         self,
         x: Float[Array, "*T F"],
         stacks: Mapping[str, Array],
-        layer: int | LayerOf,
+        layer: LayerOf,
         *,
         valid: Bool[Array, "*T"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "*T F"], Arena | None]:
-        """The experts' sum in a loop over layers, and the arena.
+        """The experts' sum in a loop over layers, and the arena. Not differentiable on a GPU.
 
         Args:
             stacks: the parameters `stacked_names` of all layers, [L, ...] each, in place of its
-                own: the experts of a layer are too many bytes to be sliced out.
+                own: the experts of a layer are too many bytes to be sliced out. The router may be
+                in two halves, see `split_router`.
             layer: this layer's number in `stacks`.
-            valid: whether a token is no padding; padding takes no routed expert.
+            valid: whether a token is no padding; padding takes no expert.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
         """
-        check_features("MixtureOfExperts", x, "F", "router", self.router.shape, 0)
-        tokens = x.reshape(-1, x.shape[-1])
-        wide = tokens.astype(jnp.float32)
-        logits = jnp.matmul(wide, self.router[...], precision="highest")
+        if self.dtype == jnp.bfloat16:
+            logits = router_logits(x, stacks["router"], layer, implementation)
+        else:
+            logits = self._exact_logits(x, stacks["router"][layer.index])
+        return self._sum(x, stacks, layer, logits, valid, arena, implementation)
+
+    def choose(
+        self, logits: Float[Array, "T E"], implementation: Implementation | None
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        """The routed experts of each token, and their weights."""
         bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
-        ids, weights = route(logits, bias, self.config)
+        by = implementation if route_serves(self.config.experts) else "xla"
+        return route(logits, bias, self.config, implementation=by)
+
+    def _exact_logits(self, x: Array, router: Array | None = None) -> Float[Array, "T E"]:
+        check_features("MixtureOfExperts", x, "F", "router", (self.hidden_size,), 0)
+        weight = self.router[...] if router is None else router
+        tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        return jnp.matmul(tokens, weight, precision="highest")
+
+    def _sum(
+        self,
+        x: Array,
+        stacks: Mapping[str, Array],
+        layer: int | LayerOf,
+        logits: Array,
+        valid: Array | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Array, Arena | None]:
+        ids, weights = self.choose(logits, implementation)
+        if self.always:
+            last = self.config.experts + jnp.arange(self.always, dtype=ids.dtype)
+            ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), self.always))], 1)
+            weights = jnp.pad(weights, ((0, 0), (0, self.always)), constant_values=1)
         if valid is not None:
             ids = jnp.where(valid.reshape(-1, 1), ids, -1)
         found = mixture_of_experts(
-            tokens.astype(self.dtype),
+            x.reshape(-1, x.shape[-1]).astype(self.dtype),
             ids,
             weights,
             stacks["gate_up_proj"],
@@ -135,5 +173,15 @@ class MixtureOfExperts(nnx.Module):
 
 def stacked_names(weight_format: WeightFormat | None) -> tuple[str, ...]:
     """The parameters that a step reads out of a whole stack of layers."""
-    names = ("gate_up_proj", "down_proj")
+    names = ("router", *EXPERTS)
     return (*names, "gate_up_scale", "down_scale") if weight_format == "fp8" else names
+
+
+def experts_of_shared(
+    expert_size: int, shared_size: int, weight_format: WeightFormat | None
+) -> int:
+    """How many of the stack's experts are shared ones, which every token takes: 0 where their
+    columns are no whole experts', or blocks of FP8 scales would lie across two."""
+    count, rest = divmod(shared_size, expert_size)
+    across = weight_format == "fp8" and count > 1 and expert_size % BLOCK
+    return 0 if rest or across else count

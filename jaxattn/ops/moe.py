@@ -29,6 +29,7 @@ from jaxattn.core.fp8_blocks import BLOCK, dequantize
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
+from jaxattn.kernels.moe.route import LEAST, MOST_EXPERTS, route_mosaic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,26 +80,79 @@ class Router:
 
 
 def route(
-    logits: Float[Array, "*T E"], bias: Float[Array, " E"] | None, router: Router
+    logits: Float[Array, "*T E"],
+    bias: Float[Array, " E"] | None,
+    router: Router,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "*T K"], Float[Array, "*T K"]]:
     """The experts of each token, best first, and their weights in float32.
+
+    Of equal scores the expert with the lower id comes first. A token whose logits are all NaN gets
+    NaN for weights.
 
     Args:
         logits: of the router; they are taken as float32.
         bias: added to the scores that choose, not to the weights (DeepSeek-V3's
             `e_score_correction_bias`).
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has a
+            multiple of 32 experts, at most 1024. The gradient is "xla"'s, in reverse mode.
 
     Raises:
         TypeError, ValueError: an argument is no array, or its shape does not fit.
+        NotImplementedError: the named implementation refuses, and says why.
     """
-    check_array("route", "logits", logits)
+    op = "route"
+    check_array(op, "logits", logits)
     if logits.shape[-1] != router.experts:
         raise ValueError(f"route: logits {tuple(logits.shape)} must end in E = {router.experts}")
     if bias is not None and bias.shape != (router.experts,):
         raise ValueError(f"route: bias must be [E] = [{router.experts}], got {tuple(bias.shape)}")
     logits = logits.astype(jnp.float32)
+    bias = None if bias is None else bias.astype(jnp.float32)
+
+    def reference(logits: Array, bias: Array | None) -> tuple[Array, Array]:
+        return _by_sorting(logits, bias, router)
+
+    def mosaic(interpret: bool) -> tuple[Array, Array]:
+        options = {
+            field.name: getattr(router, field.name)
+            for field in dataclasses.fields(router)
+            if field.name not in ("experts", "scores")
+        }
+
+        def kernel(logits: Array, bias: Array | None) -> Any:
+            chosen = route_mosaic(
+                logits.reshape(-1, router.experts),
+                bias,
+                sigmoid=router.scores == "sigmoid",
+                interpret=interpret,
+                **options,
+            )
+            return tuple(x.reshape(*logits.shape[:-1], router.top_k) for x in chosen)
+
+        return with_gradient_of(reference, kernel)(logits, bias)
+
+    with jax.named_scope(op):
+        return dispatch(
+            op,
+            implementation,
+            {
+                "mosaic_gpu": lambda: mosaic(False),
+                "mosaic_gpu_interpret": lambda: mosaic(True),
+                "xla": lambda: reference(logits, bias),
+            },
+        )
+
+
+def route_serves(experts: int) -> bool:
+    """Whether the kernel has so many experts."""
+    return experts % LEAST == 0 and 0 < experts <= MOST_EXPERTS
+
+
+def _by_sorting(logits: Array, bias: Array | None, router: Router) -> tuple[Array, Array]:
     scores = jax.nn.softmax(logits) if router.scores == "softmax" else jax.nn.sigmoid(logits)
-    choice = scores if bias is None else scores + bias.astype(jnp.float32)
+    choice = scores if bias is None else scores + bias
     if router.top_groups < router.groups:
         choice = _of_best_groups(choice, router)
     _, ids = lax.top_k(choice, router.top_k)

@@ -33,6 +33,7 @@ def plan_known(
         ValueError: the model cannot be divided so, or is shorter than `max_model_len`.
     """
     check_placement(model, limits, place)
+    limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
 
     def helps(*_: Any) -> tuple[str, ...]:
         return advice(model, memory, limits, place) if advised else ()

@@ -85,11 +85,14 @@ def pages_and_arena(
 def _scratch(
     model: KnownModel, limits: Limits, place: Placement, width: int
 ) -> tuple[ArenaSpec, ...]:
+    # With rows of its own on each GPU, all rows may choose the experts of one of them.
+    gathered = place.gpus if place.attention == "data" else 1
+    sizes = {"max_pages": width, "ways": place.ways, "gathered": gathered}
     return tuple(
         spec
         for batch in limits.batches
         for q_len in limits.q_lens
-        for spec in model.scratch(batch, q_len=q_len, max_pages=width, ways=place.ways)
+        for spec in model.scratch(batch, q_len=q_len, **sizes)
     )
 
 

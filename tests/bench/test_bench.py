@@ -115,7 +115,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(timing.Op, "time", lambda op: times(op)[0])
     monkeypatch.setattr(timing.Op, "__call__", lambda op, i=0: (None, None))
     monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
-    for module in (mla, mla_prefill, gdn_decode, gdn_prefill, gdn_norm):
+    for module in (mla, mla_prefill, gdn_decode, gdn_prefill, gdn_norm, moe):
         monkeypatch.setattr(module, "check", lambda *_: 1e-3)
         monkeypatch.setattr(module, "inputs", functools.partial(zeros, inputs=module.inputs))
     monkeypatch.setattr(mla_prefill, "chunk", functools.partial(zeros, inputs=mla_prefill.chunk))

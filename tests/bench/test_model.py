@@ -91,6 +91,11 @@ def test_the_time_is_divided_among_kinds(ran):
     assert found["attention"]["us"] == pytest.approx(40)
     assert found["dense products"]["launches"] == 6
     assert found["experts"]["us a layer"] == pytest.approx(10)
+    assert found["copies"]["GB/s"] == "" and found["copies"]["us a layer over roof"] == 0.5
+    experts_bytes = 2 * 3 * 64 * 32 * 2 * np.mean(ran[0]["touched"]["3"])  # layers, bfloat16
+    assert found["experts"]["GB/s"] == pytest.approx(experts_bytes / 20e-6 / 1e9)
+    over = (20 - experts_bytes / ran[0]["roof_GB_s"] * 1e-3) / 2
+    assert found["experts"]["us a layer over roof"] == pytest.approx(over)
 
 
 def test_what_xla_made_is_found_by_scope_and_function(ran):
@@ -100,14 +105,52 @@ def test_what_xla_made_is_found_by_scope_and_function(ran):
     of_kind = {}
     for origin in origins.values():
         of_kind.setdefault(kinds.kind_of("fusion", origin), []).append(origin)
-    assert any("rms_norm" in origin for origin in of_kind["norms"])
-    assert any("top_k" in origin for origin in of_kind["router"])
-    routed = [o for o in of_kind["router"] if o.endswith("MixtureOfExperts.__call__ ")]
-    assert routed and all("dot_general" in origin for origin in routed)
+    # Lists of long words: what pytest would say of them takes minutes.
+    words = {"norms": "rms_norm", "dense products": "mla_q_proj", "attention": "/mla_decode/"}
+    for kind, word in words.items():
+        found = any(word in origin for origin in of_kind[kind])
+        assert found, kind
+    routed = [o for o in of_kind["router"] if o.split()[-1].startswith("MixtureOfExperts.")]
+    scored = [o for o in of_kind["router"] if "top_k" in o]
+    strange = [o for o in of_kind["experts"] if "MixtureOfExperts" not in o]
+    assert (len(routed) > 0, len(scored) > 0, len(strange)) == (True, True, 0)
+    assert all("dot_general" in origin for origin in routed)
     assert all("/sample/" in origin for origin in of_kind["sampling"])
-    assert any("mla_q_proj" in origin for origin in of_kind["dense products"])
-    assert all("mixture_of_experts" in o or "ragged" in o for o in of_kind["experts"])
-    assert any("/mla_decode/" in origin for origin in of_kind["attention"])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "origin", "kind"),
+    [
+        ("mla_decode_columns", "", "attention"),
+        ("linear_layer", "/mla_o_proj/linear_layer/ ", "dense products"),
+        ("nvjet_tst_64x8", "jit(f)/while/body/mlp/dot_general _dot ", "dense products"),
+        ("nvjet_tst_64x8", "jit(f)/dot_general body MixtureOfExperts.step ", "router"),
+        ("loop_add_fusion", "jit(f)/add body MixtureOfExperts.step ", "experts"),
+        ("nvjet_tst_64x8", "ragged_dot_general mixture_of_experts _grouped ", "experts"),
+        ("loop_dynamic_slice_fusion", "jit(f)/mlp/dot_general ", "copies"),
+        ("moe_combine", "", "experts"),
+        ("loop_add_fusion", "jit(f)/add Decoder.decode ", "other"),
+    ],
+)
+def test_a_kernel_is_of_the_kind_that_its_name_or_its_origin_says(kernel, origin, kind):
+    assert kinds.kind_of(kernel, origin) == kind
+
+
+def test_a_fusion_that_says_nothing_is_of_the_kind_of_its_product():
+    text = """HloModule m
+
+%gemm (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  %d.1 = f32[2]{0} custom-call(%p), custom_call_target="x", metadata={op_name="mlp/dot_general"}
+  ROOT %b = f32[2]{0} bitcast(%d.1), metadata={op_name="reshape"}
+}
+
+ENTRY %main (q: f32[2]) -> f32[2] {
+  %q = f32[2]{0} parameter(0)
+  ROOT %slice-fusion.3 = f32[2]{0} fusion(%q), kind=kCustom, calls=%gemm
+}
+"""
+    assert kinds.origins_of(text)["slice_fusion_3"].split() == ["mlp/dot_general"]
 
 
 def test_a_frame_is_found_with_all_that_called_it():

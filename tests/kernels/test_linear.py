@@ -85,7 +85,8 @@ def test_the_reference_is_the_layers_product():
 @pytest.mark.parametrize(
     "x, weight, message",
     [
-        ((200, 128), (2, 128, 128), "1 to 128 tokens"),
+        ((33, 128), (2, 128, 128), "1 to 32 tokens"),
+        ((5, 1024), (1, 1024, 16512), "1 to 4 tokens of so large matrices"),
         ((4, 100), (2, 100, 128), "K a multiple of 64"),
         ((4, 128), (2, 128, 100), "N of 8, at least 128"),
     ],
@@ -123,17 +124,19 @@ def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypa
         dtypes = [jnp.float32] * (1 if gated else len(sizes))
         return linears_mosaic(x, weights, layer=1, out_dtypes=dtypes, gated=gated)
 
+    if tokens > 4 and max(sizes) * inner > 2**24:
+        with pytest.raises(NotImplementedError, match="1 to 4 tokens of so large matrices"):
+            jax.eval_shape(step, shape((tokens, inner)), *(shape((4, inner, n)) for n in sizes))
+        return
     args = shape((tokens, inner)), *(shape((4, inner, size)) for size in sizes)
     text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 32])
 @real
 def test_two_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
     columns = -(-tokens // 8) * 8
-    if gated and tokens > 64:
-        return
     tiles = sum(-(-n // 128) for n in sizes[: 1 if gated else None])
     config = choose(tiles=tiles, steps=inner // 64, columns=columns, gated=gated)
     stage = 64 * (128 * (1 + gated) + columns) * 2
@@ -142,11 +145,11 @@ def test_two_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 7, 8, 33, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 4, 17, 32])
 @real
 def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
-    if gated and tokens > 64:
-        pytest.skip("gate and up have at most 64 tokens")
+    if tokens > 4 and max(sizes) * inner > 2**24:
+        pytest.skip("so large matrices have 4 tokens at most")
     x, weights = case(tokens, inner, *sizes, layers=3, seed=tokens)
 
     @jax.jit

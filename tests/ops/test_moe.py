@@ -10,6 +10,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
+from jaxattn.ops.router import router_logits, split_router
 from tests.helpers.moe_cases import expected, moe_case
 
 V2_LITE = Router(experts=8, top_k=3, scores="softmax")
@@ -135,21 +136,44 @@ def test_the_gradient_is_that_of_the_dense_sum():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
-def test_a_module_routes_adds_the_shared_expert_and_trains():
+@pytest.mark.parametrize("shared", [6, 8])  # as wide as one and a half experts, and as two
+def test_a_module_routes_adds_the_shared_experts_and_trains(shared):
     module = MixtureOfExperts(
-        6, 4, V3, shared_size=8, dtype="float32", out_init_scale=0.5, rngs=nnx.Rngs(0)
+        6, 4, V3, shared_size=shared, dtype="float32", out_init_scale=0.5, rngs=nnx.Rngs(0)
     )
     x = jax.random.normal(jax.random.key(2), (2, 5, 6))
     y = module(x)
     flat = x.reshape(-1, 6)
     logits = jnp.matmul(flat, module.router[...], precision="highest")
     ids, weights = route(logits, module.correction_bias[...], V3)
-    names = ("gate_up_proj", "down_proj")
+    gate_up, down = module.gate_up_proj[...], module.down_proj[...]
+    assert module.has_shared == (shared == 6) and len(down) == 16 + (0 if shared == 6 else 2)
     with jax.default_matmul_precision("highest"):
-        wanted = dense(flat, ids, weights, *(getattr(module, name)[...] for name in names))
-    np.testing.assert_allclose(y, wanted.reshape(x.shape) + module.shared(x), rtol=1e-4, atol=1e-5)
+        wanted = dense(flat, ids, weights, gate_up, down)
+        if module.has_shared:
+            wanted += module.shared(flat)
+        else:  # the last two of the stack are one MLP of 8 columns
+            gate, up = gate_up[16:].reshape(2, 2, 4, 6).swapaxes(0, 1).reshape(2, 8, 6)
+            wide = down[16:].swapaxes(0, 1).reshape(6, 8)
+            wanted += (jax.nn.silu(flat @ gate.T) * (flat @ up.T)) @ wide.T
+    np.testing.assert_allclose(y, wanted.reshape(x.shape), rtol=1e-4, atol=1e-5)
     grads = nnx.grad(lambda module: (module(x) ** 2).mean())(module)
-    assert np.any(grads["router"][...]) and np.any(grads["shared"]["up_proj"]["weight"][...])
+    assert np.any(grads["router"][...])
+    assert np.any(grads["down_proj"][...][-1])
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_router_in_halves_chooses_as_float32_does(tokens):
+    keys = jax.random.split(jax.random.key(4), 2)
+    x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
+    routers = jax.random.normal(keys[1], (2, 64, 24))
+    exact = np.asarray(x, np.float64) @ np.asarray(routers[1], np.float64)
+    place = LayerOf(jnp.int32(1), 1, 0)
+    for given in (routers, split_router(routers)):
+        found = router_logits(x, given, place)
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+    published = routers.astype(jnp.bfloat16).astype(jnp.float32)
+    assert not np.any(split_router(published)[..., 24:])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from jaxattn import mla, moe
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.steps import int32
@@ -23,7 +24,7 @@ from jaxattn.memory.bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.memory.device import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import known
-from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step
+from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step, overlaid
 from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import Budget, Item, MemoryPlan, PlanError, plan, solve
 from jaxattn.plan.group import plan_group
@@ -39,6 +40,16 @@ SERVING = Limits(batch=128, max_model_len=8192, prefill_chunk=512)
 # Groups of GPUs ----------------------------------------------------------------------------------
 
 
+def scratch_of(made, op):
+    """Bytes of one op's regions in a plan's arena."""
+    [arena] = [item for item in made.items if item.name == "arena"]
+    return sum(part.nbytes for part in arena.parts if part.name.startswith(f"{op} "))
+
+
+def mla_scratch(heads):
+    return mla.scratch(batch=128, q_len=1, num_heads=heads, max_pages=SERVING.pages_per_row)
+
+
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
         gpus: plan(known.load("DeepSeek-R1"), "h200", SERVING, placement=Placement(gpus=gpus))
@@ -48,7 +59,13 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
         experts = {part.name: part.nbytes for part in made.items[0].parts}["experts weights"]
         assert experts == 58 * (256 // gpus) * (3 * 7168 * 2048 + 3 * 16 * 56 * 4)
         # Outputs of 128 rows, and two partial results of each of 66 parts.
-        assert made["arena"] == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
+        attention = 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
+        assert scratch_of(made, "mla_decode") == attention
+        # All GPUs' rows may choose the experts of one of them.
+        experts = moe.scratch(
+            tokens=128 * gpus, top_k=8, experts=256, hidden=7168, expert_size=2048
+        )
+        assert made["arena"] == overlaid((experts, mla_scratch(128))).nbytes
         assert made.reserve >= 0
     assert plans[16]["kv cache"] > plans[8]["kv cache"]
     page = 61 * 64 * 576 * 2
@@ -64,8 +81,8 @@ def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
     assert divided["kv cache"] == one["kv cache"] == 100 * 61 * 64 * 576 * 2
     assert divided["weights"] < one["weights"]
     # Of 16 heads no more is kept than there is, and twice as many parts run at a time.
-    assert one["arena"] == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
-    assert divided["arena"] == 128 * 16 * 512 * 2 + 132 * 2 * 16 * 512 * 4
+    assert scratch_of(one, "mla_decode") == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
+    assert scratch_of(divided, "mla_decode") == 128 * 16 * 512 * 2 + 132 * 2 * 16 * 512 * 4
 
     qwen = known.load("Qwen3-Next-80B-A3B")
     caches = {
@@ -254,6 +271,25 @@ def test_a_second_copy_of_a_donated_buffer_counts():
     assert temp_bound(step, x, buffer, donated=1) - LIBRARY_WORKSPACE == 4 * (10**6 + 3)
 
 
+def test_what_a_call_returns_counts_once_and_a_view_of_it_not_at_all():
+    def step(x, buffer):
+        doubled = jax.jit(lambda x: jax.lax.expand_dims(x * 2, (0,)))(x)
+        return buffer, jax.lax.squeeze(doubled, (0,)) + 1
+
+    x, buffer = (jax.ShapeDtypeStruct((size,), "float32") for size in (1000, 4))
+    # The product and the sum.
+    assert temp_bound(step, x, buffer, donated=1) - LIBRARY_WORKSPACE == 4 * (1000 + 1000)
+
+
+def test_what_a_call_passes_through_counts_where_it_is_written():
+    def step(x, buffer):
+        same = jax.jit(lambda buffer: buffer.at[0].set(1))(buffer)
+        return same.at[1].set(2), x
+
+    x, buffer = (jax.ShapeDtypeStruct((size,), "float32") for size in (1, 10**6))
+    assert temp_bound(step, x, buffer, donated=1) - LIBRARY_WORKSPACE < 10**4
+
+
 # Without a device ---------------------------------------------------------------------------------
 
 
@@ -289,24 +325,30 @@ def test_the_engine_takes_what_was_planned_without_a_device():
     assert engine.plan["step inputs and outputs"] <= made["step inputs and outputs"]
 
 
+MANY_ROWS = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
+
+
+def device_for(pages):
+    """Memory in which so many pages are left for many rows."""
+    limits = dataclasses.replace(MANY_ROWS, num_pages=pages)
+    return DeviceMemory("x", plan(Hybrid(CONFIG), "90GiB", limits).total)
+
+
 def test_without_pages_the_cache_gets_what_the_rest_leaves():
-    limits = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
-    made = plan(Hybrid(CONFIG), "2.07GiB", limits)
+    made = plan(Hybrid(CONFIG), device_for(3000), MANY_ROWS)
     pages = made["kv cache"] // (64 * 80 * 2)
-    assert 0 < pages < limits.wanted_pages
-    assert 0 <= made.reserve < 2 * 64 * 80 * 2 + 64 * 256
+    assert 2990 < pages <= 3000 < MANY_ROWS.wanted_pages
+    assert 0 <= made.reserve < 10 * 64 * 80 * 2
 
 
 def test_what_would_help_the_decoder_helps_with_its_temp_too():
-    limits = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
-    with pytest.raises(
-        PlanError, match="1 pages are left, and one row of 256 .* takes 4"
-    ) as caught:
-        plan(Hybrid(CONFIG), "2GiB", limits)
+    device = device_for(3)
+    with pytest.raises(PlanError, match="pages are left, and one row of 256 .* takes 4") as caught:
+        plan(Hybrid(CONFIG), device, MANY_ROWS)
     advised = re.fullmatch(r"batch ([\d,]+) with ([\d,]+) pages", caught.value.advice[0])
     batch, pages = (int(number.replace(",", "")) for number in advised.groups())
-    smaller = dataclasses.replace(limits, batch=batch, num_pages=pages, utilization=0.9)
-    assert plan(Hybrid(CONFIG), "2GiB", smaller).reserve >= 0
+    smaller = dataclasses.replace(MANY_ROWS, batch=batch, num_pages=pages, utilization=0.9)
+    assert plan(Hybrid(CONFIG), device, smaller).reserve >= 0
 
 
 @pytest.mark.parametrize(

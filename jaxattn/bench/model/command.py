@@ -174,17 +174,21 @@ def weights(model: DecoderModel, result: dict[str, Any]) -> Any:
 def add(result: dict[str, Any], name: str, row: dict[str, Any], kinds: Sequence[Kind]) -> None:
     """A row, and its kinds under its name."""
     result["rows"].append(row)
-    result["kinds"][name] = [
-        {
-            "kind": kind.name,
-            "us": kind.seconds * 1e6,
-            "us a layer": kind.seconds * 1e6 / result["layers"],
-            "launches": kind.launches,
-            "kernels": [(kernel, origin, time * 1e6) for kernel, origin, time in kind.kernels],
-        }
-        for kind in kinds
-    ]
+    result["kinds"][name] = [_line(kind, result) for kind in kinds]
     say(f"{name} {row}")
+
+
+def _line(kind: Kind, result: dict[str, Any]) -> dict[str, Any]:
+    us, bound = kind.seconds * 1e6, kind.nbytes / result["roof_GB_s"] * 1e-3
+    return {
+        "kind": kind.name,
+        "us": us,
+        "us a layer": us / result["layers"],
+        "launches": kind.launches,
+        "GB/s": kind.nbytes / us * 1e-3 if kind.nbytes and us else "",
+        "us a layer over roof": (us - bound) / result["layers"],
+        "kernels": [(kernel, origin, time * 1e6) for kernel, origin, time in kind.kernels],
+    }
 
 
 def say(line: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
@@ -19,7 +18,6 @@ from jaxattn.models.base import DecodeState, jit_step
 from jaxattn.models.blocks import Block, MoE, Stream
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.nn import MixtureOfExperts
-from jaxattn.ops.moe import route
 
 
 class Choices:
@@ -37,13 +35,10 @@ class WatchedExperts(MixtureOfExperts):
 
     choices: Choices
 
-    def step(self, x: Float[Array, "*T F"], *args: Any, **options: Any) -> Any:
-        tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        logits = jnp.matmul(tokens, self.router[...], precision="highest")
-        bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
-        ids, _ = route(logits, bias, self.config)
+    def choose(self, logits: Float[Array, "T E"], implementation: Any) -> Any:
+        ids, weights = super().choose(logits, implementation)
         jax.debug.callback(self.choices, ids)
-        return super().step(x, *args, **options)
+        return ids, weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ BY_KERNEL: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("router", ("moe_route", "topk", "top_k")),
     ("experts", ("moe_", "grouped", "ragged")),
     ("norms", ("rms_norm",)),
+    ("dense products", ("linear",)),
     ("copies", ("memcpy", "memset", "copy", "dynamic_slice", "dynamic_update_slice")),
 )
 # Of instructions, what their scopes and functions hold:
@@ -31,11 +32,11 @@ BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts", ("mixture_of_experts", "ragged_dot")),
     ("attention", ("/mla_decode/", "causal_attention", "_prefix/", "new_tokens/", "gated_delta")),
     ("norms", ("rms_norm", "RMSNorm")),
-    ("dense products", ("absorb_", "dot_general")),
+    ("dense products", ("absorb_", "dot_general", "linear_layer")),
     ("attention", ("mla_", "gdn_", "decode_schedule", "decode_rotation")),
 )
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
-ROUTER = " MixtureOfExperts.__call__ "  # multiplies by the router's matrix itself
+ROUTER = "MixtureOfExperts."  # its methods multiply by the router's matrix themselves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,31 +44,40 @@ class Kind:
     """A line of the table, per call.
 
     Attributes:
+        nbytes: that it has to move; 0 where nothing is counted.
         kernels: the most expensive, (name, origin, seconds), longest first.
     """
 
     name: str
     seconds: float
     launches: float
+    nbytes: int
     kernels: tuple[tuple[str, str, float], ...]
 
 
-def by_kind(spent: Mapping[Launch, Spent], compiled: jax.stages.Compiled) -> list[Kind]:
-    """The kinds that took time, in the order of `KINDS`."""
+def by_kind(
+    spent: Mapping[Launch, Spent], compiled: jax.stages.Compiled, moved: Mapping[str, int]
+) -> list[Kind]:
+    """The kinds that took time, in the order of `KINDS`.
+
+    Args:
+        moved: bytes that a kind has to move.
+    """
     origins = origins_of(compiled.as_text() or "")
     found: dict[str, list[tuple[str, str, Spent]]] = {}
     for launch, each in spent.items():
         origin = origins.get(plain(launch.kernel)) or origins.get(plain(launch.op), "")
         found.setdefault(kind_of(launch.kernel, origin), []).append((launch.kernel, origin, each))
-    return [_kind(name, found[name]) for name in KINDS if name in found]
+    return [_kind(name, found[name], moved.get(name, 0)) for name in KINDS if name in found]
 
 
-def _kind(name: str, parts: Iterable[tuple[str, str, Spent]]) -> Kind:
+def _kind(name: str, parts: Iterable[tuple[str, str, Spent]], nbytes: int) -> Kind:
     longest = sorted(parts, key=lambda part: -part[2].seconds)
     return Kind(
         name=name,
         seconds=sum(each.seconds for *_, each in longest),
         launches=sum(each.launches for *_, each in longest),
+        nbytes=nbytes,
         kernels=tuple((kernel, origin, each.seconds) for kernel, origin, each in longest[:8]),
     )
 
@@ -78,11 +88,16 @@ def kind_of(kernel: str, origin: str) -> str:
         if any(word in kernel.lower() for word in words):
             return kind
     for kind, words in BY_ORIGIN:
-        if kind == "dense products" and "dot_general" in origin and origin.endswith(ROUTER):
-            return "router"
+        if kind == "dense products" and _innermost(origin).startswith(ROUTER):
+            return "router" if "dot_general" in origin else "experts"
         if any(word in origin for word in words):
             return kind
     return "dense products" if any(word in kernel.lower() for word in MATMULS) else "other"
+
+
+def _innermost(origin: str) -> str:
+    """The function that an instruction came from."""
+    return origin.split(" ")[-2] if " " in origin.strip() else ""
 
 
 def plain(name: str) -> str:

@@ -44,6 +44,12 @@ class Bytes:
     def total(self) -> int:
         return self.weights + self.experts + self.pages + self.states
 
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The same by the kinds of `kinds.KINDS`; the router's few are among the products'."""
+        attention = self.pages + self.states
+        return {"attention": attention, "experts": self.experts, "dense products": self.weights}
+
 
 def rate(device: str, copied: float) -> float:
     """Bytes per second of the roof: the card's, or what copies reached where it is unknown."""
@@ -54,13 +60,14 @@ def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Bytes
     """The bytes of a decode step of `rows` rows of `context` tokens.
 
     Args:
-        touched: distinct experts of a layer with experts, on average.
+        touched: distinct routed experts of a layer with experts, on average.
     """
     weights = experts = 0.0
     for key, leaf in leaves_of(model):
-        match part_of(model.spec, key).line:
+        part = part_of(model.spec, key)
+        match part.line:
             case "experts":
-                experts += nbytes(leaf) * touched / leaf.shape[1]
+                experts += nbytes(leaf) * (touched + part.always) / leaf.shape[1]
             case "embedding" if not model.spec.tie_embeddings:
                 pass
             case _:
@@ -118,7 +125,7 @@ def _taken(model: DecoderModel, key: Key) -> float:
     number, place = int(key[1]), int(key[3])
     kind = model.spec.segments[number].pattern[place].feed_forward
     assert isinstance(kind, MoE)
-    return kind.router.top_k / kind.router.experts
+    return (kind.router.top_k + kind.always) / (kind.router.experts + kind.always)
 
 
 def _growth(model: DecoderModel) -> tuple[int, int]:

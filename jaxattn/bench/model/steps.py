@@ -6,7 +6,7 @@ the engine sends them, so this is what a token takes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,9 +84,9 @@ class Steps:
         """
         compiled = self._compiled[EntryPoint("decode", count, 1)].result()
         batches = [self.rows.decode(count, step) for step in range(STEPS)]
-        whole, kernels, kinds = self._times(compiled, batches)
         mean = sum(touched) / len(touched) if touched else 0.0
         moved = roof.moved(self.model, count, self.rows.context, mean)
+        whole, kernels, kinds = self._times(compiled, batches, moved=moved.by_kind)
         bound = moved.total / rate
         layers = len(self.model.spec.blocks)
         row = {
@@ -130,7 +130,12 @@ class Steps:
         return (row | {"not counted": " ".join(unknown)} if unknown else row), kinds
 
     def _times(
-        self, compiled: jax.stages.Compiled, batches: Sequence[Any], *, together: int = 1
+        self,
+        compiled: jax.stages.Compiled,
+        batches: Sequence[Any],
+        *,
+        together: int = 1,
+        moved: Mapping[str, int] | None = None,
     ) -> tuple[float, float, list[Kind]]:
         """Seconds in a run, seconds of kernels, and their kinds, of `together` steps in order."""
 
@@ -151,7 +156,7 @@ class Steps:
             return result
 
         whole = seconds(run, repeats=5 if calls > 1 else 3) / calls
-        return whole, kernels or whole, by_kind(spent, compiled)
+        return whole, kernels or whole, by_kind(spent, compiled, moved or {})
 
     def _compile(self, entry: EntryPoint) -> jax.stages.Compiled:
         prefill = entry.kind == "prefill"

@@ -30,13 +30,13 @@ def combine(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t, k]]`, 0 for position -1.
+    """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
     Args:
         y: a 2-D float32 array, in which `results` says where the rows are.
         columns: at most so many of the output are a block's.
     """
-    tokens, top_k = positions.shape
+    tokens, top_k = weights.shape
     columns = math.gcd(results.width, columns)
     vector = next(n for n in (4, 2, 1) if columns % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=vector)
@@ -48,7 +48,7 @@ def combine(
         token, first = lax.axis_index("token"), lax.axis_index("piece") * columns
         of_panel = results.first + lax.div(first, results.width) * results.rows
         some = pl.ds(pl.multiple_of(lax.rem(first, results.width), columns), columns)
-        places = [positions_ref[token, k] for k in range(top_k)]
+        places = [positions_ref[token * top_k + k] for k in range(top_k)]
         rows = [
             plgpu.load(y_ref.at[of_panel + jnp.maximum(place, 0), some], layout=layout)
             for place in places

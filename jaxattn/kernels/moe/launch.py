@@ -10,6 +10,7 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.moe.combine import combine
 from jaxattn.kernels.moe.config import BLOCK, ROWS, Config, choose, padded_rows, panel
+from jaxattn.kernels.moe.few import lists, work_of_few
 from jaxattn.kernels.moe.product import Panels, grouped_product
 from jaxattn.kernels.moe.work import work_list
 
@@ -100,7 +101,11 @@ def mixture_of_experts_mosaic(
     spec = scratch(**sizes, dtype=dtype, config=config)
     columns = config.columns
     rows = padded_rows(tokens, top_k, experts, columns)
-    work = work_list(ids, experts, columns)
+    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
+    if lists(tokens, top_k):
+        work = work_of_few(ids, experts, **modes)
+    else:
+        work = work_list(ids, experts, columns)
     x = x.astype(dtype)
     if work.tokens is None:
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
@@ -118,8 +123,7 @@ def mixture_of_experts_mosaic(
 
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     common: dict[str, Any] = {
-        "layer": number, "affine": affine, "columns": columns, "interpret": interpret,
-        "detect_races": detect_races,
+        "layer": number, "affine": affine, "columns": columns, **modes,
     }  # fmt: skip
     if gate_up_scale is not None:  # gate's and up's blocks of rows, one after the other
         gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)
@@ -138,7 +142,7 @@ def mixture_of_experts_mosaic(
     y = jax.freeze(y_ref)
     out = combine(
         y, work.positions, weights, results=places["y"], features=features,
-        columns=config.combine, interpret=interpret, detect_races=detect_races,
+        columns=config.combine, **modes,
     )  # fmt: skip
     if arena is None:
         return out

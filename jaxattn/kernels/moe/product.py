@@ -105,7 +105,7 @@ def grouped_product(
     # Rows of weights from a part to the next, and how many pieces there are of each.
     apart = height // 2 if gated else product.rows
     pieces = height // (product.rows * product.parts)
-    blocks = min(product.blocks, work.tiles.shape[0] * pieces)
+    blocks = min(product.blocks, work.tiles.shape[1] * pieces)
     body = _body(
         product, columns=columns, stages=stages, steps=depth // product.depth, apart=apart,
         pieces=pieces, blocks=blocks, affine=affine, gated=gated, quantized=scales is not None,
@@ -173,8 +173,8 @@ def _body(
             number = jnp.minimum(block + i * blocks, jnp.maximum(last, 1) - 1)
             tile = lax.div(number, pieces)
             # h lies where it was written, and x may have stayed where it was.
-            source = tiles_ref[tile, FROM if gated else TO]
-            expert, target, groups = (tiles_ref[tile, j] for j in (EXPERT, TO, GROUPS))
+            source = tiles_ref[FROM if gated else TO, tile]
+            expert, target, groups = (tiles_ref[j, tile] for j in (EXPERT, TO, GROUPS))
             return Item(expert, source, target, groups, number - tile * pieces)
 
         def each(function: Any) -> jax.Array:

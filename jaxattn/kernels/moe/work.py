@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxattn.kernels.moe.config import GROUP, most_tiles, padded_rows
 
-EXPERT, FROM, TO, GROUPS = range(4)  # columns of `tiles`
+EXPERT, FROM, TO, GROUPS = range(4)  # rows of `tiles`
 # Up to so many pairs each number is a count of comparisons, which XLA does in one small kernel;
 # sorts, scans and scatters take several.
 COMPARED = 4096
@@ -24,10 +24,10 @@ class Work(NamedTuple):
     """What the products and the sum have to know. int32.
 
     Attributes:
-        tiles: [most tiles, 4] expert, first row of the tokens, first row of the results, and how
-            many groups of 8 rows there are.
-        total: [1] tiles that there are.
-        positions: [T, K] the row of each token's expert among the results, -1 for no expert.
+        tiles: [4, M] for M tiles at least: expert, first row of the tokens, first row of the
+            results, and how many groups of 8 rows there are.
+        total: [1] tiles that there are, the first ones.
+        positions: [T * K] or more: the row of each token's expert among the results, -1 for none.
         tokens: [R] the token of each row, any where there is none; None where they stay in place.
     """
 
@@ -62,7 +62,7 @@ def work_list(ids: jax.Array, experts: int, columns: int) -> Work:
     padded = -(-counts // GROUP) * GROUP
     starts = _sums_before(padded)
     of_pairs = starts[jnp.minimum(flat, experts - 1)] + ranks
-    positions = jnp.where(valid, of_pairs.reshape(ids.shape), -1)
+    positions = jnp.where(flat < experts, of_pairs, -1)
 
     each = -(-counts // columns)
     before = _sums_before(each)
@@ -73,12 +73,12 @@ def work_list(ids: jax.Array, experts: int, columns: int) -> Work:
     first = (number - before[expert]) * columns
     row = starts[expert] + first
     groups = jnp.minimum(padded[expert] - first, columns) // GROUP
-    tiles = jnp.stack([expert, jnp.zeros_like(row) if in_place else row, row, groups], axis=1)
+    tiles = jnp.stack([expert, jnp.zeros_like(row) if in_place else row, row, groups])
     of_rows = None
     if not in_place:
         rows = padded_rows(tokens, top_k, experts, columns)
         token = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32), top_k)
-        place = jnp.where(positions < 0, rows, positions).reshape(-1)
+        place = jnp.where(positions < 0, rows, positions)
         of_rows = jnp.zeros(rows, jnp.int32).at[place].set(token, mode="drop")
     return Work(tiles, each.sum(dtype=jnp.int32)[None], positions, of_rows)
 

@@ -8,11 +8,12 @@ other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with
 a correction bias).
 """
 
+from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import mla
 from jaxattn.models.families.fields import Fields
-from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
+from jaxattn.models.placing import ExpertColumns, ExpertRows, LayerPlace, Placed, ends, layer_places
 from jaxattn.models.stored import Numbers
 from jaxattn.ops.moe import Router
 
@@ -116,13 +117,41 @@ def experts(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
     for expert in range(count):
         found += _expert(place, hidden, moe, expert)
-    if size := moe.shared_size:
+    if moe.always:
+        found += _shared(place, hidden, moe)
+    elif size := moe.shared_size:
         for name, out, inner in (
             ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
         ):  # fmt: skip
             tensor = f"mlp.shared_experts.{name}"
             found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
     return found
+
+
+def _shared(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
+    """The three linears of the shared experts, and their scales if experts stay FP8."""
+    name, width, first = "mlp.shared_experts", moe.expert_size, moe.router.experts
+    up, down = (moe.shared_size, hidden), (hidden, moe.shared_size)
+    kept = Numbers() if moe.weight_format == "fp8" else None
+    both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+    gate_rows, up_rows = (ExpertRows(width, first, (below, 0)) for below in (0, width))
+    columns = ExpertColumns(width, first)
+    found = [
+        place.shared(f"{name}.gate_proj", *up, gate_rows, *both, stored=kept),
+        place.shared(f"{name}.up_proj", *up, up_rows, *both, stored=kept),
+        place.shared(f"{name}.down_proj", *down, columns, *last, stored=kept),
+    ]
+    if kept is None:
+        return found
+    (blocks,) = block_counts(width)
+    gate_rows, up_rows = (ExpertRows(blocks, first, (number, 0, 0)) for number in (0, 1))
+    columns, scale = ExpertColumns(blocks, first), ("mlp", "gate_up_scale")
+    return [
+        *found,
+        place.shared_scale(f"{name}.gate_proj", *up, gate_rows, *scale),
+        place.shared_scale(f"{name}.up_proj", *up, up_rows, *scale),
+        place.shared_scale(f"{name}.down_proj", *down, columns, "mlp", "down_scale"),
+    ]
 
 
 def _expert(place: LayerPlace, hidden: int, moe: MoE, expert: int) -> list[Placed]:

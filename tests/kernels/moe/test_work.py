@@ -1,5 +1,6 @@
 """The list of work: every chosen expert's tokens once, none for others, no two in one row."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -16,7 +17,9 @@ from jaxattn.kernels.moe.config import (
     stages_of,
     token_tile,
 )
+from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, work_list
+from tests.helpers.kernel_cases import both_devices, no_races
 
 make = jax.jit(work_list, static_argnums=(1, 2))
 
@@ -31,9 +34,12 @@ def drawn(tokens, experts, top_k, *, some=None, seed=0):
 
 
 def check(ids, experts, columns):
-    work = make(jnp.asarray(ids), experts, columns)
-    tiles = np.asarray(work.tiles)[: int(work.total[0])]
-    positions = np.asarray(work.positions)
+    check_list(make(jnp.asarray(ids), experts, columns), ids, experts, columns)
+
+
+def check_list(work, ids, experts, columns):
+    tiles = np.asarray(work.tiles).T[: int(work.total[0])]
+    positions = np.asarray(work.positions)[: ids.size].reshape(ids.shape)
     valid = (ids >= 0) & (ids < experts)
     np.testing.assert_array_equal(positions >= 0, valid)
     rows = padded_rows(*ids.shape, experts, columns)
@@ -75,6 +81,23 @@ def test_every_pair_has_its_row(tokens, experts, top_k, columns, some):
     check(drawn(tokens, experts, top_k, some=some), experts, columns)
 
 
+@both_devices
+@pytest.mark.parametrize("tokens, experts, top_k", [(1, 64, 6), (8, 7, 5)])
+def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, implementation):
+    ids = drawn(tokens, experts, top_k, seed=tokens)
+    interpret = implementation == "mosaic_gpu_interpret"
+    guard = no_races() if interpret else contextlib.nullcontext()
+    with guard:
+        work = work_of_few(jnp.asarray(ids), experts, interpret=interpret, detect_races=interpret)
+        jax.block_until_ready(work)
+    check_list(work, ids, experts, 8)
+    listed = make(jnp.asarray(ids), experts, 8)
+    count = int(listed.total[0])
+    assert int(work.total[0]) == count
+    np.testing.assert_array_equal(work.tiles[:, :count], listed.tiles[:, :count])
+    np.testing.assert_array_equal(work.positions[: ids.size], listed.positions)
+
+
 def test_many_pairs_are_sorted_to_the_same_list(monkeypatch):
     ids = drawn(70, 9, 3)
     compared = work_list(jnp.asarray(ids), 9, 16)
@@ -91,7 +114,7 @@ def test_without_any_expert_there_is_no_work():
 
 def test_all_tokens_of_one_expert_are_as_many_tiles_as_they_fill():
     work = work_list(jnp.full((40, 1), 2), 4, 16)
-    tiles = np.asarray(work.tiles)[: int(work.total[0])]
+    tiles = np.asarray(work.tiles).T[: int(work.total[0])]
     assert tiles.tolist() == [[2, 0, 0, 2], [2, 16, 16, 2], [2, 32, 32, 1]]
 
 

@@ -1,0 +1,170 @@
+"""Which experts a token takes, and with what weights, in one launch: a warpgroup for each token.
+
+XLA sorts all E scores of a token in several kernels. Here the best is taken K times; of equal ones
+the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.
+
+Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
+(implementation="xla"), tests/kernels/moe/test_route.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.machine import interpret_mode, meet, require_hopper
+
+THREADS = 128
+MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
+COPIED = 256  # scores of a TMA copy
+
+
+def refuse(logits: jax.Array, *, interpret: bool) -> None:
+    """Raises `NotImplementedError` with the reason where the kernel does not serve."""
+    require_hopper("route", interpret=interpret)
+    experts = logits.shape[-1]
+    if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
+        raise NotImplementedError(
+            f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
+            f"some tokens; got logits {tuple(logits.shape)}"
+        )
+
+
+def route_mosaic(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    *,
+    top_k: int,
+    sigmoid: bool,
+    groups: int,
+    top_groups: int,
+    best_of_group: int,
+    normalize: bool,
+    scale: float,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(ids int32, weights float32) [T, K] of float32 logits [T, E]; a `Router` has the options."""
+    refuse(logits, interpret=interpret)
+    tokens, experts = logits.shape
+    width = -(-experts // THREADS) * THREADS
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
+    size = experts // groups
+
+    def full(value: Any) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
+
+    def body(logits_ref, *refs):
+        bias_ref: Any = refs[0] if bias is not None else None
+        ids_ref, weights_ref, scores_smem, bias_smem, loaded = refs[bias is not None :]
+        token = lax.axis_index("token")
+        nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
+        expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+
+        def load(source: Any, target: Any, rest: jax.Array) -> None:
+            """Copies come behind what is written over whole vectors."""
+            target[...] = rest
+            plgpu.commit_smem()
+            for first in range(0, experts, COPIED):
+                some = pl.ds(first, min(COPIED, experts - first))
+                plgpu.copy_gmem_to_smem(source.at[some], target.at[some], loaded)
+
+        load(logits_ref.at[token], scores_smem, nothing)
+        if bias is not None:
+            load(bias_ref, bias_smem, zero)
+        plgpu.barrier_wait(loaded)
+        inside = expert < full(jnp.int32(experts))
+        scores = plgpu.load(scores_smem, layout=layout)
+        if sigmoid:
+            scores = 1.0 / (1.0 + jnp.exp(-scores))
+        else:
+            scores = jnp.exp(scores - full(jnp.max(scores)))
+            scores = scores / full(jnp.sum(scores))
+        choice = scores
+        if bias is not None:
+            choice = scores + plgpu.load(bias_smem, layout=layout)
+            meet(interpret=interpret)
+            scores_smem[...] = scores  # for the weights, which the bias is no part of
+            meet(interpret=interpret)
+        choice = jnp.where(inside, choice, nothing)
+
+        def best(of: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The greatest and its place, the first of several; no place among NaN."""
+            top = jnp.max(of)
+            place = jnp.where(of == full(top), expert, full(jnp.int32(width)))
+            return top, jnp.min(place)
+
+        def without(of: jax.Array, place: jax.Array) -> jax.Array:
+            return jnp.where(expert == full(place), nothing, of)
+
+        if top_groups < groups:
+            choice = of_best_groups(choice, expert, best, without)
+        ids, weights = [], []
+        for k in range(top_k):
+            top, place = best(choice)
+            found = place < experts
+            choice = without(choice, place)
+            place = jnp.where(found, place, k)
+            weight = top if bias is None else scores_smem[place]
+            ids.append(place)
+            weights.append(jnp.where(found, weight, jnp.float32(jnp.nan)))
+        factor = jnp.float32(scale)
+        if normalize:
+            total = sum(weights[1:], weights[0]) + 1e-20
+            weights = [weight / total for weight in weights]
+        for k, (place, weight) in enumerate(zip(ids, weights, strict=True)):
+            ids_ref[token, k] = place
+            weights_ref[token, k] = weight * factor
+
+    def of_best_groups(choice: jax.Array, expert: jax.Array, best: Any, without: Any) -> jax.Array:
+        """-inf for experts of other groups than the best `top_groups`."""
+        nothing = full(jnp.float32(-jnp.inf))
+
+        def inside(group: int) -> jax.Array:
+            low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
+            return (expert >= low) & (expert < high)
+
+        totals = []
+        for group in range(groups):
+            own = jnp.where(inside(group), choice, nothing)
+            total = jnp.float32(0)
+            for i in range(best_of_group):
+                if i == best_of_group - 1:
+                    total += jnp.max(own)
+                    break
+                top, place = best(own)
+                total, own = total + top, without(own, place)
+            totals.append(total)
+        kept = nothing
+        for group, total in enumerate(totals):
+            before = sum(
+                jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
+                for i, other in enumerate(totals)
+                if i != group
+            )
+            is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
+            kept = jnp.where(inside(group) & is_kept, choice, kept)
+        return kept
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
+            jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+        ),
+        scratch_types=[
+            plgpu.SMEM((width,), jnp.float32),
+            plgpu.SMEM((width,), jnp.float32),
+            plgpu.Barrier(num_arrivals=-(-experts // COPIED) * (1 if bias is None else 2)),
+        ],
+        grid=(tokens,),
+        grid_names=("token",),
+        kernel_name="moe_route",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        return kernel(*(x for x in (logits, bias) if x is not None))
