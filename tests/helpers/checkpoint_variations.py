@@ -129,7 +129,7 @@ def _experts(pick: random.Random, classes: str, layers: int) -> dict[str, Any]:
     # there are always enough others.
     top_k = pick.randint(1, min(kept * experts // groups, 6))
     fields: dict[str, Any] = dict(
-        moe_intermediate_size=pick.choice([32, 96, 160]),
+        moe_intermediate_size=pick.choice([32, 128, 160]),
         n_routed_experts=experts,
         n_shared_experts=pick.choice([1, 2]),
         num_experts_per_tok=top_k,
