@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from jaxattn.models import cutting
@@ -45,7 +46,7 @@ def fill(
     """The parameters, on JAX's default device.
 
     Args:
-        shapes: of the parameters.
+        shapes: of the parameters, of which there is one at least.
         weights: all that they are made of.
         readers: threads that read, a block of `cutting.BLOCK_BYTES` each.
         on_progress: called with the bytes that are placed and the bytes in all.
@@ -55,8 +56,13 @@ def fill(
     """
     blocks = cut(weights, shapes, cutting.BLOCK_BYTES)
     arrays = jax.jit(lambda: {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()})()
+    # Threads are told the device: `jax.default_device` holds for the thread that sets it.
+    where = next(iter(arrays.values())).sharding
     total, done = sum(map(_data_bytes, blocks)), 0
-    with _programs(blocks, shapes) as programs, closing(_sent(blocks, readers)) as sent:
+    with (
+        _programs(blocks, shapes, where) as programs,
+        closing(_sent(blocks, readers, where)) as sent,
+    ):
         for block, parts in sent:
             place = programs[_program(block, shapes)].result()
             start = np.array(block.start, np.int32)
@@ -104,15 +110,19 @@ def _place(
 
 @contextmanager
 def _programs(
-    blocks: Sequence[Block], shapes: Shapes
+    blocks: Sequence[Block], shapes: Shapes, where: Sharding
 ) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
     """What places each kind of block, compiled by threads in the order of the blocks."""
 
     def compiled(block: Block) -> Callable[..., Array]:
-        parts = tuple(jax.ShapeDtypeStruct(p.shape, _sent_as(p.dtype)) for p in block.pieces)
-        start = jax.ShapeDtypeStruct((len(block.start),), jnp.int32)
+        parts = tuple(argument(piece.shape, _sent_as(piece.dtype)) for piece in block.pieces)
+        target, start = shapes[block.key], argument((len(block.start),), jnp.dtype(jnp.int32))
         options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
-        return _place.lower(shapes[block.key], parts, start, **options).compile()
+        target = argument(target.shape, target.dtype)
+        return _place.lower(target, parts, start, **options).compile()
+
+    def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     first = {_program(block, shapes): block for block in reversed(blocks)}
     with ThreadPoolExecutor(COMPILERS, "compile") as pool:
@@ -126,7 +136,7 @@ def _programs(
 
 
 def _sent(
-    blocks: Sequence[Block], readers: int
+    blocks: Sequence[Block], readers: int, where: Sharding
 ) -> Generator[tuple[Block, tuple[Array, ...]], None, None]:
     """The blocks in order, on the device; `readers` of them are read ahead."""
     with ExitStack() as stack:
@@ -134,7 +144,7 @@ def _sent(
 
         def send(block: Block) -> tuple[Array, ...]:
             # A buffer of its own: on the CPU the array that comes back may be the buffer itself.
-            return jax.block_until_ready(jax.device_put(_read(block, files)))
+            return jax.block_until_ready(jax.device_put(_read(block, files), where))
 
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
         stack.callback(pool.shutdown, cancel_futures=True)

@@ -133,7 +133,10 @@ def find(
     weights, expected, missing, others = [], set[str](), dict[str, None](), dict[str, None]()
     for each in placed:
         stored = each.stored or stored_as(each.name, dtypes, quantization)
-        parts = stored.parts(each.name, each.shape)
+        try:
+            parts = stored.parts(each.name, each.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
         expected.update(part.name for part in parts)
         missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in found)
         there = [part for part in parts if part.name in found]

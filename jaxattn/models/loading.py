@@ -22,7 +22,7 @@ from jaxattn.models.config import HybridConfig
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.filling import OnProgress
 from jaxattn.models.hybrid import Hybrid, from_stored
-from jaxattn.models.registry import Published
+from jaxattn.models.registry import ExpertFormat, Published
 from jaxattn.models.shards import CONFIG, read_json
 
 
@@ -96,38 +96,45 @@ class OwnFolder(ModelFolder):
         return Weights(nbytes=nbytes, put=put)
 
 
-def read_folder(path: str | os.PathLike, *, dtype: str | None = None) -> ModelFolder:
+def read_folder(
+    path: str | os.PathLike, *, dtype: str | None = None, experts: ExpertFormat | None = None
+) -> ModelFolder:
     """The model that a folder's config.json says; its format is recognised by `model_type`.
 
     Args:
         dtype: of a folder from the hub: "bfloat16" or "float32"; None is bfloat16. The package's
             own format says its dtype itself.
+        experts: of a folder from the hub: "fp8" or "bfloat16", what routed experts are kept in;
+            None: FP8 where they are stored so.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or the model is not supported.
-        ValueError: a dtype for the package's own format.
+        ValueError: a dtype or experts for the package's own format.
     """
     folder = Path(path)
     if "model_type" in read_json(folder / CONFIG):
-        published = huggingface.read_config(folder, dtype)
+        published = huggingface.read_config(folder, dtype, experts)
         return HubFolder(path=folder, model=published.model, published=published)
-    if dtype is not None:
-        raise ValueError(f"dtype={dtype!r} is for folders from the hub; {folder} has its own")
+    for name, value in (("dtype", dtype), ("experts", experts)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = checkpoint.read_config(folder)
     return OwnFolder(path=folder, model=Hybrid(config), config=config)
 
 
-def load(folder: str | os.PathLike, *, dtype: str | None = None) -> tuple[DecoderModel, Any]:
+def load(
+    folder: str | os.PathLike, *, dtype: str | None = None, experts: ExpertFormat | None = None
+) -> tuple[DecoderModel, Any]:
     """The model of a folder and its parameters, on JAX's default device.
 
     Args:
         folder: in the layout of the Hugging Face hub (`jaxattn.models.huggingface`), or in the
             package's own format (`jaxattn.models.checkpoint`).
-        dtype: see `read_folder`.
+        dtype, experts: see `read_folder`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the model is not supported.
-        ValueError: a dtype for the package's own format.
+        ValueError: a dtype or experts for the package's own format.
     """
-    found = read_folder(folder, dtype=dtype)
+    found = read_folder(folder, dtype=dtype, experts=experts)
     return found.model, found.open().place()

@@ -56,7 +56,11 @@ class Stored(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
-        """The tensors of a weight with this name and shape."""
+        """The tensors of a weight with this name and shape.
+
+        Raises:
+            ValueError: a weight of this shape cannot be stored so.
+        """
 
     @abc.abstractmethod
     def decode(self, parts: Sequence[Array]) -> Array:
@@ -96,6 +100,8 @@ class Fp8Blocks(Stored):
         return BLOCK
 
     def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        if len(shape) != 2:
+            raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
         scale = Part(f"{name}_scale_inv", block_counts(*shape), SCALES, rows=BLOCK)
         return Part(name, shape, (FP8,)), scale
 
@@ -109,11 +115,15 @@ class Int4Groups(Stored):
     """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8."""
 
     def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        if len(shape) != 2 or shape[1] % INT4_GROUP:
+            raise ValueError(
+                f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
+                f"{INT4_GROUP} columns"
+            )
         rows, columns = shape
-        words, groups = -(-columns // INT4_PER_WORD), -(-columns // INT4_GROUP)
         return (
-            Part(f"{name}_packed", (rows, words), ("int32",)),
-            Part(f"{name}_scale", (rows, groups), FLOATS),
+            Part(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
+            Part(f"{name}_scale", (rows, columns // INT4_GROUP), FLOATS),
             Part(f"{name}_shape", (2,), ("int32",), rows=0),
         )
 

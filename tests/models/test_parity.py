@@ -46,10 +46,10 @@ def folder(request, tmp_path_factory) -> Path:
     for library in ("torch", "transformers"):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed; it makes more checkpoints")
-    from tests.helpers import make_checkpoints
+    from tests.helpers import checkpoint_variations, make_checkpoints
 
     made = tmp_path_factory.mktemp("made")
-    make_checkpoints.write(make_checkpoints.draw(request.param), made)
+    make_checkpoints.write(checkpoint_variations.draw(request.param), made)
     return made
 
 

@@ -63,13 +63,18 @@ def test_experts_stay_fp8_and_mean_the_same():
     mlp = loaded(FP8)[2]["mlp"]
     numbers, scales = mlp["gate_up_proj"][...], mlp["gate_up_scale"][...]
     assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
-    assert (numbers.shape, scales.shape) == ((1, 4, 272, 136), (1, 4, 2, 2, 2))
+    # Four routed experts, and the shared one.
+    assert (numbers.shape, scales.shape) == ((1, 5, 272, 136), (1, 5, 2, 2, 2))
     stored = tensors_of(FP8)
     np.testing.assert_array_equal(
         np.asarray(numbers)[0, 3, 136:].view(np.uint8), stored[EXPERT].view(np.uint8)
     )
     np.testing.assert_array_equal(scales[0, 3, 1], stored[f"{EXPERT}_scale_inv"])
-    assert mlp["down_proj"][...].dtype == jnp.float8_e4m3fn
+    shared = EXPERT.replace("experts.3.up_proj", "shared_experts.down_proj")
+    np.testing.assert_array_equal(
+        np.asarray(mlp["down_proj"][...])[0, 4].view(np.uint8), stored[shared].view(np.uint8)
+    )
+    np.testing.assert_array_equal(mlp["down_scale"][...][0, 4], stored[f"{shared}_scale_inv"])
 
 
 def test_heads_that_end_within_blocks_are_split_after_the_product():
@@ -97,7 +102,7 @@ def test_fp8_experts_compute_what_their_floats_do():
 def test_a_step_reads_the_scales_of_all_layers_too():
     model, _, _ = loaded(FP8)
     stacked = model.spec.blocks[1].feed_forward.stacked
-    assert stacked == ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale")
+    assert {"gate_up_proj", "down_proj", "gate_up_scale", "down_scale"} <= set(stacked)
 
 
 def test_random_parameters_have_the_same_shapes_and_dtypes():
@@ -198,6 +203,12 @@ def test_tensors_that_do_not_fit_each_other_are_named(copied, folder, change, me
     with pytest.raises(CheckpointError, match=message):
         huggingface.load(damaged)
     assert len(jax.live_arrays()) <= before
+
+
+def test_a_width_that_no_group_divides_is_named(copied):
+    folder = copied(INT4, lambda t: None, {"moe_intermediate_size": 40})
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' is .* \[64, 40\] is no matrix"):
+        huggingface.load(folder)
 
 
 def test_quantized_tensors_that_the_configuration_does_not_state_are_named(copied):

@@ -1,0 +1,146 @@
+"""Random configurations of the families with MLA, which `make_checkpoints.py` writes."""
+
+import dataclasses
+import random
+from typing import Any
+
+VOCAB = 192
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """One checkpoint.
+
+    Attributes:
+        classes: the prefix of transformers' classes.
+        fields: of the configuration.
+        weights: "bfloat16", "fp8" or "int4".
+        shards: files.
+        published: config.json is spelled as publishers do.
+        prediction: a prediction layer (MTP) lies behind the last layer.
+        model_type: what config.json calls it.
+    """
+
+    classes: str
+    fields: dict[str, Any]
+    weights: str
+    shards: int
+    published: bool
+    prediction: bool
+    model_type: str
+
+
+def draw(seed: int) -> Variation:
+    """The variation of a seed."""
+    pick = random.Random(seed)
+    classes = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu")[seed % 4]
+    heads = pick.choice([1, 2, 3, 5, 20])
+    layers = pick.choice([2, 3, 4])
+    quantized = classes != "Youtu" and pick.random() < 0.5
+    weights = pick.choice(["fp8", "int4"]) if quantized else "bfloat16"
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=pick.choice([160, 320] if heads in (5, 20) else [96, 192]),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        num_hidden_layers=layers,
+        intermediate_size=pick.choice([160, 224]),
+        q_lora_rank=pick.choice([None, 32, 144]),
+        kv_lora_rank=pick.choice([32, 64, 512]),
+        qk_nope_head_dim=pick.choice([16, 48, 128]),
+        qk_rope_head_dim=pick.choice([16, 64]),
+        v_head_dim=pick.choice([16, 80, 128]),
+        max_position_embeddings=4096,
+        rms_norm_eps=pick.choice([1e-5, 1e-6]),
+        tie_word_embeddings=pick.random() < 0.4,
+        rope_parameters=_rope(pick, classes),
+    )
+    if classes in ("DeepseekV3", "Glm4MoeLite", "Youtu"):
+        fields["rope_interleave"] = pick.random() < 0.7
+    if classes != "Youtu":
+        fields |= _experts(pick, classes, layers)
+    return Variation(
+        classes=classes,
+        fields=fields,
+        weights=weights,
+        shards=pick.choice([1, 1, 2, 5]),
+        published=pick.random() < 0.5,
+        prediction=classes in ("DeepseekV3", "Glm4MoeLite") and pick.random() < 0.5,
+        model_type=pick.choice(MODEL_TYPES[classes]),
+    )
+
+
+def small(weights: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints in FP8 and INT4: blocks are cut at every edge,
+    and heads end within blocks."""
+    width = 136 if weights == "fp8" else 64
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=width,
+        q_lora_rank=32,
+        kv_lora_rank=64,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
+        v_head_dim=80,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+        first_k_dense_replace=1,
+        moe_intermediate_size=width,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+    )
+    model_type = "deepseek_v3" if weights == "fp8" else "kimi_k2"
+    return Variation("DeepseekV3", fields, weights, 1, True, False, model_type)
+
+
+MODEL_TYPES = {
+    "DeepseekV3": ["deepseek_v3", "kimi_k2"],
+    "Glm4MoeLite": ["glm4_moe_lite"],
+    "DeepseekV2": ["deepseek_v2"],
+    "Youtu": ["youtu", "youtu_llm"],
+}
+
+
+def _rope(pick: random.Random, classes: str) -> dict[str, Any]:
+    rope: dict[str, Any] = dict(rope_theta=pick.choice([1e4, 5e4, 1.6e6]))
+    if pick.random() < 0.4:
+        return rope | dict(rope_type="default")
+    # Fewer than PROMPT, so that the stretched part is used.
+    rope |= dict(rope_type="yarn", factor=pick.choice([4.0, 40.0]), beta_slow=1,
+                 original_max_position_embeddings=16,
+                 beta_fast=pick.choice([1.0, 32.0]))  # fmt: skip
+    both = pick.choice([None, (1.0, 1.0), (0.707, 0.707), (0.707, 1.0)])
+    return rope | (dict(zip(("mscale", "mscale_all_dim"), both, strict=True)) if both else {})
+
+
+def _experts(pick: random.Random, classes: str, layers: int) -> dict[str, Any]:
+    experts, groups = pick.choice([(6, 1), (6, 3), (8, 4), (12, 2), (20, 1), (20, 5), (16, 8)])
+    kept = pick.randint(1, groups)
+    dense = min(pick.choice([0, 1, 3]), layers)
+    # Of groups that are not kept V2 may choose experts with weight 0, as transformers does; here
+    # there are always enough others.
+    top_k = pick.randint(1, min(kept * experts // groups, 6))
+    fields: dict[str, Any] = dict(
+        moe_intermediate_size=pick.choice([32, 128, 160]),
+        n_routed_experts=experts,
+        n_shared_experts=pick.choice([1, 2]),
+        num_experts_per_tok=top_k,
+        n_group=groups,
+        topk_group=kept,
+        routed_scaling_factor=pick.choice([1.0, 1.8, 2.5]),
+        norm_topk_prob=classes != "DeepseekV2" and pick.random() < 0.6,
+    )
+    if classes == "DeepseekV2":
+        fields["topk_method"] = pick.choice(["greedy", "group_limited_greedy"])
+    if classes == "Glm4MoeLite":
+        kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+        return fields | dict(mlp_layer_types=kinds)
+    return fields | dict(first_k_dense_replace=dense)
