@@ -272,10 +272,13 @@ def mixture(
         stored = jnp.float8_e4m3fn if fp8 else jnp.bfloat16
         blocks = lambda size: -(-size // 128)  # noqa: E731
 
-        def op(*args: Any) -> Any:
-            *args, scales, arena = args
-            options: dict[str, Any] = {"layer": 1, "arena": arena}
-            return moe.mixture_of_experts(*args, **scales, **options, implementation=implementation)
+        def op(
+            x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, scales: Any, arena: Any
+        ) -> Any:
+            return moe.mixture_of_experts(
+                x, ids, weights, gate_up, down, **scales,
+                layer=1, arena=arena, implementation=implementation,
+            )  # fmt: skip
 
         ids = np.stack([DRAWN.permutation(experts)[:top_k] for _ in range(tokens)])
         ids[-1, 0] = -1

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.checks import (
     FLOATS,
-    INT32,
     Arguments,
     check_arena,
     check_array,
@@ -198,7 +197,7 @@ def mixture_of_experts(
 
     Args:
         x: tokens, padding included.
-        ids: int32, the experts of each token; `route` gives them.
+        ids: the experts of each token; `route` gives them.
         weights: of those experts.
         gate_up: [E, J = 2 I, F] with gate's rows first, or a stack [L, E, 2 I, F] with `layer`.
         down: [E, F, I], or a stack.
@@ -264,7 +263,7 @@ def _checked(
 ) -> tuple[Array, ...]:
     arguments = Arguments(op)
     x = arguments.check("x", x, "T F")
-    ids = arguments.check("ids", ids, "T K", INT32)
+    _, ids = arguments.integers("ids", ids, "T K")
     weights = arguments.check("weights", weights, "T K")
     stack = "" if layer is None else "L "
     for name, array, axes in (("gate_up", gate_up, "E J F"), ("down", down, "E F I")):

@@ -83,7 +83,8 @@ def choose(
     """The cut for these sizes; `quantized`: for FP8 weights.
 
     Few items leave multiprocessors idle: then an item has 64 rows. Many share a read of tokens
-    between two warpgroups.
+    between two warpgroups. To widen FP8 weights keeps one warpgroup busy, so there are two as soon
+    as nearly every multiprocessor has an item of 128 rows.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -91,13 +92,13 @@ def choose(
 
     def product(width: int, depth: int, parts: int) -> Product:
         wide = width % (2 * ROWS * parts) == 0
-        enough = used * (width // (2 * ROWS * parts)) >= 2 * NUM_SMS
-        consumers = 2 if wide and enough else 1
+        items = used * (width // (2 * ROWS * parts))
+        consumers = 2 if wide and items >= (0.9 if quantized else 2) * NUM_SMS else 1
         # Scales are of 128 of K. Else small steps leave room for more of them.
         step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
         return Product(consumers=consumers, parts=parts, depth=step)
 
-    twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= NUM_SMS else 1
+    twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
     return Config(
         columns=columns,
         gate_up=dataclasses.replace(product(expert_size, hidden, 1), parts=2),

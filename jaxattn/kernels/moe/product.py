@@ -159,6 +159,8 @@ def _body(
     consumers, parts, depth = product.consumers, product.parts, product.depth
     # An item's rows of a part follow one another, and so do down's parts.
     piece = product.rows * (1 if gated else parts)
+    # 232 + 232 + 40 = 504, the most that three warpgroups may have. Two have enough as they are.
+    many_registers = columns >= 64 and consumers == 2
 
     def body(tokens_ref, weights_ref, tiles_ref, total_ref, layer_ref, *others):
         scales_ref: Any = others[0] if quantized else None
@@ -191,7 +193,7 @@ def _body(
 
         @pl.when(wg == consumers)
         def _load():
-            if columns >= 64:
+            if many_registers:
                 plgpu.set_max_registers(40, action="decrease")
 
             def load(now: Item, done: jax.Array) -> None:
@@ -220,7 +222,7 @@ def _body(
 
         @pl.when(wg < consumers)
         def _multiply():
-            if columns >= 64:
+            if many_registers:
                 plgpu.set_max_registers(232, action="increase")
 
             def arrived(step: jax.Array) -> tuple[jax.Array, Any]:

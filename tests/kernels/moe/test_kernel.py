@@ -133,42 +133,89 @@ def test_in_a_loop_over_layers_the_arena_is_carried():
     assert relative(kernel, np.asarray(reference, np.float64)) < 5e-3
 
 
+# F, I, K and whether weights are FP8; of few experts.
 REAL = {
-    "v2-lite": dict(features=2048, width=1408, experts=8, top_k=6),
-    "glm-4.7-flash": dict(features=2048, width=1536, experts=8, top_k=4),
-    "qwen3-next": dict(features=2048, width=512, experts=16, top_k=10, fp8=True),
-    "v3": dict(features=7168, width=2048, experts=9, top_k=8, fp8=True),
+    "v2-lite": (2048, 1408, 6, False),
+    "glm-4.7-flash": (2048, 1536, 4, False),
+    "qwen3-next": (2048, 512, 10, True),
+    "v3": (7168, 2048, 8, True),
 }
+EXPERTS = 12
+
+
+@functools.lru_cache(maxsize=1)
+def real_weights(name):
+    """(gate_up, down, scales), drawn on the GPU; two layers, the first one NaN."""
+    features, width, _, fp8 = REAL[name]
+    blocks = features // 128, -(-width // 128)
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def draw(key, shape, scale):
+        numbers = jax.random.normal(key, (EXPERTS, *shape), jnp.bfloat16)
+        numbers = numbers.astype(jnp.float8_e4m3fn) if fp8 else numbers * scale
+        return jnp.stack([jnp.full_like(numbers, jnp.nan), numbers])
+
+    gate_up = draw(keys[0], (2 * width, features), features**-0.5)
+    down = draw(keys[1], (features, width), width**-0.5)
+    scales = {
+        "gate_up_scale": jax.random.uniform(keys[2], (2, EXPERTS, 2, *blocks[::-1]))
+        / features**0.5,
+        "down_scale": jax.random.uniform(keys[3], (2, EXPERTS, *blocks)) / width**0.5,
+    }
+    return gate_up, down, scales if fp8 else {}
+
+
+def real_tokens(name, tokens):
+    features, _, top_k, _ = REAL[name]
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    x = jax.random.normal(keys[0], (tokens, features), jnp.bfloat16)
+    _, ids = lax.top_k(jax.random.uniform(keys[1], (tokens, EXPERTS)), top_k)
+    return x, ids.astype(jnp.int32), jax.random.uniform(keys[2], (tokens, top_k))
+
+
+@jax.jit
+def of_one_token(x, ids, shares, gate_up, down, scales):
+    """In float32, what is between the products rounded to x's dtype."""
+    first, second = (stack[LAYER, ids].astype(jnp.float32) for stack in (gate_up, down))
+    if scales:
+        chosen = (scales[key][LAYER, ids] for key in ("gate_up_scale", "down_scale"))
+        spread = [scale.repeat(128, -2).repeat(128, -1) for scale in chosen]
+        first, second = first * spread[0].reshape(first.shape), second * spread[1]
+    product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    gate, up = jnp.split(product("kjf,f->kj", first, x.astype(jnp.float32)), 2, axis=1)
+    h = (jax.nn.silu(gate) * up).astype(x.dtype).astype(jnp.float32)
+    return product("k,kfi,ki->f", shares, second, h)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 33, 128, 700])
-@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_real_sizes(shape, tokens):
-    args, scales = taken_apart(moe_case(tokens, **shape))
-    x, ids, weights, *stacks = args
-    y = jax.jit(functools.partial(mixture_of_experts, implementation="mosaic_gpu"))(
-        *args, **scales, layer=LAYER
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes(name):
+    gate_up, down, scales = real_weights(name)
+    run = functools.partial(mixture_of_experts, implementation="mosaic_gpu", layer=LAYER)
+    for tokens in (1, 8, 33, 128, 1500):
+        x, ids, shares = real_tokens(name, tokens)
+        y = jax.jit(run)(x, ids, shares, gate_up, down, **scales)
+        for t in sorted({0, tokens // 2, tokens - 1}):
+            wanted = of_one_token(x[t], ids[t], shares[t], gate_up, down, scales)
+            assert relative(y[t], np.asarray(wanted, np.float64)) < 3e-3, (tokens, t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["v2-lite", "qwen3-next"])
+def test_a_tokens_bits_do_not_depend_on_the_tile_or_the_others(name):
+    features, width, top_k, fp8 = REAL[name]
+    gate_up, down, scales = real_weights(name)
+    x, ids, shares = real_tokens(name, 40)
+    chosen = choose(
+        tokens=40, top_k=top_k, experts=EXPERTS, hidden=features, expert_size=width, quantized=fp8
     )
-    rows = np.unique([0, tokens // 2, tokens - 1])
-    some = (x[rows], ids[rows], weights[rows], *stacks)
-    assert error_of(y[rows], some, scales) < 2e-3
-
-
-@pytest.mark.gpu
-def test_a_tokens_bits_do_not_depend_on_the_tile_on_a_gpu():
-    args, _ = taken_apart(moe_case(40, 8, 6, features=2048, width=1408))
-    sizes = dict(tokens=40, top_k=6, experts=8, hidden=2048, expert_size=1408)
-    chosen = choose(**sizes)
-    results = [
-        jax.jit(
-            functools.partial(
-                mixture_of_experts_mosaic,
-                layer=LAYER,
-                config=dataclasses.replace(chosen, columns=columns),
-            )
-        )(*args)
-        for columns in (8, 16, 32, 64)
-    ]
-    for other in results[1:]:
-        np.testing.assert_array_equal(results[0], other)
+    run = functools.partial(mixture_of_experts_mosaic, **scales, layer=LAYER)
+    cuts = [dataclasses.replace(chosen, columns=columns) for columns in (8, 16, 32, 64)]
+    one, *others = (
+        jax.jit(functools.partial(run, config=config))(x, ids, shares, gate_up, down)
+        for config in cuts
+    )
+    for other in others:
+        np.testing.assert_array_equal(one, other)
+    alone = jax.jit(run)(x[3:4], ids[3:4], shares[3:4], gate_up, down)
+    np.testing.assert_array_equal(alone[0], one[3])
