@@ -28,8 +28,8 @@ def gated_case(lens, reads, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, c
     gate[..., :columns] = np.nan
     gate[:, ~pooled.live] = np.nan
     arguments = pooled.arguments | {
-        "gate": jnp.asarray(gate, dtype),
-        "norm_weight": jnp.asarray(rng.normal(size=128), jnp.float32),
+        "gate": jnp.asarray(gate.astype(dtype)),
+        "norm_weight": jnp.asarray(rng.normal(size=128).astype(np.float32)),
         "norm_eps": EPS,
     }
     del arguments["checkpoint_indices"]
