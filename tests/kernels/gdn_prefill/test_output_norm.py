@@ -85,7 +85,7 @@ def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun
     """Few blocks, which go from one run to another, with and without a tail or a token; and with
     each half of a state in a block of its own, where XLA norms."""
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3 if inside else 132)
-    pooled, arguments = gated_case([1, 64, 3, 0, 65], [0, 1, -1, 2, 3])
+    pooled, arguments = gated_case([1, 64, 20, 0, 65], [0, 1, -1, 2, 3])
     out, states = run(arguments, implementation)
     assert bool(begun) == inside
     assert_normed(pooled, arguments, out)
