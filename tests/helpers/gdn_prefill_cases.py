@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxattn import gdn
-from tests.helpers.kernel_cases import relative
+from tests.helpers.kernel_cases import poisoned, relative
 
 BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
 
@@ -51,10 +51,13 @@ def make_case(
     beta = rng.uniform(size=gate.shape)
     gate[:, tokens:] = beta[:, tokens:] = np.nan
     return Case(
-        *(jnp.asarray(draw(heads, 128), dtype) for heads in (key_heads, key_heads, value_heads)),
-        jnp.asarray(gate, jnp.float32),
-        jnp.asarray(beta, jnp.float32),
-        jnp.asarray(rng.normal(size=(len(lens), value_heads, 128, 128)), jnp.float32),
+        *(
+            jnp.asarray(draw(heads, 128).astype(dtype))
+            for heads in (key_heads, key_heads, value_heads)
+        ),
+        jnp.asarray(gate.astype(np.float32)),
+        jnp.asarray(beta.astype(np.float32)),
+        jnp.asarray(rng.normal(size=(len(lens), value_heads, 128, 128)).astype(np.float32)),
         jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         tokens,
     )
@@ -62,7 +65,7 @@ def make_case(
 
 def oracle(case, *, l2norm=True, scale=128**-0.5):
     """(o [1, tokens, Hv, 128], final states) token by token in float64."""
-    q, k, v, g, beta = (np.asarray(x[0, : case.tokens], np.float64) for x in case.args)
+    q, k, v, g, beta = (np.asarray(x)[0, : case.tokens].astype(np.float64) for x in case.args)
     if l2norm:
         q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     group = v.shape[1] // k.shape[1]
@@ -88,9 +91,10 @@ def run(case, implementation, **options):
 
 def assert_matches(case, out, states, *, bound=BOUND, **options):
     expected, expected_states = oracle(case, **options)
+    out = np.asarray(out)
     assert relative(out[:, : case.tokens], expected) < bound
     assert relative(states, expected_states) < bound
-    assert (np.asarray(out, np.float32)[:, case.tokens :] == 0).all()
+    assert (out[:, case.tokens :] == 0).all()
     untouched = np.diff(case.cu_seqlens) == 0
     np.testing.assert_array_equal(
         np.asarray(states)[untouched].view(np.uint32),
@@ -141,22 +145,29 @@ def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float
     count, token = len(reads), live_tokens(case, reads)
     state = case.initial_state.astype(dtype)
     started = np.array([i for i in range(count) if reads[i] >= 0 and i not in fresh])
-    pool = jnp.full((2, num_slots, *state.shape[1:]), jnp.nan, dtype)
-    pool = pool.at[1, np.asarray(reads)[started]].set(state[started])
-    first = [i in fresh for i in range(count)]
-    zero = jnp.asarray(first)[:, None, None, None]
-    mask = lambda x: jnp.where(token.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)  # noqa: E731
-    case = dataclasses.replace(
-        case,
-        **{name: mask(getattr(case, name)) for name in ("q", "k", "v", "g", "beta")},
-        initial_state=jnp.where(zero, 0.0, state.astype(jnp.float32)),
+    pool = poisoned(
+        np.asarray(reads)[started], state[started], shape=(2, num_slots, *state.shape[1:]), layer=1
     )
+    first = [i in fresh for i in range(count)]
+    names = ("q", "k", "v", "g", "beta")
+    own, states = _own(token, np.asarray(first), case.args, state)
+    case = dataclasses.replace(case, **dict(zip(names, own, strict=True)), initial_state=states)
     return PoolCase(case, pool, reads, writes, kept, first)
+
+
+@jax.jit
+def _own(token, first, args, state):
+    """The arguments with NaN for other tokens, and the states with zeros for fresh sequences."""
+    mask = lambda x: jnp.where(token.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)  # noqa: E731
+    own = [mask(x) for x in args]
+    return own, jnp.where(first[:, None, None, None], 0.0, state.astype(jnp.float32))
 
 
 def assert_pool_matches(pooled, out, new, *, every=64):
     """Against float64; every slot that nobody writes keeps its bits, NaN or not."""
+    out, new = np.asarray(out), np.asarray(new)
     case, untouched = pooled.case, np.ones(new.shape[:2], bool)
+    inputs, initial = [np.asarray(x) for x in case.args], np.asarray(case.initial_state)
     offsets, real = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
     for i, read in enumerate(pooled.reads):
         length = int(offsets[i + 1] - offsets[i])
@@ -165,9 +176,9 @@ def assert_pool_matches(pooled, out, new, *, every=64):
         for tokens, slot in ends if read >= 0 and length else ():
             here = slice(offsets[i], offsets[i] + tokens)
             part = Case(
-                *(x[:, here] for x in case.args),
-                case.initial_state[i : i + 1],
-                jnp.array([0, tokens]),
+                *(x[:, here] for x in inputs),
+                initial[i : i + 1],
+                np.array([0, tokens]),
                 tokens,
             )
             expected, state = oracle(part)
@@ -176,7 +187,7 @@ def assert_pool_matches(pooled, out, new, *, every=64):
             if slot >= 0:
                 assert relative(new[1, slot], state[0]) < BOUND
                 untouched[1, slot] = False
-    assert (np.asarray(out, np.float32)[:, ~real] == 0).all()
+    assert (out[:, ~real] == 0).all()
     unsigned = np.uint32 if new.dtype == jnp.float32 else np.uint16
     bits = lambda x: np.asarray(x)[untouched].view(unsigned)  # noqa: E731
     np.testing.assert_array_equal(bits(new), bits(pooled.pool))

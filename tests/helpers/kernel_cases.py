@@ -6,6 +6,7 @@ tables end in page numbers that do not exist.
 
 import contextlib
 import dataclasses
+import functools
 import unittest.mock
 from collections.abc import Iterator
 
@@ -24,6 +25,14 @@ both_devices = pytest.mark.parametrize(
     "implementation",
     ["mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
 )
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "layer"))
+def poisoned(
+    places: np.ndarray, values: np.ndarray, *, shape: tuple[int, ...], layer: int
+) -> Array:
+    """A stack [L, N, ...] of NaN, whose layer has the values [n, ...] at places [n]."""
+    return jnp.full(shape, jnp.nan, values.dtype).at[layer, places].set(values)
 
 
 @dataclasses.dataclass
@@ -76,9 +85,9 @@ def mla_case(
             valid = min(page, length - j * page)
             blocks[len(owned), :valid] = draw(valid, dim)
             owned.append(tables[row, j])
-    cache = jnp.full((layers, pages, page, dim), jnp.nan, dtype)
-    cache = cache.at[layer, np.array(owned, np.int32)].set(jnp.asarray(blocks, dtype))
-    q = jnp.asarray(draw(len(lens), q_len, heads, dim), dtype)
+    shape = (layers, pages, page, dim)
+    cache = poisoned(np.array(owned, np.int32), blocks.astype(dtype), shape=shape, layer=layer)
+    q = jnp.asarray(draw(len(lens), q_len, heads, dim).astype(dtype))
     return MLACase(q, cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32), layer)
 
 
@@ -90,11 +99,10 @@ def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
     out, lse = np.zeros((batch, q_len, heads, 512)), np.full((batch, q_len, heads), -np.inf)
     tables, lens = np.asarray(case.block_tables), np.asarray(case.seq_lens)
     queries = np.full(batch, q_len) if case.query_lens is None else np.asarray(case.query_lens)
-    for b in range(batch):
-        owned = tables[b, : -(-lens[b] // page)]
-        if not len(owned):
-            continue
-        keys = np.asarray(case.kv_cache[case.layer, owned], np.float64).reshape(-1, dim)
+    owned = [tables[b, : -(-lens[b] // page)] for b in range(batch)]
+    pages = np.asarray(case.kv_cache[case.layer, np.concatenate(owned)])  # all rows' at once
+    for b, held in enumerate(np.split(pages, np.cumsum([len(some) for some in owned])[:-1])):
+        keys = held.astype(np.float64).reshape(-1, dim)
         for s in range(queries[b]):
             visible = lens[b] - (queries[b] - 1) + s
             if visible <= 0:
@@ -164,17 +172,17 @@ def gdn_case(
     """Random inputs and a pool where every state that no row owns is NaN."""
     rng = np.random.default_rng(seed)
     batch = len(slots)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(dtype))  # noqa: E731
     live = np.array([slot for slot in slots if slot >= 0], np.int32)
-    state = jnp.full((layers, num_slots, value_heads, 128, 128), jnp.nan, jnp.float32)
-    states = rng.normal(size=(len(live), value_heads, 128, 128))
+    shape = (layers, num_slots, value_heads, 128, 128)
+    states = rng.normal(size=(len(live), *shape[2:])).astype(np.float32)
     return GDNCase(
         q=draw(batch, q_len, key_heads, 128),
         k=draw(batch, q_len, key_heads, 128),
         v=draw(batch, q_len, value_heads, 128),
         a=draw(batch, q_len, value_heads),
         b=draw(batch, q_len, value_heads),
-        state=state.at[layer, live].set(jnp.asarray(states, jnp.float32)),
+        state=poisoned(live, states, shape=shape, layer=layer),
         state_indices=jnp.asarray(slots, jnp.int32),
         A_log=jnp.asarray(np.log(rng.uniform(0.1, 16, value_heads)), jnp.float32),
         dt_bias=jnp.asarray(rng.normal(size=value_heads), jnp.float32),

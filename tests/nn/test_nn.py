@@ -402,10 +402,11 @@ def test_no_tokens_give_no_outputs_and_change_no_state(shape):
     x, gdn = jnp.zeros(shape), small_gdn()
     for module in (gdn, GatedMLP(HIDDEN, 10, rngs=nnx.Rngs(0)), RMSNorm(HIDDEN)):
         assert jax.jit(lambda module, x: module(x))(module, x).shape == shape
-    assert jax.grad(lambda x: gdn(x).sum())(x).shape == shape
+    assert jax.jit(jax.grad(lambda x: gdn(x).sum()))(x).shape == shape
     slots, lens = np.arange(shape[0]), np.zeros(shape[0], np.int32)
     pools = gdn_pools(0.5, None)
-    y, *after = gdn.prefill(x, *pools, state_indices=slots, seq_lens=lens, query_lens=lens)
+    rows = dict(state_indices=slots, seq_lens=lens, query_lens=lens)
+    y, *after = jax.jit(lambda x, *pools: gdn.prefill(x, *pools, **rows))(x, *pools)
     assert y.shape == shape
     jax.tree.map(np.testing.assert_array_equal, after, [*pools])
 

@@ -28,8 +28,8 @@ def gated_case(lens, reads, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, c
     gate[..., :columns] = np.nan
     gate[:, ~pooled.live] = np.nan
     arguments = pooled.arguments | {
-        "gate": jnp.asarray(gate, dtype),
-        "norm_weight": jnp.asarray(rng.normal(size=128), jnp.float32),
+        "gate": jnp.asarray(gate.astype(dtype)),
+        "norm_weight": jnp.asarray(rng.normal(size=128).astype(np.float32)),
         "norm_eps": EPS,
     }
     del arguments["checkpoint_indices"]
@@ -85,7 +85,7 @@ def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun
     """Few blocks, which go from one run to another, with and without a tail or a token; and with
     each half of a state in a block of its own, where XLA norms."""
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3 if inside else 132)
-    pooled, arguments = gated_case([1, 64, 3, 0, 65], [0, 1, -1, 2, 3])
+    pooled, arguments = gated_case([1, 64, 20, 0, 65], [0, 1, -1, 2, 3])
     out, states = run(arguments, implementation)
     assert bool(begun) == inside
     assert_normed(pooled, arguments, out)

@@ -47,6 +47,11 @@ def packed(latents, kv_scale, format: LatentFormat):
     return jnp.where(jnp.isnan(latents).any(axis=-1, keepdims=True), jnp.uint8(0xFF), cache)
 
 
+@functools.partial(jax.jit, static_argnames="format")
+def unpacked(cache, kv_scale, format: LatentFormat):
+    return format.unpack(cache, kv_scale).astype(jnp.float32)
+
+
 @dataclasses.dataclass
 class Held:
     """The latents in a cache, in float32, of the pages that are asked for."""
@@ -59,8 +64,7 @@ class Held:
         return self.cache.shape
 
     def __getitem__(self, index):
-        latents = LatentFormat(self.cache.dtype)
-        return latents.unpack(self.cache[index], self.kv_scale).astype(jnp.float32)
+        return unpacked(self.cache[index], self.kv_scale, LatentFormat(self.cache.dtype))
 
 
 def stored(format: str, *args, **kwargs) -> Stored:
