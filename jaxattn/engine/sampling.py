@@ -75,7 +75,9 @@ def sample(
         return jnp.where(jnp.isfinite(most[:, 0]), tokens, NOT_FINITE)
 
 
-def _no_row_draws(scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array) -> Array:
+def _no_row_draws(
+    scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array
+) -> Array:
     """A greedy step makes no random numbers."""
     return jnp.zeros(scaled.shape[0], jnp.int32)
 

@@ -26,6 +26,10 @@ MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
 MADE = 4  # folders that are written here
 
 
+# The same on a GPU, where bfloat16 goes through the kernels.
+devices = pytest.mark.parametrize("device", ["any", pytest.param("gpu", marks=pytest.mark.gpu)])
+
+
 def is_ours(folder: Path) -> bool:
     config = folder / "config.json"
     return config.is_file() and json.loads(config.read_text())["model_type"] in FAMILIES
@@ -68,7 +72,8 @@ def relative(actual, expected) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-def test_the_training_forward_gives_the_reference_logits(loaded, wanted):
+@devices
+def test_the_training_forward_gives_the_reference_logits(loaded, wanted, device):
     model, params = loaded
     logits = jax.jit(lambda tokens: model.bind(params)(tokens))(wanted["prompt"])
     for row, length in enumerate(wanted["lengths"]):
@@ -98,11 +103,13 @@ def steps(model, params, wanted) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(found), np.stack(expected)
 
 
-def test_prefill_in_chunks_and_decode_give_the_reference_logits(loaded, wanted):
+@devices
+def test_prefill_in_chunks_and_decode_give_the_reference_logits(loaded, wanted, device):
     np.testing.assert_allclose(*steps(*loaded, wanted), atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_is_near_the_reference(folder, wanted):
+@devices
+def test_bfloat16_is_near_the_reference(folder, wanted, device):
     model, params = huggingface.load(folder)
     errors = np.array([relative(*pair) for pair in zip(*steps(model, params, wanted), strict=True)])
     # A near-tie of the router may fall to another expert in bfloat16, in one of nine tokens here.
@@ -110,7 +117,8 @@ def test_bfloat16_is_near_the_reference(folder, wanted):
     assert (errors > 3e-2).sum() <= routed and errors.max() < 0.5
 
 
-def test_the_engine_writes_the_reference_tokens(loaded, wanted):
+@devices
+def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):
     model, params = loaded
     request = Request(wanted["prompt"][0], max_tokens=len(wanted["greedy"]))
     limits = Limits(batch=2, max_model_len=128, prefill_chunk=32)

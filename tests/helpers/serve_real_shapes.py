@@ -1,0 +1,79 @@
+"""What tests/plan/test_real_shapes_gpu.py runs in a process of its own: a public model's shapes.
+
+    python -m tests.helpers.serve_real_shapes DeepSeek-V2-Lite
+
+Random weights of the model's real shapes are served from what the plan leaves of the device, and
+then some hundred mixed steps run. Prints JSON.
+"""
+
+import json
+import random
+import sys
+import time
+
+import jax
+
+from jaxattn.bench.model.named import find
+from jaxattn.bench.model.weights import random_params
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.request import Request
+from jaxattn.memory.limits import Limits
+
+LIMITS = Limits(
+    batch=32, max_model_len=8192, prefill_chunk=512, decode_buckets=(1,), utilization=0.97
+)
+REQUESTS = 80
+
+
+def requests(vocab: int) -> list[Request]:
+    """Of 1 to 1,500 tokens, greedy and drawn, some with filters."""
+    draw = random.Random(0)
+    return [
+        Request(
+            [draw.randrange(vocab) for _ in range(draw.randrange(1, 1500))],
+            max_tokens=draw.randrange(1, 40),
+            temperature=0.0 if number % 3 else 0.8,
+            top_p=0.9 if number % 6 == 0 else 1.0,
+            id=number,
+        )
+        for number in range(REQUESTS)
+    ]
+
+
+def main(name: str) -> None:
+    began = time.perf_counter()
+    _, _, model = find(name)
+    params = random_params(model)
+    jax.block_until_ready(params)
+    print("weights", round(time.perf_counter() - began, 1), "s", file=sys.stderr)
+    engine = Engine(model, params, LIMITS, strict=True, workers=6)
+    del params
+    engine.start()
+    print("started", round(time.perf_counter() - began, 1), "s", file=sys.stderr)
+    device = jax.devices()[0]
+    sealed = device.memory_stats()
+    done = engine.generate(requests(model.vocab_size))
+    stats = device.memory_stats()
+    print(
+        json.dumps(
+            {
+                "device": device.device_kind,
+                "planned_inside": engine.plan.inside,
+                "items": {item.name: item.nbytes for item in engine.plan.items},
+                "limit": stats["bytes_limit"],
+                "peak": stats["peak_bytes_in_use"],
+                "in_use_when_sealed": sealed["bytes_in_use"],
+                "in_use_at_the_end": stats["bytes_in_use"],
+                "pages": engine.limits.pages,
+                "finished": [each.finish_reason for each in done],
+                "prefill_steps": engine.stats.prefill_steps,
+                "decode_steps": engine.stats.decode_steps,
+                "after_seal": dict(engine.seal.counts),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
