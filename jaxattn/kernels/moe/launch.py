@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.moe.combine import combine
-from jaxattn.kernels.moe.config import BLOCK, ROWS, Config, choose, padded_rows, panel
+from jaxattn.kernels.moe.config import (
+    BLOCK,
+    GROUP,
+    ROWS,
+    Config,
+    choose,
+    padded_rows,
+    panel,
+)
 from jaxattn.kernels.moe.few import lists, work_of_few
 from jaxattn.kernels.moe.product import Panels, grouped_product
 from jaxattn.kernels.moe.work import work_list
@@ -102,15 +110,15 @@ def mixture_of_experts_mosaic(
     columns = config.columns
     rows = padded_rows(tokens, top_k, experts, columns)
     modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
-    if lists(tokens, top_k):
-        work = work_of_few(ids, experts, **modes)
+    x = x.astype(dtype)
+    if lists(tokens, top_k) and columns == GROUP:
+        work, x = work_of_few(ids, x, experts, **modes)
     else:
         work = work_list(ids, experts, columns)
-    x = x.astype(dtype)
-    if work.tokens is None:
-        x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
-    else:
-        x = x[work.tokens]
+        if work.tokens is None:
+            x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+        else:
+            x = x[work.tokens]
 
     places, lanes = {}, {}
     for name, size in (("h", width), ("y", features)):

@@ -171,8 +171,9 @@ def _body(
         mine = lax.div(last - block + (blocks - 1), blocks)
 
         def item(i: Any) -> Item:
-            """The block's i-th, of which it may have none."""
-            number = jnp.minimum(block + i * blocks, jnp.maximum(last, 1) - 1)
+            """The block's i-th, of which it may have none: then any. How many there are is not
+            waited for."""
+            number = jnp.minimum(block + i * blocks, tiles_ref.shape[1] * pieces - 1)
             tile = lax.div(number, pieces)
             # h lies where it was written, and x may have stayed where it was.
             source = tiles_ref[FROM if gated else TO, tile]

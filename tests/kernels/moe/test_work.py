@@ -88,8 +88,13 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     interpret = implementation == "mosaic_gpu_interpret"
     guard = no_races() if interpret else contextlib.nullcontext()
     with guard:
-        work = work_of_few(jnp.asarray(ids), experts, interpret=interpret, detect_races=interpret)
-        jax.block_until_ready(work)
+        x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+        work, rows = work_of_few(
+            jnp.asarray(ids), x, experts, interpret=interpret, detect_races=interpret
+        )
+        jax.block_until_ready(rows)
+    assert rows.shape == (8, 256)
+    np.testing.assert_array_equal(rows[:tokens], x)
     check_list(work, ids, experts, 8)
     listed = make(jnp.asarray(ids), experts, 8)
     count = int(listed.total[0])
