@@ -97,6 +97,10 @@ class ExpertRows(Change):
     within: tuple[int, ...]
 
     @property
+    def anywhere(self) -> Change:
+        return ExpertRows(self.width, 0, (0,) * len(self.within))
+
+    @property
     def rows_together(self) -> int:
         return self.width
 

@@ -1,7 +1,9 @@
 """Folders of the hub: files of either kind, blocks of any size, dtypes, spellings."""
 
 import json
+import os
 import shutil
+import threading
 import weakref
 from functools import cache
 from pathlib import Path
@@ -79,6 +81,36 @@ def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
     largest_group = (128 + 128) * 512 * 2  # a head of kv_b_proj is not divided
     assert max(sizes) <= largest_group and len(sizes) > 20
     assert max(most) <= 3 + 1  # on the CPU the array that is being placed is a buffer too
+
+
+def test_what_on_progress_raises_ends_the_loading(folder, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(done, total):
+        raise Stop
+
+    monkeypatch.setattr(cutting, "BLOCK_BYTES", 5000)
+    before = threading.active_count()
+    with pytest.raises(Stop):
+        huggingface.load(folder, on_progress=stop)
+    assert threading.active_count() == before
+
+
+def test_a_file_that_is_cut_off_after_its_header_was_read(folder):
+    published = huggingface.read_config(folder)
+    weights = huggingface.open_weights(folder, published)
+    os.truncate(folder / "model.safetensors", 100_000)
+    with pytest.raises(CheckpointError, match="model.safetensors became shorter while it was read"):
+        huggingface.place(published.model, weights)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_the_device_is_that_of_the_caller(folder):
+    devices = jax.devices()
+    with jax.default_device(devices[-1]):
+        _, params = huggingface.load(folder)
+    assert {leaf.device for leaf in jax.tree.leaves(params)} == {devices[-1]}
 
 
 @pytest.mark.parametrize(
