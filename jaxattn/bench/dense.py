@@ -37,17 +37,17 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
     "DeepSeek-V2-Lite": {
         "q_proj": (2048, 3072), "kv_a_proj": (2048, 576), "o_proj": (2048, 2048),
         "dense gate/up": (2048, 10944), "dense down": (10944, 2048),
-        "shared gate/up": (2048, 2816), "shared down": (2816, 2048), "lm_head": (2048, 102400),
+        "lm_head": (2048, 102400),
     },
     "GLM-4.7-Flash": {
         "q_a_proj": (2048, 768), "q_b_proj": (768, 5120), "kv_a_proj": (2048, 576),
         "o_proj": (5120, 2048), "dense gate/up": (2048, 10240), "dense down": (10240, 2048),
-        "shared gate/up": (2048, 1536), "shared down": (1536, 2048), "lm_head": (2048, 154880),
+        "lm_head": (2048, 154880),
     },
     "Qwen3-Next": {
         "q_proj": (2048, 8192), "k_proj, v_proj": (2048, 512), "o_proj, out_proj": (4096, 2048),
         "in_proj_qkvz": (2048, 12288), "in_proj_ba": (2048, 64),
-        "shared gate/up": (2048, 512), "shared down": (512, 2048), "lm_head": (2048, 151936),
+        "lm_head": (2048, 151936),
     },
 }  # fmt: skip
 SMALL: dict[str, dict[str, tuple[int, int]]] = {"small": {"q_proj": (64, 96), "o_proj": (96, 64)}}

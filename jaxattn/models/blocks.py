@@ -464,6 +464,7 @@ class MoE(FeedForward):
             hidden=stream.hidden_size,
             expert_size=self.expert_size,
             dtype=jnp.dtype(stream.dtype),
+            fp8=self.weight_format == "fp8",
         )
 
 

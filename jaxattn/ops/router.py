@@ -5,6 +5,7 @@ within 2**-17 of it, and exactly where the checkpoint has the router in bfloat16
 are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), where these take 4.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,6 +21,7 @@ def split_router(router: Float[Array, "*L F E"]) -> Float[Array, "*L F 2E"]:
     return jnp.concatenate([high, low], axis=-1)
 
 
+@jax.named_scope("router_logits")
 def router_logits(
     x: Float[Array, "*T F"],
     routers: Float[Array, "L F E"],

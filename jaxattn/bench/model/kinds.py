@@ -28,7 +28,7 @@ BY_KERNEL: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Of instructions, what their scopes and functions hold:
 BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("/sample/",)),
-    ("router", ("top_k", " route ")),
+    ("router", ("top_k", " route ", "/router_logits/")),
     ("experts", ("mixture_of_experts", "ragged_dot")),
     ("attention", ("/mla_decode/", "causal_attention", "_prefix/", "new_tokens/", "gated_delta")),
     ("norms", ("rms_norm", "RMSNorm")),
