@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import dataclasses
+import gc
 import io
 import threading
 import time
@@ -58,6 +59,7 @@ def started(make, limits=WHOLE, console=None):
 @pytest.fixture
 def counted(monkeypatch):
     """A device whose pool holds what JAX holds since now."""
+    gc.collect()  # an engine of an earlier test would count as another one
     before = sum(array.nbytes for array in jax.live_arrays())
 
     def memory(device):
