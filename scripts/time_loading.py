@@ -10,6 +10,7 @@ per second, and by how much host and device memory rose above what is left at th
 
 import argparse
 import json
+import math
 import os
 import struct
 import time
@@ -97,16 +98,19 @@ def parts(config: dict[str, Any], weights: str) -> list[Part]:
 
 
 def _nbytes(part: Part) -> int:
-    return int(np.prod(part.shape)) * jnp.dtype(part.dtypes[0]).itemsize
+    return math.prod(part.shape) * jnp.dtype(part.dtypes[0]).itemsize
 
 
 def _shards(found: list[Part]) -> Iterator[list[Part]]:
     shard: list[Part] = []
+    size = 0
     for part in found:
-        if shard and sum(map(_nbytes, shard)) + _nbytes(part) > SHARD_BYTES:
+        nbytes = _nbytes(part)
+        if shard and size + nbytes > SHARD_BYTES:
             yield shard
-            shard = []
+            shard, size = [], 0
         shard.append(part)
+        size += nbytes
     yield shard
 
 
