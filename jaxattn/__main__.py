@@ -8,9 +8,9 @@ from jaxattn.cli.options import VERSION, InputError, Parser
 
 PROGRAM = "python -m jaxattn"
 COMMANDS = {
-    "serve": "continues prompts with a model of bytes, many at a time",
+    "serve": "continues prompts with a model, or chats with it, many at a time",
     "plan": "prints what memory a model takes on each GPU, and why",
-    "bench": "times the kernels and a whole decode step on this GPU",
+    "bench": "times the kernels, a decode step or a whole model on this GPU",
 }
 
 

@@ -13,8 +13,8 @@ README = Path(__file__).parent.parent / "README.md"
 RESULTS = README.parent / "benchmarks" / "results"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
 
-# How a table begins: the run that it shows, and the run's name of each column of figures, None
-# where the figures are of no run of ours. The other columns are labels.
+# How a table begins: the run, or runs, that it shows, and their name of each column of figures,
+# None where the figures are of no run of ours. The other columns are labels.
 SAME = {name: name for name in ("us", "call us", "ms", "weak ms", "call ms", "TFLOP/s", "GB/s")}
 DECODE = SAME | {"FlashInfer, call us": "flashinfer call us", "FlashMLA us": None}
 PEERS = SAME | {
@@ -22,7 +22,6 @@ PEERS = SAME | {
     "FlashQLA 0.1.3, call us": "flashqla call us",
 }
 NORM = SAME | {"with XLA's norm, ms": "XLA norm ms"}
-TRITON = SAME | {"FlagGems 5.0.2, call us": "flaggems call us"}
 PREFILL = SAME | {"jax's at 128": "jax's, 128, TFLOP/s", "at 256": "jax's, 256, TFLOP/s"}
 STEP = {
     "us a layer": "us a layer",
@@ -32,9 +31,9 @@ STEP = {
     "matmuls": "matmuls us",
     "the rest": "over kernels + matmuls",
 }
+MODEL = SAME | {name: name for name in ("kernels ms", "roof ms", "times roof")}
 TABLES = {
     "| `python -m jaxattn.bench mla --all --no-xla`": ("mla", DECODE),
-    "| `python -m jaxattn.bench mla --no-xla --only`": ("mla-triton", TRITON),
     "| B, H, T, S | cache |": ("mla", SAME),
     "| `python -m jaxattn.bench gdn --all --no-peers --no-xla`": ("gdn", SAME),
     "| The same run: Hk/Hv": ("gdn", SAME),
@@ -42,6 +41,7 @@ TABLES = {
     "| `python -m jaxattn.bench gdn --no-xla --only`": ("gdn-peers", PEERS),
     "| `python -m jaxattn.bench step`": ("step", STEP),
     "| `python -m jaxattn.bench mla-prefill`": ("mla-prefill", PREFILL),
+    "| `python -m jaxattn.bench model`": ("model-*", MODEL),
 }
 LABELS = (
     "B,H,T,S",
@@ -89,11 +89,24 @@ def figure(row, name):
     return row[in_ms] * 1000 if name not in row and in_ms in row else row.get(name, "")
 
 
+def rows_of(path):
+    """The rows of a run; those of a whole model say which."""
+    run = json.loads(path.read_text())
+    return [{"model": run["model"], **row} if "model" in run else row for row in run["rows"]]
+
+
+def labels(row):
+    return ("model", "step", "B") if "step" in row else LABELS
+
+
 @pytest.mark.parametrize("start", TABLES)
 def test_a_table_shows_the_figures_of_the_stored_run(start):
     run, columns = TABLES[start]
-    rows = json.loads((RESULTS / f"{run}.json").read_text())["rows"]
-    stored = {label(row[name] for name in LABELS if name in row): row for row in rows}
+    stored = {
+        label(row[name] for name in labels(row) if name in row): row
+        for path in RESULTS.glob(f"{run}.json")
+        for row in rows_of(path)
+    }
     shown = table(start)
     assert len(shown) >= 4
     for cells in shown:

@@ -73,7 +73,7 @@ class Chosen:
             on_fetch: called with the bytes that are fetched and the bytes in all.
 
         Raises:
-            InputError: they are missing or damaged, or not to be had.
+            InputError: they are missing or damaged, or cannot be fetched.
         """
         with refusals():
             if self.name:

@@ -137,8 +137,8 @@ def start_engine(
     is compiled, a model of the hub when it has been fetched.
 
     Raises:
-        InputError: the model does not fit, its plan is printed; its weights are damaged or not to
-            be had; or the named implementation refuses.
+        InputError: the model does not fit, its plan is printed; its weights are damaged or
+            cannot be fetched; or the named implementation refuses.
     """
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}

@@ -62,7 +62,7 @@ def fetch_config(name: str, *, revision: str | None = None) -> Path:
         revision: a branch, a tag or a commit; None is the main branch.
 
     Raises:
-        HubError: there is no such model or revision, it is not to be had, or the hub is not.
+        HubError: there is no such model or revision, it may not be read, or the hub is not reached.
     """
     with _plainly(name, revision):
         return Path(hf_hub_download(name, CONFIG, revision=revision)).parent
@@ -198,11 +198,13 @@ def _plainly(name: str, revision: str | None = None) -> Iterator[None]:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise HubError(_unreachable(name, error)) from error
     except EntryNotFoundError as error:
-        raise HubError(f"{name} has no {CONFIG} on the hub: it is no model's") from error
+        raise HubError(f"{name} has no {CONFIG} on the hub: it is not a model") from error
     except HfHubHTTPError as error:
         raise HubError(_answered(name, error)) from error
     except HTTPError as error:
-        raise HubError(f"{name}: the way to {constants.ENDPOINT} broke: {_line(error)}") from error
+        raise HubError(
+            f"{name}: the connection to {constants.ENDPOINT} failed: {_line(error)}"
+        ) from error
     except HFValidationError as error:
         raise HubError(f"{name} is no name on the hub: {_line(error)}") from error
     except OSError as error:
@@ -234,7 +236,7 @@ def _unreachable(name: str, error: Exception) -> str:
     if isinstance(cause, HfHubHTTPError):
         return _answered(name, cause)
     why = f" ({_line(cause)})" if cause else ""
-    return f"{name} is not in the cache, and {constants.ENDPOINT} is not to be had{why}"
+    return f"{name} is not in the cache, and {constants.ENDPOINT} cannot be reached{why}"
 
 
 def _line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ The headers of all files are checked against the family's table before one byte 
 What is missing, unknown or of another shape or dtype is named, all of it at once. Then the
 parameters are allocated and filled (`filling.py`).
 
-Weights may be bfloat16, float16 or float32, FP8 in blocks, and experts INT4 (`quantization.py`).
+Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups (`quantization.py`).
 Routed experts in FP8 stay FP8; every other quantized weight becomes a float: its product with its
 scale in float32, rounded once.
 
@@ -51,8 +51,9 @@ def load(
     Args:
         folder: config.json, and model.safetensors or the shards that its index names.
         dtype: "bfloat16" or "float32", of the products and the weights; None is bfloat16.
-        experts: "fp8" or "bfloat16", of the routed experts' weights; None is FP8 where they are
-            stored so, and `dtype` otherwise. "bfloat16" stands for `dtype`.
+        experts: of the routed experts' weights. None is FP8 where they are stored so, and `dtype`
+            otherwise. "fp8" refuses a folder that stores them in another format. "bfloat16" makes
+            `dtype` of FP8 ones, also where that is float32.
         readers: threads that read ahead, 64 MiB each.
         on_progress: called with the bytes that are placed and the bytes in all.
 

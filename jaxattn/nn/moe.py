@@ -33,8 +33,9 @@ class MixtureOfExperts(nnx.Module):
         in], as they are published
         of FP8 experts also gate_up_scale [E, 2, ceil(I / 128), ceil(hidden / 128)], the gate's
         first, and down_scale [E, ceil(hidden / 128), ceil(I / 128)], float32 (`core.fp8_blocks`)
-        shared: a `GatedMLP` of `shared_size` columns. There is none where these are as wide as
-        experts: they are then the last of the stack, E counts them, and every token takes them.
+        shared: a `GatedMLP` of `shared_size` columns. Where these are a whole number of experts
+        there is none: the last experts of both stacks are the shared ones, beyond the router's E.
+        Every token takes them.
 
     Differentiable in reverse mode, in the chosen experts' weights too unless they are FP8.
 
@@ -43,7 +44,8 @@ class MixtureOfExperts(nnx.Module):
         router: how tokens choose.
         shared_size: columns of what every token takes; 0 for none.
         weight_format: "fp8" keeps the routed experts in FP8; None keeps all in `param_dtype`.
-        dtype: the operands of every product but the router's, which is float32.
+        dtype: the operands of every product but the router's. That is float32; in `step`, if
+            `dtype` is bfloat16, it is two bfloat16 products (`ops/router.py`).
     """
 
     def __init__(

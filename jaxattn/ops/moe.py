@@ -4,7 +4,8 @@
     y = mixture_of_experts(x, ids, weights, gate_up, down)
 
 Routing is float32 throughout: a bias rounded to bfloat16 chooses other experts. Weights lie as
-checkpoints have them, [out, in], gate's rows before up's, and are never turned or copied.
+checkpoints have them, [out, in], gate's rows before up's. The kernels read them where they lie; XLA
+copies a layer's experts out of the stack.
 """
 
 import dataclasses

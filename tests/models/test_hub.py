@@ -1,4 +1,4 @@
-"""Models of the hub: which files are asked for, and what is said when they are not to be had."""
+"""Models of the hub: which files are asked for, and what is said when they cannot be fetched."""
 
 import json
 import os
@@ -211,7 +211,9 @@ def test_without_a_network_the_cache_serves(fake, monkeypatch):
     nowhere = "http://127.0.0.1:9"
     use(monkeypatch, nowhere, Path(constants.HF_HUB_CACHE).parent)
     fetch("org/shards")
-    with pytest.raises(HubError, match=f"org/tiny is not in the cache, and {nowhere} is not to be"):
+    with pytest.raises(
+        HubError, match=f"org/tiny is not in the cache, and {nowhere} cannot be reached"
+    ):
         fetch("org/tiny")
     (shard,) = Path(constants.HF_HUB_CACHE).rglob("model-00002*")
     shard.unlink()

@@ -1,6 +1,6 @@
 """`python -m jaxattn.bench model NAME`: decode and prefill of a whole model with random weights.
 
-NAME is a shipped configuration (`python -m jaxattn.plan --list` names them) or a folder with a
+NAME is a shipped configuration (`python -m jaxattn.plan --help` names them) or a folder with a
 config.json. Every decode step stands beside its roof: the bytes it has to move, at the rate that
 kernels reach on this card. Experts are counted in the same run, in a pass that is not timed.
 """

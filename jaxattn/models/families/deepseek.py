@@ -4,8 +4,7 @@
 layer of the model, are not read.
 
 Refused: other activations than SiLU, biases in attention, experts in every nth layer only, and
-other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with
-a correction bias).
+other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with a correction bias).
 """
 
 from jaxattn.core.fp8_blocks import block_counts
