@@ -124,14 +124,16 @@ def _filters(
     equal = jnp.where(keys == least, chances, 0).max(1, keepdims=True)
     few = (keys == least) & (above + equal * _before(keys == least) < top_p)
     # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
-    kept = (top_p >= 1) | (keys > least) | few | (scaled >= scaled.max(1, keepdims=True))
+    best = jnp.arange(scaled.shape[1]) == jnp.argmax(scaled, axis=1)[:, None]
+    kept = (top_p >= 1) | (keys > least) | few | best
     return jnp.where(kept | ~filters[:, None], scaled, -jnp.inf)
 
 
 def _ordered(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
     """Integers in the order of these numbers."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0.0 becomes 0.0
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
+    bits = jnp.where(bits == sign, 0, bits)  # -0.0 is 0.0; XLA leaves out an addition of 0.0
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 

@@ -76,6 +76,8 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 class InStack:
     """Where a decode step finds a linear's weight.
 
+    The kernel takes what it serves, and XLA the rest, whatever implementation is named.
+
     Attributes:
         weights: of all layers, [L, in_features, out_features].
         layer: this linear's.

@@ -4,8 +4,9 @@
     h = gated_layer(x, gate_proj, up_proj, layer=l)            silu(x @ gate) * (x @ up)
 
 In a loop over layers XLA's products take a layer's matrix out of the stack, some by a copy. For a
-few tokens a product is as fast as its weights are read; the kernel is made for those. What has many
-tokens, and what is differentiated, goes to XLA.
+few tokens a product is as fast as its weights are read; the kernel is made for those. More tokens go
+to XLA. So a row's last bits depend on how many rows a step is compiled for, and on nothing beside it
+in the step. The gradient is XLA's.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal
 
@@ -93,14 +94,20 @@ def _linears(
     check_layer(OP, "weights[0]", weights[0].shape, number)
     tokens = x.reshape(-1, x.shape[-1]).astype(weights[0].dtype)
 
-    def mosaic(interpret: bool) -> list[Array]:
-        return linears_mosaic(
-            tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
-            interpret=interpret,
-        )  # fmt: skip
+    operands = (tokens, jnp.asarray(first, jnp.int32), *weights)
 
-    def xla() -> list[Array]:
-        products = [_product(tokens, weight, number) for weight in weights]
+    def mosaic(interpret: bool) -> list[Array]:
+        def kernel(tokens: Array, first: Array, *weights: Array) -> list[Array]:
+            return linears_mosaic(
+                tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
+                interpret=interpret,
+            )  # fmt: skip
+
+        return with_gradient_of(reference, kernel)(*operands)
+
+    def reference(tokens: Array, first: Array, *weights: Array) -> list[Array]:
+        layer = affine[0] * first + affine[1]
+        products = [_product(tokens, weight, layer) for weight in weights]
         if gated:
             products = [jax.nn.silu(products[0]) * products[1]]
         return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
@@ -112,7 +119,7 @@ def _linears(
             {
                 "mosaic_gpu": lambda: mosaic(False),
                 "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": xla,
+                "xla": lambda: reference(*operands),
             },
         )
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]

@@ -156,6 +156,20 @@ def test_the_filters_keep_what_a_sort_keeps(top_k, top_p):
         np.testing.assert_array_equal(found[row] | at_the_edge, kept | at_the_edge)
 
 
+def kept(scaled, **options):
+    """Which tokens the filters keep in a compiled step, 1 row."""
+    batch = controls(1, **options)
+    found = jax.jit(_filters)(jnp.array([scaled]), batch, jnp.ones(1, bool))[0]
+    return np.flatnonzero(found > -jnp.inf).tolist()
+
+
+def test_of_tokens_that_share_the_maximum_the_filters_keep_the_lowest_ids():
+    assert kept([0.0] * 4, top_p=0.2) == [0]
+    assert kept([0.0] * 4, top_p=0.3) == [0, 1]
+    assert kept([-1.0, 0.0, 0.0], top_p=1e-40) == [1]
+    assert kept([0.0, -0.0, 0.0, -1.0], top_k=2) == [0, 1]
+
+
 def test_a_step_searches_the_vocabulary_only_in_the_branch_of_rows_that_filter():
     """64 passes over 150,000 logits take longer than the rest of sampling together."""
     jaxpr = jax.make_jaxpr(sample)(random_logits(2), controls(2), jnp.arange(2)).jaxpr

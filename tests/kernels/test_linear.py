@@ -82,6 +82,23 @@ def test_the_reference_is_the_layers_product():
     close([gated_layer(x, *weights, layer=0)], wanted(x, weights, 0, gated=True), 5e-3)
 
 
+def test_the_gradient_is_the_references():
+    x, weights = case(3, 128, 128)
+
+    def loss(x, weights, implementation):
+        y = linear_layer(x, weights, layer=jnp.int32(1), implementation=implementation)[0]
+        return (y**2).sum()
+
+    found, wanted = (
+        jax.grad(jax.jit(loss, static_argnums=2), argnums=(0, 1))(x, weights, implementation)
+        for implementation in ("mosaic_gpu_interpret", "xla")
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2e-2, atol=1e-2
+        )
+
+
 @pytest.mark.parametrize(
     "x, weight, message",
     [

@@ -63,8 +63,9 @@ def combine(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, features), jnp.float32),
-        grid=(tokens, features // columns),
-        grid_names=("token", "piece"),
+        # Pallas turns the axes round: CUDA's x, the last, has room for more than 65,535 tokens.
+        grid=(features // columns, tokens),
+        grid_names=("piece", "token"),
         num_threads=1,
         thread_name="wg",
         kernel_name="moe_combine",

@@ -103,9 +103,12 @@ def route_mosaic(
         if top_groups < groups:
             choice = of_best_groups(choice, expert, best, without)
         ids, weights = [], []
+        untaken = expert  # or `width`: a choice of -inf may be one, and not one that was taken
         for k in range(top_k):
-            top, place = best(choice)
+            top = jnp.max(choice)
+            place = jnp.min(jnp.where(choice == full(top), untaken, full(jnp.int32(width))))
             found = place < experts
+            untaken = jnp.where(expert == full(place), full(jnp.int32(width)), untaken)
             choice = without(choice, place)
             place = jnp.where(found, place, k)
             weight = top if bias is None else scores_smem[place]

@@ -50,6 +50,14 @@ def test_a_nan_in_a_token_is_in_its_weights_alone(implementation):
     assert (ids >= 0).all() and (ids < 64).all()
 
 
+@both_devices
+def test_an_expert_that_is_switched_off_is_chosen_once_at_most(implementation):
+    router = Router(experts=32, top_k=4, scores="sigmoid")
+    bias = jnp.full(32, -jnp.inf).at[jnp.array([5, 9])].set(0.0)
+    ids, _ = route(drawn(router, 2)[0], bias, router, implementation=implementation)
+    assert {tuple(sorted(row)) for row in ids.tolist()} == {(0, 1, 5, 9)}
+
+
 def test_no_race():
     for router in (ROUTERS["v2-lite"], ROUTERS["v3"]):
         options = {
