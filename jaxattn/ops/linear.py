@@ -4,9 +4,9 @@
     h = gated_layer(x, gate_proj, up_proj, layer=l)            silu(x @ gate) * (x @ up)
 
 In a loop over layers XLA's products take a layer's matrix out of the stack, some by a copy. For a
-few tokens a product is as fast as its weights are read; the kernel is made for those. More tokens go
-to XLA. So a row's last bits depend on how many rows a step is compiled for, and on nothing beside it
-in the step. The gradient is XLA's.
+few tokens a product is as fast as its weights are read; the kernel is made for those. More tokens
+go to XLA. So a row's last bits depend on how many rows a step is compiled for, and on nothing that
+is beside it in the step. The gradient is XLA's.
 """
 
 from collections.abc import Sequence
