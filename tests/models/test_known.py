@@ -79,7 +79,7 @@ def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
     config = known.config_of(name)
     config.pop("quantization_config", None)
-    placed = read_model(Fields(config, name)).placed
+    placed = read_model(Fields(config, name)).placed()
     tensors = {each.name: each.shape for each in placed}  # keys and values share one
     numbers = 0
     for shape in tensors.values():

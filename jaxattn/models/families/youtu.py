@@ -3,6 +3,8 @@
 Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE than YaRN.
 """
 
+from collections.abc import Collection
+
 from jaxattn.models.blocks import MLA, MLP, Block
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families.fields import Fields
@@ -33,8 +35,8 @@ def skipped(fields: Fields) -> tuple[str, ...]:
     return ()
 
 
-def placed(model: DecoderModel) -> list[Placed]:
-    """Every tensor of a checkpoint, and where it goes."""
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
     spec = model.spec
     found = ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
