@@ -25,8 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("models",),
     ("nn",),
-    ("mla", "gdn", "moe"),
-    ("ops.mla", "ops.gdn", "ops"),
+    ("mla", "gdn", "gqa", "moe"),
+    ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
     (
         "kernels.mla_decode",
         "kernels.mla_prefill",

@@ -193,25 +193,25 @@ class Arguments:
             raise ValueError(f"{self.op}: scale must be positive and finite, got {scale}")
         return float(scale)
 
-    def check_layer(self, kv_cache: Any, layer: Any) -> None:
-        """A stack needs a layer, a plain cache has none; and the layer must exist."""
-        shape = tuple(getattr(kv_cache, "shape", ()))
+    def check_layer(self, kv_cache: Any, layer: Any, axes: str = "N C D") -> None:
+        """A stack needs a layer, a plain cache of `axes` has none; and the layer must exist."""
+        shape, plain = tuple(getattr(kv_cache, "shape", ())), len(axes.split())
         if layer is None:
-            if len(shape) == 4:
+            if len(shape) == plain + 1:
                 raise ValueError(f"{self.op}: kv_cache {shape} is a stack of layers; give layer=")
             return
-        if len(shape) == 3:
+        if len(shape) == plain:
             raise ValueError(
                 f"{self.op}: kv_cache {shape} has no axis for {layer=}; drop layer, or give the "
-                "stack [L, N, C, D]"
+                f"stack [L, {', '.join(axes.split())}]"
             )
-        if len(shape) == 4:
+        if len(shape) == plain + 1:
             check_layer(self.op, "kv_cache", shape, layer)
 
     def check_paged(
         self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A cache and its addressing: tables and lengths are checked where they are known.
+        """A cache of latents and its addressing: tables and lengths are checked where known.
 
         A traced row of more tokens than its table has places comes back as one of 0, padding.
         """
@@ -220,9 +220,18 @@ class Arguments:
         stored = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
         axes = f"N C {stored}" if layer is None else f"L N C {stored}"
         cache = self.check("kv_cache", kv_cache, axes, CACHES)
+        num_pages, page = cache.shape[-3:-1]
+        return cache, *self.check_tables(block_tables, seq_lens, num_pages, page)
+
+    def check_tables(
+        self, block_tables: Any, seq_lens: Any, num_pages: int, page: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The addressing of a cache of so many pages of `page` tokens, checked where it is known.
+
+        A traced row of more tokens than its table has places comes back as one of 0, padding.
+        """
         known_tables, tables = self.integers("block_tables", block_tables, "B M")
         width: int = tables.shape[1]
-        num_pages, page = cache.shape[-3:-1]
         known_lengths, lengths = self.lengths(
             "seq_lens",
             seq_lens,
@@ -231,7 +240,7 @@ class Arguments:
             "give wider block_tables",
         )
         check_pages(self.op, known_tables, known_lengths, num_pages, page)
-        return cache, tables, lengths
+        return tables, lengths
 
     def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
         """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding.

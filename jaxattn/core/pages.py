@@ -13,33 +13,40 @@ from jaxattn.core.softmax import Softmax
 
 
 def page_blocks(
-    kv_cache: Num[Array, "*L N C Ds"],
+    kv_cache: Num[Array, "*L N C Ds"] | Num[Array, "*L N two C Hk D"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
     layer: jax.Array | int | None,
     block: int,
-    unpack: Callable[[jax.Array], jax.Array],
+    unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
+    begins: Int[Array, "B"] | None = None,
 ) -> tuple[
     Int[Array, "blocks B pages"],
     Int[Array, "blocks"],
     Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
 ]:
-    """Tokens [0, lengths) of every row in blocks of K, whole pages and about `block` tokens.
+    """Tokens [begins, lengths) of every row in blocks of K, whole pages and about `block` tokens.
 
-    `unpack` makes latents [..., D] of what the cache stores [..., Ds]; of zeros, zeros.
+    A page is of latents [C, Ds] or of keys and values [2, C, Hk, D]. `unpack` makes latents
+    [..., D] of what the cache stores [..., Ds]; of zeros, zeros.
 
     Returns:
         The blocks' pages, their first positions, and a function that reads one block of these:
-        (pages [B, n], first) -> (kv [B, K, D], 0 past a row's length, positions [K]).
+        (pages [B, n], first) -> (kv [B, K, D] or [B, K, 2, Hk, D], 0 outside of a row's tokens,
+        positions [K]).
     """
     batch, width = block_tables.shape
-    page, stored = kv_cache.shape[-2:]
+    of_page = kv_cache.shape[1 if layer is None else 2 :]
+    before = of_page[: len(of_page) // 3]  # the axes before a page's tokens: none, or the 2
+    page, stored = of_page[len(before)], before + of_page[len(before) + 1 :]
     # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
     missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
     lengths = jnp.minimum(lengths, width * page)  # a table of whole blocks ends in others' pages
     # Whatever a table holds past the row's length is replaced before anything is addressed by it.
     owned = jnp.arange(width) < -(-lengths // page)[:, None]
+    if begins is not None:
+        owned &= jnp.arange(width) >= (begins // page)[:, None]
     per_block = min(width, max(1, block // page))
     steps = -(-width // per_block)
     tables = jnp.where(owned, block_tables, 0)
@@ -53,10 +60,13 @@ def page_blocks(
         index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
         kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
         positions = first + jnp.arange(per_block * page)
-        kv = kv.reshape(batch, per_block * page, stored)
+        kv = jnp.moveaxis(kv, 2 + len(before), 2).reshape(batch, per_block * page, *stored)
         zero = jnp.zeros((), kv.dtype)
+        held = positions < lengths[:, None]
+        if begins is not None:
+            held &= positions >= begins[:, None]
         # Before it is unpacked: a NaN would reach the gradient of the scale.
-        kv = jnp.where((positions < lengths[:, None])[..., None], kv, zero)
+        kv = jnp.where(held.reshape(*held.shape, *[1] * len(stored)), kv, zero)
         return unpack(kv), positions
 
     return tables, jnp.arange(steps, dtype=jnp.int32) * (per_block * page), read
@@ -65,36 +75,43 @@ def page_blocks(
 def attend_pages(
     state: Softmax,
     add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
-    kv_cache: Num[Array, "*L N C Ds"],
+    kv_cache: Num[Array, "*L N C Ds"] | Num[Array, "*L N two C Hk D"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
     layer: jax.Array | int | None,
     block: int,
-    unpack: Callable[[jax.Array], jax.Array],
+    unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
+    begins: Int[Array, "B"] | None = None,
 ) -> Softmax:
-    """Feeds tokens [0, lengths) of every row to `add_block(state, kv [B, K, D], positions [K])`.
+    """Feeds tokens [begins, lengths) of every row to `add_block(state, kv, positions [K])`.
 
-    K is about `block` tokens, whole pages, and kv what `unpack` makes of them. Blocks past every
-    row's length are not read, and one past a row's own leaves that row's state as it was, bit by
-    bit. `kv` is 0 past a row's length.
+    K is about `block` tokens, whole pages, and kv what `page_blocks` reads of them. Blocks outside
+    of every row's tokens are not read, and one outside of a row's own leaves that row's state as it
+    was, bit by bit. `kv` is 0 outside of a row's tokens. Without `begins` a row begins at 0.
     """
     pages, firsts, read_block = page_blocks(
-        kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack
+        kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack, begins=begins
     )
+    size = pages.shape[-1] * kv_cache.shape[-2 if kv_cache.ndim < 5 else -3]
+
+    def reached(first: jax.Array) -> jax.Array:
+        """Which rows have a token in the block."""
+        before_end = first < lengths
+        return before_end if begins is None else before_end & (first > begins - size)
 
     @jax.checkpoint
     def read(state: Softmax, pages: jax.Array, first: jax.Array) -> Softmax:
-        reached = first < lengths
+        rows = reached(first)
         new = add_block(state, *read_block(pages, first))
         return jax.tree.map(
-            lambda n, o: jnp.where(reached.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, state
+            lambda n, o: jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, state
         )
 
     def step(state: Softmax, xs: tuple[jax.Array, jax.Array]) -> tuple[Softmax, None]:
         pages, first = xs
         return lax.cond(
-            jnp.any(first < lengths), read, lambda state, *_: state, state, pages, first
+            jnp.any(reached(first)), read, lambda state, *_: state, state, pages, first
         ), None
 
     return lax.scan(step, state, (pages, firsts))[0]

@@ -14,15 +14,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxattn import gdn, mla, moe
+from jaxattn import gdn, gqa, mla, moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
-from jaxattn.models.caches import LatentPages, RecurrentState
-from jaxattn.nn import GatedDeltaNet, GatedMLP, MixtureOfExperts, MultiHeadLatentAttention
+from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
+from jaxattn.nn import (
+    GatedDeltaNet,
+    GatedMLP,
+    GroupedQueryAttention,
+    MixtureOfExperts,
+    MultiHeadLatentAttention,
+)
 from jaxattn.nn.moe import WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.moe import Router
 from jaxattn.ops.router import split_router
@@ -35,6 +41,8 @@ class Stream:
     Attributes:
         dtype: operands of the matrix products. The residual stream is float32.
         param_dtype: what the weights are stored in.
+        norm_dtype: what weights of norms are stored in; None is `param_dtype`. Those that a
+            checkpoint stores as w of 1 + w are exact in float32 alone.
         out_init_scale: of initial outputs, so that the sum over all branches stays of order 1.
     """
 
@@ -43,6 +51,7 @@ class Stream:
     dtype: str
     param_dtype: str
     out_init_scale: float = 1.0
+    norm_dtype: str | None = None
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -244,6 +253,129 @@ class MLA(Mixer):
         kv_norm = params["kv_a_norm"]["weight"][...]
         q_norm = params["q_a_norm"]["weight"][...] if "q_a_norm" in params else None
         return mla.pack_mla_weights(kv_norm, q_norm, rope_dim=self.qk_rope_head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GQA(Mixer):
+    """Grouped-query attention over pages of keys and values, in Qwen3's names.
+
+    Attributes:
+        rope: rotates the first `rope.dim` dims of a head.
+        qk_norm: RMS norms of each head's query and key.
+        gated: the output is multiplied by sigmoid(gate).
+        window: keys that a token sees, its own included; None is all before it.
+        sinks: each head has a logit without a value in its softmax.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qk_norm: bool = False
+    gated: bool = False
+    window: int | None = None
+    sinks: bool = False
+
+    kernels = {"gqa_decode": "gqa_decode"}
+
+    @property
+    def cache_name(self) -> str:
+        of_window = "" if self.window is None else f" of the last {self.window}"
+        return f"keys and values{of_window}"
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GroupedQueryAttention:
+        return GroupedQueryAttention(
+            stream.hidden_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            rope=self.rope,
+            qk_norm=self.qk_norm,
+            gated=self.gated,
+            window=self.window,
+            sinks=self.sinks,
+            eps=stream.eps,
+            norm_dtype=stream.norm_dtype,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def cache(self, stream: Stream, layers: int) -> KeyValuePages:
+        return KeyValuePages(
+            name=self.cache_name,
+            layers=layers,
+            heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=jnp.dtype(stream.dtype),
+        )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        return gqa.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=jnp.dtype(stream.dtype),
+            max_pages=max_pages,
+            page_size=page_size,
+        )
+
+    def prefill(
+        self,
+        module: GroupedQueryAttention,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, kv_cache = module.prefill(
+            x,
+            arrays["kv_cache"],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer,
+            implementation=implementation,
+        )
+        return y, {"kv_cache": kv_cache}
+
+    def decode(
+        self,
+        module: GroupedQueryAttention,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: dict[str, Any],
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, kv_cache, after = module.decode(
+            x,
+            arrays["kv_cache"],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            layer=layer,
+            arena=arena,
+            implementation=implementation,
+            **shared,
+        )
+        assert after is not None  # an arena came in
+        return y, {"kv_cache": kv_cache}, after
+
+    def shared(
+        self,
+        module: GroupedQueryAttention,
+        arrays: Arrays,
+        batch: DecodeBatch,
+        implementation: Any,
+    ) -> dict[str, Any]:
+        return {"rotation": module.decode_rotation(batch.seq_lens, batch.tokens.shape[1])}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -387,7 +387,8 @@ def _leave_in_stacks(
 
 
 def _norm(stream: Stream) -> RMSNorm:
-    return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=stream.param_dtype)
+    dtype = stream.norm_dtype or stream.param_dtype
+    return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=dtype)
 
 
 @cache

@@ -43,12 +43,23 @@ class Part:
 
 # Of a mixer: the latents and low-rank queries have no heads.
 _BY_HEADS = (
-    "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj",
+    "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
     "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
 )  # fmt: skip
-_WHOLE = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "norm")
+_WHOLE = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm")
 # What FP8 checkpoints leave in bfloat16.
-_NEVER_FP8 = ("in_proj_ba", "conv1d", "A_log", "dt_bias", "q_a_norm", "kv_a_norm", "norm")
+_NEVER_FP8 = (
+    "in_proj_ba",
+    "conv1d",
+    "A_log",
+    "dt_bias",
+    "q_a_norm",
+    "kv_a_norm",
+    "q_norm",
+    "k_norm",
+    "norm",
+    "sinks",
+)
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")
 _SCALES = ("gate_up_scale", "down_scale")

@@ -1,6 +1,7 @@
 """Flax NNX modules: import them into your own model. Each trains, prefills and decodes."""
 
 from jaxattn.nn.gdn import GatedDeltaNet as GatedDeltaNet
+from jaxattn.nn.gqa import GroupedQueryAttention as GroupedQueryAttention
 from jaxattn.nn.linear import Linear as Linear
 from jaxattn.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jaxattn.nn.mlp import GatedMLP as GatedMLP

@@ -1,0 +1,19 @@
+"""Grouped-query attention (arXiv 2305.13245) over a paged cache of keys and values.
+
+Query head h reads key-value head h // (H // Hk). One layer of a model, after its projections, norms
+and rope:
+
+    kv_cache = gqa_cache_write(kv_cache, k, v, block_tables, seq_lens, layer=layer)
+    out, lse = gqa_decode(q, kv_cache, block_tables, seq_lens, layer=layer)
+
+    q [B, S, H, D]   k, v [B, S, Hk, D]   kv_cache [L, N, 2, C, Hk, D], keys at 0, values at 1
+
+Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A cache is one layer's
+pages [N, 2, C, Hk, D] or a stack [L, N, 2, C, Hk, D] with `layer`, out of which nothing is sliced.
+"""
+
+from jaxattn.ops.gqa.cache import gqa_cache_write as gqa_cache_write
+from jaxattn.ops.gqa.decode import gqa_decode as gqa_decode
+from jaxattn.ops.gqa.decode import scratch as scratch
+from jaxattn.ops.gqa.prefill import gqa_attention as gqa_attention
+from jaxattn.ops.gqa.prefill import gqa_prefill as gqa_prefill

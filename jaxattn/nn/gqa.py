@@ -1,0 +1,309 @@
+"""Grouped-query attention: one module for training, prefill and decoding.
+
+What is cached for a token is its keys and values, [Hk, D] numbers each. Each key-value head serves
+H / Hk query heads.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import gqa
+from jaxattn.arena import Arena
+from jaxattn.core.checks import MOST, Arguments, as_given, check_sizes
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation
+from jaxattn.nn.linear import Linear, linears
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.gqa.cache import check_cache
+
+
+class GroupedQueryAttention(nnx.Module):
+    """The causal self-attention of Qwen3, Qwen3-Next, Llama and gpt-oss, without its pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Parameters, in the names of Qwen's checkpoints:
+        q_proj [hidden, H * D], or where it is gated [hidden, H * 2 D], of each head D queries and
+            then D gates
+        k_proj, v_proj [hidden, Hk * D]   o_proj [H * D, hidden]
+        q_norm, k_norm [D], with `qk_norm`   sinks float32 [H], with `sinks`
+
+    Args:
+        head_dim: D, of queries, keys and values.
+        rope: `rope.dim` is how many dims are rotated, the first of D.
+        qk_norm: RMS norms of each head's query and key, before they are rotated.
+        gated: the output is multiplied by sigmoid(gate) before o_proj.
+        window: keys that a token sees, its own included; None is all before it.
+        sinks: each head has a logit without a value in its softmax (gpt-oss).
+        dtype: the operands of every matrix product (sums are float32).
+        param_dtype: the dtype that the weights are stored in.
+        norm_dtype: that of the norms' weights; None is `param_dtype`.
+        out_init_scale: scale of the initial o_proj, for deep residual stacks.
+
+    Raises:
+        ValueError: a size is not a positive integer, H is no multiple of Hk, or more dims would be
+            rotated than there are.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rope: RopeConfig,
+        qk_norm: bool = False,
+        gated: bool = False,
+        window: int | None = None,
+        sinks: bool = False,
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        norm_dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            "GroupedQueryAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            **({} if window is None else {"window": window}),
+        )
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                "GroupedQueryAttention: num_heads must be a multiple of num_kv_heads, got "
+                f"{num_heads=}, {num_kv_heads=}"
+            )
+        if rope.dim > head_dim:
+            raise ValueError(
+                f"GroupedQueryAttention: rope.dim must be at most {head_dim=}; got {rope.dim}"
+            )
+        self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.dtype = jnp.dtype(dtype)
+
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        of_query = head_dim * (2 if gated else 1)
+        self.q_proj = linear(hidden_size, num_heads * of_query, out_dtype=dtype)
+        self.k_proj = linear(hidden_size, num_kv_heads * head_dim, out_dtype=dtype)
+        self.v_proj = linear(hidden_size, num_kv_heads * head_dim, out_dtype=dtype)
+        if qk_norm:
+            norm = partial(RMSNorm, head_dim, eps=eps, param_dtype=norm_dtype or param_dtype)
+            self.q_norm, self.k_norm = norm(), norm()
+        self.has_sinks = sinks
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
+        self.o_proj = linear(num_heads * head_dim, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Causal attention over whole sequences. Returns float32."""
+        self._check_tokens("GroupedQueryAttention", x, "B T hidden")
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        q, k, v, gate = self._heads(x, positions)
+        out, _ = gqa.gqa_attention(q, k, v, gate=gate, **self._masking)
+        return self._project_out(out)
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array]:
+        """A chunk of each row's prompt: caches its keys and values, attends to them and to those
+        before.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
+
+        Returns:
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
+            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+            NotImplementedError: the named implementation refuses, and says why.
+        """
+        arguments = self._check_tokens("GroupedQueryAttention.prefill", x, "B T hidden")
+        block_tables, seq_lens = self._check_paged(
+            arguments, kv_cache, block_tables, seq_lens, layer
+        )
+        arguments.check_query_lens(query_lens, "x", x)
+        query_lens = as_given(query_lens)
+        positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
+        q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=kv_cache.dtype)
+        addressing = (block_tables, seq_lens)
+        kv_cache = gqa.gqa_cache_write(
+            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer
+        )
+        out, _ = gqa.gqa_prefill(
+            q,
+            k,
+            v,
+            kv_cache,
+            *addressing,
+            query_lens,
+            layer=layer,
+            gate=gate,
+            implementation=implementation,
+            **self._masking,
+        )
+        return self._output(out, kv_cache, *addressing, query_lens), kv_cache
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"],
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        rotation: Rotation | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
+        """The next S tokens of each row, over the paged cache.
+
+        Args:
+            kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
+            query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
+            rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
+            arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`.
+
+        Returns:
+            (float32 [B, S, hidden], the cache with the new keys and values, the arena or None).
+            The output at padding is exactly 0, and padding writes nothing. That of a traced row
+            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+            NotImplementedError: the named implementation refuses, and says why.
+        """
+        arguments = self._check_tokens("GroupedQueryAttention.decode", x, "B S hidden")
+        block_tables, seq_lens = self._check_paged(
+            arguments, kv_cache, block_tables, seq_lens, layer
+        )
+        if query_lens is not None:
+            arguments.check_query_lens(query_lens, "x", x)
+            query_lens = as_given(query_lens)
+        if rotation is None:
+            rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
+        q, k, v, gate = self._heads(x, rotation, dtype=kv_cache.dtype)
+        addressing = (block_tables, seq_lens)
+        kv_cache = gqa.gqa_cache_write(
+            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer
+        )
+        out, _, *rest = gqa.gqa_decode(
+            q,
+            kv_cache,
+            *addressing,
+            query_lens=query_lens,
+            layer=layer,
+            gate=gate,
+            arena=arena,
+            implementation=implementation,
+            **self._masking,
+        )
+        y = self._output(out, kv_cache, *addressing, query_lens)
+        return y, kv_cache, rest[0] if rest else None
+
+    def decode_rotation(
+        self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
+    ) -> Rotation:
+        """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
+        layers of a model share them."""
+        arguments = Arguments("GroupedQueryAttention.decode_rotation")
+        seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
+        if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
+            query_lens = arguments.integers("query_lens", query_lens, "B")[1]
+        positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
+        return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
+
+    @property
+    def _masking(self) -> dict[str, Any]:
+        return {"window": self.window, "sinks": self.sinks[...] if self.has_sinks else None}
+
+    def _check_tokens(self, op: str, x: Any, axes: str) -> Arguments:
+        """The checks of a call's further arguments, after that of `x`."""
+        hidden = self.k_proj.weight.shape[0]
+        arguments = Arguments(op, {"hidden": (hidden, "k_proj [hidden, Hk * D]")})
+        arguments.check("x", x, axes)
+        return arguments
+
+    def _check_paged(
+        self, arguments: Arguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+    ) -> tuple[Any, Any]:
+        """The tables and lengths as they were given: the ops in here check what is known again,
+        and that of `jax.numpy` arrays is not, under jit."""
+        sizes = {"Hk": self.num_kv_heads, "D": self.head_dim}
+        arguments.sizes |= {name: (size, "this module") for name, size in sizes.items()}
+        check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
+        return as_given(block_tables), as_given(seq_lens)
+
+    def _heads(
+        self, x: Array, positions: Array | Rotation, dtype: DTypeLike | None = None
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None).
+
+        `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
+        """
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        with jax.named_scope("gqa_qkv_proj"):
+            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
+            tokens, gate = x.shape[:2], None
+            q = q.reshape(*tokens, self.num_heads, -1)
+            if self.gated:
+                q, gate = jnp.split(q, 2, axis=-1)
+            k, v = (x.reshape(*tokens, self.num_kv_heads, self.head_dim) for x in (k, v))
+        with jax.named_scope("gqa_norm_and_rope"):
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._rotated(q, positions), self._rotated(k, positions)
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
+
+    def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
+        """Its first `rope.dim` dims turned."""
+        turned = rope(x[..., : self.rope.dim], positions, self.rope)
+        return jnp.concatenate([turned, x[..., self.rope.dim :]], axis=-1)
+
+    def _output(
+        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
+    ) -> Float[Array, "B T hidden"]:
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table.
+
+        The ops mark such a row by its LSE, which ends here. Its 0 would be a finite, wrong output.
+        """
+        y = self._project_out(out)
+        most = block_tables.shape[1] * kv_cache.shape[-3]
+        if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
+            return y
+        beyond = (seq_lens > most)[:, None]
+        if query_lens is not None:  # the others are padding, whatever the row's length
+            beyond &= jnp.arange(y.shape[1]) < query_lens[:, None]
+        return jnp.where(beyond[..., None], jnp.nan, y)
+
+    def _project_out(self, out: Array) -> Array:
+        with jax.named_scope("gqa_o_proj"):
+            return self.o_proj(out.reshape(*out.shape[:2], -1))

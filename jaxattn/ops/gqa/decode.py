@@ -1,0 +1,250 @@
+"""Grouped-query decode over a paged cache; layouts and the ops around it: `jaxattn.gqa`."""
+
+import functools
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.checks import Arguments, check_arena, check_sizes
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.pages import attend_pages
+from jaxattn.core.softmax import Softmax
+from jaxattn.core.varying import refuse_explicit_axes, vary_alike
+from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.gqa.scores import (
+    Scores,
+    check_heads,
+    check_sinks,
+    dispatch_xla,
+    finish,
+    grouped,
+    weigh,
+    window_begins,
+)
+
+# Cached tokens that the plain-JAX decode holds at a time, of every row.
+DECODE_BLOCK = 512
+
+
+def scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    dtype: Any = jnp.bfloat16,
+) -> ArenaSpec:
+    """What `gqa_decode` keeps in the arena: nothing, as XLA keeps its own.
+
+    Args:
+        batch: B, rows of the bucket.
+        q_len: S, query tokens of a row.
+        num_heads: H.
+        num_kv_heads: Hk.
+        head_dim: D.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page.
+        dtype: the queries' dtype.
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named.
+    """
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    pages = {"max_pages": max_pages, "page_size": page_size}
+    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages)
+    return ArenaSpec()
+
+
+@overload
+def gqa_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = ...,
+    query_lens: Array | None = ...,
+    layer: Array | int | LayerOf | None = ...,
+    window: int | None = ...,
+    sinks: Array | None = ...,
+    soft_cap: float | None = ...,
+    gate: Array | None = ...,
+    arena: None = None,
+    implementation: Implementation | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def gqa_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = ...,
+    query_lens: Array | None = ...,
+    layer: Array | int | LayerOf | None = ...,
+    window: int | None = ...,
+    sinks: Array | None = ...,
+    soft_cap: float | None = ...,
+    gate: Array | None = ...,
+    arena: Arena,
+    implementation: Implementation | None = ...,
+) -> tuple[Array, Array, Arena]: ...
+
+
+@overload
+def gqa_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = ...,
+    query_lens: Array | None = ...,
+    layer: Array | int | LayerOf | None = ...,
+    window: int | None = ...,
+    sinks: Array | None = ...,
+    soft_cap: float | None = ...,
+    gate: Array | None = ...,
+    arena: Arena | None,
+    implementation: Implementation | None = ...,
+) -> tuple[Any, ...]: ...
+
+
+def gqa_decode(
+    q: Float[Array, "B S H D"],
+    kv_cache: Float[Array, "L N 2 C Hk D"] | Float[Array, "N 2 C Hk D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | LayerOf | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+    gate: Float[Array, "B S H D"] | None = None,
+    arena: Arena | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, ...]:
+    """Attention of each row's last S tokens to its cached keys and values.
+
+    Query head h reads key-value head h // (H // Hk). The S tokens are in the cache already
+    (`gqa_cache_write`). Token s sees the positions up to its own, seq_lens - S + s: causal from the
+    bottom right. Rows with fewer new tokens give them first and say how many in `query_lens`, which
+    then stands for S.
+
+    Padding and uninitialised memory: a row with seq_lens 0, a token s >= query_lens, and one whose
+    position would be negative, give exactly 0 and lse -inf, with sinks as well. Under `jax.jit`,
+    where lengths cannot be refused, so does a row whose seq_lens is negative or beyond M * C, or
+    whose query_lens is beyond S. Entries of `block_tables` past a row's length, or left of its
+    window, may hold anything and so may the cache outside of the tokens that a row sees, NaN
+    included. A NaN that a row does see stays in that row (in any of its S tokens) and is not
+    hidden.
+
+    Args:
+        q: queries, normed and rotated.
+        kv_cache: keys and values by page; a stack of layers with `layer`, or one layer's.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
+        scale: factor of the scores; D**-0.5, if None.
+        query_lens: int32 new tokens of each row, at most S; S, if None.
+        layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
+        window: keys that a token sees, its own included, as Hugging Face counts them; None is all.
+        sinks: float32, a logit of each head that takes part in the softmax once and has no value
+            (gpt-oss); neither `scale` nor `soft_cap` changes it.
+        soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores as they are.
+        gate: the output is multiplied by sigmoid(gate), in float32.
+        arena: for scratch; it comes back as it was where XLA runs.
+        implementation: "xla", or None for the best. "xla" is the reference: any shape, float32
+            throughout (float64 for float64), differentiable.
+
+    Returns:
+        (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
+        included), and the arena if one was given.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
+            that is concrete; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("gqa_decode")
+    q = arguments.check("q", q, "B S H D")
+    kv_cache, block_tables, seq_lens = check_cache(
+        arguments, kv_cache, block_tables, seq_lens, layer
+    )
+    check_heads(arguments, q, kv_cache.shape[-2], "kv_cache", kv_cache.shape)
+    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    sinks = check_sinks(arguments, sinks)
+    if query_lens is not None:
+        query_lens = arguments.check_query_lens(query_lens, "q", q)
+    if gate is not None:
+        gate = arguments.check("gate", gate, "B S H D")
+    check_arena("gqa_decode", arena)
+    refuse_explicit_axes("gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
+
+    def xla() -> tuple[Any, ...]:
+        number = taken_apart(layer)[2]
+        addressing = (block_tables, seq_lens, query_lens, number)
+        out, lse = _decode_xla(q, kv_cache, *addressing, sinks, gate, scores=scores)
+        return (out, lse) if arena is None else (out, lse, arena)
+
+    with jax.named_scope("gqa_decode"):
+        return dispatch_xla("gqa_decode", implementation, xla)
+
+
+@functools.partial(jax.jit, static_argnames="scores")
+def _decode_xla(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array | None,
+    layer: jax.Array | int | None,
+    sinks: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array]:
+    q, kv_cache, sinks, gate = vary_alike(
+        (q, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
+    )
+    (_, q_len, heads, dim), kv_heads = q.shape, kv_cache.shape[-2]
+    wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_cache.dtype), jnp.float32)
+    token = jnp.arange(q_len)
+    new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
+    # A token without any key has position -1. A padding row's length may be so negative that the
+    # subtraction wraps around.
+    position = (seq_lens - new)[:, None] + token
+    real = (token < new[:, None]) & (seq_lens > 0)[:, None] & (position >= 0)
+    position = jnp.where(real, position, -1)
+    queries = grouped(jnp.where(real[..., None, None], q, 0).astype(wide), kv_heads)
+    row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
+
+    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+        keys, values = kv[:, :, 0].astype(wide), kv[:, :, 1].astype(wide)
+        return state.add(
+            scores.of(queries, keys), scores.visible(row_position, positions), weigh(values)
+        )
+
+    lengths = jnp.where(jnp.any(real, axis=1), jnp.maximum(seq_lens, 0), 0)
+    state = attend_pages(
+        vary_alike(Softmax.empty(queries.shape[:3], dim, wide), q),
+        add_block,
+        kv_cache,
+        block_tables,
+        lengths,
+        layer=layer,
+        block=DECODE_BLOCK,
+        begins=window_begins(scores, seq_lens - new, lengths),
+    )
+    out, lse = finish(state, real, sinks, gate)
+    return out.astype(q.dtype), lse

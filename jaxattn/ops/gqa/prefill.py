@@ -1,0 +1,296 @@
+"""Grouped-query attention of many new tokens of a row at once. `jaxattn.gqa` is the public face.
+
+Queries are taken `QUERY_BLOCK` at a time, each block against its row's cached prefix and then the
+new tokens, a block of keys at a time: scores of two blocks are all that is held of T x context.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.checks import Arguments
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.pages import attend_pages
+from jaxattn.core.softmax import Softmax
+from jaxattn.core.varying import refuse_explicit_axes, vary_alike
+from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.gqa.scores import (
+    Scores,
+    check_heads,
+    check_sinks,
+    dispatch_xla,
+    finish,
+    grouped,
+    weigh,
+    window_begins,
+)
+
+# New tokens, as queries and as keys, and cached tokens that are held at a time, of every row.
+QUERY_BLOCK = 512
+PREFIX_BLOCK = 1024
+
+
+@jax.named_scope("gqa_attention")
+def gqa_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T Hk D"],
+    v: Float[Array, "B T Hk D"],
+    *,
+    scale: float | None = None,
+    lengths: Int[Array, "B"] | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+    gate: Float[Array, "B T H D"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Causal attention of tokens to themselves, without a cache: for training. Differentiable.
+
+    Args:
+        q, k, v: floating, one dtype; float32 accumulation.
+        lengths: int32, valid tokens of each row, at most T (all, if None; none, of a traced row
+            with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
+            it receives and causes no gradient.
+        scale, window, sinks, soft_cap, gate: as for `gqa_decode`.
+        implementation: "xla", or None for the best.
+
+    Returns:
+        `out` in q's dtype and `lse` float32, natural logarithm, the sink included.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("gqa_attention")
+    q, k, v = _check_new(arguments, q, k, v)
+    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    sinks = check_sinks(arguments, sinks)
+    if gate is not None:
+        gate = arguments.check("gate", gate, "B T H D")
+    batch, tokens = q.shape[:2]
+    if lengths is None:
+        lengths = jnp.full(batch, tokens, jnp.int32)
+    else:
+        but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
+        lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
+    refuse_explicit_axes(arguments.op, q, k, v, lengths, sinks, gate)
+
+    def xla() -> tuple[jax.Array, jax.Array]:
+        return _attend(q, k, v, None, None, lengths, lengths, None, sinks, gate, scores=scores)
+
+    return dispatch_xla(arguments.op, implementation, xla)
+
+
+@jax.named_scope("gqa_prefill")
+def gqa_prefill(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T Hk D"],
+    v: Float[Array, "B T Hk D"],
+    kv_cache: Float[Array, "L N 2 C Hk D"] | Float[Array, "N 2 C Hk D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    query_lens: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+    layer: Array | int | LayerOf | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+    gate: Float[Array, "B T H D"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Attention of new tokens to themselves and to their row's cached prefix. Differentiable.
+
+    The prefix, positions below seq_lens - query_lens, is read from the cache a block of pages at a
+    time. The new tokens' keys and values come from `k` and `v`, so the cache may hold them already
+    or not; give the cache that `gqa_cache_write` returned, so that XLA need not keep the one from
+    before the write.
+
+    Args:
+        q, k, v: of the new tokens, one dtype; queries and keys normed and rotated.
+        kv_cache: a stack with `layer`, or one layer's pages; read in q's dtype.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1; entries
+            past it, or left of its window, are not read.
+        seq_lens: int32 tokens of each row, the new ones included, at most M * C. 0 is a padding
+            row.
+        query_lens: int32 new tokens of each row, at most T.
+        scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
+        implementation: "xla", or None for the best. It holds B * H * 512 * 1024 * 4 bytes of
+            scores at most.
+
+    Returns:
+        `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens
+        t >= query_lens, and those whose position would be negative, are padding: exactly 0 and
+        -inf. So is a traced row whose seq_lens is negative or beyond M * C, or whose query_lens is
+        beyond T.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
+            that is concrete; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("gqa_prefill")
+    q, k, v = _check_new(arguments, q, k, v)
+    kv_cache, block_tables, seq_lens = check_cache(
+        arguments, kv_cache, block_tables, seq_lens, layer
+    )
+    query_lens = arguments.check_query_lens(query_lens, "q", q)
+    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    sinks = check_sinks(arguments, sinks)
+    if gate is not None:
+        gate = arguments.check("gate", gate, "B T H D")
+    refuse_explicit_axes(
+        arguments.op, q, k, v, kv_cache, block_tables, seq_lens, query_lens, sinks, gate
+    )
+
+    def xla() -> tuple[jax.Array, jax.Array]:
+        number = taken_apart(layer)[2]
+        addressing = (block_tables, seq_lens, query_lens, number)
+        return _attend(q, k, v, kv_cache, *addressing, sinks, gate, scores=scores)
+
+    return dispatch_xla(arguments.op, implementation, xla)
+
+
+def _check_new(arguments: Arguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:
+    q = arguments.check("q", q, "B T H D")
+    k = arguments.check("k", k, "B T Hk D")
+    v = arguments.check("v", v, "B T Hk D")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{arguments.op}: q, k and v must have one dtype, got "
+            + ", ".join(f"{name} {x.dtype} {x.shape}" for name, x in (("q", q), ("k", k), ("v", v)))
+        )
+    check_heads(arguments, q, k.shape[-2], "k", k.shape)
+    return q, k, v
+
+
+@functools.partial(jax.jit, static_argnames="scores")
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: jax.Array | None,
+    block_tables: jax.Array | None,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    sinks: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries in blocks, one after another; without a cache no row has a prefix."""
+    q, k, v, kv_cache, sinks, gate = vary_alike(
+        (q, k, v, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
+    )
+    tokens = q.shape[1]
+    query_lens = jnp.where(seq_lens > 0, query_lens, 0)
+    prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
+    token = jnp.arange(tokens)
+    valid = (token < query_lens[:, None]) & (token >= (query_lens - seq_lens)[:, None])
+    # All three: a NaN times a zero gradient would be NaN in the other operand's gradient.
+    q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
+    block = min(tokens, QUERY_BLOCK)
+    blocks = -(-tokens // block)
+
+    def padded(x: jax.Array) -> jax.Array:
+        more = blocks * block - tokens
+        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)))
+
+    def cut(x: jax.Array | None) -> jax.Array | None:
+        """[blocks, B, block, ...]"""
+        if x is None:
+            return None
+        x = padded(x)
+        return x.reshape(x.shape[0], blocks, block, *x.shape[2:]).swapaxes(0, 1)
+
+    keys = (cut(k), cut(v), cut(valid), jnp.arange(blocks) * block)
+
+    @jax.checkpoint
+    def attend(xs: Any) -> tuple[jax.Array, jax.Array]:
+        queries, sees, gates, first = xs
+        rows = grouped(queries, k.shape[2])
+        state = Softmax.empty(rows.shape[:3], q.shape[-1], jnp.promote_types(q.dtype, jnp.float32))
+        state = vary_alike(state, q)
+        own = jnp.repeat(first + jnp.arange(block), q.shape[2] // k.shape[2])
+        if kv_cache is not None:
+            assert block_tables is not None
+            with jax.named_scope("cached_prefix"):
+                state = _add_prefix(
+                    state, rows, own, first, kv_cache, block_tables, prefix, layer, scores
+                )
+        with jax.named_scope("new_tokens"):
+            state = _add_new(state, rows, own, first, keys, scores)
+        out, lse = finish(state, sees, sinks, gates)
+        return out.astype(q.dtype), lse
+
+    out, lse = lax.map(attend, (cut(q), cut(valid), cut(gate), keys[3]))
+
+    def joined(x: jax.Array) -> jax.Array:
+        x = x.swapaxes(0, 1)
+        return x.reshape(x.shape[0], blocks * block, *x.shape[3:])[:, :tokens]
+
+    return joined(out), joined(lse)
+
+
+def _add_prefix(
+    state: Softmax,
+    rows: Float[Array, "B Hk R D"],
+    own: Int[Array, "R"],
+    first: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    prefix: Int[Array, "B"],
+    layer: jax.Array | int | None,
+    scores: Scores,
+) -> Softmax:
+    """Adds the cached tokens before the new ones, to queries that are the `own`-th new tokens."""
+    position = prefix[:, None] + own
+
+    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+        keys, values = kv[:, :, 0].astype(rows.dtype), kv[:, :, 1].astype(rows.dtype)
+        visible = scores.visible(position[..., None], positions)
+        visible &= positions < prefix[:, None, None]
+        return state.add(scores.of(rows, keys), visible[:, None], weigh(values))
+
+    return attend_pages(
+        state,
+        add_block,
+        kv_cache,
+        block_tables,
+        prefix,
+        layer=layer,
+        block=PREFIX_BLOCK,
+        begins=window_begins(scores, prefix + first, prefix),
+    )
+
+
+def _add_new(
+    state: Softmax,
+    rows: Float[Array, "B Hk R D"],
+    own: Int[Array, "R"],
+    first: jax.Array,
+    keys: tuple[Any, ...],
+    scores: Scores,
+) -> Softmax:
+    """Adds the new tokens, a block at a time; blocks that no query sees are not computed."""
+    size = keys[0].shape[2]
+
+    @jax.checkpoint
+    def add(state: Softmax, block: tuple[jax.Array, ...]) -> Softmax:
+        k, v, valid, start = block
+        visible: Bool[Array, "B R K"] = scores.visible(own[:, None], start + jnp.arange(size))
+        visible = visible & valid[:, None]
+        return state.add(scores.of(rows, k), visible[:, None], weigh(v))
+
+    def step(state: Softmax, block: tuple[jax.Array, ...]) -> tuple[Softmax, None]:
+        start = block[-1]
+        seen = (start <= first) & (start + size > scores.first_seen(first))
+        return lax.cond(seen, add, lambda state, _: state, state, block), None
+
+    return lax.scan(step, state, keys)[0]

@@ -1,0 +1,145 @@
+"""What the attentions of this room share: which keys a query sees, their scores, and the output.
+
+Inside, rows are [B, Hk, Q * g] for Q tokens of g = H / Hk query heads each, row s * g + j of a
+key-value head: the g query heads that read it, token by token.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.checks import Arguments, finite, is_integer
+from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.products import dot
+from jaxattn.core.softmax import Softmax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How a query scores a key, and which keys it sees.
+
+    Attributes:
+        scale: factor of the scores.
+        window: keys that a query sees, its own token's included; None is all before it.
+        soft_cap: c of c * tanh(score / c); None leaves the scores as they are.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @classmethod
+    def checked(
+        cls, arguments: Arguments, head_dim: int, scale: Any, window: Any, soft_cap: Any
+    ) -> "Scores":
+        """Of an op's arguments; it raises in the op's name."""
+        op = arguments.op
+        scale = head_dim**-0.5 if scale is None else arguments.check_scale(scale)
+        if window is not None:
+            if not is_integer(window):
+                raise TypeError(
+                    f"{op}: window must be a Python integer or None, got {type(window).__name__}"
+                )
+            if window < 1:
+                raise ValueError(
+                    f"{op}: window counts the token itself and must be at least 1, got {window}"
+                )
+            window = int(window)
+        if soft_cap is not None:
+            soft_cap = finite(op, "soft_cap", soft_cap)
+            if soft_cap <= 0:
+                raise ValueError(f"{op}: soft_cap must be positive, got {soft_cap}; None is no cap")
+        return cls(scale=scale, window=window, soft_cap=soft_cap)
+
+    def of(self, queries: Float[Array, "B Hk R D"], keys: Float[Array, "B K Hk D"]) -> Array:
+        """float32 [B, Hk, R, K] (float64 for float64)."""
+        scores = dot("bhrd,bkhd->bhrk", queries, keys) * self.scale
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+    def visible(self, query: Int[Array, "*q"], key: Int[Array, "*k"]) -> Bool[Array, "*qk"]:
+        """Whether the token at position `query` sees the one at `key`; both broadcast."""
+        seen = key <= query
+        return seen if self.window is None else seen & (key > query - self.window)
+
+    def first_seen(self, query: Int[Array, "*q"]) -> Int[Array, "*q"]:
+        """The first position that the token at `query` sees."""
+        if self.window is None:
+            return jnp.zeros_like(query)
+        return jnp.maximum(query - (self.window - 1), 0)
+
+
+def check_heads(
+    arguments: Arguments, q: Any, kv_heads: int, source: str, shape: tuple[int, ...]
+) -> None:
+    """Raises unless every key-value head has equally many query heads."""
+    if q.shape[-2] % kv_heads:
+        raise ValueError(
+            f"{arguments.op}: H must be a multiple of Hk, got H = {q.shape[-2]} of q {q.shape} and "
+            f"Hk = {kv_heads} of {source} {shape}"
+        )
+
+
+def check_sinks(arguments: Arguments, sinks: Any) -> jax.Array | None:
+    return None if sinks is None else arguments.check("sinks", sinks, "H", ("float32",))
+
+
+def grouped(x: Float[Array, "B Q H D"], kv_heads: int) -> Float[Array, "B Hk R D"]:
+    """The rows of each key-value head."""
+    batch, tokens, heads, dim = x.shape
+    x = x.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
+    return x.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+
+
+def ungrouped(x: Float[Array, "B Hk R *D"], tokens: int) -> Float[Array, "B Q H *D"]:
+    """The inverse of `grouped`, of outputs or of one number for each row."""
+    batch, kv_heads, rows, *dim = x.shape
+    x = x.reshape(batch, kv_heads, tokens, rows // tokens, *dim)
+    return x.swapaxes(1, 2).reshape(batch, tokens, -1, *dim)
+
+
+def weigh(values: Float[Array, "B K Hk D"]) -> Callable[[jax.Array], jax.Array]:
+    """How a softmax sums these values: probabilities are rounded to the values' dtype."""
+    return lambda p: dot("bhrk,bkhd->bhrd", p.astype(values.dtype), values)
+
+
+def finish(
+    state: Softmax,
+    sees: Bool[Array, "B Q"],
+    sinks: Float[Array, "H"] | None,
+    gate: Float[Array, "B Q H D"] | None,
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+    """(out, lse), wide: the sinks joined once, then the gate; 0 and -inf where `sees` is not."""
+    batch, tokens = sees.shape
+    kv_heads, rows = state.top.shape[1:]
+    rows_see = jnp.repeat(sees, rows // tokens, axis=1)[:, None]
+    if sinks is not None:
+        logits = sinks.astype(state.top.dtype).reshape(kv_heads, 1, -1)
+        logits = jnp.broadcast_to(logits, (kv_heads, tokens, rows // tokens))
+        logits = jnp.broadcast_to(logits.reshape(kv_heads, rows, 1), (batch, kv_heads, rows, 1))
+        # A key without a value.
+        state = state.add(logits, rows_see[..., None], lambda p: jnp.zeros_like(state.acc))
+    out, lse = state.finish(jnp.broadcast_to(rows_see, state.top.shape))
+    out, lse = ungrouped(out, tokens), ungrouped(lse, tokens)
+    if gate is not None:
+        out = jnp.where(sees[..., None, None], out * jax.nn.sigmoid(gate.astype(out.dtype)), 0)
+    return out, lse
+
+
+def window_begins(
+    scores: Scores, first_query: Int[Array, "B"], lengths: Int[Array, "B"]
+) -> Int[Array, "B"] | None:
+    """Where each row begins to read its cached tokens; None where all rows begin at 0."""
+    if scores.window is None:
+        return None
+    return jnp.minimum(scores.first_seen(jnp.maximum(first_query, 0)), lengths)
+
+
+def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callable[[], T]) -> T:
+    """Runs an op that has no kernel; a kernel that is asked for by name is refused."""
+    if implementation in ("mosaic_gpu", "mosaic_gpu_interpret"):
+        raise NotImplementedError(f"{op}: it has no Mosaic GPU kernel; use implementation='xla'")
+    return dispatch(op, implementation, {"xla": xla})
