@@ -53,6 +53,9 @@ class AsItIs(Change):
         return (row, *(0,) * (dims - 1))
 
 
+AS_IT_IS = AsItIs()
+
+
 @dataclasses.dataclass(frozen=True)
 class Below(Change):
     """As it is, below the first `first` rows of the parameter."""
@@ -266,7 +269,7 @@ class LayerPlace:
         """A linear whose parameter is a matrix and no module."""
         return self._of(f"{name}.weight", (out, inner), path, Transposed())
 
-    def vector(self, name: str, size: int, *path: str, change: Change = AsItIs()) -> Placed:
+    def vector(self, name: str, size: int, *path: str, change: Change = AS_IT_IS) -> Placed:
         return self._of(f"{name}.weight", (size,), (*path, "weight"), change)
 
     def taps(self, name: str, channels: int, taps: int, *path: str) -> Placed:
@@ -339,7 +342,7 @@ def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerP
     return [found[layer] for layer in sorted(found)]
 
 
-def ends(spec: DecoderSpec, prefix: str = "model", norm: Change = AsItIs()) -> list[Placed]:
+def ends(spec: DecoderSpec, prefix: str = "model", norm: Change = AS_IT_IS) -> list[Placed]:
     """Embedding, last norm and, unless it is tied, the head.
 
     Args:

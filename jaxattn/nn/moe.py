@@ -205,9 +205,7 @@ class MixtureOfExperts(nnx.Module):
         return y, arena
 
 
-def stacked_names(
-    weight_format: WeightFormat | None, shared_gate: bool = False
-) -> tuple[str, ...]:
+def stacked_names(weight_format: WeightFormat | None, shared_gate: bool = False) -> tuple[str, ...]:
     """The parameters that a step reads out of a whole stack of layers."""
     names = ("router", *(("shared_gate",) if shared_gate else ()), *EXPERTS)
     return (*names, "gate_up_scale", "down_scale") if weight_format == "fp8" else names

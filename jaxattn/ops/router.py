@@ -13,7 +13,6 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.ops.linear import kernel_serves, linear_layer
 
-
 # The kernel of the product wants columns in eights, of each half.
 GATE_COLUMNS = 8
 

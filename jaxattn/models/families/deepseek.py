@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import experts, mla
+from jaxattn.models.families import experts, layers, mla
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.placing import Placed, ends, layer_places
 from jaxattn.ops.moe import Router
@@ -27,7 +27,7 @@ def read_model(fields: Fields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields.require("moe_layer_freq", 1)
-    return mla.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
+    return layers.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
 
 
 def dense_prefix(fields: Fields) -> list[bool]:
@@ -100,9 +100,9 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, MLA)
-        found += mla.norms(place, hidden) + mla.attention(place, block.mixer, hidden)
+        found += layers.norms(place, hidden) + mla.attention(place, block.mixer, hidden)
         if isinstance(block.feed_forward, MLP):
-            found += mla.mlp(place, hidden, block.feed_forward.intermediate_size)
+            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(place, hidden, block.feed_forward)
     return found

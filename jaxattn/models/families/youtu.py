@@ -8,7 +8,8 @@ from collections.abc import Collection
 from jaxattn.models.blocks import MLA, MLP, Block
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families.fields import Fields
-from jaxattn.models.families.mla import attention, mlp, norms, read_attention, read_decoder
+from jaxattn.models.families.layers import mlp, norms, read_decoder
+from jaxattn.models.families.mla import attention, read_attention
 from jaxattn.models.placing import Placed, ends, layer_places
 
 MODEL_TYPES = ("youtu", "youtu_llm")
