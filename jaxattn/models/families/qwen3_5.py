@@ -37,7 +37,7 @@ def read_model(fields: Fields) -> DecoderModel:
 
 def skipped(fields: Fields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: vision tower and prediction layers."""
-    return qwen_hybrid.UNREAD
+    return (*qwen_hybrid.VISION, *qwen_hybrid.PREDICTION)
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:

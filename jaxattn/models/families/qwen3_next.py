@@ -29,7 +29,7 @@ def read_model(fields: Fields) -> DecoderModel:
 
 def skipped(fields: Fields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layer."""
-    return qwen_hybrid.UNREAD
+    return qwen_hybrid.PREDICTION
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:

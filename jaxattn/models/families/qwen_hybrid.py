@@ -16,7 +16,7 @@ from jaxattn.ops.moe import Router
 
 # Of a checkpoint with a vision tower, and of the text model alone.
 PREFIXES = ("model.language_model", "model")
-UNREAD = ("mtp.", "model.visual.", "visual.")
+PREDICTION, VISION = ("mtp.",), ("model.visual.", "visual.")
 
 _INTERVAL = "full_attention_interval"
 
