@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import Engine, Limits, Request
+from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.bench.model.roof import mixer_flops
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import (
     CacheSize,
@@ -110,8 +111,12 @@ def test_the_engine_says_what_the_training_forward_says():
 
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]]
     limits = Limits(batch=2, max_model_len=64, prefill_chunk=8)
-    with Engine(model(), params(), limits) as engine:
+    with Engine(model(), params(), limits, strict=True) as engine:
         done = engine.generate([Request(prompt, max_tokens=5) for prompt in prompts])
+        for step in engine.executables.values():
+            check_aliasing(step, slack=0)
+        assert not engine.seal.counts
+        assert engine.implementations["gqa_decode"] == "xla"
     for prompt, completion in zip(prompts, done, strict=True):
         assert list(completion.tokens) == continued(prompt, 5)
 
@@ -142,6 +147,14 @@ def test_a_plan_knows_its_lines_sizes_and_what_one_of_two_gpus_has():
     assert built.num_heads == 4 and built.sizes.qk_dim == 16 and built.sizes.state_heads == 2
     [pages] = [c for c in divided(model(), 2).caches if c.name == "keys and values"]
     assert pages.shapes(CacheSize(pages=3, slots=1))["kv_cache"].shape == (2, 3, 2, 64, 1, 16)
+
+
+def test_attention_counts_the_pairs_that_a_window_leaves():
+    tokens, window = 40, 7
+    local = dataclasses.replace(ATTENTION, window=window)
+    for mixer in (ATTENTION, local):
+        pairs = sum(min(t + 1, mixer.window or tokens) for t in range(tokens))
+        assert mixer_flops(mixer, tokens) == 2 * 4 * (16 + 16) * pairs
 
 
 def test_windows_of_two_sizes_are_two_caches():

@@ -171,6 +171,18 @@ def test_a_traced_row_that_does_not_fit_is_padding(options):
     assert not np.asarray(out)[1:].any() and np.isneginf(np.asarray(lse)[1:]).all()
 
 
+def test_a_traced_page_that_is_not_there_reads_as_nan_in_its_row_alone():
+    pool = make_pool([20, 20], page=16, kv_heads=2, dim=8)
+    q, step = normal(2, 1, 4, 8), jax.jit(decode)
+    whole = step(q, pool.cache, pool.tables, pool.lens)[0]
+    for page in (-1, pool.cache.shape[1], 2**31 - 1):
+        tables = pool.tables.copy()
+        tables[1, 0] = page
+        out = step(q, pool.cache, tables, pool.lens)[0]
+        assert np.isnan(out[1]).all()
+        assert_same_bits(out[0], whole[0])
+
+
 def test_pages_in_two_rows_are_a_shared_prefix():
     pool = make_pool([40, 37], page=16, kv_heads=2, dim=8)
     tables = pool.tables.copy()
