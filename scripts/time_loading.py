@@ -87,7 +87,7 @@ def write_folder(
 
 def parts(config: dict[str, Any], weights: str) -> list[Part]:
     """The tensors of a folder with this configuration; of dtypes the first counts."""
-    placed = read_model(Fields(config, CONFIG)).placed
+    placed = read_model(Fields(config, CONFIG)).placed()
     found: dict[str, Part] = {}
     for each in placed:
         matrix = ".layers." in each.name and len(each.shape) == 2 and ".gate." not in each.name

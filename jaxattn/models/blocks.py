@@ -547,17 +547,19 @@ class MoE(FeedForward):
     """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all.
 
     Attributes:
+        shared_gate: what is shared is times a sigmoid of the token.
         weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
     """
 
     expert_size: int
     router: Router
     shared_size: int = 0
+    shared_gate: bool = False
     weight_format: WeightFormat | None = None
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        return stacked_names(self.weight_format)
+        return stacked_names(self.weight_format, self.shared_gate)
 
     @property
     def always(self) -> int:
@@ -567,7 +569,11 @@ class MoE(FeedForward):
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
         if stream.dtype != "bfloat16":
             return {}
-        return {"router": split_router(params["router"][...])}
+        router = params["router"][...]
+        if not self.shared_gate:
+            return {"router": split_router(router)}
+        gate = params["shared_gate"][...]
+        return {"router": split_router(router, gate), "shared_gate": gate[:, :0]}
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(
@@ -575,6 +581,7 @@ class MoE(FeedForward):
             self.expert_size,
             self.router,
             shared_size=self.shared_size,
+            shared_gate=self.shared_gate,
             weight_format=self.weight_format,
             **stream.dtypes,
             rngs=rngs,

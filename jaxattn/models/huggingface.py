@@ -97,7 +97,8 @@ def open_weights(folder: Path, published: Published) -> list[Weight]:
         CheckpointError: a file is missing or damaged, or the tensors are not those of the model.
     """
     tensors = open_tensors(folder)
-    return find(folder, tensors, published.placed, published.skipped, published.quantization)
+    placed = published.placed(tensors)
+    return find(folder, tensors, placed, published.skipped, published.quantization)
 
 
 def place(

@@ -82,9 +82,18 @@ def from_config(name: str, config: dict[str, Any], where: str) -> KnownModel:
             return known_count.count(name, config, where)
         fields = Fields(config, where)
         model, quantization = read_decoder(fields)
-        unread = "the prediction (MTP) layers" if family_of(fields).skipped(fields) else ""
+        unread = _words(family_of(fields).skipped(fields))
         return BuiltModel.of(name, model, quantization, unread=unread)
     except ValueError as error:
         known = kind in (*FAMILIES, *known_count.MODEL_TYPES)
         also = "" if known else f"; a plan counts {_COUNTED} too"
         raise KnownModelError(f"{error}{also}") from error
+
+
+def _words(skipped: tuple[str, ...]) -> str:
+    """What the loader skips; the beginnings of its tensors' names say it."""
+    vision = [name for name in skipped if "visual." in name]
+    found = ["the vision tower"] if vision else []
+    if len(vision) < len(skipped):
+        found.append("the prediction (MTP) layers")
+    return " and ".join(found)

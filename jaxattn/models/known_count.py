@@ -1,6 +1,6 @@
 """Models that this package cannot run yet, counted by hand from their config.json.
 
-Qwen3-Next, Qwen3.5 with experts and Kimi-Linear. A `model_type` that has a family
+Kimi-Linear. A `model_type` that has a family
 (`models/registry.py`) is planned from its own shapes, and leaves this file.
 """
 
@@ -15,7 +15,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.fp8_blocks import BLOCK
 from jaxattn.models.base import LayerCache
-from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
+from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
 from jaxattn.models.quantization import Quantization, read_quantization
@@ -66,9 +66,6 @@ def _share(cache: LayerCache, ways: int, dtype: str) -> LayerCache:
     """What one of `ways` GPUs has of a cache."""
     if isinstance(cache, LatentPages):  # which have no heads
         return dataclasses.replace(cache, format=dataclasses.replace(cache.format, dtype=dtype))
-    if isinstance(cache, KeyValuePages):
-        # With more GPUs than heads, each GPU holds a copy of one.
-        return dataclasses.replace(cache, heads=-(-cache.heads // ways), dtype=jnp.dtype(dtype))
     assert isinstance(cache, RecurrentState)
     (taps, channels), (heads, values, keys) = cache.conv_shape, cache.state_shape
     return dataclasses.replace(
@@ -86,10 +83,7 @@ def count(name: str, values: Mapping[str, Any], where: str) -> CountedModel:
     Raises:
         ConfigError: a field is missing or does not fit; it is named.
     """
-    text = values.get("text_config") or {}
-    if not isinstance(text, dict):
-        raise ConfigError(f"{where}: text_config must be an object")
-    fields = Fields({**text, **{k: v for k, v in values.items() if k != "text_config"}}, where)
+    fields = Fields(values, where).text()
     build = MODEL_TYPES[fields.values["model_type"]]
     return build(name, fields, read_quantization(fields))
 
@@ -167,70 +161,6 @@ def _kimi(name: str, f: Fields, stored: Quantization | None) -> CountedModel:
     )
 
 
-def _qwen(name: str, f: Fields, stored: Quantization | None) -> CountedModel:
-    layers, hidden, every = _layers(f), f.integer("hidden_size"), f.integer(_INTERVAL)
-    if every > layers:
-        raise ConfigError(
-            f"{f.where}: {_INTERVAL}={every:,} is more than num_hidden_layers={layers:,}"
-        )
-    full = layers // every
-    delta, dim = layers - full, f.integer("head_dim")
-    key_dim, value_dim = f.integer("linear_key_head_dim"), f.integer("linear_value_head_dim")
-    keys, heads = f.integer("linear_num_key_heads") * key_dim, f.integer("linear_num_value_heads")
-    values, taps = heads * value_dim, f.integer("linear_conv_kernel_dim")
-    gdn_layers = (
-        Weights("GDN", (2 * keys + 2 * values, hidden), delta, "attention"),
-        Weights("GDN", (2 * heads, hidden), delta, "attention"),
-        Weights("GDN", (2 * keys + values, taps), delta, "attention", False),
-        Weights("GDN", (2 * heads,), delta, "attention", False),
-        Weights("GDN", (value_dim,), delta, "all", False),
-        Weights("GDN", (hidden, values), delta, "attention"),
-    )
-    predict = f.integer("mtp_num_hidden_layers", 0, least=0) or f.integer(
-        "num_nextn_predict_layers", 0, least=0
-    )
-    extra = (
-        *_gqa(f, predict),
-        *_qwen_experts(f, predict),
-        Weights("norms", (hidden,), 5 * predict, "all", False),
-        Weights("prediction", (hidden, 2 * hidden), predict, "all", False),
-    )
-    pages = KeyValuePages(
-        name="keys and values",
-        layers=full,
-        heads=f.integer("num_key_value_heads"),
-        head_dim=dim,
-        dtype=jnp.dtype("bfloat16"),
-    )
-    return CountedModel(
-        name=name,
-        weights=(*_gqa(f, full), *gdn_layers, *_qwen_experts(f, layers), *_ends(f, layers)),
-        extra=extra if predict else (),
-        max_position_embeddings=f.integer("max_position_embeddings"),
-        stored=_words(stored),
-        block=BLOCK if stored == "fp8" else 0,
-        counted=Sizes(
-            vocab_size=f.integer("vocab_size"),
-            hidden_size=hidden,
-            num_heads=f.integer("num_attention_heads"),
-            qk_dim=dim,
-            v_dim=dim,
-            mlp_size=f.integer("shared_expert_intermediate_size"),
-            experts=f.integer("num_experts"),
-            top_k=f.integer("num_experts_per_tok"),
-            expert_size=f.integer("moe_intermediate_size"),
-            state_heads=heads,
-            key_heads=keys // key_dim,
-            state_shape=(value_dim, key_dim),
-            conv_channels=2 * keys + values,
-        ),
-        whole=(pages, *_states(delta, taps, 2 * keys + values, (heads, value_dim, key_dim))),
-    )
-
-
-_INTERVAL = "full_attention_interval"
-
-
 def _layers(f: Fields) -> int:
     return f.integer("num_hidden_layers")
 
@@ -270,23 +200,6 @@ def _mla(f: Fields, layers: int) -> Iterator[Weights]:
     yield Weights("MLA", (hidden, heads * value), layers, "attention")
 
 
-def _gqa(f: Fields, layers: int) -> Iterator[Weights]:
-    hidden, dim = f.integer("hidden_size"), f.integer("head_dim")
-    heads, shared = f.integer("num_attention_heads"), f.integer("num_key_value_heads")
-    yield Weights("attention", (2 * heads * dim, hidden), layers, "attention")
-    yield Weights("attention", (2 * shared * dim, hidden), layers, "attention")
-    yield Weights("attention", (hidden, heads * dim), layers, "attention")
-    yield Weights("attention", (dim,), 2 * layers, "all", False)
-
-
-def _qwen_experts(f: Fields, layers: int) -> Iterator[Weights]:
-    hidden, routed = f.integer("hidden_size"), f.integer("num_experts")
-    size, shared = f.integer("moe_intermediate_size"), f.integer("shared_expert_intermediate_size")
-    yield from _mlp("experts", hidden, size, layers * routed, "experts")
-    yield from _mlp("shared experts", hidden, shared, layers, "dense")
-    yield Weights("router", (routed + 1, hidden), layers, "all", False)
-
-
 def _mlp(kind: str, hidden: int, width: int, count: int, split: Any) -> Iterator[Weights]:
     yield Weights(kind, (width, hidden), 2 * count, split)
     yield Weights(kind, (hidden, width), count, split)
@@ -303,7 +216,4 @@ def _ends(f: Fields, layers: int) -> Iterator[Weights]:
 
 MODEL_TYPES: dict[str, Callable[[str, Fields, Quantization | None], CountedModel]] = {
     "kimi_linear": _kimi,
-    "qwen3_5_moe": _qwen,
-    "qwen3_5_moe_text": _qwen,
-    "qwen3_next": _qwen,
 }

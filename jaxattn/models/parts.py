@@ -111,7 +111,7 @@ def _of_experts(path: Path, always: int) -> Part | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")
-        case ("router" | "correction_bias",):
+        case ("router" | "correction_bias" | "shared_gate",):
             return Part(line="router", split="all", stacked=1)
         case (str(name),) if name in (*_EXPERTS, *_SCALES):
             scales = name in _SCALES

@@ -53,6 +53,9 @@ class AsItIs(Change):
         return (row, *(0,) * (dims - 1))
 
 
+AS_IT_IS = AsItIs()
+
+
 @dataclasses.dataclass(frozen=True)
 class Below(Change):
     """As it is, below the first `first` rows of the parameter."""
@@ -128,13 +131,67 @@ class ExpertColumns(Change):
 
 @dataclasses.dataclass(frozen=True)
 class Transposed(Change):
-    """[out, in] becomes [in, out]."""
+    """[out, in] becomes [in, out], of a wider parameter the columns from `first` on."""
+
+    first: int = 0
+
+    @property
+    def anywhere(self) -> Change:
+        return Transposed()
 
     def block(self, rows: Array) -> Array:
         return rows.T
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (0, row)
+        return (0, self.first + row)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupColumns(Change):
+    """Of each group of `group` rows the `size` rows from `begin` on, transposed. Those of all
+    groups become the columns from `first` on."""
+
+    group: int
+    begin: int
+    size: int
+    first: int
+
+    @property
+    def anywhere(self) -> Change:
+        return dataclasses.replace(self, first=0)
+
+    @property
+    def rows_together(self) -> int:
+        return self.group
+
+    def block(self, rows: Array) -> Array:
+        groups = rows.reshape(-1, self.group, rows.shape[-1])
+        return groups[:, self.begin : self.begin + self.size].reshape(-1, rows.shape[-1]).T
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0, self.first + row // self.group * self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePlus(Change):
+    """1 + w, added in float32."""
+
+    def block(self, rows: Array) -> Array:
+        return 1 + rows.astype(jnp.float32)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps(Change):
+    """[channels, 1, taps] becomes [channels, taps]."""
+
+    def block(self, rows: Array) -> Array:
+        return rows[:, 0]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,15 +249,32 @@ class LayerPlace:
     key: Key
     repeat: int
 
-    def linear(self, name: str, out: int, inner: int, *path: str) -> Placed:
-        return self._of(f"{name}.weight", (out, inner), (*path, "weight"), Transposed())
+    def linear(self, name: str, out: int, inner: int, *path: str, first: int = 0) -> Placed:
+        """A linear; of several side by side, the one whose columns begin at `first`."""
+        return self._of(f"{name}.weight", (out, inner), (*path, "weight"), Transposed(first))
+
+    def groups(
+        self, name: str, groups: int, sizes: tuple[int, ...], inner: int, *path: str
+    ) -> list[Placed]:
+        """A linear whose rows are groups of parts: the first parts of all groups come first."""
+        group, found, begin = sum(sizes), [], 0
+        for size in sizes:
+            change = GroupColumns(group, begin, size, groups * begin)
+            shape = (groups * group, inner)
+            found.append(self._of(f"{name}.weight", shape, (*path, "weight"), change))
+            begin += size
+        return found
 
     def matrix(self, name: str, out: int, inner: int, *path: str) -> Placed:
         """A linear whose parameter is a matrix and no module."""
         return self._of(f"{name}.weight", (out, inner), path, Transposed())
 
-    def vector(self, name: str, size: int, *path: str) -> Placed:
-        return self._of(f"{name}.weight", (size,), (*path, "weight"), AsItIs())
+    def vector(self, name: str, size: int, *path: str, change: Change = AS_IT_IS) -> Placed:
+        return self._of(f"{name}.weight", (size,), (*path, "weight"), change)
+
+    def taps(self, name: str, channels: int, taps: int, *path: str) -> Placed:
+        """A depthwise convolution's."""
+        return self._of(f"{name}.weight", (channels, 1, taps), path, Taps())
 
     def expert(
         self,
@@ -268,12 +342,17 @@ def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerP
     return [found[layer] for layer in sorted(found)]
 
 
-def ends(spec: DecoderSpec) -> list[Placed]:
-    """Embedding, last norm and, unless it is tied, the head."""
+def ends(spec: DecoderSpec, prefix: str = "model", norm: Change = AS_IT_IS) -> list[Placed]:
+    """Embedding, last norm and, unless it is tied, the head.
+
+    Args:
+        prefix: of the first two.
+        norm: what is done to the norm's weight.
+    """
     vocab, hidden = spec.vocab_size, spec.stream.hidden_size
     found = [
-        Placed("model.embed_tokens.weight", (vocab, hidden), ("embedding",)),
-        Placed("model.norm.weight", (hidden,), ("norm", "weight")),
+        Placed(f"{prefix}.embed_tokens.weight", (vocab, hidden), ("embedding",)),
+        Placed(f"{prefix}.norm.weight", (hidden,), ("norm", "weight"), change=norm),
     ]
     if not spec.tie_embeddings:
         key = ("lm_head", "weight")

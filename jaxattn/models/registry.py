@@ -1,19 +1,22 @@
 """Which families of published models there are, by the `model_type` of their config.json."""
 
 import dataclasses
+from collections.abc import Collection
 from types import ModuleType
 from typing import Literal, NamedTuple
 
 from jaxattn.core.fields import shown
 from jaxattn.models.blocks import Block, MoE
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import deepseek, glm4_moe_lite, youtu
+from jaxattn.models.families import deepseek, glm4_moe_lite, qwen3, qwen3_5, qwen3_next, youtu
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed
 from jaxattn.models.quantization import Quantization, read_quantization
 
 FAMILIES: dict[str, ModuleType] = {
-    name: family for family in (youtu, deepseek, glm4_moe_lite) for name in family.MODEL_TYPES
+    name: family
+    for family in (youtu, deepseek, glm4_moe_lite, qwen3, qwen3_next, qwen3_5)
+    for name in family.MODEL_TYPES
 }
 
 type ExpertFormat = Literal["fp8", "bfloat16"]
@@ -24,15 +27,23 @@ class Published(NamedTuple):
     """What a config.json says.
 
     Attributes:
-        placed: where each tensor goes.
+        family: the file that knows it.
         skipped: beginnings of the names of tensors that are not read.
         quantization: of the weights.
     """
 
     model: DecoderModel
-    placed: list[Placed]
+    family: ModuleType
     skipped: tuple[str, ...]
     quantization: Quantization | None
+
+    def placed(self, names: Collection[str] = ()) -> list[Placed]:
+        """Where each tensor goes.
+
+        Args:
+            names: of a folder's tensors; of several spellings of a model, it has one.
+        """
+        return self.family.placed(self.model, names)
 
 
 def family_of(fields: Fields) -> ModuleType:
@@ -62,14 +73,14 @@ def read_model(fields: Fields, experts: ExpertFormat | None = None) -> Published
     """
     family = family_of(fields)
     model, quantization = read_decoder(fields, experts)
-    return Published(model, family.placed(model), family.skipped(fields), quantization)
+    return Published(model, family, family.skipped(fields), quantization)
 
 
 def read_decoder(
     fields: Fields, experts: ExpertFormat | None = None
 ) -> tuple[DecoderModel, Quantization | None]:
     """The model of a config.json and the quantization of its weights, as `read_model`."""
-    family = family_of(fields)
+    family, fields = family_of(fields), fields.text()
     quantization = read_quantization(fields)
     model = family.read_model(fields)
     if experts not in (None, *EXPERT_FORMATS):

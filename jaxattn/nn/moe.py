@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -29,6 +30,7 @@ class MixtureOfExperts(nnx.Module):
 
     Parameters:
         router [hidden, E] float32, and with sigmoid scores correction_bias [E] float32
+        shared_gate [hidden, 1] float32, with `shared_gate`
         gate_up_proj [E, 2 I, hidden], the gate's rows first, and down_proj [E, hidden, I]: [out,
         in], as they are published
         of FP8 experts also gate_up_scale [E, 2, ceil(I / 128), ceil(hidden / 128)], the gate's
@@ -43,9 +45,13 @@ class MixtureOfExperts(nnx.Module):
         expert_size: I, columns of each routed expert.
         router: how tokens choose.
         shared_size: columns of what every token takes; 0 for none.
+        shared_gate: the shared experts' output is times sigmoid(x @ shared_gate) (Qwen3-Next).
         weight_format: "fp8" keeps the routed experts in FP8; None keeps all in `param_dtype`.
-        dtype: the operands of every product but the router's. That is float32; in `step`, if
-            `dtype` is bfloat16, it is two bfloat16 products (`ops/router.py`).
+        dtype: the operands of every product but the router's and the gate's. Those are float32; in
+            `step`, if `dtype` is bfloat16, they are two bfloat16 products (`ops/router.py`).
+
+    Raises:
+        ValueError: there is a gate, and nothing shared.
     """
 
     def __init__(
@@ -55,12 +61,15 @@ class MixtureOfExperts(nnx.Module):
         router: Router,
         *,
         shared_size: int = 0,
+        shared_gate: bool = False,
         weight_format: WeightFormat | None = None,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        if shared_gate and not shared_size:
+            raise ValueError("MixtureOfExperts: shared_gate=True needs a shared_size above 0")
         self.config, self.dtype = router, jnp.dtype(dtype)
         self.hidden_size, self.weight_format = hidden_size, weight_format
         self.always = experts_of_shared(expert_size, shared_size, weight_format)
@@ -68,6 +77,9 @@ class MixtureOfExperts(nnx.Module):
         self.router = nnx.Param(normal(rngs, (hidden_size, experts), stddev, jnp.float32))
         if router.scores == "sigmoid":
             self.correction_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
+        self.has_gate = shared_gate
+        if shared_gate:
+            self.shared_gate = nnx.Param(normal(rngs, (hidden_size, 1), stddev, jnp.float32))
         experts += self.always
         down = out_init_scale * expert_size**-0.5
         shape = (experts, 2, expert_size, hidden_size)
@@ -92,12 +104,13 @@ class MixtureOfExperts(nnx.Module):
             )
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
-        names = stacked_names(self.weight_format)
+        names = stacked_names(self.weight_format, self.has_gate)
         stacks = {name: getattr(self, name)[...][None] for name in names}
         if self.weight_format is None:
             for name in EXPERTS:
                 stacks[name] = stacks[name].astype(self.dtype)
-        return self._sum(x, stacks, 0, self._exact_logits(x))[0]
+        gate = self.shared_gate[...] if self.has_gate else None
+        return self._sum(x, stacks, 0, *self._exact_logits(x, self.router[...], gate))[0]
 
     def step(
         self,
@@ -113,17 +126,20 @@ class MixtureOfExperts(nnx.Module):
 
         Args:
             stacks: the parameters `stacked_names` of all layers, [L, ...] each, in place of its
-                own: the experts of a layer are too many bytes to be sliced out. The router may be
-                in two halves, see `split_router`.
+                own: the experts of a layer are too many bytes to be sliced out. The router and
+                the gate may be one matrix, see `split_router`.
             layer: this layer's number in `stacks`.
             valid: whether a token is no padding; padding takes no expert.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
         """
+        router, gate = stacks["router"], stacks.get("shared_gate")
         if self.dtype == jnp.bfloat16:
-            logits = router_logits(x, stacks["router"], layer, implementation)
+            columns = router_logits(x, router, layer, implementation, gates=gate)
+            logits, opening = self._columns(columns)
         else:
-            logits = self._exact_logits(x, stacks["router"][layer.index])
-        return self._sum(x, stacks, layer, logits, valid, arena, implementation)
+            of_layer = None if gate is None else gate[layer.index]
+            logits, opening = self._exact_logits(x, router[layer.index], of_layer)
+        return self._sum(x, stacks, layer, logits, opening, valid, arena, implementation)
 
     def choose(
         self, logits: Float[Array, "T E"], implementation: Implementation | None
@@ -133,11 +149,22 @@ class MixtureOfExperts(nnx.Module):
         by = implementation if route_serves(self.config.experts) else "xla"
         return route(logits, bias, self.config, implementation=by)
 
-    def _exact_logits(self, x: Array, router: Array | None = None) -> Float[Array, "T E"]:
+    def _exact_logits(
+        self, x: Array, router: Array, gate: Array | None
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T 1"] | None]:
         check_features("MixtureOfExperts", x, "F", "router", (self.hidden_size,), 0)
-        weight = self.router[...] if router is None else router
+        weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        return jnp.matmul(tokens, weight, precision="highest")
+        return self._columns(jnp.matmul(tokens, weight, precision="highest"))
+
+    def _columns(
+        self, products: Float[Array, "T N"]
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T 1"] | None]:
+        """The router's logits, and of the column behind them what the shared experts are times."""
+        count = self.config.experts
+        if not self.has_gate:
+            return products, None
+        return products[:, :count], jax.nn.sigmoid(products[:, count : count + 1])
 
     def _sum(
         self,
@@ -145,6 +172,7 @@ class MixtureOfExperts(nnx.Module):
         stacks: Mapping[str, Array],
         layer: int | LayerOf,
         logits: Array,
+        opening: Array | None,
         valid: Array | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -153,7 +181,9 @@ class MixtureOfExperts(nnx.Module):
         if self.always:
             last = self.config.experts + jnp.arange(self.always, dtype=ids.dtype)
             ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), self.always))], 1)
-            weights = jnp.pad(weights, ((0, 0), (0, self.always)), constant_values=1)
+            share = jnp.ones((len(ids), 1), weights.dtype) if opening is None else opening
+            share = jnp.broadcast_to(share, (len(ids), self.always))
+            weights = jnp.concatenate([weights, share], 1)
         if valid is not None:
             ids = jnp.where(valid.reshape(-1, 1), ids, -1)
         found = mixture_of_experts(
@@ -170,12 +200,16 @@ class MixtureOfExperts(nnx.Module):
         )
         y, arena = (found, None) if arena is None else found
         y = y.reshape(x.shape)
-        return y + self.shared(x) if self.has_shared else y, arena
+        if self.has_shared:
+            shared = self.shared(x)
+            gated = shared if opening is None else shared * opening.reshape(*x.shape[:-1], 1)
+            y = y + gated
+        return y, arena
 
 
-def stacked_names(weight_format: WeightFormat | None) -> tuple[str, ...]:
+def stacked_names(weight_format: WeightFormat | None, shared_gate: bool = False) -> tuple[str, ...]:
     """The parameters that a step reads out of a whole stack of layers."""
-    names = ("router", *EXPERTS)
+    names = ("router", *(("shared_gate",) if shared_gate else ()), *EXPERTS)
     return (*names, "gate_up_scale", "down_scale") if weight_format == "fp8" else names
 
 

@@ -13,9 +13,22 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.ops.linear import kernel_serves, linear_layer
 
+# The kernel of the product wants columns in eights, of each half.
+GATE_COLUMNS = 8
 
-def split_router(router: Float[Array, "*L F E"]) -> Float[Array, "*L F 2E"]:
-    """Float32 weights as two of bfloat16, side by side: as many bytes."""
+
+def split_router(
+    router: Float[Array, "*L F E"], gates: Float[Array, "*L F 1"] | None = None
+) -> Float[Array, "*L F 2N"]:
+    """Float32 weights as two of bfloat16, side by side: as many bytes.
+
+    Args:
+        gates: a column more, of the shared experts' gate. With it N is E + 8: behind it are zeros.
+    """
+    if gates is not None:
+        none = [(0, 0)] * (gates.ndim - 1)
+        gates = jnp.pad(gates, (*none, (0, GATE_COLUMNS - 1)))
+        router = jnp.concatenate([router, gates], axis=-1)
     high = router.astype(jnp.bfloat16)
     low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.concatenate([high, low], axis=-1)
@@ -27,15 +40,19 @@ def router_logits(
     routers: Float[Array, "L F E"],
     layer: LayerOf,
     implementation: Implementation | None = None,
-) -> Float[Array, "T E"]:
-    """Float32 logits of a layer's router.
+    *,
+    gates: Float[Array, "L F 1"] | None = None,
+) -> Float[Array, "T N"]:
+    """Float32 logits of a layer's router, [T, E].
 
     Args:
         x: tokens; they are rounded to bfloat16.
         routers: of all layers, float32, or what `split_router` makes of them.
         implementation: of the product, where the kernel has its shape.
+        gates: of all layers, where `routers` are float32; then, or where `split_router` had gates,
+            the columns are its N, and number E is the gate's product.
     """
-    halves = routers if routers.dtype == jnp.bfloat16 else split_router(routers)
+    halves = routers if routers.dtype == jnp.bfloat16 else split_router(routers, gates)
     tokens = x.reshape(-1, x.shape[-1])
     if not kernel_serves(tokens, [halves]):
         implementation = "xla"

@@ -1,4 +1,4 @@
-"""Random configurations of the families with MLA, which `make_checkpoints.py` writes."""
+"""Random configurations of all families, which `make_checkpoints.py` writes."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ class Variation:
         weights: "bfloat16", "fp8" or "int4".
         shards: files.
         published: config.json is spelled as publishers do.
-        prediction: a prediction layer (MTP) lies behind the last layer.
+        prediction: a prediction layer (MTP) is there, and a vision tower's tensor.
         model_type: what config.json calls it.
     """
 
@@ -30,10 +30,16 @@ class Variation:
     model_type: str
 
 
+QWEN = ("Qwen3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN)
+
+
 def draw(seed: int) -> Variation:
     """The variation of a seed."""
     pick = random.Random(seed)
-    classes = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu")[seed % 4]
+    classes = CLASSES[seed % len(CLASSES)]
+    if classes in QWEN:
+        return _qwen(pick, classes)
     heads = pick.choice([1, 2, 3, 5, 20])
     layers = pick.choice([2, 3, 4])
     quantized = classes != "Youtu" and pick.random() < 0.5
@@ -101,7 +107,97 @@ def small(weights: str) -> Variation:
     return Variation("DeepseekV3", fields, weights, 1, True, False, model_type)
 
 
+def _qwen(pick: random.Random, classes: str) -> Variation:
+    keys, each, dim = pick.choice([1, 2, 3]), pick.choice([1, 2, 3]), pick.choice([32, 64, 128])
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=pick.choice([96, 192]),
+        num_attention_heads=keys * each,
+        num_key_value_heads=keys,
+        head_dim=dim,
+        num_hidden_layers=pick.choice([2, 3]),
+        intermediate_size=pick.choice([160, 224]),
+        max_position_embeddings=4096,
+        rms_norm_eps=pick.choice([1e-5, 1e-6]),
+        tie_word_embeddings=pick.random() < 0.4,
+    )
+    if classes == "Qwen3":
+        rope = {k: v for k, v in _rope(pick, classes).items() if not k.startswith("mscale")}
+        fields["rope_parameters"] = rope
+    else:
+        fields |= _delta(pick, classes)
+    routed = classes in ("Qwen3Next", "Qwen3_5Moe")
+    if routed:
+        width = pick.choice([32, 128])
+        fields |= dict(
+            num_experts=pick.choice([4, 8, 32]),
+            num_experts_per_tok=pick.choice([1, 3]),
+            moe_intermediate_size=width,
+            shared_expert_intermediate_size=pick.choice([width, 2 * width, 48]),
+        )
+    return Variation(
+        classes=classes,
+        fields=fields,
+        weights="fp8" if routed and pick.random() < 0.5 else "bfloat16",
+        shards=pick.choice([1, 1, 2, 5]),
+        published=pick.random() < 0.5,
+        prediction=classes != "Qwen3" and pick.random() < 0.5,
+        model_type=MODEL_TYPES[classes][0],
+    )
+
+
+def _delta(pick: random.Random, classes: str) -> dict[str, Any]:
+    """Gated delta nets between the layers of attention, of whose heads a quarter turns."""
+    keys, every = pick.choice([1, 2, 3]), pick.choice([2, 4])
+    layers = pick.choice([every, every + 1, 2 * every])
+    rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
+    return dict(
+        num_hidden_layers=layers,
+        layer_types=[KINDS[(layer + 1) % every == 0] for layer in range(layers)],
+        linear_num_key_heads=keys,
+        linear_num_value_heads=keys * pick.choice([1, 2]),
+        linear_key_head_dim=pick.choice([32, 128]),
+        linear_value_head_dim=pick.choice([32, 128]),
+        rope_parameters=rope,
+    )
+
+
+KINDS = ("linear_attention", "full_attention")
+
+
+def small_qwen(classes: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints: one in FP8 whose blocks are cut at every
+    edge, and one with fused experts beside a vision tower."""
+    fp8 = classes == "Qwen3Next"
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=136 if fp8 else 64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=2 if fp8 else 4,
+        layer_types=[KINDS[layer % 2] for layer in range(2 if fp8 else 4)],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40 if fp8 else 32,
+        shared_expert_intermediate_size=40 if fp8 else 32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    weights = "fp8" if fp8 else "bfloat16"
+    return Variation(classes, fields, weights, 1, True, True, MODEL_TYPES[classes][0])
+
+
 MODEL_TYPES = {
+    "Qwen3": ["qwen3"],
+    "Qwen3Next": ["qwen3_next"],
+    "Qwen3_5": ["qwen3_5"],
+    "Qwen3_5Moe": ["qwen3_5_moe"],
     "DeepseekV3": ["deepseek_v3", "kimi_k2"],
     "Glm4MoeLite": ["glm4_moe_lite"],
     "DeepseekV2": ["deepseek_v2"],

@@ -1,4 +1,4 @@
-"""Writes random tiny checkpoints of the families with MLA, and what transformers makes of them.
+"""Writes random tiny checkpoints of all families, and what transformers makes of them.
 
     python -m tests.helpers.make_checkpoints OUT --seeds 0-39
 
@@ -30,7 +30,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.checkpoint_variations import VOCAB, Variation, draw, small
+from tests.helpers import qwen_checkpoints
+from tests.helpers.checkpoint_variations import QWEN, VOCAB, Variation, draw, small, small_qwen
 from tests.helpers.torch_formats import (
     FP8_BLOCK,
     INT4_GROUP,
@@ -44,17 +45,24 @@ Tensors = dict[str, torch.Tensor]
 
 PROMPT, NEW = 26, 5
 KEPT_FLOAT32 = "e_score_correction_bias"
+NEVER_FP8 = ("mlp.gate.weight", *(f"{name}.weight" for name in qwen_checkpoints.NEVER_FP8))
 
 
 # --- weights
 
 
-def fill(name: str, tensor: torch.Tensor, tied: bool) -> torch.Tensor:
-    """Values for a tensor from its name: nothing keeps an initial 0 or 1."""
+def fill(name: str, tensor: torch.Tensor, tied: bool, hybrid: bool) -> torch.Tensor:
+    """Values for a tensor from its name: nothing keeps an initial 0 or 1.
+
+    Args:
+        hybrid: weights of norms are w of 1 + w.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     normal = torch.randn(tensor.shape, generator=generator)
     if name.endswith(KEPT_FLOAT32):
         return 0.05 * normal
+    if qwen_checkpoints.is_one_plus(name, hybrid):
+        return (0.2 * normal).bfloat16()
     if tensor.ndim == 1:
         return (1 + 0.2 * normal).bfloat16()
     spread = 1.0 if "embed_tokens" in name and not tied else tensor.shape[-1] ** -0.5
@@ -87,7 +95,7 @@ def stored(weights: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
     files: Tensors = {}
     meant: Tensors = {}
     for name, tensor in tensors.items():
-        matrix = tensor.ndim == 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
+        matrix = tensor.ndim == 2 and ".layers." in name and not name.endswith(NEVER_FP8)
         stem = name.removesuffix("weight")
         if weights == "fp8" and matrix and "eh_proj" not in name and "head" not in name:
             files[name], scale = fp8_blocks(tensor.float())
@@ -125,19 +133,22 @@ def prediction_layer(tensors: Tensors, layers: int) -> Tensors:
 def config_json(variation: Variation, config: Any) -> dict[str, Any]:
     values = json.loads(config.to_json_string(use_diff=False))
     values["model_type"] = variation.model_type
-    if variation.published:
+    if variation.classes in QWEN:
+        qwen_checkpoints.respell(variation, values)
+    elif variation.published:
         rope = values.pop("rope_parameters")
         values["rope_theta"] = rope.pop("rope_theta")
         kind = rope.pop("rope_type")
         values["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
         if kinds := values.pop("mlp_layer_types", None):
             values["first_k_dense_replace"] = kinds.count("dense")
-    if variation.prediction:
+    if variation.prediction and variation.classes not in QWEN:
         values["num_nextn_predict_layers"] = 1
     if variation.weights != "bfloat16":
         fp8 = variation.weights == "fp8"
         values["quantization_config"] = FP8_CONFIG if fp8 else INT4_CONFIG
-    return values
+    nested = variation.published and variation.classes in qwen_checkpoints.NESTED
+    return qwen_checkpoints.nested(variation, values) if nested else values
 
 
 def write_shards(folder: Path, tensors: Tensors, shards: int) -> None:
@@ -182,20 +193,25 @@ def write(variation: Variation, folder: Path) -> None:
     """Writes the folder of a variation; one that is there is written anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config = getattr(transformers, f"{variation.classes}Config")(**variation.fields)
+    text = "Text" if variation.classes in qwen_checkpoints.NESTED else ""
+    config = getattr(transformers, f"{variation.classes}{text}Config")(**variation.fields)
     config._attn_implementation = "eager"
     family = getattr(transformers, f"{variation.classes}ForCausalLM")
     with tempfile.TemporaryDirectory() as scratch:
         family(config).save_pretrained(scratch, save_original_format=True)
         file, tied = Path(scratch) / "model.safetensors", variation.fields["tie_word_embeddings"]
-        tensors = {name: fill(name, tensor, tied) for name, tensor in load_file(file).items()}
+        hybrid = "linear_num_key_heads" in variation.fields
+        loaded = load_file(file).items()
+        tensors = {name: fill(name, tensor, tied, hybrid) for name, tensor in loaded}
         files, meant = stored(variation.weights, tensors)
         save_file({name: tensor.float() for name, tensor in meant.items()}, file, {"format": "pt"})
         model, info = family.from_pretrained(
             scratch, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    if variation.prediction:
+    if variation.classes in QWEN:
+        files = qwen_checkpoints.published(variation, files)
+    elif variation.prediction:
         layers = variation.fields["num_hidden_layers"]
         files |= stored(variation.weights, prediction_layer(tensors, layers))[0]
     write_shards(folder, {n: t.clone().contiguous() for n, t in files.items()}, variation.shards)
@@ -215,6 +231,10 @@ def main() -> None:
         for weights in ("fp8", "int4"):
             variation = small(weights)
             write(variation, args.out / f"{variation.model_type}_{weights}")
+        for classes in ("Qwen3Next", "Qwen3_5Moe"):
+            variation = small_qwen(classes)
+            fp8 = "_fp8" if variation.weights == "fp8" else ""
+            write(variation, args.out / f"{variation.model_type}{fp8}")
         return
     first, last = map(int, args.seeds.split("-"))
     for seed in range(first, last + 1):

@@ -115,4 +115,4 @@ def test_heads_that_are_rotated_in_part_are_refused(changes):
 def test_the_prediction_layer_is_not_read():
     published = read_model(Fields(FIELDS | {"num_nextn_predict_layers": 1}, "config.json"))
     assert published.skipped == ("model.layers.3.",)
-    assert not any(each.name.startswith(published.skipped) for each in published.placed)
+    assert not any(each.name.startswith(published.skipped) for each in published.placed())

@@ -1,6 +1,7 @@
 """Models that a plan knows: their parameters, their bytes, and how GPUs divide them."""
 
 import dataclasses
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -45,14 +46,28 @@ def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 *
     return linear(3 * patch, hidden) + positions * hidden + depth * block + merger
 
 
+def prediction_layer(name):
+    """Parameters of a Qwen checkpoint's mtp.*: a layer with attention, two norms and a linear
+    before it, and a norm behind it."""
+    published = read_model(Fields(known.config_of(name), name))
+    tensors = {each.name: math.prod(each.shape) for each in published.placed()}
+    hidden = published.model.spec.stream.hidden_size
+    layer = sum(size for name, size in tensors.items() if name.startswith("model.layers.3."))
+    return layer + 2 * hidden * hidden + 3 * hidden
+
+
+QWEN_NEXT, QWEN = "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"
+
+
 @pytest.mark.parametrize(
     "name, text, published, beside",
     [
         # `published`: all of the checkpoint's numbers as the hub lists them; `text`: without the
         # prediction layers, which the named size of the model leaves out.
         ("DeepSeek-V2-Lite", 15_706_484_224, 15_706_484_224, 0),
-        ("Qwen3-Next-80B-A3B", 79_674_391_296, 81_324_862_720, 0),
-        ("Qwen3.5-35B-A3B", 34_660_610_688, 35_951_822_704, vision_tower()),
+        (QWEN_NEXT, 79_674_391_296, 81_324_862_720, prediction_layer(QWEN_NEXT)),
+        (QWEN, 34_660_610_688, 35_951_822_704, vision_tower() + prediction_layer(QWEN)),
+        ("Qwen3-32B", 32_762_123_264, 32_762_123_264, 0),
         # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
         ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
         # Its named size, to the digits that it has.
@@ -66,7 +81,7 @@ def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 *
 def test_models_have_their_published_parameters(name, text, published, beside):
     model = known.load(name.lower())
     assert model.total_parameters() == text
-    assert model.total_parameters(extra=True) + beside == published
+    assert text + beside == published
 
 
 def test_every_shipped_configuration_names_its_source():
@@ -79,15 +94,9 @@ def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
     config = known.config_of(name)
     config.pop("quantization_config", None)
-    placed = read_model(Fields(config, name)).placed
+    placed = read_model(Fields(config, name)).placed()
     tensors = {each.name: each.shape for each in placed}  # keys and values share one
-    numbers = 0
-    for shape in tensors.values():
-        size = 1
-        for side in shape:
-            size *= side
-        numbers += size
-    assert known.load(name).total_parameters() == numbers
+    assert known.load(name).total_parameters() == sum(map(math.prod, tensors.values()))
 
 
 # A count by hand of each tensor from config.json, which this package had before it had the models.
@@ -169,12 +178,16 @@ def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
     assert lines(model)[1]["experts"] == layers * experts * each
 
 
-def test_a_counted_checkpoint_in_fp8_has_a_scale_for_each_block():
-    plain = known.load("Qwen3-Next-80B-A3B")
-    config = known.config_of("Qwen3-Next-80B-A3B") | FP8
-    model = known.from_config("Qwen3-Next-80B-A3B", config, "x")
-    assert isinstance(model, CountedModel) and model.total_parameters() == plain.total_parameters()
-    experts = 48 * 512 * 3 * (2048 * 512 + 4 * 16 * 4)
+@pytest.mark.parametrize(
+    "name, kind, experts",
+    [
+        (QWEN_NEXT, BuiltModel, 48 * 512 * 3 * (2048 * 512 + 4 * 16 * 4)),
+        ("Kimi-Linear-48B-A3B", CountedModel, 26 * 256 * 3 * (2304 * 1024 + 4 * 18 * 8)),
+    ],
+)
+def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, kind, experts):
+    plain, model = known.load(name), known.from_config(name, known.config_of(name) | FP8, "x")
+    assert isinstance(model, kind) and model.total_parameters() == plain.total_parameters()
     assert lines(model)[1]["experts"] == experts
 
 

@@ -5,6 +5,7 @@ JAXATTN_TINY_CHECKPOINTS names a folder with more of them: `tests/helpers/make_c
 writes such. Where torch and transformers are installed, a few are written here.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -18,12 +19,13 @@ import safetensors.numpy
 from jaxattn import Engine, Limits, Request
 from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch, huggingface
 from jaxattn.models.base import init_state, scratch_spec
-from jaxattn.models.blocks import MoE
+from jaxattn.models.blocks import GDN, Block, MoE
+from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.registry import FAMILIES
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
-MADE = 4  # folders that are written here
+MADE = 8  # folders that are written here
 
 
 # The same on a GPU, where bfloat16 goes through the kernels.
@@ -108,12 +110,34 @@ def test_prefill_in_chunks_and_decode_give_the_reference_logits(loaded, wanted, 
     np.testing.assert_allclose(*steps(*loaded, wanted), atol=1e-4, rtol=1e-4)
 
 
+def every_expert(model: DecoderModel) -> DecoderModel:
+    """The model whose tokens take all experts."""
+
+    def changed(block: Block) -> Block:
+        kind = block.feed_forward
+        if not isinstance(kind, MoE):
+            return block
+        router = dataclasses.replace(kind.router, top_k=kind.router.experts)
+        return Block(block.mixer, dataclasses.replace(kind, router=router))
+
+    return DecoderModel(
+        dataclasses.replace(model.spec, blocks=tuple(map(changed, model.spec.blocks)))
+    )
+
+
 @devices
-def test_bfloat16_is_near_the_reference(folder, wanted, device):
+def test_bfloat16_is_near_the_reference(folder, loaded, wanted, device):
     model, params = huggingface.load(folder)
-    errors = np.array([relative(*pair) for pair in zip(*steps(model, params, wanted), strict=True)])
-    # A near-tie of the router may fall to another expert in bfloat16, in one of nine tokens here.
     routed = any(isinstance(block.feed_forward, MoE) for block in model.spec.blocks)
+    if routed and any(isinstance(block.mixer, GDN) for block in model.spec.blocks):
+        # A near-tie of the router may fall to another expert in bfloat16, and a recurrent state
+        # carries the difference to all tokens behind. Without a choice there is no tie.
+        exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
+        found = steps(every_expert(model), params, wanted)[0]
+        assert max(map(relative, found, exact)) < 2e-2
+        return
+    errors = np.array([relative(*pair) for pair in zip(*steps(model, params, wanted), strict=True)])
+    # Here one near-tie, in nine tokens.
     assert (errors > 3e-2).sum() <= routed and errors.max() < 0.5
 
 

@@ -162,6 +162,54 @@ def test_a_module_routes_adds_the_shared_experts_and_trains(shared):
     assert np.any(grads["down_proj"][...][-1])
 
 
+SOFTMAX = Router(experts=16, top_k=3, scores="softmax", normalize=True)
+
+
+@pytest.mark.parametrize("shared", [6, 8])
+def test_a_gate_opens_the_shared_experts_of_each_token(shared):
+    """The module without them, and they alone, times a sigmoid of the token."""
+    sizes = dict(dtype="float32", rngs=nnx.Rngs(0))
+    module = MixtureOfExperts(6, 4, SOFTMAX, shared_size=shared, shared_gate=True, **sizes)
+    x = jax.random.normal(jax.random.key(2), (2, 5, 6))
+    flat, gate = x.reshape(-1, 6), module.shared_gate[...]
+    logits = jnp.matmul(flat, module.router[...], precision="highest")
+    ids, weights = route(logits, None, SOFTMAX)
+    gate_up, down = module.gate_up_proj[...], module.down_proj[...]
+    with jax.default_matmul_precision("highest"):
+        routed = dense(flat, ids, weights, gate_up, down)
+        if module.has_shared:
+            alone = module.shared(flat)
+        else:
+            both = jnp.broadcast_to(jnp.array([16, 17], ids.dtype), (10, 2))
+            alone = dense(flat, both, jnp.ones((10, 2)), gate_up, down)
+        wanted = routed + jax.nn.sigmoid(flat @ gate) * alone
+    np.testing.assert_allclose(module(x), wanted.reshape(x.shape), rtol=1e-4, atol=1e-5)
+    grads = nnx.grad(lambda module: (module(x) ** 2).mean())(module)
+    assert np.any(grads["shared_gate"][...])
+
+
+def test_a_gate_without_shared_experts_is_refused():
+    with pytest.raises(ValueError, match="shared_gate=True needs a shared_size above 0"):
+        MixtureOfExperts(6, 4, SOFTMAX, shared_gate=True, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_gate_is_a_column_behind_the_routers(tokens):
+    keys = jax.random.split(jax.random.key(4), 3)
+    x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
+    routers = jax.random.normal(keys[1], (2, 64, 24))
+    gates = jax.random.normal(keys[2], (2, 64, 1))
+    both = np.concatenate([routers[1], gates[1]], axis=-1).astype(np.float64)
+    exact = np.asarray(x, np.float64) @ both
+    place = LayerOf(jnp.int32(1), 1, 0)
+    for found in (
+        router_logits(x, routers, place, gates=gates),
+        router_logits(x, split_router(routers, gates), place, gates=gates[:, :0]),
+    ):
+        assert found.shape == (tokens, 32) and not np.any(found[:, 25:])
+        np.testing.assert_allclose(found[:, :25], exact, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_a_router_in_halves_chooses_as_float32_does(tokens):
     keys = jax.random.split(jax.random.key(4), 2)

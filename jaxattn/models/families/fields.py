@@ -28,6 +28,19 @@ class Fields:
     values: Mapping[str, Any]
     where: str
 
+    def text(self) -> "Fields":
+        """The fields of the text model: those of `text_config` too, where there is one. A field
+        that both have is the outer one's.
+
+        Raises:
+            ConfigError: `text_config` is no object.
+        """
+        inner = self.values.get("text_config") or {}
+        if not isinstance(inner, dict):
+            raise self._error("text_config", "must be an object", inner)
+        outer = {name: value for name, value in self.values.items() if name != "text_config"}
+        return Fields({**inner, **outer}, self.where)
+
     def integer(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
@@ -70,18 +83,40 @@ class Fields:
             choices = " or ".join(map(shown, allowed))
             raise self._error(name, f"is implemented as {choices} only", value)
 
-    def rope(self, dim: int) -> RopeConfig:
-        """Plain RoPE or YaRN, in the spelling of either time: `rope_scaling` beside `rope_theta`,
-        or both in `rope_parameters`."""
+    def rotated(self, head_dim: int, default: float = 1.0) -> int:
+        """How many dims of a head turn, by `partial_rotary_factor`."""
+        nested, _ = self._rope_objects()
+        holder = Fields(nested, f"{self.where}: rope_parameters")
+        name = "partial_rotary_factor"
+        part = (holder if name in nested else self).number(name, default)
+        dims = round(part * head_dim)
+        if dims != part * head_dim or dims % 2 or dims > head_dim:
+            raise self._error(name, f"must give an even part of {head_dim} dims", part)
+        return dims
+
+    def _rope_objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(rope_parameters, what says the scaling)."""
         nested = self.values.get("rope_parameters") or {}
         scaling = self.values.get("rope_scaling") or nested
         if not isinstance(nested, dict) or not isinstance(scaling, dict):
             raise self._error("rope_scaling", "must be an object or null", scaling)
+        return nested, scaling
+
+    def rope(self, dim: int, *, interleaved: bool | None = None) -> RopeConfig:
+        """Plain RoPE or YaRN, in the spelling of either time: `rope_scaling` beside `rope_theta`,
+        or both in `rope_parameters`.
+
+        Args:
+            dim: dims that turn.
+            interleaved: their layout; None reads `rope_interleave`, of heads that turn as a whole.
+        """
+        nested, scaling = self._rope_objects()
         holder = Fields(nested, self.where) if "rope_theta" in nested else self
         base = holder.number("rope_theta", 10000.0)
-        for each in (self, Fields(nested, f"{self.where}: rope_parameters")):
-            each.require("partial_rotary_factor", 1.0)
-        interleaved = self.flag("rope_interleave", True)
+        if interleaved is None:
+            for each in (self, Fields(nested, f"{self.where}: rope_parameters")):
+                each.require("partial_rotary_factor", 1.0)
+            interleaved = self.flag("rope_interleave", True)
         kind = scaling.get("type", scaling.get("rope_type", "default"))
         if kind in ("default", None):
             return RopeConfig(dim, theta=base, interleaved=interleaved)

@@ -13,8 +13,9 @@ routing than by sigmoid with a correction bias.
 """
 
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import deepseek, mla
+from jaxattn.models.families import deepseek
 from jaxattn.models.families.fields import Fields
+from jaxattn.models.families.layers import read_decoder
 
 MODEL_TYPES = ("glm4_moe_lite",)
 
@@ -27,7 +28,7 @@ def read_model(fields: Fields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    return mla.read_decoder(fields, deepseek.read_blocks(fields, _dense_layers(fields)))
+    return read_decoder(fields, deepseek.read_blocks(fields, _dense_layers(fields)))
 
 
 def _dense_layers(fields: Fields) -> list[bool]:

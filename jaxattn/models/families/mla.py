@@ -1,28 +1,8 @@
-"""What families with DeepSeek's MLA share: fields of the decoder, and tensors of their layers."""
+"""What families with DeepSeek's MLA share: its fields and its tensors."""
 
-from jaxattn.models.blocks import MLA, Block, Stream
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.blocks import MLA
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.placing import LayerPlace, Placed
-
-
-def read_decoder(fields: Fields, blocks: tuple[Block, ...]) -> DecoderModel:
-    """The decoder of these blocks, in bfloat16."""
-    return DecoderModel(
-        DecoderSpec(
-            vocab_size=fields.integer("vocab_size"),
-            stream=Stream(
-                hidden_size=fields.integer("hidden_size"),
-                eps=fields.number("rms_norm_eps", 1e-6),
-                dtype="bfloat16",
-                param_dtype="bfloat16",
-                out_init_scale=(2 * len(blocks)) ** -0.5,
-            ),
-            blocks=blocks,
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-        )
-    )
 
 
 def read_attention(fields: Fields) -> MLA:
@@ -37,13 +17,6 @@ def read_attention(fields: Fields) -> MLA:
         rope=fields.rope(fields.integer("qk_rope_head_dim")),
         lora_norm_eps=1e-6,  # whatever rms_norm_eps says: transformers builds them without it
     )
-
-
-def norms(place: LayerPlace, hidden: int) -> list[Placed]:
-    return [
-        place.vector("input_layernorm", hidden, "norm"),
-        place.vector("post_attention_layernorm", hidden, "mlp_norm"),
-    ]
 
 
 def attention(place: LayerPlace, mixer: MLA, hidden: int) -> list[Placed]:
@@ -66,12 +39,4 @@ def attention(place: LayerPlace, mixer: MLA, hidden: int) -> list[Placed]:
         place.vector("self_attn.kv_a_layernorm", rank, "mixer", "kv_a_norm"),
         *place.kv_b("self_attn.kv_b_proj", heads, keys, values, rank),
         place.linear("self_attn.o_proj", hidden, heads * values, "mixer", "o_proj"),
-    ]
-
-
-def mlp(place: LayerPlace, hidden: int, width: int) -> list[Placed]:
-    return [
-        place.linear("mlp.gate_proj", width, hidden, "mlp", "gate_proj"),
-        place.linear("mlp.up_proj", width, hidden, "mlp", "up_proj"),
-        place.linear("mlp.down_proj", hidden, width, "mlp", "down_proj"),
     ]

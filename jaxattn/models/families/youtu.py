@@ -3,10 +3,13 @@
 Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE than YaRN.
 """
 
+from collections.abc import Collection
+
 from jaxattn.models.blocks import MLA, MLP, Block
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families.fields import Fields
-from jaxattn.models.families.mla import attention, mlp, norms, read_attention, read_decoder
+from jaxattn.models.families.layers import mlp, norms, read_decoder
+from jaxattn.models.families.mla import attention, read_attention
 from jaxattn.models.placing import Placed, ends, layer_places
 
 MODEL_TYPES = ("youtu", "youtu_llm")
@@ -33,8 +36,8 @@ def skipped(fields: Fields) -> tuple[str, ...]:
     return ()
 
 
-def placed(model: DecoderModel) -> list[Placed]:
-    """Every tensor of a checkpoint, and where it goes."""
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
     spec = model.spec
     found = ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):

@@ -1,0 +1,57 @@
+"""Qwen3.5 and 3.6: gated delta nets and gated attention, with dense MLPs or with experts.
+
+`model_type` qwen3_5 or qwen3_5_moe, whose fields are in `text_config`, or the text model's own,
+qwen3_5_text or qwen3_5_moe_text. Of a model with a vision tower the text model is read: its three
+axes of positions are one for text, so that its rotation is plain RoPE. Tensors are named
+`model.language_model.*`, or `model.*`; experts are one tensor each, or a layer's are fused in two.
+
+The vision tower and the prediction layers (mtp.*) are not read.
+
+Refused: biases in attention, ungated attention, other activations than SiLU, weights of chosen
+experts that are not normalised.
+"""
+
+from collections.abc import Collection
+
+from jaxattn.models.blocks import GDN, MLP
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families import qwen_hybrid
+from jaxattn.models.families.fields import Fields
+from jaxattn.models.placing import LayerPlace, Placed
+
+WITH_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe_text")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", *WITH_EXPERTS)
+
+
+def read_model(fields: Fields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    if fields.values["model_type"] in WITH_EXPERTS:
+        return qwen_hybrid.read_model(fields, qwen_hybrid.read_experts(fields))
+    mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
+    return qwen_hybrid.read_model(fields, mlp)
+
+
+def skipped(fields: Fields) -> tuple[str, ...]:
+    """Beginnings of tensors that are not read: vision tower and prediction layers."""
+    return (*qwen_hybrid.VISION, *qwen_hybrid.PREDICTION)
+
+
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    return qwen_hybrid.placed(model, names, _projections)
+
+
+def _projections(place: LayerPlace, mixer: GDN, hidden: int) -> list[Placed]:
+    name, heads = "linear_attn.in_proj", mixer.num_v_heads
+    values, mixed = heads * mixer.head_v_dim, mixer.conv_dim
+    both, gates = ("mixer", "in_proj_qkvz"), ("mixer", "in_proj_ba")
+    return [
+        place.linear(f"{name}_qkv", mixed, hidden, *both),
+        place.linear(f"{name}_z", values, hidden, *both, first=mixed),
+        place.linear(f"{name}_b", heads, hidden, *gates),
+        place.linear(f"{name}_a", heads, hidden, *gates, first=heads),
+    ]

@@ -1,0 +1,120 @@
+"""What Qwen3-Next and Qwen3.5 share: gated delta nets, and in every few layers gated attention.
+
+The norms before the blocks, the last one and those of heads are published as w of 1 + w, which
+bfloat16 would round away: their weights are float32 here. The norm behind the delta rule is plain.
+"""
+
+from collections.abc import Callable, Collection
+
+from jaxattn.models.blocks import GDN, GQA, MLP, Block, FeedForward, MoE
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families import experts, layers
+from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.families.gqa import attention, read_attention
+from jaxattn.models.placing import LayerPlace, OnePlus, Placed, ends, layer_places
+from jaxattn.ops.moe import Router
+
+# Of a checkpoint with a vision tower, and of the text model alone.
+PREFIXES = ("model.language_model", "model")
+PREDICTION, VISION = ("mtp.",), ("model.visual.", "visual.")
+
+_INTERVAL = "full_attention_interval"
+
+
+def read_model(fields: Fields, feed_forward: FeedForward) -> DecoderModel:
+    """The decoder of a config.json, with the same feed-forward in every layer.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields.require("hidden_act", "silu")
+    fields.require("attn_output_gate", True)
+    fields.require("output_gate_type", "silu", "swish")
+    fields.require("mamba_ssm_dtype", "float32")
+    full = read_attention(fields, gated=True, rotated=0.25)
+    delta = GDN(
+        num_k_heads=fields.integer("linear_num_key_heads"),
+        num_v_heads=fields.integer("linear_num_value_heads"),
+        head_k_dim=fields.integer("linear_key_head_dim"),
+        head_v_dim=fields.integer("linear_value_head_dim"),
+        conv_width=fields.integer("linear_conv_kernel_dim", least=2),
+    )
+    blocks = tuple(Block(full if each else delta, feed_forward) for each in _attends(fields))
+    return layers.read_decoder(fields, blocks, norm_dtype="float32")
+
+
+def _attends(fields: Fields) -> list[bool]:
+    """Whether each layer is attention."""
+    count = fields.integer("num_hidden_layers")
+    if fields.values.get("layer_types") is not None:
+        words = fields.words("layer_types", count, "linear_attention", "full_attention")
+        return [word == "full_attention" for word in words]
+    every = fields.integer(_INTERVAL)
+    if every > count:
+        raise ConfigError(
+            f"{fields.where}: {_INTERVAL}={every:,} is more than num_hidden_layers={count:,}"
+        )
+    return [(layer + 1) % every == 0 for layer in range(count)]
+
+
+def read_experts(fields: Fields) -> MoE:
+    """Experts in every layer, and a shared one behind a gate."""
+    fields.require("decoder_sparse_step", 1)
+    fields.require("mlp_only_layers", [], None)
+    fields.require("norm_topk_prob", True)
+    router = Router(
+        experts=fields.integer("num_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        scores="softmax",
+        normalize=True,
+    )
+    return MoE(
+        expert_size=fields.integer("moe_intermediate_size"),
+        router=router,
+        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def placed(
+    model: DecoderModel,
+    names: Collection[str],
+    delta: Callable[[LayerPlace, GDN, int], list[Placed]],
+) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes.
+
+    Args:
+        names: of a folder's tensors: they say the prefix, and whether experts are fused.
+        delta: the input projections of a gated delta net.
+    """
+    spec = model.spec
+    hidden, plus = spec.stream.hidden_size, OnePlus()
+    prefix = next((p for p in PREFIXES if any(n.startswith(f"{p}.") for n in names)), "model")
+    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    found = ends(spec, prefix, plus)
+    for place, block in zip(layer_places(spec, f"{prefix}.layers"), spec.blocks, strict=True):
+        found += layers.norms(place, hidden, plus)
+        if isinstance(block.mixer, GQA):
+            found += attention(place, block.mixer, hidden, plus)
+        elif isinstance(block.mixer, GDN):
+            found += delta(place, block.mixer, hidden) + _behind(place, block.mixer, hidden)
+        if isinstance(block.feed_forward, MLP):
+            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
+        elif isinstance(block.feed_forward, MoE):
+            found += experts.placed(
+                place, hidden, block.feed_forward, shared="mlp.shared_expert", fused=fused
+            )
+    return found
+
+
+def _behind(place: LayerPlace, mixer: GDN, hidden: int) -> list[Placed]:
+    """What follows the input projections of a gated delta net."""
+    name, heads = "linear_attn", mixer.num_v_heads
+    values = heads * mixer.head_v_dim
+    return [
+        place.taps(f"{name}.conv1d", mixer.conv_dim, mixer.conv_width, "mixer", "conv1d"),
+        place.plain(f"{name}.A_log", (heads,), "mixer", "A_log"),
+        place.plain(f"{name}.dt_bias", (heads,), "mixer", "dt_bias"),
+        place.vector(f"{name}.norm", mixer.head_v_dim, "mixer", "norm"),
+        place.linear(f"{name}.out_proj", hidden, values, "mixer", "out_proj"),
+    ]
