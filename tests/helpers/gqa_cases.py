@@ -7,7 +7,6 @@ layer is NaN; block tables end, and begin left of a window, in page numbers that
 import dataclasses
 from typing import Any
 
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
