@@ -32,6 +32,7 @@ from jaxattn.kernels.mla_decode.schedule import PAGE
 
 PRODUCT = plgpu.Layout.WGMMA
 CLEARED = 64  # dims of values that are cleared at a time
+MANY_NUMBERS = 2048  # of an output [D, N]
 
 
 def make_body(
@@ -70,6 +71,9 @@ def make_body(
     tokens = min(page_size, PAGE)
     rows = min(head_dim, 128)  # of a product of values
     blocks = head_dim // rows
+    # Three warpgroups have 168 registers each, or 40, 232 and 232. The producer gives some away
+    # where outputs and descriptors of the products' tiles are many.
+    many_registers = columns * head_dim >= MANY_NUMBERS
 
     def over_keys(vector: jax.Array) -> jax.Array:
         """Of each packed row, for its scores."""
@@ -273,7 +277,17 @@ def make_body(
             partial_lse_ref,
         )  # fmt: skip
         epilogue = Epilogue(wg, memory, outputs, sinks_ref, gate_ref, interpret)
-        pl.when(wg == CONSUMERS)(lambda: produce(part, q_ref, mine, memory))
-        pl.when(wg < CONSUMERS)(lambda: consume(part, wg, tile * columns, epilogue))
+
+        @pl.when(wg == CONSUMERS)
+        def _produce():
+            if many_registers:
+                plgpu.set_max_registers(40, action="decrease")
+            produce(part, q_ref, mine, memory)
+
+        @pl.when(wg < CONSUMERS)
+        def _consume():
+            if many_registers:
+                plgpu.set_max_registers(232, action="increase")
+            consume(part, wg, tile * columns, epilogue)
 
     return body

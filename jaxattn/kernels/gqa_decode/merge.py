@@ -125,7 +125,8 @@ def merge(
     every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in range(CONSUMERS)]
     top = functools.reduce(jnp.maximum, every_top)
     factors = [jnp.exp2(one - top) for one in every_top]
-    total = sum(n * factor for n, factor in zip(every_total, factors, strict=True))
+    weighed = [n * factor for n, factor in zip(every_total, factors, strict=True)]
+    total = functools.reduce(jnp.add, weighed)
     # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a packed row that
     # sees no key the product is 0 * V, NaN where V is.
     empty = total == 0
@@ -146,7 +147,7 @@ def merge(
         both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
         share = jnp.where(empty, -1.0, share)
         shares = [wide(jnp.where(empty, -1.0, factor * share)) for factor in factors]
-        out = sum(x * by for x, by in zip(both, shares, strict=True))
+        out = functools.reduce(jnp.add, [x * by for x, by in zip(both, shares, strict=True)])
         return jnp.where(shares[0] < 0, 0.0, out)
 
     def write(first: Any, width: int) -> None:

@@ -67,8 +67,8 @@ class Pairs(Part):
         """The first key that any of its query tokens sees; None without a window."""
         if self.window is None:
             return None
-        queries = self.queries_of(pair)
-        queries = self.q_len if queries is None else queries
+        given = self.queries_of(pair)
+        queries = self.q_len if given is None else given
         return window_start(self.length_of(pair), queries, self.window)
 
     def first_step_of(self, pair: jax.Array) -> jax.Array:
