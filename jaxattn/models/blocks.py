@@ -283,6 +283,11 @@ class GQA(Mixer):
         of_window = "" if self.window is None else f" of the last {self.window}"
         return f"keys and values{of_window}"
 
+    @property
+    def array(self) -> str:
+        """The name of the cache's array: layers of another window have another."""
+        return "kv_cache" if self.window is None else f"kv_cache_{self.window}"
+
     def build(self, stream: Stream, rngs: nnx.Rngs) -> GroupedQueryAttention:
         return GroupedQueryAttention(
             stream.hidden_size,
@@ -307,6 +312,7 @@ class GQA(Mixer):
             heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=jnp.dtype(stream.dtype),
+            array=self.array,
         )
 
     def scratch(
@@ -334,14 +340,14 @@ class GQA(Mixer):
     ) -> tuple[Array, Arrays]:
         y, kv_cache = module.prefill(
             x,
-            arrays["kv_cache"],
+            arrays[self.array],
             block_tables=batch.block_tables,
             seq_lens=batch.seq_lens,
             query_lens=batch.query_lens,
             layer=layer,
             implementation=implementation,
         )
-        return y, {"kv_cache": kv_cache}
+        return y, {self.array: kv_cache}
 
     def decode(
         self,
@@ -357,7 +363,7 @@ class GQA(Mixer):
     ) -> tuple[Array, Arrays, Arena]:
         y, kv_cache, after = module.decode(
             x,
-            arrays["kv_cache"],
+            arrays[self.array],
             block_tables=batch.block_tables,
             seq_lens=batch.seq_lens,
             layer=layer,
@@ -366,7 +372,7 @@ class GQA(Mixer):
             **shared,
         )
         assert after is not None  # an arena came in
-        return y, {"kv_cache": kv_cache}, after
+        return y, {self.array: kv_cache}, after
 
     def shared(
         self,

@@ -36,15 +36,17 @@ class KeyValuePages(LayerCache):
         heads: Hk, key-value heads.
         head_dim: D.
         dtype: of keys and values.
+        array: the name of their array, where another cache of the model has a `kv_cache`.
     """
 
     heads: int
     head_dim: int
     dtype: DTypeLike
+    array: str = "kv_cache"
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.layers, size.pages, 2, size.page_size, self.heads, self.head_dim)
-        return {"kv_cache": jax.ShapeDtypeStruct(shape, self.dtype)}
+        return {self.array: jax.ShapeDtypeStruct(shape, self.dtype)}
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         layers, pages, _, page_size, heads, dim = shape.shape

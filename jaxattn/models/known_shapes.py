@@ -19,7 +19,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.fp8_blocks import BLOCK, block_counts
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import LayerCache
-from jaxattn.models.blocks import GDN, MLA, MLP, MoE
+from jaxattn.models.blocks import GDN, GQA, MLA, MLP, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
 from jaxattn.models.parts import divided, part_of
@@ -83,7 +83,7 @@ class BuiltModel(KnownModel):
     @property
     def num_heads(self) -> int:
         mixers = self.model.spec.mixers.values()
-        return next((each.num_heads for each in mixers if isinstance(each, MLA)), 0)
+        return max((each.num_heads for each in mixers if isinstance(each, MLA | GQA)), default=0)
 
     @property
     def dtype(self) -> str:
@@ -96,6 +96,9 @@ class BuiltModel(KnownModel):
         for mixer in spec.mixers.values():
             if isinstance(mixer, MLA):
                 found |= _of_mla(mixer)
+            elif isinstance(mixer, GQA):
+                heads = max(found["num_heads"], mixer.num_heads)
+                found |= {"num_heads": heads, "qk_dim": mixer.head_dim, "v_dim": mixer.head_dim}
             elif isinstance(mixer, GDN):
                 found |= {
                     "state_heads": mixer.num_v_heads,
@@ -105,7 +108,7 @@ class BuiltModel(KnownModel):
                 }
             else:
                 raise ValueError(
-                    f"a plan for several GPUs bounds MLA and GDN layers; {self.name} has "
+                    f"a plan for several GPUs bounds MLA, GQA and GDN layers; {self.name} has "
                     f"{type(mixer).__name__} layers"
                 )
         kinds = {block.feed_forward for block in spec.blocks}

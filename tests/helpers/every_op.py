@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxattn import gdn, mla
+from jaxattn import gdn, gqa, mla
 from jaxattn.core.rope import RopeConfig, rotation, softmax_scale
-from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
+from jaxattn.nn import (
+    GatedDeltaNet,
+    GatedMLP,
+    GroupedQueryAttention,
+    Linear,
+    MultiHeadLatentAttention,
+    RMSNorm,
+)
 from jaxattn.ops.norm import rms_norm_layer
 
 CONFIG = RopeConfig(dim=4)
@@ -19,6 +26,7 @@ HIDDEN, PAGES, PAGE, SLOTS = 16, 8, 4, 4
 RANK, NOPE, ROPE, VALUES = 8, 6, 4, 5
 LATENT = RANK + ROPE
 DK, DV, WIDTH = 8, 6, 4
+HEAD = 8  # of grouped-query attention
 
 
 def mla_module(num_heads: int) -> MultiHeadLatentAttention:
@@ -37,6 +45,22 @@ def mla_module(num_heads: int) -> MultiHeadLatentAttention:
 def gdn_module(num_k_heads: int, num_v_heads: int) -> GatedDeltaNet:
     kwargs = dict(head_k_dim=DK, head_v_dim=DV, dtype=np.float32, rngs=nnx.Rngs(0))
     return GatedDeltaNet(HIDDEN, num_k_heads, num_v_heads, **kwargs)
+
+
+def gqa_module(num_heads: int, num_kv_heads: int) -> GroupedQueryAttention:
+    return GroupedQueryAttention(
+        HIDDEN,
+        num_heads,
+        num_kv_heads,
+        HEAD,
+        rope=CONFIG,
+        qk_norm=True,
+        gated=True,
+        window=4,
+        sinks=True,
+        dtype=np.float32,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def module(make: Any, method: str = "__call__") -> Any:
@@ -68,6 +92,11 @@ OPS = {
     "pack_mla_weights": mla.pack_mla_weights,
     "mla.decode_schedule": mla.decode_schedule,
     "mla.scratch": mla.scratch,
+    "gqa_decode": gqa.gqa_decode,
+    "gqa_prefill": gqa.gqa_prefill,
+    "gqa_attention": gqa.gqa_attention,
+    "gqa_cache_write": gqa.gqa_cache_write,
+    "gqa.scratch": gqa.scratch,
     "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
     "recurrent_gated_delta_rule": gdn.recurrent_gated_delta_rule,
     "gated_delta_rule_prefill": gdn.gated_delta_rule_prefill,
@@ -89,6 +118,9 @@ OPS = {
     "MultiHeadLatentAttention": module(mla_module),
     "MultiHeadLatentAttention.prefill": module(mla_module, "prefill"),
     "MultiHeadLatentAttention.decode": module(mla_module, "decode"),
+    "GroupedQueryAttention": module(gqa_module),
+    "GroupedQueryAttention.prefill": module(gqa_module, "prefill"),
+    "GroupedQueryAttention.decode": module(gqa_module, "decode"),
     "GatedDeltaNet": module(gdn_module),
     "GatedDeltaNet.prefill": module(gdn_module, "prefill"),
     "GatedDeltaNet.decode": module(gdn_module, "decode"),
@@ -135,6 +167,17 @@ def arguments(
     slots = dict(state_indices=np.arange(batch, dtype=np.int32))
     A_log, dt_bias = draw(values), draw(values)
     mla_sizes = dict(sizes=dict(num_heads=heads))
+    gqa_sizes = dict(sizes=dict(num_heads=heads, num_kv_heads=keys))
+    pairs = draw(2, PAGES, 2, PAGE, keys, HEAD)
+    grouped = dict(
+        q=draw(batch, tokens, heads, HEAD),
+        scale=0.3,
+        window=4,
+        soft_cap=2.0,
+        sinks=draw(heads),
+        gate=draw(batch, tokens, heads, HEAD),
+    )
+    of_keys = draw(batch, tokens, keys, HEAD)
     gdn_sizes = dict(sizes=dict(num_k_heads=keys, num_v_heads=values))
     x = dict(x=draw(batch, tokens, HIDDEN))
     pools = dict(
@@ -198,6 +241,17 @@ def arguments(
         "pack_mla_weights": lambda: dict(kv_norm=draw(RANK), rope_dim=ROPE),
         "mla.decode_schedule": lambda: dict(seq_lens=paged["seq_lens"]) | schedule,
         "mla.scratch": lambda: dict(batch=batch, kv_lora_rank=RANK) | schedule,
+        "gqa_decode": lambda: paged | new | grouped | dict(kv_cache=pairs),
+        "gqa_prefill": lambda: (
+            paged | new | grouped | dict(kv_cache=pairs, k=of_keys, v=of_keys / 2)
+        ),
+        "gqa_attention": lambda: (
+            grouped | dict(k=of_keys, v=of_keys / 2, lengths=ints(*[tokens] * batch))
+        ),
+        "gqa_cache_write": lambda: paged | new | dict(kv_cache=pairs, k=of_keys, v=of_keys / 2),
+        "gqa.scratch": lambda: (
+            dict(batch=batch, num_kv_heads=keys, head_dim=HEAD, dtype=np.float32) | schedule
+        ),
         "chunk_gated_delta_rule": lambda: qkv | gates | dict(output_final_state=True, scale=0.5),
         "recurrent_gated_delta_rule": lambda: (
             qkv | gates | dict(output_final_state=True, scale=0.5)
@@ -261,6 +315,9 @@ def arguments(
         "MultiHeadLatentAttention.decode": lambda: (
             x | mla_sizes | paged | new | dict(kv_cache=stack)
         ),
+        "GroupedQueryAttention": lambda: x | gqa_sizes,
+        "GroupedQueryAttention.prefill": lambda: x | gqa_sizes | paged | new | dict(kv_cache=pairs),
+        "GroupedQueryAttention.decode": lambda: x | gqa_sizes | paged | new | dict(kv_cache=pairs),
         "GatedDeltaNet": lambda: x | gdn_sizes,
         "GatedDeltaNet.prefill": lambda: (
             x | gdn_sizes | pools | slots | new | dict(seq_lens=paged["seq_lens"])

@@ -387,12 +387,15 @@ OF_THE_BATCH += ("block_tables", "seq_lens", "query_lens", "state_indices")
 REFUSING = {
     "MultiHeadLatentAttention.prefill": "mla_cache_write",
     "MultiHeadLatentAttention.decode": "mla_append",
+    "GroupedQueryAttention.prefill": "gqa_cache_write",
+    "GroupedQueryAttention.decode": "gqa_cache_write",
     "GatedDeltaNet": "chunk_gated_delta_rule",
     "GatedDeltaNet.prefill": "state_read",
     "GatedDeltaNet.decode": "gated_delta_net_decode",
 }
 for refusing in (
     *("mla_decode", "mla_prefill", "mla_cache_write", "mla_append", "mla.decode_schedule"),
+    *("gqa_decode", "gqa_prefill", "gqa_cache_write"),
     *("chunk_gated_delta_rule", "gated_delta_rule_prefill", "gated_delta_rule_decode"),
     *("gated_delta_net_decode", "causal_conv1d_update", "state_read", "state_write"),
 ):

@@ -9,25 +9,35 @@ import pytest
 from tests.helpers.every_op import OPS, arguments
 
 MLA_MODULE = [name for name in OPS if name.startswith("MultiHeadLatentAttention")]
-# The mixers of MLA need a row, a token and a head.
+GQA = [name for name in OPS if name.startswith(("gqa", "GroupedQueryAttention"))]
+# The mixers of MLA and GQA need a row, a token and a head.
 NOT_EMPTY = [
     *("mla_decode", "mla_prefill", "mla_cache_write", "mla_append", "absorb_query"),
     *("absorb_output", "causal_attention", "mla.decode_schedule", "mla.scratch", *MLA_MODULE),
+    *GQA,
 ]
 REFUSED = {
     "batch": NOT_EMPTY,
     "tokens": [*NOT_EMPTY, "gated_delta_net_decode", "GatedDeltaNet.decode"],
-    "heads": [name for name in NOT_EMPTY if name not in ("mla_cache_write", "mla_append")],
+    "heads": [
+        name
+        for name in NOT_EMPTY
+        if name not in ("mla_cache_write", "mla_append", "gqa_cache_write")
+    ],
     "keys": [
         name
         for name in OPS
         if name in ("pack_gdn_weights", "gated_delta_net_decode")
         or name.startswith("GatedDeltaNet")
         or "delta_rule" in name
+        or name in GQA
     ],
     "features": ["rms_norm_layer", "RMSNorm", "Linear", "GatedMLP"],
 }
-REFUSED["values"] = [*REFUSED["keys"], "gdn.scratch"]
+REFUSED["values"] = [
+    *(name for name in REFUSED["keys"] if name not in GQA),
+    "gdn.scratch",
+]
 
 
 POOLS = ("state", "kv_cache", "conv_state", "ssm_state", "pool")

@@ -7,14 +7,35 @@ import pytest
 
 from jaxattn import gdn, mla
 from jaxattn.core.dispatch import with_gradient_of
-from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
+from jaxattn.nn import (
+    GatedDeltaNet,
+    GatedMLP,
+    GroupedQueryAttention,
+    Linear,
+    MultiHeadLatentAttention,
+    RMSNorm,
+)
 from tests.helpers.every_op import OPS, arguments
 
 MODULES = {
     module.__name__: module
-    for module in (GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm)
+    for module in (
+        GatedDeltaNet,
+        GatedMLP,
+        GroupedQueryAttention,
+        Linear,
+        MultiHeadLatentAttention,
+        RMSNorm,
+    )
 }
-NOT_OF_FLOATS = ("rotation", "softmax_scale", "mla.decode_schedule", "mla.scratch", "gdn.scratch")
+NOT_OF_FLOATS = (
+    "rotation",
+    "softmax_scale",
+    "mla.decode_schedule",
+    "mla.scratch",
+    "gqa.scratch",
+    "gdn.scratch",
+)
 IN_BOTH = [name for name in OPS if name not in NOT_OF_FLOATS]
 
 

@@ -78,7 +78,6 @@ def gqa_attention(
     else:
         but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
-    refuse_explicit_axes(arguments.op, q, k, v, lengths, sinks, gate)
 
     def xla() -> tuple[jax.Array, jax.Array]:
         return _attend(q, k, v, None, None, lengths, lengths, None, sinks, gate, scores=scores)

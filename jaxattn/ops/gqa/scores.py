@@ -125,7 +125,9 @@ def finish(
     out, lse = state.finish(jnp.broadcast_to(rows_see, state.top.shape))
     out, lse = ungrouped(out, tokens), ungrouped(lse, tokens)
     if gate is not None:
-        out = jnp.where(sees[..., None, None], out * jax.nn.sigmoid(gate.astype(out.dtype)), 0)
+        # Before the sigmoid: the gradient of a NaN at padding would be NaN.
+        gate = jnp.where(sees[..., None, None], gate, 0).astype(out.dtype)
+        out = out * jax.nn.sigmoid(gate)
     return out, lse
 
 
