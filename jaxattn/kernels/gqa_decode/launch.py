@@ -23,8 +23,8 @@ from jaxattn.kernels.gqa_decode.body import make_body
 from jaxattn.kernels.gqa_decode.combine import combine
 from jaxattn.kernels.gqa_decode.memory import (
     CONSUMERS,
-    MOST_COLUMNS,
     block_columns,
+    refusal,
     scratch_types,
     steps_in_flight,
 )
@@ -32,8 +32,6 @@ from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule, m
 from jaxattn.kernels.gqa_decode.scratch import spec_of
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 from jaxattn.kernels.mla_decode.schedule import may_split
-
-PAGE_SIZES = (16, 32, 64, 128)
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
@@ -43,21 +41,11 @@ def refuse(q: Any, kv_cache: Any) -> None:
         q: [B, S, H, D], an array or its shape.
         kv_cache: [..., N, 2, C, Hk, D], likewise.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != kv_cache.dtype:
-        raise NotImplementedError(
-            "gqa_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
-            f"q {q.dtype.name}, kv_cache {kv_cache.dtype.name}"
-        )
-    if q.shape[-1] not in MOST_COLUMNS:
-        raise NotImplementedError(
-            f"gqa_decode: the kernel has head_dim 64, 128 and 256, and q {q.shape} has "
-            f"{q.shape[-1]}"
-        )
-    if kv_cache.shape[-3] not in PAGE_SIZES:
-        raise NotImplementedError(
-            "gqa_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
-            f"{kv_cache.shape} has {kv_cache.shape[-3]}"
-        )
+    reason = refusal(q.dtype, q.shape[-1], kv_cache.shape[-3])
+    if q.dtype != kv_cache.dtype:
+        reason = f"a cache of the dtype of q, {q.dtype.name}, and it has {kv_cache.dtype.name}"
+    if reason is not None:
+        raise NotImplementedError(f"gqa_decode: the kernel wants {reason}")
 
 
 def gqa_decode_mosaic(

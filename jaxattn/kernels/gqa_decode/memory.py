@@ -11,6 +11,8 @@ from jaxattn.kernels.hopper.machine import RESERVED_BYTES, SHARED_BYTES, swizzle
 from jaxattn.kernels.mla_decode.columns_memory import MARGIN
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+PAGE_SIZES = (16, 32, 64, 128)
 CONSUMERS = 2  # warpgroups that take a part's steps in turns; one more loads
 QUERIES = 2  # pieces whose queries are in shared memory
 ACROSS = 8  # columns of a product come in eights
@@ -21,6 +23,17 @@ MOST_COLUMNS = {64: 64, 128: 64, 256: 24}
 # are 128 KB or more, of which some are being read.
 MOST_STEPS = {64: 5, 128: 3, 256: 1}
 BARRIER_BYTES = 1024  # more than the barriers take
+
+
+def refusal(dtype: Any, head_dim: int, page_size: int) -> str | None:
+    """What the kernel wants in the place of these; None where it takes them."""
+    if jnp.dtype(dtype) not in DTYPES:
+        return f"q of bfloat16 or float16, and got {jnp.dtype(dtype).name}"
+    if head_dim not in MOST_COLUMNS:
+        return f"head_dim 64, 128 or 256, and got {head_dim}"
+    if page_size not in PAGE_SIZES:
+        return f"pages of 16, 32, 64 or 128 tokens, and got {page_size}"
+    return None
 
 
 def block_columns(rows: int, head_dim: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.checks import check_sizes
-from jaxattn.kernels.gqa_decode.memory import block_columns
+from jaxattn.kernels.gqa_decode.memory import block_columns, refusal
 from jaxattn.kernels.gqa_decode.schedule import most_steps, num_parts
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.schedule import may_split
@@ -41,6 +41,7 @@ def scratch(
         Regions `out` [B * Hk, rows, D], row s * group + j of a pair, S * group rounded up to 8;
         and, for pairs that may be cut, `partial_out` float32 [parts, 2, rows, D], parts at most
         132: 1 MiB for 32 query heads over 8 of 128 dims, whatever the batch and the context.
+        Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
 
     Raises:
         ValueError: a size is not a positive integer; it is named.
@@ -48,6 +49,8 @@ def scratch(
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
     check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages, window=window or 1)
+    if refusal(dtype, head_dim, page_size):
+        return ArenaSpec()
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     steps = most_steps(max_pages, page_size, q_len, window)
     pairs = batch * num_kv_heads
