@@ -49,7 +49,7 @@ def make_body(
     soft_cap: float | None,
     dtype: Any,
     page_size: int,
-    steps_ahead: int,
+    ahead: tuple[int, int],
     split: bool,
     ordered: bool,
     ragged: bool,
@@ -62,7 +62,7 @@ def make_body(
     Args:
         columns: N, packed rows s * group + j of a block.
         out_rows: packed rows that the output keeps of a pair.
-        steps_ahead: steps of a warpgroup's ring.
+        ahead: steps of a warpgroup's rings, of keys and of values.
         split: whether there are partial results.
         ordered: whether the schedule has an order.
         ragged: whether rows have lengths of their own among the S tokens.
@@ -99,14 +99,14 @@ def make_body(
 
             def step(i, numbers):
                 wg, turn = place_of(done + i)
-                slot = lax.rem(turn, steps_ahead)
                 following = part.numbers(pair, start + i + 1, stop)
                 for kind, to, loaded, read in (
                     (KEYS, memory.keys, memory.keys_loaded, memory.keys_read),
                     (VALUES, memory.values, memory.values_loaded, memory.values_read),
                 ):
+                    slot = lax.rem(turn, ahead[kind])
                     free = functools.partial(plgpu.barrier_wait, read.at[wg, slot])
-                    pl.when(turn >= steps_ahead)(free)
+                    pl.when(turn >= ahead[kind])(free)
                     for j, box in enumerate(part.boxes(kind, pair, numbers, start + i)):
                         some = to.at[wg, slot, pl.ds(j * tokens, tokens)]
                         plgpu.copy_gmem_to_smem(box, some, loaded.at[wg, slot])
@@ -118,11 +118,12 @@ def make_body(
         number, done = part.each_piece(piece, (jnp.int32(0), jnp.int32(0)))
 
         # What nobody waited for: the last steps of each ring, and the last queries.
-        @pl.loop(jnp.maximum(done - CONSUMERS * steps_ahead, 0), done)
-        def _drain(step):
-            wg, turn = place_of(step)
-            for read in (memory.keys_read, memory.values_read):
-                plgpu.barrier_wait(read.at[wg, lax.rem(turn, steps_ahead)])
+        for steps, read in zip(ahead, (memory.keys_read, memory.values_read), strict=True):
+
+            @pl.loop(jnp.maximum(done - CONSUMERS * steps, 0), done)
+            def _drain(step, steps=steps, read=read):
+                wg, turn = place_of(step)
+                plgpu.barrier_wait(read.at[wg, lax.rem(turn, steps)])
 
         @pl.loop(jnp.maximum(number - QUERIES, 0), number)
         def _drain_queries(i):
@@ -209,19 +210,19 @@ def make_body(
             def each(i, carry):
                 top, total, accs = carry
                 step = first + CONSUMERS * i
-                slot = lax.rem(place_of(done + step)[1], steps_ahead)
+                keys_at, values_at = (lax.rem(place_of(done + step)[1], n) for n in ahead)
                 token = first_token + step * PAGE
-                plgpu.barrier_wait(memory.keys_loaded.at[wg, slot])
-                run = functools.partial(scores_of, keys=memory.keys.at[wg, slot])
+                plgpu.barrier_wait(memory.keys_loaded.at[wg, keys_at])
+                run = functools.partial(scores_of, keys=memory.keys.at[wg, keys_at])
                 scores = pl.run_scoped(run, plgpu.ACC((PAGE, columns), jnp.float32))
                 top, p, rescale = soften(scores, token, top)
                 # All four warps have their scores, as they met to exchange them.
-                plgpu.barrier_arrive(memory.keys_read.at[wg, slot])
+                plgpu.barrier_arrive(memory.keys_read.at[wg, keys_at])
                 total = total * over_keys(rescale) + p
                 p_smem[...] = p.astype(dtype)
                 rescale_smem[...] = rescale
-                values = memory.values.at[wg, slot]
-                plgpu.barrier_wait(memory.values_loaded.at[wg, slot])
+                values = memory.values.at[wg, values_at]
+                plgpu.barrier_wait(memory.values_loaded.at[wg, values_at])
                 clear(values, token)
                 plgpu.commit_smem()
                 add = functools.partial(add_values, accs=accs, values=values)
@@ -231,7 +232,7 @@ def make_body(
                     out_type = plgpu.ACC((rows, columns), jnp.float32)
                     accs = pl.run_scoped(lambda *refs: add(refs), *[out_type] * blocks)
                 plgpu.commit_smem()  # all four warps have read the values
-                plgpu.barrier_arrive(memory.values_read.at[wg, slot])
+                plgpu.barrier_arrive(memory.values_read.at[wg, values_at])
                 return top, total, accs
 
             nothing = plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), PRODUCT)

@@ -26,7 +26,7 @@ from jaxattn.kernels.gqa_decode.memory import (
     block_columns,
     refusal,
     scratch_types,
-    steps_in_flight,
+    steps_ahead,
 )
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule, most_steps
 from jaxattn.kernels.gqa_decode.scratch import spec_of
@@ -116,7 +116,7 @@ def gqa_decode_mosaic(
     body = make_body(
         q_len=q_len, group=group, kv_heads=kv_heads, head_dim=dim, columns=columns, out_rows=rows,
         parts=line.parts, scale=scale, window=window, soft_cap=soft_cap, dtype=dtype,
-        page_size=page_size, steps_ahead=steps_in_flight(columns, dim, dtype.itemsize),
+        page_size=page_size, ahead=steps_ahead(columns, dim, dtype.itemsize),
         split=split, ordered=line.order is not None, ragged=query_lens is not None,
         sinks=sinks is not None, gated=gate is not None, interpret=interpret,
     )  # fmt: skip

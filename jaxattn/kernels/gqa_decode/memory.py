@@ -19,9 +19,9 @@ ACROSS = 8  # columns of a product come in eights
 # Dims of K and V, and the most columns for which shared memory has room for a step of each
 # warpgroup beside what they exchange.
 MOST_COLUMNS = {64: 64, 128: 64, 256: 24}
-# Steps of a warpgroup in flight: 64 KB of a multiprocessor hide the memory's latency, and so many
-# are 128 KB or more, of which some are being read.
-MOST_STEPS = {64: 5, 128: 3, 256: 1}
+# Steps of a warpgroup whose keys, and whose values, are in shared memory or on their way there:
+# 64 KB of a multiprocessor hide the memory's latency, and so many are twice that and more.
+MOST_STEPS = {64: (5, 5), 128: (3, 3), 256: (1, 2)}
 BARRIER_BYTES = 1024  # more than the barriers take
 
 
@@ -42,20 +42,22 @@ def block_columns(rows: int, head_dim: int) -> tuple[int, int]:
     return -(-rows // (ACROSS * tiles)) * ACROSS, tiles
 
 
-def steps_in_flight(columns: int, head_dim: int, itemsize: int) -> int:
-    """Steps of each warpgroup that shared memory has room for."""
+def steps_ahead(columns: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Steps of each warpgroup that there is room for, of keys and of values, whose place is free
+    again later."""
     exchanged = CONSUMERS * columns * (PAGE + head_dim + 2 * MARGIN + 4) * 4
     operands = columns * (QUERIES * head_dim + CONSUMERS * PAGE) * itemsize
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - exchanged - operands
-    step = 2 * PAGE * head_dim * itemsize
-    return min(MOST_STEPS[head_dim], free // (CONSUMERS * step))
+    boxes = free // (CONSUMERS * PAGE * head_dim * itemsize)
+    keys, values = MOST_STEPS[head_dim]
+    return min(keys, boxes // 2), min(values, boxes - boxes // 2)
 
 
 class Memory(NamedTuple):
     """A block's shared memory; w is a warpgroup, N its columns.
 
     Attributes:
-        keys, values: [w, steps, 64, D], as they come.
+        keys, values: [w, steps, 64, D], as they come, of `steps_ahead`.
         queries: [2, N, D], of this piece and the next.
         scores: float32 [w, N, 64 and a margin].
         p: [w, N, 64].
@@ -85,24 +87,29 @@ class Memory(NamedTuple):
 def scratch_types(dtype: Any, columns: int, head_dim: int, page_size: int) -> list[Any]:
     """Of `Memory`, in its order."""
     tiles = swizzled(dtype)
-    steps = steps_in_flight(columns, head_dim, jnp.dtype(dtype).itemsize)
-    some = plgpu.SMEM((CONSUMERS, steps, PAGE, head_dim), dtype, transforms=tiles)
-    loaded = plgpu.Barrier(num_arrivals=copies_of(page_size), num_barriers=(CONSUMERS, steps))
-    read = plgpu.Barrier(num_arrivals=1, num_barriers=(CONSUMERS, steps))
+    of_keys, of_values = steps_ahead(columns, head_dim, jnp.dtype(dtype).itemsize)
+
+    def ring(steps: int) -> Any:
+        return plgpu.SMEM((CONSUMERS, steps, PAGE, head_dim), dtype, transforms=tiles)
+
+    def barriers(arrivals: int, steps: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(CONSUMERS, steps))
+
+    copies = copies_of(page_size)
     return [
         *Memory(
-            keys=some,
-            values=some,
+            keys=ring(of_keys),
+            values=ring(of_values),
             queries=plgpu.SMEM((QUERIES, columns, head_dim), dtype, transforms=tiles),
             scores=plgpu.SMEM((CONSUMERS, columns, PAGE + MARGIN), jnp.float32),
             p=plgpu.SMEM((CONSUMERS, columns, PAGE), dtype, transforms=tiles),
             outputs=plgpu.SMEM((CONSUMERS, columns, head_dim + MARGIN), jnp.float32),
             stats=plgpu.SMEM((3, CONSUMERS, columns), jnp.float32),
-            keys_loaded=loaded,
-            values_loaded=loaded,
+            keys_loaded=barriers(copies, of_keys),
+            values_loaded=barriers(copies, of_values),
             queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
-            keys_read=read,
-            values_read=read,
+            keys_read=barriers(1, of_keys),
+            values_read=barriers(1, of_values),
             queries_read=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=QUERIES),
             both_there=plgpu.Barrier(num_arrivals=CONSUMERS),
         )
