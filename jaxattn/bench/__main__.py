@@ -1,4 +1,4 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gdn,moe,moe-cuts,step}`: checks, times, table, JSON.
+"""`python -m jaxattn.bench {mla,mla-prefill,gqa,gdn,moe,moe-cuts,step}`: checks, times, JSON.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
 jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
@@ -26,6 +26,7 @@ from jaxattn.bench import (
     gdn_decode,
     gdn_norm,
     gdn_prefill,
+    gqa,
     mla,
     mla_fp8,
     mla_prefill,
@@ -44,6 +45,7 @@ PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
+    "gqa": [gqa],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "moe": [moe],
     "moe-cuts": [moe_cuts],

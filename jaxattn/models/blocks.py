@@ -381,7 +381,20 @@ class GQA(Mixer):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        return {"rotation": module.decode_rotation(batch.seq_lens, batch.tokens.shape[1])}
+        q_len = batch.tokens.shape[1]
+        schedule = gqa.decode_schedule(
+            batch.seq_lens,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_pages=batch.block_tables.shape[1],
+            page_size=arrays[self.array].shape[3],
+            window=self.window,
+            batch_invariant=True,  # what a row is answered does not depend on who else asks
+            interpret=implementation == "mosaic_gpu_interpret",
+        )
+        return {"schedule": schedule, "rotation": module.decode_rotation(batch.seq_lens, q_len)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -177,6 +177,7 @@ class GroupedQueryAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
         layer: int | Int[Array, ""] | LayerOf | None = None,
+        schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -188,6 +189,7 @@ class GroupedQueryAttention(nnx.Module):
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
+            schedule: `gqa.decode_schedule` of these `seq_lens`, for the layers that share it.
             rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
             arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
@@ -222,6 +224,7 @@ class GroupedQueryAttention(nnx.Module):
             query_lens=query_lens,
             layer=layer,
             gate=gate,
+            schedule=schedule,
             arena=arena,
             implementation=implementation,
             **self._masking,

@@ -13,6 +13,9 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, rotation
 from jaxattn.kernels import mla_append
 from jaxattn.kernels.gdn_decode import launch as gdn_decode
+from jaxattn.kernels.gqa_decode import launch as gqa_decode
+from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
+from jaxattn.kernels.gqa_decode.schedule import decode_schedule as gqa_schedule
 from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla_decode.scratch import decode_schedule
@@ -24,7 +27,7 @@ from jaxattn.ops.moe import mixture_of_experts
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, mla_append, mla_decode, moe):
+    for module in (gdn_decode, gqa_decode, mla_append, mla_decode, moe):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 
@@ -194,3 +197,38 @@ def test_moe(tokens, experts, top_k, hidden, width, fp8):
     assert combine.count("output_operand_alias<") == 0
     for launch in (gate_up, down):
         assert f"tensor<4x{experts}x" in launch
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, page, options",
+    [
+        (32, 8, 128, 16, dict(soft_cap=30.0)),
+        (64, 8, 64, 64, dict(window=128, sinks=True, dtype=jnp.float16)),
+        (16, 2, 256, 128, dict(q_len=4, ragged=True, gate=True)),
+        (20, 4, 128, 32, dict(batch_invariant=True)),
+    ],
+    ids=str,
+)
+def test_gqa_decode(heads, kv_heads, dim, page, options):
+    get = {"q_len": 1, "dtype": jnp.bfloat16, **options}.get
+    batch, q_len, dtype, window = 4, get("q_len"), get("dtype"), get("window")
+
+    def step(q, cache, tables, lens, query_lens, sinks, gate):
+        schedule = gqa_schedule(
+            lens, q_len=q_len, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+            max_pages=4096 // page, page_size=page, window=window,
+            batch_invariant=bool(get("batch_invariant")),
+        )  # fmt: skip
+        return gqa_decode_mosaic(
+            q, cache, tables, lens, scale=0.1, layer=1, query_lens=query_lens, window=window,
+            sinks=sinks, soft_cap=get("soft_cap"), gate=gate, schedule=schedule,
+        )  # fmt: skip
+
+    q = shape(batch, q_len, heads, dim, dtype=dtype)
+    args = (q, shape(2, 9, 2, page, kv_heads, dim, dtype=dtype), ints(batch, 4096 // page))
+    query_lens = ints(batch) if get("ragged") else None
+    sinks = shape(heads, dtype=jnp.float32) if get("sinks") else None
+    decode, combine = launches(step, *args, ints(batch), query_lens, sinks, get("gate") and q)
+    # The output and the partial results; then the output and its LSE, the rest being read.
+    assert decode.count("output_operand_alias<") == 2
+    assert combine.count("output_operand_alias<") == 2

@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.checks import Arguments, check_arena, check_sizes
-from jaxattn.core.dispatch import Implementation
+from jaxattn.arena import Arena
+from jaxattn.core.checks import Arguments, check_arena
+from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule
 from jaxattn.ops.gqa.cache import check_cache
 from jaxattn.ops.gqa.scores import (
     Scores,
     check_heads,
     check_sinks,
-    dispatch_xla,
     finish,
     grouped,
     weigh,
@@ -28,38 +29,6 @@ from jaxattn.ops.gqa.scores import (
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
-
-
-def scratch(
-    *,
-    batch: int,
-    q_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_pages: int,
-    page_size: int,
-    dtype: Any = jnp.bfloat16,
-) -> ArenaSpec:
-    """What `gqa_decode` keeps in the arena: nothing, as XLA keeps its own.
-
-    Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
-        num_heads: H.
-        num_kv_heads: Hk.
-        head_dim: D.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page.
-        dtype: the queries' dtype.
-
-    Raises:
-        ValueError: a size is not a positive integer; it is named.
-    """
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    pages = {"max_pages": max_pages, "page_size": page_size}
-    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages)
-    return ArenaSpec()
 
 
 @overload
@@ -76,6 +45,7 @@ def gqa_decode(
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
     gate: Array | None = ...,
+    schedule: PairSchedule | None = ...,
     arena: None = None,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array]: ...
@@ -95,6 +65,7 @@ def gqa_decode(
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
     gate: Array | None = ...,
+    schedule: PairSchedule | None = ...,
     arena: Arena,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array, Arena]: ...
@@ -114,6 +85,7 @@ def gqa_decode(
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
     gate: Array | None = ...,
+    schedule: PairSchedule | None = ...,
     arena: Arena | None,
     implementation: Implementation | None = ...,
 ) -> tuple[Any, ...]: ...
@@ -132,6 +104,7 @@ def gqa_decode(
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
     gate: Float[Array, "B S H D"] | None = None,
+    schedule: PairSchedule | None = None,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -163,9 +136,15 @@ def gqa_decode(
             (gpt-oss); neither `scale` nor `soft_cap` changes it.
         soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores as they are.
         gate: the output is multiplied by sigmoid(gate), in float32.
-        arena: for scratch; it comes back as it was where XLA runs.
-        implementation: "xla", or None for the best. "xla" is the reference: any shape, float32
-            throughout (float64 for float64), differentiable.
+        schedule: `decode_schedule` of these `seq_lens`, shapes and window (of other lengths it
+            gives wrong numbers). The layers of a step share it; without it each call works it out,
+            in one or two dozen small kernels. XLA does not read it.
+        arena: where the kernel's output goes, region "out" of `scratch`; `out` is then a view of
+            it, good until the arena is written again. It comes back as it was where XLA runs.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
+            the reference: any shape, float32 throughout (float64 for float64), differentiable. The
+            kernel has D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, and a cache of q's
+            dtype, bfloat16 or float16.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
@@ -188,17 +167,49 @@ def gqa_decode(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
+    if not isinstance(schedule, PairSchedule | None):
+        raise TypeError(
+            "gqa_decode: schedule must be what gqa.decode_schedule returns, got "
+            f"{type(schedule).__name__}"
+        )
     check_arena("gqa_decode", arena)
     refuse_explicit_axes("gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
 
+    number = taken_apart(layer)[2]
+
+    def mosaic(interpret: bool) -> tuple[Any, ...]:
+        return gqa_decode_mosaic(
+            q,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            scale=scores.scale,
+            layer=number,
+            query_lens=query_lens,
+            window=scores.window,
+            sinks=sinks,
+            soft_cap=scores.soft_cap,
+            gate=gate,
+            arena=arena,
+            schedule=schedule,
+            interpret=interpret,
+        )
+
     def xla() -> tuple[Any, ...]:
-        number = taken_apart(layer)[2]
         addressing = (block_tables, seq_lens, query_lens, number)
         out, lse = _decode_xla(q, kv_cache, *addressing, sinks, gate, scores=scores)
         return (out, lse) if arena is None else (out, lse, arena)
 
     with jax.named_scope("gqa_decode"):
-        return dispatch_xla("gqa_decode", implementation, xla)
+        return dispatch(
+            "gqa_decode",
+            implementation,
+            {
+                "mosaic_gpu": lambda: mosaic(interpret=False),
+                "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+                "xla": xla,
+            },
+        )
 
 
 @functools.partial(jax.jit, static_argnames="scores")

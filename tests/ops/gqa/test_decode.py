@@ -272,3 +272,31 @@ def test_what_does_not_fit_is_named(change, error, message):
     )
     with pytest.raises(error, match=f"gqa_decode: .*{message}|gqa_decode: {message}"):
         gqa.gqa_decode(**{**given, "layer": 1, **change})
+
+
+def test_the_kernel_gives_what_xla_gives_of_a_traced_layer():
+    """In the interpreter, by name; the layer is traced."""
+    pool = make_pool([70, 0, 5], page=16, kv_heads=2, dim=64)
+    cache = pool.cache.astype(jnp.bfloat16)
+    q = normal(3, 1, 6, 64).astype(jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(layer, implementation):
+        return gqa.gqa_decode(
+            q, cache, pool.tables, pool.lens, layer=layer, implementation=implementation
+        )
+
+    (out, lse), (wanted, wanted_lse) = (run(1, name) for name in ("mosaic_gpu_interpret", "xla"))
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-5)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), wanted.astype(jnp.float32), atol=0.02, rtol=0.02
+    )
+
+
+def test_a_shape_without_a_kernel_is_refused_by_name():
+    pool = make_pool([5], page=16, kv_heads=2, dim=8)
+    with pytest.raises(NotImplementedError, match="gqa_decode: the kernel wants q of bfloat16"):
+        gqa.gqa_decode(
+            normal(1, 1, 4, 8), pool.cache, pool.tables, pool.lens, layer=1,
+            implementation="mosaic_gpu_interpret",
+        )  # fmt: skip

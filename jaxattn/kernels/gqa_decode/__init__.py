@@ -1,0 +1,1 @@
+"""Grouped-query decode over pages of keys and values."""

@@ -1,0 +1,201 @@
+"""The end of a piece in `gqa_decode`: one result of two warpgroups', and where it goes.
+
+They show each other maxima, sums and outputs in shared memory; then each writes half of the dims:
+of a whole pair to the output, with its sinks and gate, of a part of one as a partial result, which
+has neither.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gqa_decode.memory import CONSUMERS, Memory
+from jaxattn.kernels.gqa_decode.pairs import Pairs
+from jaxattn.kernels.hopper.turned import store_turned
+from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
+from jaxattn.kernels.mla_decode.rows_scores import LOG2E
+
+# Dims that half a warp writes of a row: those of the layout of scores.
+WIDTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Where the results of a block's packed rows go.
+
+    Attributes:
+        first_rows: of the output, and of the partial results, in the arrays below.
+        rows: packed rows that the arrays keep of a pair.
+        columns: the block's of them, a `pl.ds`.
+        out: [.., D], lse [pairs, rows]: of whole pairs.
+        partial, partial_lse: partial results, or None where there are none.
+    """
+
+    part: Pairs
+    first_rows: Sequence[int]
+    rows: int
+    head_dim: int
+    columns: Any
+    out: Any
+    partial: Any
+    lse: Any
+    partial_lse: Any
+
+    def at(self, pair: jax.Array) -> Any:
+        """The block's rows of a pair in the output."""
+        begin = self.first_rows[0] + pair * self.rows + self.columns.start
+        return pl.ds(begin, self.columns.size)
+
+    def at_partial(self, pair: jax.Array) -> Any:
+        begin = self.first_rows[1] + self.part.partial_slot(pair) * self.rows
+        return pl.ds(begin + self.columns.start, self.columns.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """
+    Attributes:
+        wg: this warpgroup, 0 or 1.
+        sinks: float32 [Hk, rows], or None.
+        gate: [pairs, rows, D], or None.
+    """
+
+    wg: jax.Array
+    memory: Memory
+    outputs: Outputs
+    sinks: Any
+    gate: Any
+    interpret: bool
+
+    def meet(self) -> None:
+        """The two warpgroups wait for each other, and see what each has written."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory.both_there)
+        plgpu.barrier_wait(self.memory.both_there)
+
+
+def gated(out: jax.Array, gate: jax.Array) -> jax.Array:
+    """float32 out * sigmoid(gate)."""
+    return out / (1.0 + jnp.exp2(gate.astype(jnp.float32) * -LOG2E))
+
+
+def with_sink(top: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(maximum, sum) in powers of two, with a key more, of no value; not where there is none."""
+    sink = sink * LOG2E
+    new_top = jnp.maximum(top, sink)
+    joined = total * jnp.exp2(top - new_top) + jnp.exp2(sink - new_top)
+    return jnp.where(total == 0, top, new_top), jnp.where(total == 0, total, joined)
+
+
+def merge(
+    accs: tuple[jax.Array, ...],
+    top: jax.Array,
+    total: jax.Array,
+    epilogue: Epilogue,
+    pair: jax.Array,
+    steps: jax.Array,
+) -> None:
+    """Writes a piece's result; both warpgroups come here.
+
+    Args:
+        accs: this warpgroup's output, blocks of [dims, N] float32.
+        top, total: largest log2 of each packed row's weights, and their sum divided by 2**that.
+        pair, steps: the piece's.
+    """
+    wg, memory, outputs = epilogue.wg, epilogue.memory, epilogue.outputs
+    columns, dims = outputs.columns.size, outputs.head_dim
+    tops, totals = memory.stats.at[1], memory.stats.at[2]
+    whole = steps == outputs.part.pages_of(pair)
+
+    tops[wg], totals[wg] = top, total
+    rows = accs[0].shape[0]
+    for i, acc in enumerate(accs):
+        to = memory.outputs.at[wg, :, pl.ds(i * rows, rows)]
+        store_turned(to, acc, interpret=epilogue.interpret)
+    epilogue.meet()
+
+    every_top = [plgpu.load(tops.at[i], layout=BY_ROW) for i in range(CONSUMERS)]
+    every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in range(CONSUMERS)]
+    top = functools.reduce(jnp.maximum, every_top)
+    factors = [jnp.exp2(one - top) for one in every_top]
+    weighed = [n * factor for n, factor in zip(every_total, factors, strict=True)]
+    total = functools.reduce(jnp.add, weighed)
+    # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a packed row that
+    # sees no key the product is 0 * V, NaN where V is.
+    empty = total == 0
+
+    def lse_of(top: jax.Array, total: jax.Array) -> jax.Array:
+        lse = (top + jnp.log2(total)) * (1 / LOG2E)
+        return jnp.where(empty, -jnp.inf, lse)
+
+    def output(top_now: jax.Array, total_now: jax.Array, first: Any, width: int) -> jax.Array:
+        """Some dims of it [N, width], with that maximum and that sum."""
+
+        def wide(vector: jax.Array) -> jax.Array:
+            vector = lax.broadcast_in_dim(vector, (columns, width), [0])
+            return plgpu.layout_cast(vector, SCORES)
+
+        share = jnp.exp2(top - top_now) / total_now
+        some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in range(CONSUMERS)]
+        both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
+        share = jnp.where(empty, -1.0, share)
+        shares = [wide(jnp.where(empty, -1.0, factor * share)) for factor in factors]
+        out = functools.reduce(jnp.add, [x * by for x, by in zip(both, shares, strict=True)])
+        return jnp.where(shares[0] < 0, 0.0, out)
+
+    def write(first: Any, width: int) -> None:
+        @pl.when(whole)
+        def _whole():
+            top_now, total_now = top, total
+            if epilogue.sinks is not None:
+                head = outputs.part.row_and_head(pair)[1]
+                of_head = epilogue.sinks.at[head, outputs.columns]
+                sink = plgpu.load(of_head, layout=BY_ROW, optimized=False)
+                top_now, total_now = with_sink(top, total, sink)
+            out = output(top_now, total_now, first, width)
+            if epilogue.gate is not None:
+                some = epilogue.gate.at[pair, outputs.columns, pl.ds(first, width)]
+                gate = plgpu.load(some, layout=SCORES, optimized=False)
+                dead = lax.broadcast_in_dim(empty.astype(jnp.float32), (columns, width), [0])
+                dead = plgpu.layout_cast(dead, SCORES)
+                out = jnp.where(dead > 0, 0.0, gated(out, gate))
+            outputs.out[outputs.at(pair), pl.ds(first, width)] = out.astype(outputs.out.dtype)
+
+            @pl.when(wg == 0)
+            def _lse():
+                outputs.lse[pair, outputs.columns] = lse_of(top_now, total_now)
+
+        if outputs.partial is None:
+            return
+
+        @pl.when(jnp.logical_not(whole))
+        def _piece():
+            to = outputs.at_partial(pair), pl.ds(first, width)
+            outputs.partial[to] = output(top, total, first, width)
+
+            @pl.when(wg == 0)
+            def _lse():
+                slot = outputs.part.partial_slot(pair)
+                outputs.partial_lse[slot, outputs.columns] = lse_of(top, total)
+
+    if dims >= CONSUMERS * WIDTH:
+        write(wg * (dims // CONSUMERS), dims // CONSUMERS)
+    else:
+        pl.when(wg == 0)(lambda: write(0, dims))
+    epilogue.meet()
+
+
+def write_nothing(outputs: Outputs, pair: jax.Array) -> None:
+    """Of a pair without keys: 0, and an LSE of -inf."""
+    count, dims = outputs.columns.size, outputs.head_dim
+    nothing = plgpu.layout_cast(jnp.zeros((count, dims), outputs.out.dtype), SCORES)
+    outputs.out[outputs.at(pair), :] = nothing
+    lse = plgpu.layout_cast(jnp.full((count,), -jnp.inf, jnp.float32), BY_ROW)
+    outputs.lse[pair, outputs.columns] = lse

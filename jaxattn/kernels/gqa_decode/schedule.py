@@ -1,0 +1,137 @@
+"""Who reads what in `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
+
+The cutting is mla_decode's, of pairs in the place of rows; pairs.py says how they are counted.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.kernels.gqa_decode.memory import block_columns
+from jaxattn.kernels.gqa_decode.pairs import first_step
+from jaxattn.kernels.hopper.machine import NUM_SMS
+from jaxattn.kernels.mla_decode.schedule import (
+    MIN_PART,
+    PAGE,
+    Schedule,
+    make_schedule,
+    most_pieces,
+    num_steps,
+)
+
+INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
+# What a pair costs its part beside its steps, in steps: the exchange of two outputs and the write,
+# while the producer goes on. And what partial results and their merging cost.
+PAIR_COST, MERGE_COST = 2, 6
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairSchedule:
+    """
+    Attributes:
+        line: the parts, of pairs p = row * Hk + head.
+        num_kv_heads: Hk.
+        q_len: S.
+        window: keys that a token sees, or None.
+    """
+
+    line: Schedule
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    q_len: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+
+    def check(
+        self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
+    ) -> None:
+        """Raises ValueError unless it was made for such rows."""
+        made = {
+            "B": self.line.slots.shape[-1] // self.num_kv_heads,
+            "S": self.q_len,
+            "Hk": self.num_kv_heads,
+            "window": self.window,
+            f"steps of {PAGE} tokens": self.line.max_pages or steps,
+        }
+        asked = [batch, q_len, num_kv_heads, window, steps]
+        for (name, has), wanted in zip(made.items(), asked, strict=True):
+            if has != wanted:
+                raise ValueError(
+                    f"{op}: the schedule was made for {name} = {has}, and this call has {wanted}; "
+                    "make it with gqa.decode_schedule from this call's lengths, shapes and window"
+                )
+
+
+def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -> int:
+    """Steps that a row may have, from static shapes."""
+    steps = num_steps(max_pages, page_size)
+    if window is None:
+        return steps
+    # So many tokens in a row, which may begin at the last one of a step.
+    return min(steps, -(-(q_len + window - 2) // PAGE) + 1)
+
+
+def num_parts(pairs: int, tiles: int, steps: int, num_sms: int) -> int:
+    """Parts of a call, from static shapes: a block for each multiprocessor and tile, or fewer
+    where the pairs are not worth as many."""
+    return max(1, min(num_sms // tiles, pairs * (steps + PAIR_COST) // MIN_PART))
+
+
+def decode_schedule(
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None = None,
+    batch_invariant: bool = False,
+    interpret: bool = False,
+) -> PairSchedule:
+    """How the GPU's blocks share the pairs of a step: once a step, for all layers of such shapes.
+
+    Args:
+        seq_lens: int32 [B], as for `gqa_decode`: lengths beyond M * C are padding here too.
+        q_len: S.
+        num_heads: H.
+        num_kv_heads: Hk.
+        head_dim: D.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page. The kernel has 16, 32, 64 and 128.
+        window: keys that a token sees; layers of another window need a schedule of their own.
+        batch_invariant: a row's result has the same bits whatever the other rows are. Pairs are
+            cut by B, M and their own length alone.
+        interpret: for the interpreter, which takes fewer blocks.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
+    """
+    arguments = Arguments("gqa.decode_schedule")
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    pages = {"max_pages": max_pages, "page_size": page_size}
+    check_sizes(arguments.op, q_len=q_len, **heads, **pages, window=window or 1)
+    seq_lens = arguments.lengths(
+        "seq_lens",
+        seq_lens,
+        max_pages * page_size,
+        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
+        "block_tables, and their width",
+    )[1]
+    refuse_explicit_axes(arguments.op, seq_lens)
+    steps = most_steps(max_pages, page_size, q_len, window)
+    _, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
+    pairs = seq_lens.shape[0] * num_kv_heads
+    parts = num_parts(pairs, tiles, steps, INTERPRETED_SMS if interpret else NUM_SMS)
+    line = make_schedule(
+        jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads),
+        parts=parts,
+        max_pages=steps,
+        row_cost=PAIR_COST,
+        merge_cost=MERGE_COST,
+        pieces=most_pieces(pairs, parts) if batch_invariant else 0,
+    )
+    return PairSchedule(line, num_kv_heads, q_len, window)

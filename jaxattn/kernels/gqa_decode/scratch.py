@@ -1,0 +1,65 @@
+"""What `gqa_decode` keeps in the arena."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.checks import check_sizes
+from jaxattn.kernels.gqa_decode.memory import block_columns, refusal
+from jaxattn.kernels.gqa_decode.schedule import most_steps, num_parts
+from jaxattn.kernels.hopper.machine import NUM_SMS
+from jaxattn.kernels.mla_decode.schedule import may_split
+
+
+def scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None = None,
+    dtype: Any = jnp.bfloat16,
+) -> ArenaSpec:
+    """What `gqa_decode` keeps in the arena: its output, and where it cuts rows float32 partials.
+
+    Args:
+        batch: B, rows of the bucket.
+        q_len: S, query tokens of a row.
+        num_heads: H.
+        num_kv_heads: Hk.
+        head_dim: D.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page.
+        window: keys that a token sees; None is all, which takes as much or more.
+        dtype: the queries' dtype.
+
+    Returns:
+        Regions `out` [B * Hk, rows, D], row s * group + j of a pair, S * group rounded up to 8;
+        and, for pairs that may be cut, `partial_out` float32 [parts, 2, rows, D], parts at most
+        132: 1 MiB for 32 query heads over 8 of 128 dims, whatever the batch and the context.
+        Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named.
+    """
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    pages = {"max_pages": max_pages, "page_size": page_size}
+    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages, window=window or 1)
+    if refusal(dtype, head_dim, page_size):
+        return ArenaSpec()
+    columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
+    steps = most_steps(max_pages, page_size, q_len, window)
+    pairs = batch * num_kv_heads
+    parts = num_parts(pairs, tiles, steps, NUM_SMS)
+    return spec_of(pairs, columns * tiles, head_dim, dtype, parts)
+
+
+def spec_of(pairs: int, rows: int, head_dim: int, dtype: Any, parts: int) -> ArenaSpec:
+    regions: dict[str, Any] = {"out": ((pairs, rows, head_dim), dtype)}
+    if may_split(pairs, parts):
+        regions["partial_out"] = ((parts, 2, rows, head_dim), jnp.float32)
+    return ArenaSpec.of("gqa_decode", **regions)

@@ -1,0 +1,169 @@
+"""The Mosaic GPU kernel of `gqa_decode` against float64, in the interpreter and on a Hopper GPU."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.arena import Arena
+from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule
+from jaxattn.kernels.gqa_decode.scratch import scratch
+from jaxattn.kernels.mla_decode.schedule import Schedule
+from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case
+from tests.helpers.kernel_cases import both_devices, no_races
+
+kernel = jax.jit(
+    gqa_decode_mosaic,
+    static_argnames=("scale", "window", "soft_cap", "interpret", "detect_races"),
+)
+
+
+def decode(case, implementation, **arguments):
+    """In the interpreter with race detection."""
+    interpret = implementation == "mosaic_gpu_interpret"
+    with no_races() if interpret else contextlib.nullcontext():
+        outs = kernel(
+            *case.args, scale=case.q.shape[-1] ** -0.5, layer=case.layer, interpret=interpret,
+            detect_races=interpret, **case.options, **arguments,
+        )  # fmt: skip
+        return jax.block_until_ready(outs)
+
+
+def cut_at(case, cuts):
+    """The schedule whose parts begin at these (pair, step)."""
+    kv_heads = case.kv_cache.shape[4]
+    pairs = case.q.shape[0] * kv_heads
+    places, steps = np.array([*cuts, (pairs, 0)], np.int32).T
+    line = Schedule.of(jnp.asarray(places), jnp.asarray(steps), pairs)
+    return PairSchedule(line, kv_heads, case.q.shape[1], case.options["window"])
+
+
+@both_devices
+@pytest.mark.parametrize("group, dim", [(1, 64), (5, 128), (16, 256)])
+def test_matches_float64(group, dim, implementation):
+    case = gqa_case([70, 0, 1], group=group, kv_heads=2, dim=dim)
+    assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, [(0, 0)])))
+
+
+@both_devices
+@pytest.mark.parametrize("page", [16, 128])
+def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
+    """Several tokens of a row, of which some see one piece alone, and a row with fewer keys than
+    query tokens."""
+    case = gqa_case(
+        [200, 2, 130], group=4, kv_heads=1, dim=64, q_len=4, page=page, query_lens=[4, 3, 1],
+        sinks=True, gate=True,
+    )  # fmt: skip
+    schedule = cut_at(case, [(0, 0), (0, 3), (2, 1)])
+    assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
+
+
+@both_devices
+@pytest.mark.parametrize("window, page", [(1, 64), (64, 16), (100, 128)])
+def test_what_lies_left_of_the_window_is_not_read(window, page, implementation):
+    case = gqa_case(
+        [300, 0, 64], group=8, kv_heads=2, dim=64, q_len=2, page=page, window=window, sinks=True,
+        query_lens=[1, 0, 2], table_tail=-1,
+    )  # fmt: skip
+    schedule = cut_at(case, [(0, 0), (1, 1)] if window == 100 else [(0, 0)])
+    assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
+
+
+@both_devices
+def test_a_pair_of_many_pieces_has_its_sink_and_its_gate_once(implementation):
+    case = gqa_case([700], group=5, kv_heads=2, sinks=True, gate=True, soft_cap=5.0)
+    cuts = [(0, 0), *((0, step) for step in range(1, 11)), (1, 0), (1, 4)]
+    assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
+
+
+@both_devices
+def test_more_packed_rows_than_a_block_has_columns(implementation):
+    case = gqa_case([66], group=16, kv_heads=1, dim=256, q_len=2, dtype=jnp.float16, gate=True)
+    assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, [(0, 0), (0, 1)])))
+
+
+@both_devices
+def test_steps_of_a_ring_that_goes_round(implementation):
+    """More steps than shared memory holds, of pieces of odd lengths."""
+    case = gqa_case([450, 64, 321], group=1, kv_heads=1, dim=256)
+    assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, [(0, 0)])))
+
+
+@both_devices
+def test_the_ops_own_schedule_and_an_arena_with_poison(implementation):
+    case = gqa_case([130, 0, 700, 64], group=4, kv_heads=2, dim=64)
+    interpret = implementation == "mosaic_gpu_interpret"
+    schedule = decode_schedule(case.seq_lens, interpret=interpret, **expected_shape(case))
+    arena = Arena.allocate(scratch(batch=4, **expected_shape(case))).poison()
+    out, lse, arena = decode(case, implementation, schedule=schedule, arena=arena)
+    assert_gqa_close(case, out, lse)
+    again = decode(case, implementation, schedule=schedule)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(again[0]))
+
+
+def test_a_nan_that_a_row_sees_stays_in_it():
+    case = gqa_case([70, 70], group=4, kv_heads=1, dim=64)
+    page = int(case.block_tables[0, 0])
+    case.kv_cache = case.kv_cache.at[case.layer, page, 1, 3, 0, 5].set(jnp.nan)
+    out, lse = decode(case, "mosaic_gpu_interpret", schedule=cut_at(case, [(0, 0)]))
+    assert np.isnan(np.asarray(out[0, 0, :, 5])).all()
+    assert np.isfinite(np.asarray(out[1])).all() and np.isfinite(np.asarray(lse)).all()
+
+
+@pytest.mark.parametrize("made_for", [None, 51])
+def test_a_schedule_of_another_window_is_refused(made_for):
+    case = gqa_case([70], group=1, kv_heads=1, dim=64, window=50)
+    other = dataclasses.replace(cut_at(case, [(0, 0)]), window=made_for)
+    with pytest.raises(ValueError, match="the schedule was made for window"):
+        gqa_decode_mosaic(*case.args, scale=0.1, layer=1, window=50, schedule=other, interpret=True)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_pairs_have_the_parts_that_their_steps_ask_for(window):
+    """Every step of every pair is in one part, and none left of the window."""
+    lens = np.array([4096, 0, 1, 70, 1000], np.int32)
+    shape = dict(q_len=2, num_heads=32, num_kv_heads=4, head_dim=128, max_pages=64, page_size=64)
+    line = decode_schedule(jnp.asarray(lens), window=window, **shape).line
+    begins = np.zeros_like(lens) if window is None else np.maximum(lens - 129, 0) // 64
+    steps = np.repeat(-(-lens // 64) - begins, 4)
+    places, inside = np.asarray(line.places), np.asarray(line.pages)
+    if line.order is not None:
+        steps = steps[np.asarray(line.order)]
+    reached = np.append(0, np.cumsum(steps))[places] + inside
+    assert reached[0] == 0 and reached[-1] == steps.sum() and (np.diff(reached) >= 0).all()
+    assert np.diff(reached).max() <= -(-steps.sum() // line.parts) + 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lens, group, kv_heads, dim, options",
+    [
+        ([8192] * 8, 4, 8, 128, {}),
+        ([32768], 4, 8, 128, dict(page=16)),
+        ([5000, 0, 8192, 1], 8, 2, 256, dict(gate=True)),
+        ([5000, 0, 8192, 1], 16, 2, 256, dict(q_len=4, gate=True, query_lens=[4, 0, 1, 1])),
+        ([8192, 3000, 129], 8, 8, 64, dict(sinks=True)),
+        ([8192, 3000, 129, 1] * 16, 8, 8, 64, dict(sinks=True, window=128)),
+        ([300] * 300, 7, 4, 128, dict(dtype=jnp.float16, page=32)),
+    ],
+)
+def test_real_shapes(lens, group, kv_heads, dim, options):
+    case = gqa_case(lens, group=group, kv_heads=kv_heads, dim=dim, layers=1, layer=0, **options)
+    assert_gqa_close(case, *decode(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+def test_a_batch_invariant_rows_bits_do_not_depend_on_the_others():
+    case = gqa_case([4000, 100, 2500], group=4, kv_heads=8)
+    shape = expected_shape(case)
+    runs = []
+    for others in ([100, 2500], [1, 0]):
+        lens = jnp.asarray([4000, *others], jnp.int32)
+        some = dataclasses.replace(case, seq_lens=lens)
+        schedule = decode_schedule(lens, batch_invariant=True, **shape)
+        runs.append(np.asarray(decode(some, "mosaic_gpu", schedule=schedule)[0][0]))
+    np.testing.assert_array_equal(*runs)
