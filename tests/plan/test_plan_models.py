@@ -184,7 +184,10 @@ BROKEN = {
     ),
     "activation": (changed(SMALL, hidden_act="gelu"), "hidden_act is implemented as 'silu' only"),
     "no head_dim": (changed("Qwen3-Next-80B-A3B", head_dim=...), "field head_dim is missing"),
-    "text config": ({"model_type": "qwen3_5_moe", "text_config": [1]}, "text_config must be an object"),
+    "text config": (
+        {"model_type": "qwen3_5_moe", "text_config": [1]},
+        "text_config must be an object",
+    ),
     "interval": (
         changed("Qwen3-Next-80B-A3B", full_attention_interval=49),
         "full_attention_interval=49 is more than num_hidden_layers=48",
