@@ -19,7 +19,7 @@ VERSION = f"jaxattn {__version__}"
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
     r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|decode_buckets|prefill_buckets|q_lens"
-    r"|cache_dtype)|(?P<word>batch|utilization|gpus|attention|prediction)(?=\s+(?:\d|must\b)|=))"
+    r"|cache_dtype)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
 

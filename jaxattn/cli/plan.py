@@ -109,11 +109,6 @@ def parser() -> argparse.ArgumentParser:
         help="of the KV cache (default: the model's own, which is bfloat16 for all public ones)",
     )
     root.add_argument(
-        "--prediction",
-        action="store_true",
-        help="count the prediction (MTP) layers too, of a model whose loader does not skip them",
-    )
-    root.add_argument(
         "--compare",
         choices=("naive",),
         help="what a buffer for each layer, or a workspace for the longest context, would take",
@@ -218,7 +213,6 @@ def read_limits(options: argparse.Namespace, model: KnownModel) -> tuple[Limits,
         gpus=options.gpus,
         attention=options.attention,
         cache_dtype=options.cache_dtype,
-        prediction=options.prediction,
     )
     return limits, placement
 

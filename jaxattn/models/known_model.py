@@ -77,7 +77,6 @@ class KnownModel(abc.ABC):
 
     Attributes:
         weights: of the layers, embedding and head.
-        extra: of its prediction layers, where those can be loaded.
         max_position_embeddings: the longest row in tokens.
         stored: how the weights lie in memory, in words.
         unread: tensors of its checkpoint that the loader skips, in words; "" for none.
@@ -86,7 +85,6 @@ class KnownModel(abc.ABC):
 
     name: str
     weights: tuple[Weights, ...]
-    extra: tuple[Weights, ...] = ()
     max_position_embeddings: int
     stored: str
     unread: str = ""
@@ -138,12 +136,9 @@ class KnownModel(abc.ABC):
         scales = math.prod(-(-side // self.block) for side in weights.shape)
         return size, 4 * scales
 
-    def total_parameters(self, *, extra: bool = False) -> int:
-        return sum(w.parameters for w in (*self.weights, *(self.extra if extra else ())))
+    def total_parameters(self) -> int:
+        return sum(w.parameters for w in self.weights)
 
-    def total_bytes(self, *, extra: bool = False) -> int:
+    def total_bytes(self) -> int:
         """Of all weights, on one device."""
-        return sum(
-            sum(self.stored_bytes(w)) * w.count
-            for w in (*self.weights, *(self.extra if extra else ()))
-        )
+        return sum(sum(self.stored_bytes(w)) * w.count for w in self.weights)

@@ -9,7 +9,7 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import CacheSize
-from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
+from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.models.known_count import CountedModel
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
@@ -50,11 +50,6 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
                     "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
                     "temp is that of the model's own cache."
                 )
-        elif isinstance(cache, KeyValuePages) and isinstance(model, CountedModel):
-            found.append(
-                "jaxattn has no kernel for this model's full-attention layers: their scratch is in "
-                "the bound of temp."
-            )
     if isinstance(model, CountedModel):
         found.append(
             "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not "
@@ -78,8 +73,6 @@ def _of_weights(model: KnownModel, place: Placement) -> list[str]:
         )
     if model.unread:
         found.append(f"The loader skips {model.unread}.")
-    elif model.extra and not place.prediction:
-        found.append("Prediction (MTP) layers are not loaded; --prediction counts them.")
     return found
 
 

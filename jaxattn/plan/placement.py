@@ -27,8 +27,8 @@ class Placement:
             the ends), all GPUs have the same rows, and an MLA cache, which has no heads, is on
             every one of them.
         cache_dtype: "bfloat16"; "float8", one byte per number and one scale for the whole cache;
-            or "uint8" for an MLA cache, block-scaled (`LatentFormat`). None is the model's own.
-        prediction: load the checkpoint's prediction layers (MTP) as well.
+            or "uint8", block-scaled (`LatentFormat`), both for an MLA cache. None is the model's
+            own.
 
     Raises:
         ValueError: a field does not fit.
@@ -37,7 +37,6 @@ class Placement:
     gpus: int = 1
     attention: Attention = "data"
     cache_dtype: str | None = None
-    prediction: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
@@ -82,16 +81,10 @@ def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None
             f"max_model_len={limits.max_model_len:,} is longer than {model.name}'s "
             f"{model.max_position_embeddings:,}"
         )
-    if place.cache_dtype == "uint8" and latents_of(model) is None:
+    if place.cache_dtype in ("uint8", "float8") and latents_of(model) is None:
         raise ValueError(
-            f"cache_dtype='uint8' is a format of MLA's latents, and {model.name} caches keys and "
-            "values; use 'float8'"
-        )
-    if place.prediction and not model.extra:
-        why = f"the loader skips {model.unread}" if model.unread else "it has none"
-        raise ValueError(
-            f"{model.name}'s prediction layers cannot be counted, as {why}; leave --prediction "
-            "(`Placement.prediction`) out"
+            f"cache_dtype={place.cache_dtype!r} is a format of MLA's latents, and {model.name} has "
+            "none; leave cache_dtype out"
         )
     if place.gpus == 1:
         return
@@ -113,7 +106,7 @@ def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None
 def weight_items(model: KnownModel, place: Placement) -> list[Item]:
     """The line of the weights on one GPU; its parts add up to it."""
     groups: dict[str, list[Weights]] = {}
-    for weights in (*model.weights, *(model.extra if place.prediction else ())):
+    for weights in model.weights:
         groups.setdefault(weights.kind, []).append(weights)
     parts = [
         Item(
