@@ -24,6 +24,7 @@ from jax._src.lib.mlir import ir
 
 import jaxattn
 import jaxattn.gdn
+import jaxattn.gqa
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
 from jaxattn.ops.norm import rms_norm_layer
@@ -54,6 +55,24 @@ def decode(rows: int, heads: int) -> Launch:
         return jaxattn.mla_decode(q, cache, tables, lens, scale=0.1, schedule=schedule, **MOSAIC)
 
     return op, (x(rows, 2, heads, 576), x(8, 64, 576), ints(rows, 64), ints(rows))
+
+
+def grouped(
+    rows: int, heads: tuple[int, int, int], page: int, q_len: int, **options: Any
+) -> Launch:
+    """Grouped-query decode of (H, Hk, D), of 8192 tokens a row; gated, and ragged of more tokens
+    than one, where D is 256, and with sinks where it is 64."""
+    count, kv_heads, dim = heads
+
+    def op(*args: Any) -> Any:
+        q, cache, tables, lens, new, sinks, gate = args
+        more: Any = {"query_lens": new, "sinks": sinks, "gate": gate, **options, **MOSAIC}
+        return jaxattn.gqa.gqa_decode(q, cache, tables, lens, layer=1, **more)
+
+    q, width = x(rows, q_len, count, dim), 8192 // page
+    ragged = ints(rows) if q_len > 1 else None
+    more = ragged, f32(count) if dim == 64 else None, q if dim == 256 else None
+    return op, (q, x(2, 64, 2, page, kv_heads, dim), ints(rows, width), ints(rows), *more)
 
 
 def append(width: int, interleaved: bool, made: Any) -> Launch:
@@ -130,6 +149,13 @@ EXTRA: dict[str, Launch] = {
     "mla_decode_invariant": decode(3, 64),
     "mla_decode_whole_rows_invariant": decode(200, 64),
     "mla_decode_few_rows_invariant": decode(3, 8),
+    "gqa_decode": grouped(64, (32, 8, 128), 64, 1),
+    "gqa_decode_pages_of_16": grouped(1, (32, 8, 128), 16, 1, soft_cap=30.0),
+    "gqa_decode_many_columns": grouped(8, (64, 8, 128), 64, 8),
+    "gqa_decode_gate": grouped(64, (16, 2, 256), 64, 1),
+    "gqa_decode_gate_tokens": grouped(64, (16, 2, 256), 128, 3),
+    "gqa_decode_sinks": grouped(64, (64, 8, 64), 64, 1),
+    "gqa_decode_window": grouped(64, (64, 8, 64), 64, 1, window=128),
     "mla_append_halves": append(1536, False, x),
     "mla_append_no_queries": append(0, True, f16),
     "mla_prefill_resident": attention(x, 2100),

@@ -28,10 +28,9 @@ from jaxattn.kernels.gqa_decode.memory import (
     scratch_types,
     steps_ahead,
 )
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule, most_steps
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule, may_cut, most_steps
 from jaxattn.kernels.gqa_decode.scratch import spec_of
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
-from jaxattn.kernels.mla_decode.schedule import may_split
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
@@ -102,7 +101,8 @@ def gqa_decode_mosaic(
     operands = [packed(q), cache, layer, block_tables, seq_lens, line.cuts]
     operands += [x for x in (line.order, query_lens, sinks, gate) if x is not None]
 
-    spec, split = spec_of(pairs, rows, dim, dtype, line.parts), may_split(pairs, line.parts)
+    split = may_cut(pairs, line.parts, line.max_pages)
+    spec = spec_of(pairs, rows, dim, dtype, line.parts, split)
     regions = dict(spec.regions)
     names = ["out", *(["partial_out"] if split else [])]
     if arena is None:

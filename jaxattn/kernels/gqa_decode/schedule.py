@@ -18,6 +18,7 @@ from jaxattn.kernels.mla_decode.schedule import (
     PAGE,
     Schedule,
     make_schedule,
+    may_split,
     most_pieces,
     num_steps,
 )
@@ -79,6 +80,12 @@ def num_parts(pairs: int, tiles: int, steps: int, num_sms: int) -> int:
     return max(1, min(num_sms // tiles, pairs * (steps + PAIR_COST) // MIN_PART))
 
 
+def may_cut(pairs: int, parts: int, steps: int) -> bool:
+    """Whether pairs of up to so many steps are cut at all, from static shapes; of 0 steps, which
+    nobody said, they may be. A window's few steps are not: there is no second launch, to merge."""
+    return may_split(pairs, parts) and not 0 < steps < 2 * MIN_PART
+
+
 def decode_schedule(
     seq_lens: jax.Array,
     *,
@@ -126,12 +133,13 @@ def decode_schedule(
     _, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     pairs = seq_lens.shape[0] * num_kv_heads
     parts = num_parts(pairs, tiles, steps, INTERPRETED_SMS if interpret else NUM_SMS)
+    pieces = most_pieces(pairs, parts) if batch_invariant else 0
     line = make_schedule(
         jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads),
         parts=parts,
         max_pages=steps,
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
-        pieces=most_pieces(pairs, parts) if batch_invariant else 0,
+        pieces=pieces if may_cut(pairs, parts, steps) else 1,
     )
     return PairSchedule(line, num_kv_heads, q_len, window)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.checks import check_sizes
 from jaxattn.kernels.gqa_decode.memory import block_columns, refusal
-from jaxattn.kernels.gqa_decode.schedule import most_steps, num_parts
+from jaxattn.kernels.gqa_decode.schedule import may_cut, most_steps, num_parts
 from jaxattn.kernels.hopper.machine import NUM_SMS
-from jaxattn.kernels.mla_decode.schedule import may_split
 
 
 def scratch(
@@ -55,11 +54,11 @@ def scratch(
     steps = most_steps(max_pages, page_size, q_len, window)
     pairs = batch * num_kv_heads
     parts = num_parts(pairs, tiles, steps, NUM_SMS)
-    return spec_of(pairs, columns * tiles, head_dim, dtype, parts)
+    return spec_of(pairs, columns * tiles, head_dim, dtype, parts, may_cut(pairs, parts, steps))
 
 
-def spec_of(pairs: int, rows: int, head_dim: int, dtype: Any, parts: int) -> ArenaSpec:
+def spec_of(pairs: int, rows: int, head_dim: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
     regions: dict[str, Any] = {"out": ((pairs, rows, head_dim), dtype)}
-    if may_split(pairs, parts):
+    if split:
         regions["partial_out"] = ((parts, 2, rows, head_dim), jnp.float32)
     return ArenaSpec.of("gqa_decode", **regions)

@@ -136,6 +136,8 @@ def test_pairs_have_the_parts_that_their_steps_ask_for(window):
     reached = np.append(0, np.cumsum(steps))[places] + inside
     assert reached[0] == 0 and reached[-1] == steps.sum() and (np.diff(reached) >= 0).all()
     assert np.diff(reached).max() <= -(-steps.sum() // line.parts) + 8
+    if window is not None:
+        assert not np.asarray(line.slots[1]).any()  # few steps: no pair is cut
 
 
 @pytest.mark.gpu
