@@ -29,6 +29,8 @@ from jaxattn.ops.gqa.scores import (
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
+# What runs where nothing is named. "mosaic_gpu" has not run on a GPU yet.
+UNNAMED: Implementation = "xla"
 
 
 @overload
@@ -141,9 +143,9 @@ def gqa_decode(
             in one or two dozen small kernels. XLA does not read it.
         arena: where the kernel's output goes, region "out" of `scratch`; `out` is then a view of
             it, good until the arena is written again. It comes back as it was where XLA runs.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
-            the reference: any shape, float32 throughout (float64 for float64), differentiable. The
-            kernel has D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, and a cache of q's
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
+            has run in JAX's interpreter and not on a GPU yet. "xla" is the reference: any shape,
+            float32 throughout (float64 for float64), differentiable. The kernel has D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, and a cache of q's
             dtype, bfloat16 or float16.
 
     Returns:
@@ -203,7 +205,7 @@ def gqa_decode(
     with jax.named_scope("gqa_decode"):
         return dispatch(
             "gqa_decode",
-            implementation,
+            implementation or UNNAMED,
             {
                 "mosaic_gpu": lambda: mosaic(interpret=False),
                 "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
