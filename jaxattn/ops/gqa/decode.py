@@ -145,8 +145,8 @@ def gqa_decode(
             it, good until the arena is written again. It comes back as it was where XLA runs.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
             has run in JAX's interpreter and not on a GPU yet. "xla" is the reference: any shape,
-            float32 throughout (float64 for float64), differentiable. The kernel has D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, and a cache of q's
-            dtype, bfloat16 or float16.
+            float32 throughout (float64 for float64), differentiable. The kernel has D 64, 128 and
+            256, pages of 16, 32, 64 and 128 tokens, and a cache of q's dtype, bfloat16 or float16.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
