@@ -122,6 +122,8 @@ def test_what_xla_made_is_found_by_scope_and_function(ran):
     ("kernel", "origin", "kind"),
     [
         ("mla_decode_columns", "", "attention"),
+        ("loop_multiply_fusion", "jit(f)/gqa_decode/dot_general ", "attention"),
+        ("nvjet_tst_64x8", "jit(f)/gqa_qkv_proj/dot_general _dot ", "dense products"),
         ("linear_layer", "/mla_o_proj/linear_layer/ ", "dense products"),
         ("nvjet_tst_64x8", "jit(f)/while/body/mlp/dot_general _dot ", "dense products"),
         ("nvjet_tst_64x8", "jit(f)/router_logits/linear_layer/dot_general body ", "router"),

@@ -6,7 +6,6 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
 from jaxattn.bench.model.roof import mixer_flops
@@ -61,9 +60,8 @@ def forward() -> np.ndarray:
     return np.asarray(jax.jit(lambda tokens: bound(tokens))(TOKENS))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_chunks_and_decode_continue_the_training_forward_over_dirty_caches(packed):
-    held = model().pack(params()) if packed else params()
+def test_chunks_and_decode_continue_the_training_forward_over_dirty_caches():
+    held = model().pack(params())
     prefill, decode = jit_step(model().prefill), jit_step(model().decode)
     sizes = CacheSize(pages=PAGES, slots=SLOTS, page_size=PAGE)
     state = init_state(model(), sizes, scratch_spec(model(), 3, max_pages=4, page_size=PAGE))

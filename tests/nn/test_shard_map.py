@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn import gdn, mla
+from jaxattn import gdn, gqa, mla
 from jaxattn.core.rope import RopeConfig, rotation
 from jaxattn.core.varying import vary_alike
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.gqa import decode as gqa_decode
+from jaxattn.ops.gqa import prefill as gqa_prefill
 from jaxattn.ops.mla import decode
 from jaxattn.ops.mla.append import mla_append
 from jaxattn.ops.norm import rms_norm_layer
@@ -96,6 +98,31 @@ def check_with_gradients(op, shared, own):
     one, mesh = value_and_gradients(on_one_device), value_and_gradients(on_a_mesh)
     assert any(np.any(np.asarray(x)) for x in one[1])
     assert_same(one, mesh)
+
+
+# --- GQA
+
+
+@pytest.mark.parametrize("call", ["gqa_decode", "gqa_prefill", "gqa_attention"])
+@pytest.mark.parametrize("shared", ["nothing", "cache and sinks"])
+def test_gqa_where_devices_read_different_numbers_of_blocks(call, shared, monkeypatch):
+    blocks = ((gqa_decode, "DECODE_BLOCK"), (gqa_prefill, "PREFIX_BLOCK"))
+    for module, name in (*blocks, (gqa_prefill, "QUERY_BLOCK")):
+        monkeypatch.setattr(module, name, PAGE)
+    tokens = 2 if call == "gqa_decode" else 5
+    own = dict(q=each(0, BATCH, tokens, 4, 8), gate=each(1, BATCH, tokens, 4, 8))
+    given = dict(sinks=normal(2, 4))
+    if call != "gqa_decode":
+        own |= dict(k=each(3, BATCH, tokens, 2, 8), v=each(4, BATCH, tokens, 2, 8))
+    if call != "gqa_attention":
+        own |= paged()
+        given |= dict(kv_cache=normal(5, 6, 2, PAGE, 2, 8))
+    if call == "gqa_prefill":
+        own |= dict(query_lens=ints([5, 2], [3, 1]))
+    if shared == "nothing":
+        own |= {name: jnp.stack([x, 1 - x])[:DEVICES] for name, x in given.items()}
+        given = {}
+    check_with_gradients(functools.partial(getattr(gqa, call), window=6), given, own)
 
 
 # --- MLA
@@ -382,7 +409,7 @@ def test_nothing_is_added_outside_of_shard_map_and_without_its_checks():
 # --- a mesh as jax.make_mesh makes it
 
 OF_THE_BATCH = ("q", "k", "v", "g", "beta", "a", "b", "x", "kv", "latent", "qkvz", "ba", "values")
-OF_THE_BATCH += ("block_tables", "seq_lens", "query_lens", "state_indices")
+OF_THE_BATCH += ("gate", "block_tables", "seq_lens", "query_lens", "state_indices")
 # Ops that address pages or slots, and the chunks' inverses; and which of them a module calls first.
 REFUSING = {
     "MultiHeadLatentAttention.prefill": "mla_cache_write",
@@ -426,7 +453,9 @@ def test_explicit_axes_work_or_are_refused_by_name(name):
     jax.eval_shape(op, split)  # over Auto axes it is traced
 
 
-@pytest.mark.parametrize("name", ["mla_decode", "mla_cache_write", "chunk_gated_delta_rule"])
+@pytest.mark.parametrize(
+    "name", ["mla_decode", "mla_cache_write", "gqa_decode", "gqa_prefill", "chunk_gated_delta_rule"]
+)
 def test_shard_map_over_explicit_axes_of_arrays_that_lie_on_them(name):
     explicit = jax.make_mesh((DEVICES,), ("b",))
     split, rest = placed(name, explicit)

@@ -30,10 +30,11 @@ BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("/sample/",)),
     ("router", ("top_k", " route ", "/router_logits/")),
     ("experts", ("mixture_of_experts", "ragged_dot")),
-    ("attention", ("/mla_decode/", "causal_attention", "_prefix/", "new_tokens/", "gated_delta")),
+    ("attention", ("/mla_decode/", "/gqa_decode/", "_attention/", "_prefix/", "new_tokens/")),
+    ("attention", ("causal_attention", "gated_delta")),
     ("norms", ("rms_norm", "RMSNorm")),
     ("dense products", ("absorb_", "dot_general", "linear_layer")),
-    ("attention", ("mla_", "gdn_", "decode_schedule", "decode_rotation")),
+    ("attention", ("mla_", "gqa_", "gdn_", "decode_schedule", "decode_rotation")),
 )
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
 ROUTER = "MixtureOfExperts."  # its methods multiply by the router's matrix themselves

@@ -60,7 +60,6 @@ def test_new_tokens_see_themselves_and_their_cached_prefix(heads, kv_heads, opti
 def test_queries_in_several_blocks(options, monkeypatch):
     monkeypatch.setattr(prefill_module, "QUERY_BLOCK", 16)
     monkeypatch.setattr(prefill_module, "PREFIX_BLOCK", 32)
-    jax.clear_caches()
     lens, new = [100, 37, 0, 50], np.array([37, 37, 0, 20], np.int32)
     pool = make_pool(lens, page=16, kv_heads=2, dim=8)
     q, sinks = normal(4, 37, 4, 8), np.ones(4, np.float32)
@@ -68,7 +67,6 @@ def test_queries_in_several_blocks(options, monkeypatch):
     given = dict(options, sinks=sinks)
     found = gqa.gqa_prefill(q, k, v, pool.cache, pool.tables, pool.lens, new, layer=1, **given)
     assert_close(found, attend_numpy(q, pool.keys, pool.values, query_lens=new, **given))
-    jax.clear_caches()
 
 
 def test_no_array_has_the_size_of_all_scores():
