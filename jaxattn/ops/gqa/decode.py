@@ -237,11 +237,13 @@ def _decode_xla(
     position = (seq_lens - new)[:, None] + token
     real = (token < new[:, None]) & (seq_lens > 0)[:, None] & (position >= 0)
     position = jnp.where(real, position, -1)
-    queries = grouped(jnp.where(real[..., None, None], q, 0).astype(wide), kv_heads)
+    # The product of two narrow numbers is exact in float32: keys need not be widened before it.
+    narrow = q.dtype if q.dtype == kv_cache.dtype else wide
+    queries = grouped(jnp.where(real[..., None, None], q, 0).astype(narrow), kv_heads)
     row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
 
     def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
-        keys, values = kv[:, :, 0].astype(wide), kv[:, :, 1].astype(wide)
+        keys, values = kv[:, :, 0].astype(narrow), kv[:, :, 1].astype(wide)
         return state.add(
             scores.of(queries, keys), scores.visible(row_position, positions), weigh(values)
         )
