@@ -246,7 +246,7 @@ def make_body(
             )
             top, total, accs = lax.fori_loop(0, taken, each, empty)
             merge(accs, top, total.sum(axis=1), epilogue, pair, steps)
-            # As late as here all four warps have seen the queries come, a step or none being theirs.
+            # Only here all four warps are known to have seen the queries come.
             plgpu.barrier_arrive(memory.queries_read.at[queries_at])
             return number + 1, done + steps
 
