@@ -167,7 +167,9 @@ def make_body(
                 if soft_cap is None:
                     scores = scores * (scale * LOG2E)
                 else:
-                    scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+                    # tanh, whose approximate instruction is off by 2**-11 of the cap.
+                    power = jnp.exp2(scores * (2 * LOG2E * scale / soft_cap))
+                    scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * LOG2E)
                 key = iota(1) + token
                 seen = key < visible
                 if window is not None:
