@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gqa_decode.memory import CONSUMERS, QUERIES, Memory, over_out
 from jaxattn.kernels.gqa_decode.merge import Epilogue, Outputs, merge, write_nothing
 from jaxattn.kernels.gqa_decode.pairs import KEYS, VALUES, Pairs
+from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
@@ -110,6 +111,8 @@ def make_body(
                     for j, box in enumerate(part.boxes(kind, pair, numbers, start + i)):
                         some = to.at[wg, slot, pl.ds(j * tokens, tokens)]
                         plgpu.copy_gmem_to_smem(box, some, loaded.at[wg, slot])
+                # A barrier tells odd rounds from even ones: no warp may be a round behind.
+                meet(interpret=interpret)
                 return following
 
             lax.fori_loop(0, steps, step, numbers)
@@ -164,7 +167,9 @@ def make_body(
                 if soft_cap is None:
                     scores = scores * (scale * LOG2E)
                 else:
-                    scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+                    # tanh, whose approximate instruction is off by 2**-11 of the cap.
+                    power = jnp.exp2(scores * (2 * LOG2E * scale / soft_cap))
+                    scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * LOG2E)
                 key = iota(1) + token
                 seen = key < visible
                 if window is not None:
@@ -242,8 +247,9 @@ def make_body(
                 (nothing,) * blocks,
             )
             top, total, accs = lax.fori_loop(0, taken, each, empty)
-            plgpu.barrier_arrive(memory.queries_read.at[queries_at])
             merge(accs, top, total.sum(axis=1), epilogue, pair, steps)
+            # Only here all four warps are known to have seen the queries come.
+            plgpu.barrier_arrive(memory.queries_read.at[queries_at])
             return number + 1, done + steps
 
         part.each_piece(piece, (jnp.int32(0), jnp.int32(0)))

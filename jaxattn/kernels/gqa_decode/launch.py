@@ -133,6 +133,7 @@ def gqa_decode_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # reductions stay inside a warp
+            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
             # The body names its layouts; those of padded shared memory are not found by inference.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),

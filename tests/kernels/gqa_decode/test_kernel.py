@@ -95,14 +95,13 @@ def test_steps_of_a_ring_that_goes_round(implementation):
 
 @both_devices
 def test_the_ops_own_schedule_and_an_arena_with_poison(implementation):
-    case = gqa_case([130, 0, 700, 64], group=4, kv_heads=2, dim=64)
+    case = gqa_case([130, 0, 700], group=4, kv_heads=2, dim=64)
     interpret = implementation == "mosaic_gpu_interpret"
     schedule = decode_schedule(case.seq_lens, interpret=interpret, **expected_shape(case))
-    arena = Arena.allocate(scratch(batch=4, **expected_shape(case))).poison()
+    arena = Arena.allocate(scratch(batch=3, **expected_shape(case))).poison()
     out, lse, arena = decode(case, implementation, schedule=schedule, arena=arena)
     assert_gqa_close(case, out, lse)
-    again = decode(case, implementation, schedule=schedule)
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(again[0]))
+    arena.check(scratch(batch=3, **expected_shape(case)))
 
 
 def test_a_nan_that_a_row_sees_stays_in_it():
