@@ -1,0 +1,167 @@
+"""What every block of a decoder is: a mixer of tokens and a feed-forward, each with its norm.
+
+A `Block` is a description, equal to every block that does the same; a list of blocks is a model
+(`decoder.py`). Its mixer says what the engine has to know: its cache, its scratch, the values that
+all its layers share in a step, and the small weights that decoding reads from one stack.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What all blocks of a model have in common.
+
+    Attributes:
+        dtype: operands of the matrix products. The residual stream is float32.
+        param_dtype: what the weights are stored in.
+        norm_dtype: what weights of norms are stored in; None is `param_dtype`. Those that a
+            checkpoint stores as w of 1 + w are exact in float32 alone.
+        out_init_scale: of initial outputs, so that the sum over all branches stays of order 1.
+    """
+
+    hidden_size: int
+    eps: float
+    dtype: str
+    param_dtype: str
+    out_init_scale: float = 1.0
+    norm_dtype: str | None = None
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "out_init_scale": self.out_init_scale,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixer(abc.ABC):
+    """What mixes the tokens of a row: attention, or a recurrence.
+
+    Attributes:
+        cache_name: the mixers of one cache are equal.
+    """
+
+    @property
+    @abc.abstractmethod
+    def cache_name(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def kernels(self) -> Mapping[str, str]:
+        """Decode op -> its kernel's name in a compiled step."""
+
+    @abc.abstractmethod
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module:
+        """The module with its parameters; `module(x)` is the whole sequence, for training."""
+
+    @abc.abstractmethod
+    def cache(self, stream: Stream, layers: int) -> LayerCache: ...
+
+    @abc.abstractmethod
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec: ...
+
+    @abc.abstractmethod
+    def prefill(
+        self,
+        module: Any,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        """The chunk's output and the cache's arrays; `x` is normed."""
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        module: Any,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: Any,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        """The new tokens' output, the cache's arrays and the arena; `x` is normed."""
+
+    def shared(
+        self, module: Any, arrays: Arrays, batch: DecodeBatch, implementation: Any
+    ) -> dict[str, Any]:
+        """What every layer of a decode step needs; inside the loop XLA would make it in each."""
+        return {}
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
+        """The small weights of one place in a pattern, a row for each repeat."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedForward(abc.ABC):
+    """What follows the mixer: `module(x)` of normed tokens.
+
+    Attributes:
+        stacked: parameters that a step reads out of the stack of all repeats, which are too many
+            bytes to be sliced out of it.
+    """
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return ()
+
+    @abc.abstractmethod
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        """Of a decode step of so many tokens."""
+        return ArenaSpec()
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        """Those parameters, [repeats, ...], that the steps read faster in another form."""
+        return {}
+
+    def step(
+        self,
+        module: Any,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        """The output and the arena.
+
+        Args:
+            valid: whether a token is no padding.
+            stacks: the parameters `stacked`, [repeats, ...] each.
+            layer: the number of this layer in them.
+            arena: None in prefill.
+        """
+        return module(x), arena
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One layer: norm, mixer, norm, feed-forward on a float32 residual stream."""
+
+    mixer: Mixer
+    feed_forward: FeedForward

@@ -1,0 +1,101 @@
+"""The feed-forwards: a gated MLP, and a mixture of experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxattn import moe
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.models.base import Arrays
+from jaxattn.models.block import FeedForward, Stream
+from jaxattn.nn import GatedMLP, MixtureOfExperts
+from jaxattn.nn.moe import WeightFormat, experts_of_shared, stacked_names
+from jaxattn.ops.moe import Router
+from jaxattn.ops.router import split_router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLP(FeedForward):
+    """A gated MLP of `intermediate_size` columns."""
+
+    intermediate_size: int
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedMLP:
+        return GatedMLP(stream.hidden_size, self.intermediate_size, **stream.dtypes, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoE(FeedForward):
+    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all.
+
+    Attributes:
+        shared_gate: what is shared is times a sigmoid of the token.
+        weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+    """
+
+    expert_size: int
+    router: Router
+    shared_size: int = 0
+    shared_gate: bool = False
+    weight_format: WeightFormat | None = None
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return stacked_names(self.weight_format, self.shared_gate)
+
+    @property
+    def always(self) -> int:
+        """Experts of the stack, the last, that every token takes: the shared ones."""
+        return experts_of_shared(self.expert_size, self.shared_size, self.weight_format)
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        if stream.dtype != "bfloat16":
+            return {}
+        router = params["router"][...]
+        if not self.shared_gate:
+            return {"router": split_router(router)}
+        gate = params["shared_gate"][...]
+        return {"router": split_router(router, gate), "shared_gate": gate[:, :0]}
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
+        return MixtureOfExperts(
+            stream.hidden_size,
+            self.expert_size,
+            self.router,
+            shared_size=self.shared_size,
+            shared_gate=self.shared_gate,
+            weight_format=self.weight_format,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def step(
+        self,
+        module: MixtureOfExperts,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        return module.step(
+            x, stacks, layer, valid=valid, arena=arena, implementation=implementation
+        )
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        return moe.scratch(
+            tokens=tokens,
+            top_k=self.router.top_k + self.always,
+            experts=self.router.experts + self.always,
+            hidden=stream.hidden_size,
+            expert_size=self.expert_size,
+            dtype=jnp.dtype(stream.dtype),
+            fp8=self.weight_format == "fp8",
+        )

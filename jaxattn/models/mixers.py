@@ -1,0 +1,390 @@
+"""The mixers of tokens: latent attention, grouped-query attention and the gated delta net."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn import gdn, gqa, mla
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.formats import LatentFormat
+from jaxattn.core.layers import LayerOf
+from jaxattn.core.rope import RopeConfig
+from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
+from jaxattn.models.block import Mixer, Stream
+from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
+from jaxattn.nn import GatedDeltaNet, GroupedQueryAttention, MultiHeadLatentAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLA(Mixer):
+    """Multi-head latent attention over pages of latents, in DeepSeek's names.
+
+    Attributes:
+        cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8.
+        lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope: RopeConfig
+    cache_dtype: str | None = None
+    lora_norm_eps: float | None = None
+
+    cache_name = "latents"
+    kernels = {"mla_decode": "mla_decode"}
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> MultiHeadLatentAttention:
+        return MultiHeadLatentAttention(
+            stream.hidden_size,
+            self.num_heads,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            rope=self.rope,
+            eps=stream.eps if self.lora_norm_eps is None else self.lora_norm_eps,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def cache(self, stream: Stream, layers: int) -> LatentPages:
+        dtype = self.cache_dtype or stream.dtype
+        latents = LatentFormat(dtype, self.kv_lora_rank, self.qk_rope_head_dim)
+        return LatentPages(name=self.cache_name, layers=layers, format=latents)
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        return mla.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            dtype=jnp.dtype(stream.dtype),
+            max_pages=max_pages,
+            page_size=page_size,
+        )
+
+    def prefill(
+        self,
+        module: MultiHeadLatentAttention,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, kv_cache = module.prefill(
+            x,
+            arrays["kv_cache"],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer.index,
+            implementation=implementation,
+        )
+        return y, {"kv_cache": kv_cache}
+
+    def decode(
+        self,
+        module: MultiHeadLatentAttention,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: dict[str, Any],
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, kv_cache, after = module.decode(
+            x,
+            arrays["kv_cache"],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            layer=layer.index,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+            **shared,
+        )
+        assert after is not None  # an arena came in
+        return y, {"kv_cache": kv_cache}, after
+
+    def shared(
+        self,
+        module: MultiHeadLatentAttention,
+        arrays: Arrays,
+        batch: DecodeBatch,
+        implementation: Any,
+    ) -> dict[str, Any]:
+        q_len = batch.tokens.shape[1]
+        schedule = mla.decode_schedule(
+            batch.seq_lens,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            max_pages=batch.block_tables.shape[1],
+            page_size=arrays["kv_cache"].shape[2],
+            batch_invariant=True,  # what a row is answered does not depend on who else asks
+            interpret=implementation == "mosaic_gpu_interpret",
+        )
+        return {"schedule": schedule, "rotation": module.decode_rotation(batch.seq_lens, q_len)}
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"]:
+        kv_norm = params["kv_a_norm"]["weight"][...]
+        q_norm = params["q_a_norm"]["weight"][...] if "q_a_norm" in params else None
+        return mla.pack_mla_weights(kv_norm, q_norm, rope_dim=self.qk_rope_head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GQA(Mixer):
+    """Grouped-query attention over pages of keys and values, in Qwen3's names.
+
+    Attributes:
+        rope: rotates the first `rope.dim` dims of a head.
+        qk_norm: RMS norms of each head's query and key.
+        gated: the output is multiplied by sigmoid(gate).
+        window: keys that a token sees, its own included; None is all before it.
+        sinks: each head has a logit without a value in its softmax.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qk_norm: bool = False
+    gated: bool = False
+    window: int | None = None
+    sinks: bool = False
+
+    kernels = {"gqa_decode": "gqa_decode"}
+
+    @property
+    def cache_name(self) -> str:
+        of_window = "" if self.window is None else f" of the last {self.window}"
+        return f"keys and values{of_window}"
+
+    @property
+    def array(self) -> str:
+        """The name of the cache's array: layers of another window have another."""
+        return "kv_cache" if self.window is None else f"kv_cache_{self.window}"
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GroupedQueryAttention:
+        return GroupedQueryAttention(
+            stream.hidden_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            rope=self.rope,
+            qk_norm=self.qk_norm,
+            gated=self.gated,
+            window=self.window,
+            sinks=self.sinks,
+            eps=stream.eps,
+            norm_dtype=stream.norm_dtype,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def cache(self, stream: Stream, layers: int) -> KeyValuePages:
+        return KeyValuePages(
+            name=self.cache_name,
+            layers=layers,
+            heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=jnp.dtype(stream.dtype),
+            array=self.array,
+        )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        return gqa.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=jnp.dtype(stream.dtype),
+            max_pages=max_pages,
+            page_size=page_size,
+        )
+
+    def prefill(
+        self,
+        module: GroupedQueryAttention,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, kv_cache = module.prefill(
+            x,
+            arrays[self.array],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer,
+            implementation=implementation,
+        )
+        return y, {self.array: kv_cache}
+
+    def decode(
+        self,
+        module: GroupedQueryAttention,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: dict[str, Any],
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, kv_cache, after = module.decode(
+            x,
+            arrays[self.array],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            layer=layer,
+            arena=arena,
+            implementation=implementation,
+            **shared,
+        )
+        assert after is not None  # an arena came in
+        return y, {self.array: kv_cache}, after
+
+    def shared(
+        self,
+        module: GroupedQueryAttention,
+        arrays: Arrays,
+        batch: DecodeBatch,
+        implementation: Any,
+    ) -> dict[str, Any]:
+        q_len = batch.tokens.shape[1]
+        schedule = gqa.decode_schedule(
+            batch.seq_lens,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_pages=batch.block_tables.shape[1],
+            page_size=arrays[self.array].shape[3],
+            window=self.window,
+            batch_invariant=True,  # what a row is answered does not depend on who else asks
+            interpret=implementation == "mosaic_gpu_interpret",
+        )
+        return {"schedule": schedule, "rotation": module.decode_rotation(batch.seq_lens, q_len)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GDN(Mixer):
+    """A gated delta net over state slots, in Qwen3-Next's names."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int = 128
+    head_v_dim: int = 128
+    conv_width: int = 4
+
+    cache_name = "delta"
+    kernels = {"gated_delta_rule_decode": "gdn_decode"}
+
+    @property
+    def conv_dim(self) -> int:
+        """Dc: channels of the convolution."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedDeltaNet:
+        return GatedDeltaNet(
+            stream.hidden_size,
+            self.num_k_heads,
+            self.num_v_heads,
+            head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim,
+            conv_width=self.conv_width,
+            eps=stream.eps,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def cache(self, stream: Stream, layers: int) -> RecurrentState:
+        return RecurrentState(
+            name=self.cache_name,
+            layers=layers,
+            conv_shape=(self.conv_width - 1, self.conv_dim),
+            conv_dtype=jnp.dtype(stream.dtype),
+            state_shape=(self.num_v_heads, self.head_v_dim, self.head_k_dim),
+        )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        return gdn.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_v_heads=self.num_v_heads,
+            head_v_dim=self.head_v_dim,
+            dtype=jnp.dtype(stream.dtype),
+        )
+
+    def prefill(
+        self,
+        module: GatedDeltaNet,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, conv_state, ssm_state = module.prefill(
+            x,
+            arrays["conv_state"],
+            arrays["ssm_state"],
+            state_indices=batch.state_indices,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer.index,
+            implementation=implementation,
+        )
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}
+
+    def decode(
+        self,
+        module: GatedDeltaNet,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: Any,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, conv_state, ssm_state, after = module.decode(
+            x,
+            arrays["conv_state"],
+            arrays["ssm_state"],
+            state_indices=batch.state_indices,
+            layer=layer,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+        )
+        assert after is not None  # an arena came in
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"]:
+        names = ("A_log", "dt_bias", "norm", "conv1d")
+        leaves = (params[n]["weight"] if n == "norm" else params[n] for n in names)
+        return gdn.pack_gdn_weights(*(leaf[...] for leaf in leaves))
