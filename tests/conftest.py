@@ -2,7 +2,11 @@
 
 import gc
 import os
+import signal
 
+# A job in the background ignores Ctrl-C, and so would every process that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The interpreter's GPU threads wait for one another in callbacks, each on a thread of XLA's pool:
 # with fewer threads in the pool than wait, nobody goes on. XLA reads this when JAX starts.
 os.environ.setdefault("PJRT_NPROC", "16")
