@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.checks import MOST, Arguments, as_given, check_sizes
+from jaxattn.core.checks import Arguments, as_given, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.gqa.cache import check_cache
 
 
@@ -294,18 +295,10 @@ class GroupedQueryAttention(nnx.Module):
     def _output(
         self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
     ) -> Float[Array, "B T hidden"]:
-        """The projection of the heads; NaN for the new tokens of a traced row beyond its table.
-
-        The ops mark such a row by its LSE, which ends here. Its 0 would be a finite, wrong output.
-        """
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
         y = self._project_out(out)
         most = block_tables.shape[1] * kv_cache.shape[-3]
-        if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
-            return y
-        beyond = (seq_lens > most)[:, None]
-        if query_lens is not None:  # the others are padding, whatever the row's length
-            beyond &= jnp.arange(y.shape[1]) < query_lens[:, None]
-        return jnp.where(beyond[..., None], jnp.nan, y)
+        return nan_beyond_table(y, seq_lens, most, query_lens)
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("gqa_o_proj"):

@@ -16,11 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
-from jaxattn.core.checks import FLOATS, MOST, Arguments, as_given, check_sizes
+from jaxattn.core.checks import FLOATS, Arguments, as_given, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
 from jaxattn.nn.linear import Linear, linears, matmul, normal
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 
 
@@ -345,18 +346,10 @@ class MultiHeadLatentAttention(nnx.Module):
     def _output(
         self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
     ) -> Float[Array, "B T hidden"]:
-        """The projection of the heads; NaN for the new tokens of a traced row beyond its table.
-
-        The ops mark such a row by its LSE, which ends here. Its 0 would be a finite, wrong output.
-        """
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
         y = self._project_out(out)
         most = block_tables.shape[1] * kv_cache.shape[-2]
-        if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
-            return y
-        beyond = (seq_lens > most)[:, None]
-        if query_lens is not None:  # the others are padding, whatever the row's length
-            beyond &= jnp.arange(y.shape[1]) < query_lens[:, None]
-        return jnp.where(beyond[..., None], jnp.nan, y)
+        return nan_beyond_table(y, seq_lens, most, query_lens)
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):

@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.machine import interpret_mode, swizzled
+from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.moe.config import BLOCK, GROUP, ROWS, Product, stages_of
 from jaxattn.kernels.moe.fp8 import SWIZZLED, widened
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, Work
@@ -306,7 +307,8 @@ def _body(
                     every = [gate / (1.0 + jnp.exp(-gate)) * up]
                 for part, result in enumerate(every):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    _turned(out_smem.at[wg], result, interpret=interpret)
+                    result = result.astype(out_smem.dtype)
+                    store_turned(out_smem.at[wg], result, interpret=interpret)
                     plgpu.commit_smem()
                     write(now, now.place * piece + part * apart + wg * ROWS)
 
@@ -324,16 +326,6 @@ def _body(
             plgpu.wait_smem_to_gmem(0)
 
     return body
-
-
-def _turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
-    """A product, tokens its columns, to shared memory of which they are the rows."""
-    product = product.astype(target.dtype)
-    if interpret:
-        target[...] = product.T
-    else:
-        product = plgpu.layout_cast(product, plgpu.Layout.WGMMA_TRANSPOSED)
-        target.transpose((1, 0))[...] = product
 
 
 def _plain(weights: jax.Array, tokens: jax.Array) -> jax.Array:
