@@ -359,7 +359,10 @@ OPTIONS = {
     "stop": (["--stop", ""], "--stop is empty"),
     "dtype": (["--dtype", "float32"], "--dtype float32: the config.json of"),
     "experts": (["--experts", "fp8"], "--experts fp8: the config.json of"),
-    "experts of INT4": (["--model", TINY / "kimi_k2_int4", "--experts", "fp8"], "needs a checkpoint in FP8"),
+    "experts of INT4": (
+        ["--model", TINY / "kimi_k2_int4", "--experts", "fp8"],
+        "experts='fp8' needs a checkpoint in FP8",
+    ),
     "dtype's name": (["--dtype", "int8"], "invalid choice: 'int8'"),
     "length": (["--model", YOUTU, "--max-model-len", "8k"], "--max-model-len 8192 is longer than"),
 }
