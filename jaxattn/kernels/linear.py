@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.machine import (
     NUM_SMS,
@@ -73,10 +74,10 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
 def refuse(
     x: jax.Array, weights: Sequence[jax.Array], *, gated: bool = False, interpret: bool = False
 ) -> None:
-    """Raises `NotImplementedError` with the reason where the kernel does not serve."""
+    """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper(OP, interpret=interpret)
     if why := refusal(x.shape, x.dtype, weights, gated=gated):
-        raise NotImplementedError(f"{OP}: {why}")
+        raise Refusal(f"{OP}: {why}")
 
 
 def refusal(

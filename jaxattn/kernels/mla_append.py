@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 ROPE = 64
@@ -30,11 +31,11 @@ def norms_queries(query_rank: int) -> bool:
 
 def _refuse(rank: int, rope: int, cache_dtype: Any) -> None:
     if rope != ROPE or rank % 512:
-        raise NotImplementedError(
+        raise Refusal(
             f"mla_append: the kernel has R a multiple of 512 and P = 64, and got R={rank}, P={rope}"
         )
     if cache_dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
+        raise Refusal(
             f"mla_append: the kernel writes a bfloat16 or float16 cache, got {cache_dtype.name}"
         )
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 THREADS = 128
@@ -42,7 +43,7 @@ def rms_norm_mosaic(
     require_hopper("rms_norm_layer", interpret=interpret)
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:
-        raise NotImplementedError(
+        raise Refusal(
             f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )

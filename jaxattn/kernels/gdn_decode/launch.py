@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.checks import check_sizes
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.gdn_decode import body as ring_body
 from jaxattn.kernels.gdn_decode import split_body
 from jaxattn.kernels.gdn_decode.body import Config, shared_bytes
@@ -82,19 +83,15 @@ def _refuse(
     name: str, batch: int, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None
 ) -> None:
     if not 1 <= batch <= MAX_ROWS:
-        raise NotImplementedError(
+        raise Refusal(
             f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
         )
     if not 1 <= tokens <= MAX_TOKENS:
-        raise NotImplementedError(
-            f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}"
-        )
+        raise Refusal(f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}")
     if heads[1:] != (DIM, DIM):
-        raise NotImplementedError(
-            f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}"
-        )
+        raise Refusal(f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}")
     if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:
-        raise NotImplementedError(
+        raise Refusal(
             f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}"
         )
 
@@ -192,7 +189,7 @@ def gdn_decode_mosaic(
             refs.append(between)
     else:
         if (needed := shared_bytes(op, config, state.dtype)) > MOST_SHARED:
-            raise NotImplementedError(
+            raise Refusal(
                 f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and "
                 f"needs {needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; "
                 "give fewer tokens"

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import LatentFormat
 from jaxattn.kernels.hopper.machine import interpret_mode
 from jaxattn.kernels.mla_decode.columns_body import make_body
@@ -41,11 +42,11 @@ def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
 
 
 def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    """Raises `NotImplementedError`, with the reason, where this kernel cannot run."""
+    """Raises `Refusal`, with the reason, where this kernel cannot run."""
     rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
     quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
     if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
             f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
             f"{kv_cache.dtype.name} cache"
@@ -55,7 +56,7 @@ def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     else:
         fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
     if not fits:
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
             f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
             f"{kv_cache.dtype.name}"

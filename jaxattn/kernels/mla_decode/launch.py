@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 from jaxattn.kernels.mla_decode.columns_launch import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_decode.results import Results
@@ -38,7 +39,7 @@ def by_columns(q: Any, kv_cache: Any) -> bool:
 
 
 def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    """Raises `NotImplementedError`, with the reason, where no kernel serves these shapes.
+    """Raises `Refusal`, with the reason, where no kernel serves these shapes.
 
     Args:
         q: [B, S, H, D], an array or its shape.
@@ -53,12 +54,12 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     dim = kv_cache.shape[-1]
     if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
             f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
         )
     if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
             f"q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
@@ -101,7 +102,7 @@ def mla_decode_mosaic(
     else:
         _refuse_rows(latent.dtype, kv_cache, kv_lora_rank)
     if kv_cache.shape[-2] not in PAGE_SIZES:
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
             f"{kv_cache.shape} has {kv_cache.shape[-2]}"
         )

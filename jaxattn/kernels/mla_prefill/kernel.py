@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper, swizzled
 from jaxattn.kernels.mla_prefill.tile_order import head_group, tile_order
 
@@ -70,16 +71,16 @@ class _Item(NamedTuple):
 
 
 def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool) -> None:
-    """Raises `NotImplementedError` with the reason where the kernel does not serve."""
+    """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper(op, interpret=interpret)
     if (nope, rope, values) != (NOPE, ROPE, VALUES):
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the kernel has keys of 128 + 64 dims and values of 128, and got {nope} + "
             f"{rope} and {values}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         wanted = "bfloat16 and float16"
-        raise NotImplementedError(f"{op}: the kernel takes {wanted}, and got {q.dtype.name}")
+        raise Refusal(f"{op}: the kernel takes {wanted}, and got {q.dtype.name}")
 
 
 def attend_mosaic(

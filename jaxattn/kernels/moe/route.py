@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import interpret_mode, meet, require_hopper
 
 THREADS = 128
@@ -23,11 +24,11 @@ COPIED = 256  # scores of a TMA copy
 
 
 def refuse(logits: jax.Array, *, interpret: bool) -> None:
-    """Raises `NotImplementedError` with the reason where the kernel does not serve."""
+    """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper("route", interpret=interpret)
     experts = logits.shape[-1]
     if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
-        raise NotImplementedError(
+        raise Refusal(
             f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
             f"some tokens; got logits {tuple(logits.shape)}"
         )
