@@ -39,15 +39,15 @@ def launch(
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Runs a kernel, and returns its outputs by name.
 
     Args:
         body: takes a reference for each name of inputs, outputs and scratch.
         name: of the kernel, as profilers show it.
         grid: axes and blocks; the last runs fastest.
-        inputs: arrays, and references to what is updated in place.
-        outputs: `jax.ShapeDtypeStruct` of new arrays.
+        inputs: arrays, and references to what is updated in place, or tuples of them.
+        outputs: `jax.ShapeDtypeStruct` of new arrays, or a tuple of them.
         scratch: shared memory and barriers of a block.
         cluster: the axis of the blocks that share a cluster, and their number.
         warpgroups: of a block, the axis "wg". None: one, and no such axis.
