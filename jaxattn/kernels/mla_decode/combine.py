@@ -94,9 +94,7 @@ def _rows_of_a_block(batch: int, used: int) -> int:
     """Where one warpgroup has a row. Several do one row and leave: none waits for the others to
     have read its sum, which that of a second row would overwrite."""
     chunk = 1
-    while (
-        chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= BLOCKS
-    ):  # fmt: skip
+    while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2
     return chunk
 
