@@ -27,6 +27,8 @@ import jaxattn.gdn
 import jaxattn.gqa
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
+from jaxattn.ops.linear import gated_layer, linear_layer
+from jaxattn.ops.moe import Router, route
 from jaxattn.ops.norm import rms_norm_layer
 from scripts.sanitize_cases import CASES
 
@@ -145,6 +147,28 @@ def norm(features: int) -> Launch:
     return op, (x(2, 3, features), f32(6, features), ints())
 
 
+def routing(tokens: int, experts: int, top_k: int, **options: Any) -> Launch:
+    """By sigmoids with a bias where experts have groups, else by a softmax."""
+    scores: Any = "sigmoid" if options else "softmax"
+    router = Router(experts=experts, top_k=top_k, scores=scores, **options)
+    bias = f32(experts) if options else None
+    return lambda logits, bias: route(logits, bias, router, **MOSAIC), (f32(tokens, experts), bias)
+
+
+def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
+    """Of one stack of layers for each of the sizes."""
+
+    def op(tokens: Any, layer: Any, *weights: Any) -> Any:
+        return linear_layer(tokens, weights, layer=LayerOf(layer, 2, 1), **MOSAIC)
+
+    return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
+
+
+def gated(tokens: int, inner: int, size: int) -> Launch:
+    """gate and up, and silu of one times the other."""
+    return partial(gated_layer, layer=2, **MOSAIC), (x(tokens, inner), *[x(4, inner, size)] * 2)
+
+
 EXTRA: dict[str, Launch] = {
     "mla_decode_invariant": decode(3, 64),
     "mla_decode_whole_rows_invariant": decode(200, 64),
@@ -171,6 +195,14 @@ EXTRA: dict[str, Launch] = {
     "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
     "gdn_prefill_norm_stack": delta_rule_normed(36),
     "gdn_prefill_norm_few": delta_rule_normed(2),
+    "moe_route_softmax": routing(5, 64, 6),
+    "moe_route_groups": routing(
+        33, 256, 8, groups=8, top_groups=4, best_of_group=2, normalize=True, scale=2.5
+    ),
+    "linear_one_token": linears(1, 2048, 3072),
+    "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),
+    "linear_gated": gated(32, 2048, 1408),
+    "linear_gated_few_columns": gated(3, 512, 128),
     "rms_norm": norm(640),
     "rms_norm_wide": norm(7168),
 }

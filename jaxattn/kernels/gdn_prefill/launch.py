@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import checkpoint_slots
 from jaxattn.kernels.gdn_prefill.chunk import chunk_matrices
@@ -187,20 +188,20 @@ def refuse_prefill(
     *,
     interpret: bool,
 ) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernels cannot run."""
+    """Raises `Refusal`, with the reason, where the kernels cannot run."""
     require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the kernel wants q, k and v in bfloat16 or float16, got {q.dtype.name}"
         )
     if chunk_size != CHUNK:
-        raise NotImplementedError(f"{op}: the kernel has chunk_size 64, got {chunk_size}")
+        raise Refusal(f"{op}: the kernel has chunk_size 64, got {chunk_size}")
     if v.size == 0:
-        raise NotImplementedError(f"{op}: the kernel cannot start without a token, got v {v.shape}")
+        raise Refusal(f"{op}: the kernel cannot start without a token, got v {v.shape}")
 
 
 def gdn_prefill_mosaic(

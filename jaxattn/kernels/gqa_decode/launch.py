@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.gqa_decode.body import make_body
 from jaxattn.kernels.gqa_decode.combine import combine
 from jaxattn.kernels.gqa_decode.memory import (
@@ -34,7 +35,7 @@ from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernel cannot run.
+    """Raises `Refusal`, with the reason, where the kernel cannot run.
 
     Args:
         q: [B, S, H, D], an array or its shape.
@@ -44,7 +45,7 @@ def refuse(q: Any, kv_cache: Any) -> None:
     if q.dtype != kv_cache.dtype:
         reason = f"a cache of the dtype of q, {q.dtype.name}, and it has {kv_cache.dtype.name}"
     if reason is not None:
-        raise NotImplementedError(f"gqa_decode: the kernel wants {reason}")
+        raise Refusal(f"gqa_decode: the kernel wants {reason}")
 
 
 def gqa_decode_mosaic(

@@ -64,7 +64,7 @@ def gqa_attention(
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("gqa_attention")
     q, k, v = _check_new(arguments, q, k, v)
@@ -131,7 +131,7 @@ def gqa_prefill(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("gqa_prefill")
     q, k, v = _check_new(arguments, q, k, v)
