@@ -114,11 +114,9 @@ class Claim:
 
 
 BURST, SUSTAINED = "burst", "long loop"
-FLASHMLA = {"run": "mla-flashmla", "who": "FlashMLA"}
-burst = functools.partial(Claim, timed=BURST, ours="us", theirs="flashmla us", **FLASHMLA)
-sustained = functools.partial(
-    Claim, timed=SUSTAINED, ours="call us", theirs="flashmla call us", **FLASHMLA
-)
+flashmla = functools.partial(Claim, run="mla-flashmla", who="FlashMLA")
+burst = functools.partial(flashmla, timed=BURST, ours="us", theirs="flashmla us")
+sustained = functools.partial(flashmla, timed=SUSTAINED, ours="call us", theirs="flashmla call us")
 delta_rule = functools.partial(Claim, timed=SUSTAINED, run="gdn-peers")
 
 CLAIMS = (

@@ -34,7 +34,8 @@ class Sentence(NamedTuple):
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Paragraphs, items of lists and cells of tables, each with the line that it begins on."""
-    begin, lines, fenced = 0, [], False
+    begin, fenced = 0, False
+    lines: list[str] = []
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fence = FENCE.match(line)
         fenced ^= bool(fence)
