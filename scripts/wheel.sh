@@ -29,7 +29,7 @@ else
 fi
 
 mkdir "$work/elsewhere"
-cp "$root/examples/kernel.py" "$root/tests/core/test_checks.py" "$work/elsewhere"
+cp "$root/examples/kernel.py" "$root/tests/core/test_dispatch.py" "$work/elsewhere"
 cd "$work/elsewhere"
 bin=$work/venv/bin
 "$bin/python" -c '
@@ -46,4 +46,4 @@ load(EMBEDDED)
 print("jaxattn", jaxattn.__version__, "from the wheel, with", *sorted(commands))'
 "$bin/jaxattn-serve" --plan >plan.txt && head -1 plan.txt
 "$bin/python" kernel.py
-"$bin/python" -m pytest -q -p no:cacheprovider test_checks.py
+"$bin/python" -m pytest -q -p no:cacheprovider test_dispatch.py
