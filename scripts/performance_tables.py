@@ -1,0 +1,326 @@
+"""What each table of the docs shows: which stored run, which rows, which columns."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+Row = dict[str, Any]
+Cell = Callable[[Row], str]
+
+
+def rows_of(run: str) -> Iterator[Row]:
+    """Rows of `benchmarks/results/RUN.json`, or of several; those of a model say which."""
+    paths = sorted(RESULTS.glob(f"{run}.json"))
+    if not paths:
+        raise FileNotFoundError(f"no stored run {RESULTS / run}.json")
+    for path in paths:
+        stored = json.loads(path.read_text())
+        for row in stored["rows"]:
+            yield {"model": stored["model"], **row} if "model" in stored else row
+
+
+def text(key: str) -> Cell:
+    return lambda row: str(row.get(key, ""))
+
+
+def number(key: str, decimals: int = 1, times: float = 1) -> Cell:
+    """A figure; nothing where the run has none."""
+
+    def cell(row: Row) -> str:
+        value = row.get(key, "")
+        return "" if value == "" else f"{value * times:.{decimals}f}"
+
+    return cell
+
+
+def faster(ours: str, theirs: str, who: str) -> Cell:
+    """Who takes less time, and how much less: "FlashMLA, 4%"; below 0.5% neither."""
+
+    def cell(row: Row) -> str:
+        if row.get(theirs, "") == "":
+            return ""
+        least, most = sorted((row[ours], row[theirs]))
+        if 1 - least / most < 0.005:
+            return "neither"
+        name = "jaxattn" if row[ours] == least else who
+        return f"{name}, {1 - least / most:.0%}"
+
+    return cell
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A Markdown table of one run's rows.
+
+    Attributes:
+        run: the name of its file without ".json"; may have a `*`.
+        columns: titles, and what of a row stands below them.
+        where: the rows that are shown.
+    """
+
+    run: str
+    columns: dict[str, Cell]
+    where: Callable[[Row], bool] = lambda row: True
+
+    def __call__(self) -> str:
+        rows = [row for row in rows_of(self.run) if self.where(row)]
+        cells = [[cell(row) for cell in self.columns.values()] for row in rows]
+        return markdown(list(self.columns), cells)
+
+
+def markdown(titles: list[str], rows: list[list[str]]) -> str:
+    if not rows:
+        raise ValueError(f"no rows for the table {titles}")
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A row of the README's table: one shape of one run, beside one other library.
+
+    Attributes:
+        what: in words that need no key.
+        timed: how both were timed.
+        run: the stored run that has both.
+        shape: what its row begins with.
+        ours, theirs: columns of the run.
+        who: the other library.
+    """
+
+    what: str
+    timed: str
+    run: str
+    shape: dict[str, str]
+    ours: str
+    theirs: str
+    who: str
+
+    def cells(self) -> list[str]:
+        [row] = [row for row in rows_of(self.run) if self.shape.items() <= row.items()]
+        times = 1000 if self.ours.endswith("ms") else 1
+        return [
+            self.what,
+            self.timed,
+            number(self.ours, times=times)(row),
+            f"{self.who}: {number(self.theirs, times=times)(row)}",
+            faster(self.ours, self.theirs, self.who)(row),
+        ]
+
+
+BURST, SUSTAINED = "burst", "long loop"
+flashmla = functools.partial(Claim, run="mla-flashmla", who="FlashMLA")
+burst = functools.partial(flashmla, timed=BURST, ours="us", theirs="flashmla us")
+sustained = functools.partial(flashmla, timed=SUSTAINED, ours="call us", theirs="flashmla call us")
+delta_rule = functools.partial(Claim, timed=SUSTAINED, run="gdn-peers")
+
+CLAIMS = (
+    burst(
+        what="MLA decode, 128 rows of 4,096 tokens, 128 heads", shape={"B,H,T,S": "128,128,4096,1"}
+    ),
+    sustained(
+        what="MLA decode, 64 rows of 8,192 tokens, 128 heads", shape={"B,H,T,S": "64,128,8192,1"}
+    ),
+    burst(what="MLA decode, 1 row of 32,768 tokens, 16 heads", shape={"B,H,T,S": "1,16,32768,1"}),
+    Claim(
+        what="MLA decode, 8 rows of 2,048 tokens, room for 65,536",
+        timed=SUSTAINED,
+        run="mla",
+        shape={"B,H,T,S": "8,128,2048 of 65536,1"},
+        ours="call us",
+        theirs="flashinfer call us",
+        who="FlashInfer",
+    ),
+    Claim(
+        what="MLA decode, 128 rows of 1 to 8,192 tokens, 128 heads",
+        timed=SUSTAINED,
+        run="mla",
+        shape={"B,H,T,S": "128,128,1-8192,1"},
+        ours="call us",
+        theirs="flashinfer call us",
+        who="FlashInfer",
+    ),
+    delta_rule(
+        what="delta rule decode, 256 rows, 32 heads",
+        shape={"B,Hk,Hv,S": "256,16,32,1"},
+        ours="call us",
+        theirs="fla call us",
+        who="FLA",
+    ),
+    delta_rule(
+        what="delta rule decode, 1 row, 32 heads",
+        shape={"B,Hk,Hv,S": "1,16,32,1"},
+        ours="call us",
+        theirs="fla call us",
+        who="FLA",
+    ),
+    delta_rule(
+        what="delta rule prefill, 4 prompts of 8,192 tokens, 32 heads",
+        shape={"Hk/Hv": "16/32", "sequences": "4x8192"},
+        ours="call ms",
+        theirs="flashqla call ms",
+        who="FlashQLA",
+    ),
+)
+
+
+def claims() -> str:
+    titles = ["what", "timed", "jaxattn, us", "other, us", "faster, by"]
+    return markdown(titles, [claim.cells() for claim in CLAIMS])
+
+
+US = number("us")
+RATES = {"TFLOP/s": number("TFLOP/s", 0), "GB/s": number("GB/s", 0)}
+SEQUENCES = {"Hk/Hv": text("Hk/Hv"), "sequences": text("sequences")}
+
+TABLES: dict[str, Callable[[], str]] = {
+    "claims": claims,
+    "mla-flashmla": Table(
+        run="mla-flashmla",
+        columns={
+            "B,H,T,S": text("B,H,T,S"),
+            "us, burst": US,
+            "FlashMLA, burst": number("flashmla us"),
+            "faster in bursts": faster("us", "flashmla us", "FlashMLA"),
+            "us, long loop": number("call us"),
+            "FlashMLA, long loop": number("flashmla call us"),
+            "faster in loops": faster("call us", "flashmla call us", "FlashMLA"),
+        },
+    ),
+    "mla-vllm-wheel": Table(
+        run="mla-vllm-wheel",
+        columns={
+            "B,H,T,S": text("B,H,T,S"),
+            "burst us": number("flashmla us"),
+            "long loop us": number("flashmla call us"),
+        },
+    ),
+    "mla": Table(
+        run="mla",
+        where=lambda row: "cache" not in row,
+        columns={
+            "B,H,T,S": text("B,H,T,S"),
+            "us": US,
+            **RATES,
+            "equal bits us": number("invariant us"),
+            "call us": number("call us"),
+            "FlashInfer call us": number("flashinfer call us"),
+            "faster, by": faster("call us", "flashinfer call us", "FlashInfer"),
+        },
+    ),
+    "mla-cache": Table(
+        run="mla",
+        where=lambda row: "cache" in row,
+        columns={
+            "B,H,T,S": text("B,H,T,S"),
+            "cache": text("cache"),
+            "us": US,
+            "GB/s": RATES["GB/s"],
+        },
+    ),
+    "gdn-decode": Table(
+        run="gdn",
+        where=lambda row: "us" in row,
+        columns={
+            "B,Hk,Hv,S": text("B,Hk,Hv,S"),
+            "state": text("state"),
+            "us": US,
+            "call us": number("call us"),
+            "GB/s": RATES["GB/s"],
+        },
+    ),
+    "gdn-prefill": Table(
+        run="gdn",
+        where=lambda row: "weak ms" in row,
+        columns={
+            **SEQUENCES,
+            "ms": number("ms", 3),
+            "weak gates ms": number("weak ms", 3),
+            "call ms": number("call ms", 3),
+            "TFLOP/s": RATES["TFLOP/s"],
+        },
+    ),
+    "gdn-norm": Table(
+        run="gdn",
+        where=lambda row: row.get("output") == "normed",
+        columns={
+            **SEQUENCES,
+            "norm inside ms": number("ms", 3),
+            "with XLA's norm ms": number("XLA norm ms", 3),
+        },
+    ),
+    "gdn-peers-decode": Table(
+        run="gdn-peers",
+        where=lambda row: "us" in row,
+        columns={
+            "B,Hk,Hv,S": text("B,Hk,Hv,S"),
+            "us": US,
+            "call us": number("call us"),
+            "FLA call us": number("fla call us"),
+            "faster, by": faster("call us", "fla call us", "FLA"),
+        },
+    ),
+    "gdn-peers-prefill": Table(
+        run="gdn-peers",
+        where=lambda row: "ms" in row,
+        columns={
+            **SEQUENCES,
+            "ms": number("ms", 3),
+            "call ms": number("call ms", 3),
+            "FLA call ms": number("fla call ms", 3),
+            "FlashQLA call ms": number("flashqla call ms", 3),
+        },
+    ),
+    "mla-prefill": Table(
+        run="mla-prefill",
+        columns={
+            "B,T,H,prefix": text("B,T,H,prefix"),
+            "us": US,
+            "TFLOP/s": RATES["TFLOP/s"],
+            "JAX's at width 128": number("jax's, 128, TFLOP/s", 0),
+            "at width 256": number("jax's, 256, TFLOP/s", 0),
+        },
+    ),
+    "moe": Table(
+        run="moe",
+        columns={
+            "experts of": text("model"),
+            "tokens": text("T"),
+            "us": US,
+            "call us": number("call us"),
+            "MB": number("MB", 0),
+            **RATES,
+        },
+    ),
+    "step": Table(
+        run="step",
+        columns={
+            "16 layers, B 64": text("model"),
+            "T": text("T"),
+            "us per layer": number("us a layer"),
+            "profiled us": number("profiled us"),
+            "MLA/GDN kernels": number("kernels us"),
+            "norms, appends": number("small kernels us"),
+            "matmuls": number("matmuls us"),
+            "the rest": text("over kernels + matmuls"),
+        },
+    ),
+    "model": Table(
+        run="model-*",
+        columns={
+            "model": text("model"),
+            "step": text("step"),
+            "B": text("B"),
+            "ms": number("ms", 2),
+            "kernels ms": number("kernels ms", 2),
+            "roof ms": number("roof ms", 2),
+            "times roof": number("times roof", 2),
+            "TFLOP/s": RATES["TFLOP/s"],
+        },
+    ),
+}
