@@ -81,9 +81,7 @@ def ungroup(form: TurboFormat, groups: UInt8[Array, "*p bytes"]) -> UInt8[Array,
     before = groups.shape[:-1]
     ends = np.cumsum([GROUP * form.key_bytes, GROUP * form.value_bytes]).tolist()
     parts = []
-    for part, (sizes, order) in zip(
-        jnp.split(groups, ends, axis=-1), _orders(form), strict=True
-    ):
+    for part, (sizes, order) in zip(jnp.split(groups, ends, axis=-1), _orders(form), strict=True):
         stored = tuple(sizes[axis] for axis in order)
         back = tuple(np.argsort(order).tolist())
         parts.append(_turned(part, stored, back).reshape(*before, GROUP, -1))
@@ -229,7 +227,5 @@ def _squeeze(x: jax.Array, axis: int) -> jax.Array:
 def _stretch(x: jax.Array, axis: int) -> jax.Array:
     """The inverse of `_squeeze`."""
     some = [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(3)]
-    last = functools.reduce(
-        jnp.bitwise_or, [one >> 1 + i & SPARE[i] for i, one in enumerate(some)]
-    )
+    last = functools.reduce(jnp.bitwise_or, [one >> 1 + i & SPARE[i] for i, one in enumerate(some)])
     return jnp.stack([*(one & 0x77 for one in some), last], axis=axis).astype(jnp.uint8)

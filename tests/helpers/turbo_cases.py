@@ -32,9 +32,7 @@ def table64(bits: int) -> np.ndarray:
     return np.concatenate([-positive[::-1], positive])
 
 
-def quantize64(
-    preset: str, k: np.ndarray, v: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize64(preset: str, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The keys [*t, D], rotated where they are stored so, and values that quantization leaves."""
     key_bits, value_bits = BITS[preset]
     if key_bits == 8:
@@ -57,6 +55,7 @@ def half(x: np.ndarray) -> np.ndarray:
     return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
 
 
+@np.errstate(invalid="ignore")  # poison may be an infinity
 def read_page(form: TurboFormat, page: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(keys [C, D], as they are stored; values [C, D]) of one head's page of bytes, by the places
     that the documents give."""

@@ -52,9 +52,7 @@ def check_turbo_cache(
     A traced row of more tokens than its table has places comes back as one of 0, padding.
     """
     if not isinstance(form, TurboFormat):
-        raise TypeError(
-            f"{arguments.op}: form must be a TurboFormat, got {type(form).__name__}"
-        )
+        raise TypeError(f"{arguments.op}: form must be a TurboFormat, got {type(form).__name__}")
     arguments.check_layer(kv_cache, number_to_check(layer), "N Hk bytes")
     axes = "N Hk bytes" if layer is None else "L N Hk bytes"
     cache = arguments.check("kv_cache", kv_cache, axes, ("uint8",))
@@ -215,9 +213,7 @@ def turbo_attention(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
-    refuse_explicit_axes(
-        arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate
-    )
+    refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
     number = taken_apart(layer)[2]
 
     def xla() -> tuple[jax.Array, jax.Array]:
