@@ -206,6 +206,8 @@ def test_moe(tokens, experts, top_k, hidden, width, fp8):
         (64, 8, 64, 64, dict(window=128, sinks=True, dtype=jnp.float16)),
         (16, 2, 256, 128, dict(q_len=4, ragged=True, gate=True)),
         (20, 4, 128, 32, dict(batch_invariant=True)),
+        (64, 8, 64, 16, dict(fp8=True, sinks=True)),
+        (16, 2, 256, 64, dict(fp8=True, gate=True)),
     ],
     ids=str,
 )
@@ -213,7 +215,7 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
     get = {"q_len": 1, "dtype": jnp.bfloat16, **options}.get
     batch, q_len, dtype, window = 4, get("q_len"), get("dtype"), get("window")
 
-    def step(q, cache, tables, lens, query_lens, sinks, gate):
+    def step(q, cache, tables, lens, query_lens, sinks, gate, kv_scale):
         schedule = gqa_schedule(
             lens, q_len=q_len, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
             max_pages=4096 // page, page_size=page, window=window,
@@ -221,14 +223,19 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
         )  # fmt: skip
         return gqa_decode_mosaic(
             q, cache, tables, lens, scale=0.1, layer=1, query_lens=query_lens, window=window,
-            sinks=sinks, soft_cap=get("soft_cap"), gate=gate, schedule=schedule,
+            sinks=sinks, soft_cap=get("soft_cap"), gate=gate, kv_scale=kv_scale,
+            schedule=schedule,
         )  # fmt: skip
 
     q = shape(batch, q_len, heads, dim, dtype=dtype)
-    args = (q, shape(2, 9, 2, page, kv_heads, dim, dtype=dtype), ints(batch, 4096 // page))
+    stored, scales = dtype, None
+    if get("fp8"):
+        stored, scales = jnp.float8_e4m3fn, shape(2, kv_heads, dtype=jnp.float32)
+    args = (q, shape(2, 9, 2, page, kv_heads, dim, dtype=stored), ints(batch, 4096 // page))
     query_lens = ints(batch) if get("ragged") else None
     sinks = shape(heads, dtype=jnp.float32) if get("sinks") else None
-    decode, *combine = launches(step, *args, ints(batch), query_lens, sinks, get("gate") and q)
+    more = ints(batch), query_lens, sinks, get("gate") and q, scales
+    decode, *combine = launches(step, *args, *more)
     # The output and the partial results; then the output and its LSE, the rest being read. A
     # window's few steps are in one piece, and nothing is merged.
     assert [line.count("output_operand_alias<") for line in (decode, *combine)] == (
