@@ -11,6 +11,7 @@ import pytest
 
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.kernels import gqa_append as gqa_append_kernel
 from jaxattn.kernels import mla_append
 from jaxattn.kernels.gdn_decode import launch as gdn_decode
 from jaxattn.kernels.gqa_decode import launch as gqa_decode
@@ -21,13 +22,14 @@ from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla_decode.scratch import decode_schedule
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
+from jaxattn.ops.gqa.append import gqa_append
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.moe import mixture_of_experts
 
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, gqa_decode, mla_append, mla_decode, moe):
+    for module in (gdn_decode, gqa_append_kernel, gqa_decode, mla_append, mla_decode, moe):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 
@@ -136,6 +138,29 @@ def test_mla_append(interleaved):
 
     args = (shape(4, 1, 576), shape(4, 1, 1536), shape(2, 576 + 1536, dtype=jnp.float32))
     (launch,) = launches(step, *args, shape(2, 8, 64, 576), ints(4, 8), ints(4), ints())
+    assert launch.count("output_operand_alias<") == 1
+
+
+@pytest.mark.parametrize("dim, dtype", [(64, jnp.float8_e4m3fn), (256, jnp.bfloat16)])
+def test_gqa_append(dim, dtype):
+    config = RopeConfig(dim=64, interleaved=False)
+
+    def step(q, k, v, weights, cache, tables, lens, layer, kv_scale):
+        return gqa_append(
+            q, k, v, weights, cache, tables, lens,
+            rotation=rotation(lens[:, None], config), config=config, layer=layer,
+            kv_scale=kv_scale, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    args = (
+        shape(4, 1, 8, dim),
+        shape(4, 1, 2, dim),
+        shape(4, 1, 2, dim),
+        f32(2, max(2 * dim, 256)),
+    )
+    cache, scales = shape(2, 8, 2, 64, 2, dim, dtype=dtype), f32(2, 2) if dim == 64 else None
+    (launch,) = launches(step, *args, cache, ints(4, 8), ints(4), ints(), scales)
     assert launch.count("output_operand_alias<") == 1
 
 

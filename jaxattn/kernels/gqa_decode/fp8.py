@@ -184,11 +184,11 @@ class Tiles:
             fixed = (pair * self.blocks + block) * self.tile
             if wide_block:
                 two = [load(page, here, fixed, 1)[0] for here in at]
-                pairs.append([_turns(*two, which) for which in (LOW_BYTES, HIGH_BYTES)])
+                pairs.append([_turns(two[0], two[1], which) for which in (LOW_BYTES, HIGH_BYTES)])
             else:
                 short = ir.IntegerType.get_signless(16)
                 two = [arith.extui(word(0).type, *load(page, x, fixed, 1, of=short)) for x in at]
-                pairs.append([_turns(*two, LOW_BYTES)])
+                pairs.append([_turns(two[0], two[1], LOW_BYTES)])
         wide = [
             _wide(pair[j], h) for j in range(self.width // 64) for pair in pairs for h in (0, 1)
         ]
