@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gqa_decode.fp8 import Tiles
 from jaxattn.kernels.gqa_decode.memory import CONSUMERS, Memory
 from jaxattn.kernels.gqa_decode.pairs import Pairs
 from jaxattn.kernels.hopper.turned import store_turned
@@ -65,6 +66,8 @@ class Epilogue:
         wg: this warpgroup, 0 or 1.
         sinks: float32 [Hk, rows], or None.
         gate: [pairs, rows, D], or None.
+        tiles: of an FP8 cache, whose outputs are in their order; else None.
+        value_scale: of such a cache, float32 [Hk]; else None.
     """
 
     wg: jax.Array
@@ -72,6 +75,8 @@ class Epilogue:
     outputs: Outputs
     sinks: Any
     gate: Any
+    tiles: Tiles | None
+    value_scale: Any
     interpret: bool
 
     def meet(self) -> None:
@@ -113,10 +118,14 @@ def merge(
     columns, dims = outputs.columns.size, outputs.head_dim
     tops, totals = memory.stats.at[1], memory.stats.at[2]
     whole = steps == outputs.part.pages_of(pair)
+    head = outputs.part.row_and_head(pair)[1]
 
     tops[wg], totals[wg] = top, total
     rows = accs[0].shape[0]
     for i, acc in enumerate(accs):
+        if epilogue.tiles is not None and not epilogue.interpret:
+            epilogue.tiles.store(memory.outputs.at[wg], acc, i)
+            continue
         to = memory.outputs.at[wg, :, pl.ds(i * rows, rows)]
         store_turned(to, acc, interpret=epilogue.interpret)
     epilogue.meet()
@@ -143,6 +152,8 @@ def merge(
             return plgpu.layout_cast(vector, SCORES)
 
         share = jnp.exp2(top - top_now) / total_now
+        if epilogue.value_scale is not None:
+            share *= epilogue.value_scale[head]
         some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in range(CONSUMERS)]
         both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
         share = jnp.where(empty, -1.0, share)
@@ -155,7 +166,6 @@ def merge(
         def _whole():
             top_now, total_now = top, total
             if epilogue.sinks is not None:
-                head = outputs.part.row_and_head(pair)[1]
                 of_head = epilogue.sinks.at[head, outputs.columns]
                 sink = plgpu.load(of_head, layout=BY_ROW, optimized=False)
                 top_now, total_now = with_sink(top, total, sink)
