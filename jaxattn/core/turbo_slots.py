@@ -34,8 +34,8 @@ from jaxattn.core.turboquant import Codes, TurboFormat
 
 GROUP = 16  # tokens
 # Whose sign a nibble of a word of keys holds.
-SIGN_OF = np.array([4, 0, 5, 1, 6, 2, 7, 3])
-NIBBLE_OF = np.argsort(SIGN_OF)
+SIGN_OF = (4, 0, 5, 1, 6, 2, 7, 3)
+NIBBLE_OF = tuple(SIGN_OF.index(i) for i in range(8))
 # Of the fourth pair of nibbles: the bits that the other three hold, one place higher each.
 SPARE = (0x44, 0x22, 0x11)
 
@@ -156,7 +156,7 @@ def _pack_keys(form: TurboFormat, keys: jax.Array) -> jax.Array:
     if form.key_bits == 4:  # (c)(j)(t)(i), eight of a thread's side by side
         some = _turned(keys, (2 * blocks, 2, 4, 4), (0, 2, 1, 3)).reshape(*before, -1, 8)
         below, size = _sign_and_size(some)
-        return _nibbles(size | below[..., SIGN_OF] << 3).reshape(*before, -1)
+        return _nibbles(size | _picked(below, SIGN_OF) << 3).reshape(*before, -1)
     # (b)(q)(t)(i), four of a thread's side by side
     some = _turned(keys, (blocks, 4, 4, 4), (0, 2, 1, 3))
     return _squeeze(_nibbles(some), -2).reshape(*before, -1)
@@ -188,7 +188,7 @@ def _unpack_values(form: TurboFormat, stored: jax.Array) -> jax.Array:
     before, blocks = stored.shape[:-1], form.head_dim // 64
     if form.value_bits == 4:
         nibbles = _apart(stored.reshape(*before, -1, 1))
-        some = _index(nibbles >> 3, nibbles & 7, np.arange(2))
+        some = _index(nibbles >> 3, nibbles & 7, (0, 1))
     else:
         some = _apart(_stretch(stored.reshape(*before, 4, 2, 3, blocks), -2)[..., None])
     return _turned(some, (4, 8, blocks, 2), (2, 0, 3, 1)).reshape(*before, -1)
@@ -200,9 +200,14 @@ def _sign_and_size(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return below, jnp.where(codes < 8, 7 - codes, codes - 8).astype(jnp.uint8)
 
 
-def _index(signs: jax.Array, size: jax.Array, nibble_of: np.ndarray) -> jax.Array:
-    below = signs[..., nibble_of] > 0
+def _index(signs: jax.Array, size: jax.Array, nibble_of: tuple[int, ...]) -> jax.Array:
+    below = _picked(signs, nibble_of) > 0
     return jnp.where(below, 7 - size, size + 8).astype(jnp.uint8)
+
+
+def _picked(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """The last axis in another order; without an array of it, which no kernel may hold."""
+    return jnp.stack([x[..., i] for i in order], axis=-1)
 
 
 def _nibbles(codes: jax.Array) -> jax.Array:

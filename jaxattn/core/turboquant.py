@@ -157,6 +157,16 @@ def levels(bits: int) -> np.ndarray:
     return np.concatenate([-positive[::-1], positive])
 
 
+def of_levels(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """The levels that codes name, float32; by selection, which is faster than a table."""
+    size = jnp.zeros(keys.shape, jnp.float32)
+    half = 2 ** (bits - 1)
+    place = jnp.where(keys < half, half - 1 - keys, keys - half)
+    for i, level in enumerate(LEVELS[bits]):
+        size = jnp.where(place == i, jnp.float32(level), size)
+    return jnp.where(keys < half, -size, size)
+
+
 def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> Codes:
     """What is stored of keys and values.
 
@@ -185,8 +195,7 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
 
 def level_length(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t"]:
     """The length of the vector of a key's levels."""
-    squares = jnp.asarray(levels(bits) ** 2)[keys.astype(jnp.int32)]
-    return jnp.sqrt(jnp.sum(squares, axis=-1))
+    return jnp.sqrt(jnp.sum(jnp.square(of_levels(bits, keys)), axis=-1))
 
 
 def _quantize_values(v: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -218,7 +227,7 @@ def dequantize(
     if codes.norm is None:
         keys = lax.bitcast_convert_type(codes.keys, E4M3).astype(jnp.float32)
     else:
-        table = jnp.asarray(levels(form.key_bits))
-        keys = table[codes.keys.astype(jnp.int32)] * codes.norm.astype(jnp.float32)[..., None]
+        norm = codes.norm.astype(jnp.float32)[..., None]
+        keys = of_levels(form.key_bits, codes.keys) * norm
     scale, minimum = (x.astype(jnp.float32)[..., None] for x in (codes.scale, codes.minimum))
     return keys, minimum + scale * codes.values.astype(jnp.float32)
