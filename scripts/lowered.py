@@ -60,21 +60,29 @@ def decode(rows: int, heads: int) -> Launch:
 
 
 def grouped(
-    rows: int, heads: tuple[int, int, int], page: int, q_len: int, **options: Any
+    rows: int,
+    heads: tuple[int, int, int],
+    page: int,
+    q_len: int,
+    fp8: bool = False,
+    **options: Any,
 ) -> Launch:
     """Grouped-query decode of (H, Hk, D), of 8192 tokens a row; gated, and ragged of more tokens
     than one, where D is 256, and with sinks where it is 64."""
     count, kv_heads, dim = heads
 
     def op(*args: Any) -> Any:
-        q, cache, tables, lens, new, sinks, gate = args
+        q, cache, tables, lens, new, sinks, gate, kv_scale = args
         more: Any = {"query_lens": new, "sinks": sinks, "gate": gate, **options, **MOSAIC}
+        more["kv_scale"] = kv_scale
         return jaxattn.gqa.gqa_decode(q, cache, tables, lens, layer=1, **more)
 
     q, width = x(rows, q_len, count, dim), 8192 // page
     ragged = ints(rows) if q_len > 1 else None
     more = ragged, f32(count) if dim == 64 else None, q if dim == 256 else None
-    return op, (q, x(2, 64, 2, page, kv_heads, dim), ints(rows, width), ints(rows), *more)
+    cache = x(2, 64, 2, page, kv_heads, dim, dtype=jnp.float8_e4m3fn if fp8 else jnp.bfloat16)
+    scales = f32(2, kv_heads) if fp8 else None
+    return op, (q, cache, ints(rows, width), ints(rows), *more, scales)
 
 
 def append(width: int, interleaved: bool, made: Any) -> Launch:
@@ -89,6 +97,25 @@ def append(width: int, interleaved: bool, made: Any) -> Launch:
 
     inputs = x(4, 2, 576), x(4, 2, width) if width else None, f32(3, 576 + width)
     return op, (*inputs, made(3, 8, 64, 576), ints(4, 8), ints(4), ints(4), ints())
+
+
+def heads_append(
+    heads: tuple[int, int, int], rotated: int, *, gated: bool = False, fp8: bool = False
+) -> Launch:
+    """Of (H, Hk, D), in a stack of layers."""
+    count, kv_heads, dim = heads
+    config = jaxattn.RopeConfig(dim=rotated, interleaved=False)
+
+    def op(*args: Any) -> Any:
+        *args, kv_scale, layer = args  # type: ignore[assignment]
+        angles = jaxattn.rotation(args[-1][:, None] + jnp.arange(2), config)
+        options: Any = {"config": config, "kv_scale": kv_scale, "layer": layer, **MOSAIC}
+        return jaxattn.gqa.gqa_append(*args, rotation=angles, **options)
+
+    new = x(4, 2, kv_heads, dim)
+    cache = x(3, 8, 2, 64, kv_heads, dim, dtype=jnp.float8_e4m3fn if fp8 else jnp.bfloat16)
+    inputs = x(4, 2, count, dim * (1 + gated)), new, new, f32(3, 2 * max(dim, 128)), cache
+    return op, (*inputs, ints(4, 8), ints(4), f32(2, kv_heads) if fp8 else None, ints())
 
 
 def attention(made: Any, tokens: int) -> Launch:
@@ -180,6 +207,13 @@ EXTRA: dict[str, Launch] = {
     "gqa_decode_gate_tokens": grouped(64, (16, 2, 256), 128, 3),
     "gqa_decode_sinks": grouped(64, (64, 8, 64), 64, 1),
     "gqa_decode_window": grouped(64, (64, 8, 64), 64, 1, window=128),
+    "gqa_decode_fp8": grouped(64, (32, 8, 128), 64, 1, fp8=True),
+    "gqa_decode_fp8_gate": grouped(64, (16, 2, 256), 64, 1, fp8=True),
+    "gqa_decode_fp8_sinks": grouped(64, (64, 8, 64), 16, 1, fp8=True),
+    "gqa_decode_fp8_many_columns": grouped(8, (64, 8, 128), 64, 8, fp8=True),
+    "gqa_append": heads_append((32, 8, 128), 128),
+    "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),
+    "gqa_append_pairs_of_heads": heads_append((64, 8, 64), 64, fp8=True),
     "mla_append_halves": append(1536, False, x),
     "mla_append_no_queries": append(0, True, f16),
     "mla_prefill_resident": attention(x, 2100),
