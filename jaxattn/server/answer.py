@@ -5,6 +5,7 @@ one of its own. Where the first piece takes longer, the stream begins with a com
 """
 
 import dataclasses
+import math
 import time
 
 from jaxattn.server.admission import Ticket
@@ -82,20 +83,21 @@ class Answer:
 
     async def _pieces(self) -> list[Piece]:
         """The next pieces, or none when it is time for a comment."""
-        settings = self.service.settings
-        waits, limit = settings.ping_seconds, settings.request_seconds
-        if self.begun is None and settings.queue_seconds is not None:
-            limit = min(settings.queue_seconds, settings.request_seconds or float("inf"))
-        if limit is not None:
-            left = self.arrived + limit - time.perf_counter()
-            if left <= 0:
-                raise ApiError(504, f"the answer took longer than {limit:g} s", code="timeout")
-            waits = min(waits, left)
-        pieces = await self.generation.pieces(waits)
+        limit, waits = self._limit(), self.service.settings.ping_seconds
+        left = self.arrived + limit - time.perf_counter()
+        pieces = await self.generation.pieces(min(waits, left)) if left > 0 else []
+        if not pieces and left <= waits:
+            raise ApiError(504, f"the answer took longer than {limit:g} s", code="timeout")
         if pieces and self.begun is None:
             self.begun = time.perf_counter()
             self.ticket.begun()
         return pieces
+
+    def _limit(self) -> float:
+        """Seconds from the request's arrival to the time that is too late."""
+        settings = self.service.settings
+        limits = [settings.request_seconds, settings.queue_seconds if self.begun is None else None]
+        return min((limit for limit in limits if limit is not None), default=math.inf)
 
     def _log(self) -> None:
         log = self.exchange.log

@@ -175,10 +175,8 @@ class ChatForm(Form):
             delta["tool_calls"] = [
                 {"index": begin + place, **call.json} for place, call in enumerate(calls)
             ]
-        if delta:
-            yield _choice(piece.choice, delta, None)
-        if piece.finish:
-            yield _choice(piece.choice, {}, _finish(piece.finish, bool(reader.calls)))
+        if delta or piece.finish:
+            yield _choice(piece.choice, delta, _finish(piece.finish, bool(reader.calls)))
 
 
 def _choice(number: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Generation:
                 return []
         events, self._events = self._events, []
         found = [piece for event in events if (piece := self._piece(event)) is not None]
-        return found if len(events) <= PROMPT * len(self._choices) else _joined(found)
+        return _joined(found, all=len(events) > PROMPT * len(self._choices))
 
     def _piece(self, event: Event) -> Piece | None:
         request = event.completion.request if isinstance(event, FinishEvent) else event.request
@@ -184,13 +184,17 @@ class Generation:
         return piece
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """One piece for each choice."""
-    found: dict[int, Piece] = {}
+def _joined(pieces: Sequence[Piece], *, all: bool) -> list[Piece]:
+    """The pieces, with a row's end in that of its last token; with `all` one for each choice."""
+    found: list[Piece] = []
+    places: dict[int, int] = {}
     for piece in pieces:
-        before = found.get(piece.choice)
-        if before is not None:
+        place = places.get(piece.choice)
+        if place is not None and (all or not piece.tokens):
+            before = found[place]
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
-            piece = Piece(piece.choice, text, tokens, piece.finish, piece.stop)
-        found[piece.choice] = piece
-    return list(found.values())
+            found[place] = Piece(piece.choice, text, tokens, piece.finish, piece.stop)
+        else:
+            places[piece.choice] = len(found)
+            found.append(piece)
+    return found

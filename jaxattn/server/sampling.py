@@ -105,7 +105,7 @@ def read_sampling(fields: Fields, defaults: SamplingDefaults, max_tokens: int | 
         top_p=max(_or(fields.number("top_p", 0, 1), defaults.top_p, 1.0), LEAST_TOP_P),
         top_k=max(_or(top_k, defaults.top_k, 0), 0),
         min_p=_or(fields.number("min_p", 0, 1), defaults.min_p, 0.0),
-        seed=secrets.randbits(32) if seed is None else (seed ^ seed >> 32) % 2**32,
+        seed=secrets.randbits(32) if seed is None else _folded(seed),
         stops=fields.texts("stop", MOST_STOPS, MOST_STOP_CHARACTERS),
         stop_tokens=fields.integers("stop_token_ids", MOST_STOP_TOKENS, MOST_ID),
         ignore_eos=ignore_eos,
@@ -113,6 +113,12 @@ def read_sampling(fields: Fields, defaults: SamplingDefaults, max_tokens: int | 
         skip_special=fields.flag("skip_special_tokens", True),
         more=_more(fields),
     )
+
+
+def _folded(seed: int) -> int:
+    """An int64 as the engine's uint32; those that fit stay as they are."""
+    high, low = divmod(seed % 2**64, 2**32)
+    return (low ^ high * GOLDEN) % 2**32
 
 
 def _more(fields: Fields) -> dict[str, Any]:
