@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "serve", "plan.__main__"),
     ("cli", "bench"),
+    ("server",),
     ("jaxattn",),
     ("plan",),
     ("engine",),

@@ -3,17 +3,22 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxattn import __version__, interrupt
+from jaxattn.cli import server_options
+from jaxattn.cli.values import fraction as fraction
+from jaxattn.cli.values import number as number
+from jaxattn.cli.values import size as size
+from jaxattn.cli.values import sizes as sizes
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
 CHAT_MODEL_LEN = 4096
 MAX_TOKENS = 160
 BATCH = 4
+SERVER_BATCH = 16
 VERSION = f"jaxattn {__version__}"
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
@@ -40,47 +45,6 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
-
-
-def size(text: str) -> int:
-    """'4096' or '4k' as a positive integer; k is 1024 and m is 1024 * 1024."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
-    value = 0
-    if match:
-        value = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
-    if value < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: use a positive integer, k for 1024 and m for 1048576, as in "
-            "4096 or 4k"
-        )
-    return value
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """'1,8,64' as sizes."""
-    return tuple(size(part) for part in text.split(","))
-
-
-def number(
-    kind: Callable[[str], float], accept: Callable[[Any], bool], wanted: str
-) -> Callable[[str], Any]:
-    """An argparse type: `kind` of the text if it is accepted, else an error with what is wanted."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if math.isnan(value) or not accept(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return value
-
-    return parse
-
-
-def fraction(text: str) -> float:
-    """Above 0 and at most 1."""
-    return number(float, lambda x: 0 < x <= 1, "a fraction: use above 0 and at most 1")(text)
 
 
 def in_options(error: Exception | str) -> str:
@@ -222,14 +186,16 @@ def parser() -> argparse.ArgumentParser:
         "--batch",
         metavar="N",
         type=size,
-        help=f"prompts that decode together (default: {BATCH}, and 1 for a conversation)",
+        help=f"prompts that decode together (default: {BATCH}, 1 for a conversation, and with "
+        f"--port {SERVER_BATCH})",
     )
     memory.add_argument(
         "--max-model-len",
         metavar="N",
         type=size,
         help="longest prompt and its continuation together, in tokens (default: "
-        f"{MAX_MODEL_LEN}, with --chat {CHAT_MODEL_LEN}, or the model's own if that is shorter)",
+        f"{MAX_MODEL_LEN}, with --chat or --port {CHAT_MODEL_LEN}, or the model's own if that is "
+        "shorter)",
     )
     memory.add_argument(
         "--num-pages",
@@ -293,4 +259,5 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--json", action="store_true", help="one JSON object on stdout, the text on stderr"
     )
+    server_options.add(root)
     return root
