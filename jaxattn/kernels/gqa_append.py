@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import FP8, FP8_MAX
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
@@ -35,15 +36,15 @@ def line_width(head_dim: int) -> int:
 def refuse(heads: int, kv_heads: int, head_dim: int, cache_dtype: Any) -> None:
     """Raises `NotImplementedError`, with the reason, where the kernel cannot run."""
     if head_dim not in (64, 128, 256):
-        raise NotImplementedError(f"gqa_append: the kernel has D 64, 128 or 256, got {head_dim}")
+        raise Refusal(f"gqa_append: the kernel has D 64, 128 or 256, got {head_dim}")
     together = heads_together(head_dim)
     if heads % together or kv_heads % together:
-        raise NotImplementedError(
+        raise Refusal(
             f"gqa_append: the kernel takes heads of {head_dim} dims {together} at a time, and got "
             f"H = {heads}, Hk = {kv_heads}"
         )
     if cache_dtype not in (jnp.bfloat16, jnp.float16, FP8):
-        raise NotImplementedError(
+        raise Refusal(
             "gqa_append: the kernel writes a bfloat16, float16 or FP8 cache, got "
             f"{cache_dtype.name}"
         )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.turbo_slots import GROUP
 from jaxattn.core.turboquant import TurboFormat, rotate
 from jaxattn.kernels.gqa_decode.combine import combine
@@ -44,7 +45,7 @@ def refuse(q: Any, kv_cache: Any, form: TurboFormat) -> None:
         reason = f"pages of 16, 32, 64 or 128 tokens, and got {page}"
     else:
         return
-    raise NotImplementedError(f"turbo_attention: the kernel wants {reason}")
+    raise Refusal(f"turbo_attention: the kernel wants {reason}")
 
 
 def turbo_decode_mosaic(
