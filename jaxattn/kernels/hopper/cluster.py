@@ -10,12 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
 
+from jaxattn.kernels.hopper.mlir import arith, gpu, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxattn.core.dispatch import PACKAGE, Refusal
+from jaxattn.kernels.hopper.mlir import utils
 from jaxattn.kernels.hopper.registers import asm
 
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
