@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md, made from the stored runs of the bench.
+"""The tables of README.md and of some docs, made from the stored runs of the bench.
 
     python -m scripts.performance             rewrites the tables
     python -m scripts.performance --check     says which are stale, exit code 1 if one is
@@ -17,7 +17,7 @@ from pathlib import Path
 from scripts.performance_tables import TABLES
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "limits.md")
 PICTURE = ROOT / "docs" / "images" / "mla-decode.svg"
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

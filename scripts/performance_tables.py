@@ -297,6 +297,15 @@ TABLES: dict[str, Callable[[], str]] = {
             **RATES,
         },
     ),
+    "gradients": Table(
+        run="gradients",
+        columns={
+            "op": text("op"),
+            "rows x tokens": text("shape"),
+            "forward, MiB": number("forward GiB", times=1024),
+            "with gradient, MiB": number("with gradient GiB", 0, times=1024),
+        },
+    ),
     "step": Table(
         run="step",
         columns={
