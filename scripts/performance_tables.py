@@ -59,18 +59,27 @@ class Table:
 
     Attributes:
         run: the name of its file without ".json"; may have a `*`.
-        columns: titles, and what of a row stands below them.
+        columns: titles, and what of a row stands below them. A column that the run has no figure
+            for is left out.
         where: the rows that are shown.
+        missing: what stands there while there is no such run; None if there has to be one.
     """
 
     run: str
     columns: dict[str, Cell]
     where: Callable[[Row], bool] = lambda row: True
+    missing: str | None = None
 
     def __call__(self) -> str:
+        if self.missing is not None and not list(RESULTS.glob(f"{self.run}.json")):
+            return self.missing
         rows = [row for row in rows_of(self.run) if self.where(row)]
-        cells = [[cell(row) for cell in self.columns.values()] for row in rows]
-        return markdown(list(self.columns), cells)
+        filled = {
+            title: cells
+            for title, cell in self.columns.items()
+            if any(cells := [cell(row) for row in rows])
+        }
+        return markdown(list(filled), [list(row) for row in zip(*filled.values(), strict=True)])
 
 
 def markdown(titles: list[str], rows: list[list[str]]) -> str:
@@ -208,9 +217,27 @@ TABLES: dict[str, Callable[[], str]] = {
             "us": US,
             **RATES,
             "equal bits us": number("invariant us"),
+            "FlashInfer us": number("flashinfer us"),
+            "vLLM's FlashMLA us": number("flashmla (vllm) us"),
             "call us": number("call us"),
             "FlashInfer call us": number("flashinfer call us"),
+            "vLLM's FlashMLA call us": number("flashmla (vllm) call us"),
             "faster, by": faster("call us", "flashinfer call us", "FlashInfer"),
+        },
+    ),
+    "gqa": Table(
+        run="gqa",
+        missing="Not timed yet: `python -m jaxattn.bench gqa` does, on an H100 or H200.",
+        columns={
+            "B,H/Hk,D,T": text("B,H/Hk,D,T"),
+            "us": US,
+            **RATES,
+            "equal bits us": number("invariant us"),
+            "FlashAttention-3 us": number("fa3 us"),
+            "call us": number("call us"),
+            "FlashAttention-3 call us": number("fa3 call us"),
+            "faster in bursts": faster("us", "fa3 us", "FlashAttention-3"),
+            "faster in loops": faster("call us", "fa3 call us", "FlashAttention-3"),
         },
     ),
     "mla-cache": Table(
@@ -281,6 +308,8 @@ TABLES: dict[str, Callable[[], str]] = {
         columns={
             "B,T,H,prefix": text("B,T,H,prefix"),
             "us": US,
+            "FlashAttention-3 us": number("fa3 us"),
+            "faster, by": faster("us", "fa3 us", "FlashAttention-3"),
             "TFLOP/s": RATES["TFLOP/s"],
             "JAX's at width 128": number("jax's, 128, TFLOP/s", 0),
             "at width 256": number("jax's, 256, TFLOP/s", 0),

@@ -40,6 +40,20 @@ def test_a_table_whose_run_changed_is_stale(tmp_path, monkeypatch):
     assert stale(written(page)) == []
 
 
+def test_columns_without_figures_are_left_out_and_a_run_may_be_missing(tmp_path, monkeypatch):
+    rows = [{"B": "1", "us": 2.0, "fa3 us": ""}, {"B": "2", "us": 3.0}]
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(performance_tables, "RESULTS", tmp_path)
+    columns = {"B": performance_tables.text("B"), "us": performance_tables.number("us")}
+    empty = {"FA3": performance_tables.number("fa3 us")}
+    table = performance_tables.Table(run="some", columns=columns | empty)
+    assert table().splitlines() == ["| B | us |", "| --- | --- |", "| 1 | 2.0 |", "| 2 | 3.0 |"]
+    missing = performance_tables.Table(run="none", columns=columns, missing="Not timed.")
+    assert missing() == "Not timed."
+    with pytest.raises(FileNotFoundError, match="no stored run .*none.json"):
+        performance_tables.Table(run="none", columns=columns)()
+
+
 def test_check_changes_nothing_and_fails_where_a_table_is_stale(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     text = "before\n\n<!-- table: claims -->\n| old |\n<!-- end -->\n\nafter\n"
