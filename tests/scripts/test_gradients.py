@@ -17,7 +17,7 @@ def test_small_shapes_run_and_are_stored(tmp_path, capsys):
 
 
 def test_the_stored_run_has_every_case():
-    from scripts.performance_tables import rows_of
+    from scripts.performance.cells import rows_of
 
     cases = [case() for case in gradients.CASES]
     stored = [(row["op"], row["shape"]) for row in rows_of("gradients")]
