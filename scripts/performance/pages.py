@@ -1,23 +1,23 @@
-"""The tables of README.md and docs/performance.md, made from the stored runs of the bench.
+"""The tables of README.md and of some docs, made from the stored runs of the bench.
 
     python -m scripts.performance             rewrites the tables
     python -m scripts.performance --check     says which are stale, exit code 1 if one is
     python -m scripts.performance --picture   draws docs/images/mla-decode.svg too (matplotlib)
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. What it shows is said in
-scripts/performance_tables.py. The words around it are written by hand.
+tables.py. The words around it are written by hand.
 """
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.performance_tables import TABLES
+from scripts.performance.picture import digest, draw
+from scripts.performance.tables import TABLES
 
-ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "limits.md")
 PICTURE = ROOT / "docs" / "images" / "mla-decode.svg"
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -26,7 +26,7 @@ def written(text: str) -> str:
     """The page with each of its tables as the stored runs have it.
 
     Raises:
-        KeyError: a page has a table that is not in performance_tables.py.
+        KeyError: a page has a table that is not in tables.py.
     """
     return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n\n{place[3]}", text)
 
@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", action="store_true", help=f"draw {PICTURE.name} too")
     args = parser.parse_args(argv)
     old = 0
+    if args.check and digest() not in PICTURE.read_text():
+        print(f"{PICTURE.relative_to(ROOT)} is stale: draw it with --picture")
+        old += 1
     for page in PAGES:
         text = page.read_text()
         names = stale(text)
@@ -54,11 +57,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         if names and not args.check:
             page.write_text(written(text))
     if args.picture:
-        from scripts.performance_picture import draw
-
         draw(PICTURE)
     return 1 if args.check and old else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

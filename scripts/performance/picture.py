@@ -1,15 +1,28 @@
 """The README's picture: how fast MLA decode is beside two other libraries, from stored runs."""
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from scripts.performance_tables import Row, rows_of
+from scripts.performance.cells import rows_of
 
-# (run, column of ours, column of theirs, what the mark means, its colour, its marker)
+
+class Mark(NamedTuple):
+    """A kind of point: ours beside one other library, timed in one way."""
+
+    label: str
+    run: str
+    ours: str
+    theirs: str
+    colour: str
+    marker: str
+
+
 MARKS = (
-    ("mla-flashmla", "us", "flashmla us", "FlashMLA, burst", "#1f5fa8", "o"),
-    ("mla-flashmla", "call us", "flashmla call us", "FlashMLA, long loop", "#1f5fa8", "D"),
-    ("mla", "call us", "flashinfer call us", "FlashInfer, long loop", "#d9822b", "s"),
+    Mark("FlashMLA, burst", "mla-flashmla", "us", "flashmla us", "#1f5fa8", "o"),
+    Mark("FlashMLA, long loop", "mla-flashmla", "call us", "flashmla call us", "#1f5fa8", "D"),
+    Mark("FlashInfer, long loop", "mla", "call us", "flashinfer call us", "#d9822b", "s"),
 )
 
 
@@ -20,9 +33,20 @@ def described(shape: str) -> str:
     return f"{rows} x {int(tokens):,} tokens, {heads} heads{several}"
 
 
-def ratio(row: Row, ours: str, theirs: str) -> float:
-    """How many times as fast as the other library."""
-    return row[theirs] / row[ours]
+def points(mark: Mark, shapes: Sequence[str]) -> list[tuple[int, float]]:
+    """(the shape's place, how many times as fast jaxattn is) of the shapes that the run has."""
+    return [
+        (shapes.index(row["B,H,T,S"]), row[mark.theirs] / row[mark.ours])
+        for row in rows_of(mark.run)
+        if row["B,H,T,S"] in shapes and "cache" not in row
+    ]
+
+
+def digest() -> str:
+    """What the drawn picture says that it shows: changes with any of its points."""
+    shapes = [row["B,H,T,S"] for row in rows_of("mla-flashmla")]
+    shown = [(mark.label, points(mark, shapes)) for mark in MARKS]
+    return hashlib.sha256(repr((shapes, shown)).encode()).hexdigest()
 
 
 def draw(path: Path) -> None:
@@ -36,22 +60,16 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(8.5, 4.2), layout="constrained")
     figure.set_facecolor("white")
     axes = figure.subplots()
-    for run, ours, theirs, label, colour, marker in MARKS:
-        by_shape = {
-            row["B,H,T,S"]: row
-            for row in rows_of(run)
-            if row["B,H,T,S"] in shapes and "cache" not in row
-        }
-        places = [shapes.index(shape) for shape in by_shape]
-        values = [ratio(row, ours, theirs) for row in by_shape.values()]
+    for mark in MARKS:
+        places, values = zip(*points(mark, shapes), strict=True)
         axes.scatter(
-            values, places, label=label, marker=marker, s=38, zorder=3, edgecolor=colour,
-            facecolor=colour if marker == "o" else "none",
+            values, places, label=mark.label, marker=mark.marker, s=38, zorder=3,
+            edgecolor=mark.colour, facecolor=mark.colour if mark.marker == "o" else "none",
         )  # fmt: skip
     _finish(axes, shapes)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    figure.savefig(path, format="svg", metadata={"Date": None, "Identifier": digest()})
 
 
 def _finish(axes: Any, shapes: list[str]) -> None:

@@ -1,117 +1,9 @@
 """What each table of the docs shows: which stored run, which rows, which columns."""
 
-import dataclasses
 import functools
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-
-Row = dict[str, Any]
-Cell = Callable[[Row], str]
-
-
-def rows_of(run: str) -> Iterator[Row]:
-    """Rows of `benchmarks/results/RUN.json`, or of several; those of a model say which."""
-    paths = sorted(RESULTS.glob(f"{run}.json"))
-    if not paths:
-        raise FileNotFoundError(f"no stored run {RESULTS / run}.json")
-    for path in paths:
-        stored = json.loads(path.read_text())
-        for row in stored["rows"]:
-            yield {"model": stored["model"], **row} if "model" in stored else row
-
-
-def text(key: str) -> Cell:
-    return lambda row: str(row.get(key, ""))
-
-
-def number(key: str, decimals: int = 1, times: float = 1) -> Cell:
-    """A figure; nothing where the run has none."""
-
-    def cell(row: Row) -> str:
-        value = row.get(key, "")
-        return "" if value == "" else f"{value * times:.{decimals}f}"
-
-    return cell
-
-
-def faster(ours: str, theirs: str, who: str) -> Cell:
-    """Who takes less time, and how much less: "FlashMLA, 4%"; below 0.5% neither."""
-
-    def cell(row: Row) -> str:
-        if row.get(theirs, "") == "":
-            return ""
-        least, most = sorted((row[ours], row[theirs]))
-        if 1 - least / most < 0.005:
-            return "neither"
-        name = "jaxattn" if row[ours] == least else who
-        return f"{name}, {1 - least / most:.0%}"
-
-    return cell
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
-    """A Markdown table of one run's rows.
-
-    Attributes:
-        run: the name of its file without ".json"; may have a `*`.
-        columns: titles, and what of a row stands below them.
-        where: the rows that are shown.
-    """
-
-    run: str
-    columns: dict[str, Cell]
-    where: Callable[[Row], bool] = lambda row: True
-
-    def __call__(self) -> str:
-        rows = [row for row in rows_of(self.run) if self.where(row)]
-        cells = [[cell(row) for cell in self.columns.values()] for row in rows]
-        return markdown(list(self.columns), cells)
-
-
-def markdown(titles: list[str], rows: list[list[str]]) -> str:
-    if not rows:
-        raise ValueError(f"no rows for the table {titles}")
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A row of the README's table: one shape of one run, beside one other library.
-
-    Attributes:
-        what: in words that need no key.
-        timed: how both were timed.
-        run: the stored run that has both.
-        shape: what its row begins with.
-        ours, theirs: columns of the run.
-        who: the other library.
-    """
-
-    what: str
-    timed: str
-    run: str
-    shape: dict[str, str]
-    ours: str
-    theirs: str
-    who: str
-
-    def cells(self) -> list[str]:
-        [row] = [row for row in rows_of(self.run) if self.shape.items() <= row.items()]
-        times = 1000 if self.ours.endswith("ms") else 1
-        return [
-            self.what,
-            self.timed,
-            number(self.ours, times=times)(row),
-            f"{self.who}: {number(self.theirs, times=times)(row)}",
-            faster(self.ours, self.theirs, self.who)(row),
-        ]
-
+from scripts.performance.cells import Claim, Table, faster, markdown, number, text
 
 BURST, SUSTAINED = "burst", "long loop"
 flashmla = functools.partial(Claim, run="mla-flashmla", who="FlashMLA")
@@ -208,9 +100,27 @@ TABLES: dict[str, Callable[[], str]] = {
             "us": US,
             **RATES,
             "equal bits us": number("invariant us"),
+            "FlashInfer us": number("flashinfer us"),
+            "vLLM's FlashMLA us": number("flashmla (vllm) us"),
             "call us": number("call us"),
             "FlashInfer call us": number("flashinfer call us"),
+            "vLLM's FlashMLA call us": number("flashmla (vllm) call us"),
             "faster, by": faster("call us", "flashinfer call us", "FlashInfer"),
+        },
+    ),
+    "gqa": Table(
+        run="gqa",
+        missing="Not timed yet: `python -m jaxattn.bench gqa` does, on an H100 or H200.",
+        columns={
+            "B,H/Hk,D,T": text("B,H/Hk,D,T"),
+            "us": US,
+            **RATES,
+            "equal bits us": number("invariant us"),
+            "FlashAttention-3 us": number("fa3 us"),
+            "call us": number("call us"),
+            "FlashAttention-3 call us": number("fa3 call us"),
+            "faster in bursts": faster("us", "fa3 us", "FlashAttention-3"),
+            "faster in loops": faster("call us", "fa3 call us", "FlashAttention-3"),
         },
     ),
     "mla-cache": Table(
@@ -281,6 +191,8 @@ TABLES: dict[str, Callable[[], str]] = {
         columns={
             "B,T,H,prefix": text("B,T,H,prefix"),
             "us": US,
+            "FlashAttention-3 us": number("fa3 us"),
+            "faster, by": faster("us", "fa3 us", "FlashAttention-3"),
             "TFLOP/s": RATES["TFLOP/s"],
             "JAX's at width 128": number("jax's, 128, TFLOP/s", 0),
             "at width 256": number("jax's, 256, TFLOP/s", 0),
@@ -295,6 +207,15 @@ TABLES: dict[str, Callable[[], str]] = {
             "call us": number("call us"),
             "MB": number("MB", 0),
             **RATES,
+        },
+    ),
+    "gradients": Table(
+        run="gradients",
+        columns={
+            "op": text("op"),
+            "rows x tokens": text("shape"),
+            "forward, MiB": number("forward GiB", times=1024),
+            "with gradient, MiB": number("with gradient GiB", 0, times=1024),
         },
     ),
     "step": Table(
