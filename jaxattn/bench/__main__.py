@@ -39,6 +39,7 @@ from jaxattn.bench import (
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
+from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
 
 PROGRAM = interrupt.program("bench")
@@ -76,6 +77,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "between columns: --only 16/32:4x8192 256,16,32,1:float32",
     )
     parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_FORMATS,
+        default="auto",
+        help="of mla and gqa only the shapes whose cache stores this; auto is all",
+    )
+    parser.add_argument(
         "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
     )
     parser.add_argument(
@@ -105,6 +112,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(
                 f"--only: no shape {' '.join(unknown)} in {args.what}; there are "
                 f"{' '.join(labels) or 'none to choose from'}"
+            )
+    if args.kv_cache_dtype != "auto":
+        modules = MODULES.get(args.what, [])
+        if not any(shapes_of(module, args) for module in modules):
+            parser.error(
+                f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape of such a cache"
             )
     for name in ("json", "plot"):  # before all the measuring
         path = getattr(args, name)
@@ -144,9 +157,14 @@ def known(module: Any, small: bool) -> dict[str, Any]:
 def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     if args.only:
         wanted = set(map(spelled, args.only))
-        return tuple(shape for name, shape in known(module, args.small).items() if name in wanted)
-    shapes = module.SMALL_SHAPES if args.small else module.SHAPES
-    return shapes + (module.MORE_SHAPES if args.all and not args.small else ())
+        found = tuple(shape for name, shape in known(module, args.small).items() if name in wanted)
+    else:
+        found = module.SMALL_SHAPES if args.small else module.SHAPES
+        found += module.MORE_SHAPES if args.all and not args.small else ()
+    if args.kv_cache_dtype == "auto":
+        return found
+    stores = getattr(module, "cache_format", lambda shape: None)
+    return tuple(shape for shape in found if stores(shape) == args.kv_cache_dtype)
 
 
 def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, peers.Times]:

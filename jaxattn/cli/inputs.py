@@ -161,6 +161,8 @@ def read_limits(options: argparse.Namespace, length: int) -> Limits:
             utilization=options.utilization,
             decode_buckets=options.decode_buckets or (),
             prefill_buckets=options.prefill_buckets or (),
+            cache_format=options.kv_cache_dtype,
+            native_layers=options.kv_cache_native_layers,
         )
     except ValueError as error:
         raise InputError(in_options(error)) from error

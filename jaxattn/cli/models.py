@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn import text
-from jaxattn.cli.options import InputError
+from jaxattn.cli.options import InputError, in_options
 from jaxattn.models import checkpoint
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.decoder import DecoderModel
@@ -109,7 +109,12 @@ def choose(options: argparse.Namespace) -> Chosen:
                 f"cannot read {path / 'config.json'}: there is no such folder, and a model of the "
                 "hub is named as in org/name"
             )
-        return Chosen(folder=read(path, options.dtype, options.experts), name=name)
+        folder = read(path, options.dtype, options.experts)
+    try:
+        folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
+    except ValueError as error:
+        raise InputError(in_options(error)) from error
+    return Chosen(folder=folder, name=name)
 
 
 def is_name(given: str) -> bool:

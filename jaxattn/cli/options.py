@@ -12,6 +12,7 @@ from jaxattn.cli.values import fraction as fraction
 from jaxattn.cli.values import number as number
 from jaxattn.cli.values import size as size
 from jaxattn.cli.values import sizes as sizes
+from jaxattn.core.formats import CACHE_FORMATS
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
@@ -20,11 +21,17 @@ MAX_TOKENS = 160
 BATCH = 4
 SERVER_BATCH = 16
 VERSION = f"jaxattn {__version__}"
+# Fields of `Limits` whose options have other names.
+RENAMED = {
+    "q_lens": "--q-len",
+    "cache_format": "--kv-cache-dtype",
+    "native_layers": "--kv-cache-native-layers",
+}
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
     r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|decode_buckets|prefill_buckets|q_lens"
-    r"|cache_dtype)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
+    r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
 
@@ -53,13 +60,31 @@ def in_options(error: Exception | str) -> str:
 
     def option(match: re.Match[str]) -> str:
         field = match["name"] or match["word"]
-        name = "--q-len" if field == "q_lens" else "--" + field.replace("_", "-")
+        name = RENAMED.get(field, "--" + field.replace("_", "-"))
         value = re.sub(r"[()'\s]|,(?=\))", "", match["value"] or "")
         if field not in ("decode_buckets", "prefill_buckets", "q_lens"):
             value = value.replace(",", "")  # of thousands: no option takes them
         return f"{name} {value}".rstrip()
 
     return _FIELD.sub(option, " ".join(str(error).split()))
+
+
+def add_cache_format(group: Any) -> None:
+    """The options of the cache's format, for a parser or a group of one."""
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_FORMATS,
+        default="auto",
+        help="what the cache stores: MLA has bfloat16 and fp8_block, grouped-query attention "
+        "bfloat16 and fp8",
+    )
+    group.add_argument(
+        "--kv-cache-native-layers",
+        metavar="N",
+        type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
+        default=0,
+        help="first and last layers of attention that keep the model's own format",
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -230,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
         type=sizes,
         help="smaller chunks to compile as well, for the end of a prompt (default: none)",
     )
+    add_cache_format(memory)
     memory.add_argument(
         "--compile-cache",
         metavar="DIR",
