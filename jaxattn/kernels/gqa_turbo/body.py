@@ -260,7 +260,7 @@ def make_body(
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
         part = CodedPairs(
             begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], index, order_ref,
-            kv_heads, head_dim, q_len, window, query_lens_ref,
+            kv_heads, head_dim, q_len, window, query_lens_ref, form, page_size,
         )  # fmt: skip
         mine = pl.ds(tile * columns, columns)
         outputs = Outputs(

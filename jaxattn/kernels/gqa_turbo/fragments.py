@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
-from jaxattn.kernels.gqa_turbo.codes import key_registers, middle, value_registers
+from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -101,7 +101,7 @@ class _Registers:
 
 
 class Fragments:
-    """Operands out of a step's codes, uint8 [4, rows, 32].
+    """Operands out of a step's codes, as `Memory.codes` has them.
 
     Args:
         form: the cache's format.
@@ -144,8 +144,7 @@ class Fragments:
         return (norm[0] if norm else None), scale, minimum + scale * self.middle
 
     def _stored(self, codes: Any) -> Any:
-        rows = GROUP * self.form.slot_bytes // codes.shape[-1]
-        groups = codes[...][:, :rows].reshape(codes.shape[0], -1)
+        groups = codes[...].reshape(GROUPS, -1)[:, : GROUP * self.form.slot_bytes]
         return unpack(self.form, ungroup(self.form, groups).reshape(PAGE, -1))
 
     def _operand(self, codes: Any, made: Any, shape: tuple[int, int]) -> jax.Array:
