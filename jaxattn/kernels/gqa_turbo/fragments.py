@@ -120,13 +120,15 @@ class Fragments:
             if not self.form.rotated:
                 return lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
             return of_levels(self.form.key_bits, stored.keys)
-        return self._operand(codes, key_registers, (PAGE, self.form.head_dim))
+        return self._operands(codes, key_registers, (PAGE, self.form.head_dim), 1)[0]
 
-    def values(self, codes: Any) -> jax.Array:
-        """[D, 64 tokens], counted from the middle of the codes."""
+    def values(self, codes: Any) -> tuple[jax.Array, ...]:
+        """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""
+        blocks = self.form.head_dim // PAGE
         if self.interpret:
-            return (self._stored(codes).values.astype(jnp.float32) - self.middle).T
-        return self._operand(codes, value_registers, (self.form.head_dim, PAGE))
+            wide = (self._stored(codes).values.astype(jnp.float32) - self.middle).T
+            return tuple(wide[i * PAGE : (i + 1) * PAGE] for i in range(blocks))
+        return self._operands(codes, value_registers, (PAGE, PAGE), blocks)
 
     def numbers(self, codes: Any, scores: jax.Array) -> tuple[jax.Array | None, Any, Any]:
         """Each token's (norm or None, scale, value of the middle code), as `scores` [N, 64]."""
@@ -147,15 +149,20 @@ class Fragments:
         groups = codes[...].reshape(GROUPS, -1)[:, : GROUP * self.form.slot_bytes]
         return unpack(self.form, ungroup(self.form, groups).reshape(PAGE, -1))
 
-    def _operand(self, codes: Any, made: Any, shape: tuple[int, int]) -> jax.Array:
+    def _operands(
+        self, codes: Any, made: Any, shape: tuple[int, int], count: int
+    ) -> tuple[jax.Array, ...]:
         def run(ctx: Any, ref: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
             words = made(_Registers(ref), self.form, self.pitch)
             registers = [vector.bitcast(four, joined([x])) for x in words]
-            return fragmented(registers, shape, mgpu.WGMMA_LAYOUT_8BIT)
+            size = len(registers) // count
+            parts = [registers[i * size : (i + 1) * size] for i in range(count)]
+            return tuple(fragmented(some, shape, mgpu.WGMMA_LAYOUT_8BIT) for some in parts)
 
         out = plgpu.ShapeDtypeStruct(shape, E4M3, plgpu.Layout.WGMMA_8BIT)
-        return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(run)(codes)
+        types = (plgpu.RefType(),)
+        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes)
 
     def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
         """A thread has the same four tokens of each row."""
