@@ -39,6 +39,7 @@ PRODUCT = plgpu.Layout.WGMMA
 # What the largest of a row's s P becomes; and what it is at least taken for, so that no float32
 # number is divided by 0.
 LARGEST_P, SMALLEST = 256.0, 1e-35
+FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output
 UNITS, MINIMA = 0, 1  # in `Memory.units`
 
 
@@ -73,7 +74,7 @@ def make_body(
         sinks, gated: whether there are such.
     """
     head_dim, room = form.head_dim, room_of(form, columns, page_size)
-    consumers, ring = room.consumers, room.steps
+    consumers, ring, blocks = room.consumers, room.steps, head_dim // PAGE
     fragments = Fragments(form, room.pitch, interpret=interpret)
 
     def over_keys(vector: jax.Array) -> jax.Array:
@@ -82,6 +83,10 @@ def make_body(
 
     def iota(dimension: int) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, (columns, PAGE), dimension, layout=SCORES)
+
+    def of_columns(ref: Any) -> jax.Array:
+        """A number of each packed row, for its sums of 64 dims."""
+        return over_out(plgpu.load(ref, layout=BY_COLUMN), PAGE)
 
     def place_of(step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(warpgroup, its turn) of a part's step."""
@@ -128,18 +133,22 @@ def make_body(
         def _drain_queries(i):
             plgpu.barrier_wait(memory.queries_read.at[lax.rem(i, QUERIES)])
 
-    def multiply(left: jax.Array, right: Any) -> jax.Array:
-        """left [M, K] times both terms [2 N, K] in shared memory: [M, N]."""
+    def multiply(left: tuple[jax.Array, ...], right: Any) -> list[jax.Array]:
+        """Blocks [64, K] times both terms [2 N, K] in shared memory: blocks [64, N]."""
         if interpret:
-            product = jnp.dot(left, right[...].astype(jnp.float32).T)
-            return joined_terms(product, interpret=True)
+            both = right[...].astype(jnp.float32).T
+            return [joined_terms(jnp.dot(block, both), interpret=True) for block in left]
+        if columns > FEW_COLUMNS and len(left) > 1:  # one block's sums at a time
+            return [product for block in left for product in multiply((block,), right)]
 
-        def run(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, left, right.transpose((1, 0)))
-            return ref[...]
+        def run(*refs: Any) -> list[jax.Array]:
+            for ref, block in zip(refs, left, strict=True):
+                plgpu.wgmma(ref, block, right.transpose((1, 0)))
+            return [ref[...] for ref in refs]
 
-        out_type = plgpu.ACC((left.shape[0], TERMS * columns), jnp.float32)
-        return joined_terms(pl.run_scoped(run, out_type), interpret=False)
+        out_type = plgpu.ACC((PAGE, TERMS * columns), jnp.float32)
+        products = pl.run_scoped(run, *[out_type] * len(left))
+        return [joined_terms(product, interpret=False) for product in products]
 
     def consume(
         part: CodedPairs, wg: jax.Array, first_column: jax.Array, epilogue: Epilogue,
@@ -186,13 +195,13 @@ def make_body(
                 return seen, new_top, p, jnp.exp2(top - new_top)
 
             def each(i, carry):
-                top, total, minima, acc = carry
+                top, total, minima, accs = carry
                 step = first + consumers * i
                 slot = lax.rem(place_of(done + step)[1], ring)
                 token = first_token + step * PAGE
                 plgpu.barrier_wait(memory.codes_loaded.at[wg, slot])
                 codes = memory.codes.at[wg, slot]
-                product = multiply(fragments.keys(codes), memory.queries.at[queries_at])
+                (product,) = multiply((fragments.keys(codes),), memory.queries.at[queries_at])
                 values = fragments.values(codes)
                 norm, scale, middle = fragments.numbers(codes, iota(0).astype(jnp.float32))
                 store_turned(scores_smem, product, interpret=interpret)
@@ -212,25 +221,23 @@ def make_body(
                 rescale_smem[...] = rescale
                 units_smem[...] = largest * (1 / LARGEST_P)
                 plgpu.commit_smem()
-                by, unit = (
-                    over_out(plgpu.load(x, layout=BY_COLUMN), head_dim)
-                    for x in (rescale_smem, units_smem)
-                )
-                acc = acc * by + multiply(values, p_smem) * unit
-                return top, total, minima, acc
+                by, unit = (of_columns(x) for x in (rescale_smem, units_smem))
+                products = multiply(values, p_smem)
+                accs = [acc * by + x * unit for acc, x in zip(accs, products, strict=True)]
+                return top, total, minima, tuple(accs)
 
             none = plgpu.layout_cast(jnp.zeros((columns, PAGE), jnp.float32), SCORES)
             empty = (
                 plgpu.layout_cast(jnp.full((columns,), EMPTY, jnp.float32), BY_ROW),
                 none,
                 none,
-                plgpu.layout_cast(jnp.zeros((head_dim, columns), jnp.float32), PRODUCT),
+                (plgpu.layout_cast(jnp.zeros((PAGE, columns), jnp.float32), PRODUCT),) * blocks,
             )
-            top, total, minima, acc = lax.fori_loop(0, taken, each, empty)
+            top, total, minima, accs = lax.fori_loop(0, taken, each, empty)
             minima_smem[...] = minima.sum(axis=1)
             plgpu.commit_smem()
-            acc += over_out(plgpu.load(minima_smem, layout=BY_COLUMN), head_dim)
-            merge((acc,), top, total.sum(axis=1), epilogue, pair, steps)
+            middles = of_columns(minima_smem)
+            merge(tuple(acc + middles for acc in accs), top, total.sum(axis=1), epilogue, pair, steps)
             # Only here all four warps are known to have seen the queries come.
             plgpu.barrier_arrive(memory.queries_read.at[queries_at])
             return number + 1, done + steps
@@ -260,7 +267,7 @@ def make_body(
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
         part = CodedPairs(
             begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], index, order_ref,
-            kv_heads, head_dim, q_len, window, query_lens_ref,
+            kv_heads, head_dim, q_len, window, query_lens_ref, form, page_size,
         )  # fmt: skip
         mine = pl.ds(tile * columns, columns)
         outputs = Outputs(

@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.turbo_slots import GROUP
 from jaxattn.core.turboquant import TurboFormat, rotate
 from jaxattn.kernels.gqa_decode.combine import combine
 from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES, block_columns
@@ -27,7 +26,7 @@ from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule, m
 from jaxattn.kernels.gqa_decode.scratch import spec_of
 from jaxattn.kernels.gqa_turbo.body import make_body
 from jaxattn.kernels.gqa_turbo.fragments import query_terms
-from jaxattn.kernels.gqa_turbo.memory import ROW, room_of, scratch_types
+from jaxattn.kernels.gqa_turbo.memory import coded_view, room_of, scratch_types
 from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 
@@ -75,7 +74,7 @@ def turbo_decode_mosaic(
         kv_cache, layer = kv_cache[None], 0
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     batch, q_len, num_heads, dim = q.shape
-    layers, num_pages, kv_heads, _ = kv_cache.shape
+    kv_heads = kv_cache.shape[2]
     page_size, max_pages, dtype = form.page_size(kv_cache), block_tables.shape[1], q.dtype
     group, pairs = num_heads // kv_heads, batch * kv_heads
     shape: dict[str, Any] = {"q_len": q_len, "num_kv_heads": kv_heads, "window": window}
@@ -101,8 +100,7 @@ def turbo_decode_mosaic(
         sinks = jnp.tile(sinks.reshape(kv_heads, group), (1, q_len))
         sinks = jnp.pad(sinks, ((0, 0), (0, rows - q_len * group)))
     gate = None if gate is None else packed(gate)
-    half = GROUP * form.slot_bytes // ROW
-    cache = kv_cache.reshape(layers, num_pages * kv_heads, page_size // GROUP, half, ROW)
+    cache = coded_view(kv_cache, form, page_size, interpret=interpret)
     operands = [queries, cache, layer, block_tables, seq_lens, line.cuts, factors * scale]
     operands += [x for x in (line.order, query_lens, sinks, gate) if x is not None]
 

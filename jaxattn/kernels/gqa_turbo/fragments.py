@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
-from jaxattn.kernels.gqa_turbo.codes import key_registers, middle, value_registers
+from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -101,7 +101,7 @@ class _Registers:
 
 
 class Fragments:
-    """Operands out of a step's codes, uint8 [4, rows, 32].
+    """Operands out of a step's codes, as `Memory.codes` has them.
 
     Args:
         form: the cache's format.
@@ -120,13 +120,15 @@ class Fragments:
             if not self.form.rotated:
                 return lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
             return of_levels(self.form.key_bits, stored.keys)
-        return self._operand(codes, key_registers, (PAGE, self.form.head_dim))
+        return self._operands(codes, key_registers, (PAGE, self.form.head_dim), 1)[0]
 
-    def values(self, codes: Any) -> jax.Array:
-        """[D, 64 tokens], counted from the middle of the codes."""
+    def values(self, codes: Any) -> tuple[jax.Array, ...]:
+        """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""
+        blocks = self.form.head_dim // PAGE
         if self.interpret:
-            return (self._stored(codes).values.astype(jnp.float32) - self.middle).T
-        return self._operand(codes, value_registers, (self.form.head_dim, PAGE))
+            wide = (self._stored(codes).values.astype(jnp.float32) - self.middle).T
+            return tuple(wide[i * PAGE : (i + 1) * PAGE] for i in range(blocks))
+        return self._operands(codes, value_registers, (PAGE, PAGE), blocks)
 
     def numbers(self, codes: Any, scores: jax.Array) -> tuple[jax.Array | None, Any, Any]:
         """Each token's (norm or None, scale, value of the middle code), as `scores` [N, 64]."""
@@ -144,19 +146,23 @@ class Fragments:
         return (norm[0] if norm else None), scale, minimum + scale * self.middle
 
     def _stored(self, codes: Any) -> Any:
-        rows = GROUP * self.form.slot_bytes // codes.shape[-1]
-        groups = codes[...][:, :rows].reshape(codes.shape[0], -1)
+        groups = codes[...].reshape(GROUPS, -1)[:, : GROUP * self.form.slot_bytes]
         return unpack(self.form, ungroup(self.form, groups).reshape(PAGE, -1))
 
-    def _operand(self, codes: Any, made: Any, shape: tuple[int, int]) -> jax.Array:
+    def _operands(
+        self, codes: Any, made: Any, shape: tuple[int, int], count: int
+    ) -> tuple[jax.Array, ...]:
         def run(ctx: Any, ref: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
             words = made(_Registers(ref), self.form, self.pitch)
             registers = [vector.bitcast(four, joined([x])) for x in words]
-            return fragmented(registers, shape, mgpu.WGMMA_LAYOUT_8BIT)
+            size = len(registers) // count
+            parts = [registers[i * size : (i + 1) * size] for i in range(count)]
+            return tuple(fragmented(some, shape, mgpu.WGMMA_LAYOUT_8BIT) for some in parts)
 
         out = plgpu.ShapeDtypeStruct(shape, E4M3, plgpu.Layout.WGMMA_8BIT)
-        return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(run)(codes)
+        types = (plgpu.RefType(),)
+        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes)
 
     def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
         """A thread has the same four tokens of each row."""

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -15,8 +16,8 @@ from jaxattn.kernels.mla_decode.columns_memory import MARGIN
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
-ROW = 32  # bytes that a copy counts in: each slot has an even number of them, of 16 tokens
-ALIGNED = 128  # bytes, of what is copied to shared memory
+ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
+LINE = 128  # and what copies and their places in shared memory are multiples of
 # Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
 # have 152 registers each, two have 232.
 MOST_CONSUMERS, LEAST_CONSUMERS = 3, 2
@@ -30,17 +31,12 @@ class Room:
     Attributes:
         consumers: w, warpgroups that compute; one more loads.
         steps: of each of them, whose codes are in shared memory or on their way there.
-        group_rows: of 32 bytes, from a group of 16 tokens to the next.
+        pitch: bytes from a group of 16 tokens to the next.
     """
 
     consumers: int
     steps: int
-    group_rows: int
-
-    @property
-    def pitch(self) -> int:
-        """Bytes from a group to the next."""
-        return self.group_rows * ROW
+    pitch: int
 
 
 def whole_steps(page_size: int) -> bool:
@@ -50,24 +46,47 @@ def whole_steps(page_size: int) -> bool:
 
 def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     """How a block's memory is divided, of so many packed rows."""
-    rows = GROUP * form.slot_bytes // ROW
-    if not whole_steps(page_size):  # each group is a copy, and begins where one may
-        rows = -(-rows * ROW // ALIGNED) * ALIGNED // ROW
+    pitch = GROUP * form.slot_bytes
+    if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
+        pitch = -(-pitch // LINE) * LINE
     queries = QUERIES * TERMS * columns * form.head_dim
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - queries
     for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
         exchanged = columns * ((PAGE + form.head_dim + 2 * MARGIN + 6) * 4 + TERMS * PAGE)
-        steps = (free // consumers - exchanged) // (GROUPS * rows * ROW)
+        steps = (free // consumers - exchanged) // (GROUPS * pitch)
         if steps >= 2 or consumers == LEAST_CONSUMERS:
-            return Room(consumers, min(steps, MOST_STEPS), rows)
+            return Room(consumers, min(steps, MOST_STEPS), pitch)
     raise AssertionError
+
+
+def step_shape(room: Room, page_size: int) -> tuple[int, ...]:
+    """Of the bytes of a step's codes: one copy's, or those of one for each group."""
+    if whole_steps(page_size):
+        return (GROUPS * room.pitch // LINE, LINE)
+    return (GROUPS, room.pitch // ROW, ROW)
+
+
+def coded_view(
+    kv_cache: jax.Array, form: TurboFormat, page_size: int, *, interpret: bool
+) -> jax.Array:
+    """A cache [L, N, Hk, bytes] as the copies take it: [L, N Hk, C / 64, lines, 128], or of pages
+    of fewer than 64 tokens rows of bytes [L, all of them, 32].
+
+    A copy of the latter is some rows longer than what it brings, and reads behind the last page:
+    TMA gives zeros there, and the interpreter some rows more.
+    """
+    layers = kv_cache.shape[0]
+    if whole_steps(page_size):
+        return kv_cache.reshape(layers, -1, page_size // PAGE, PAGE * form.slot_bytes // LINE, LINE)
+    rows = kv_cache.reshape(layers, -1, ROW)
+    return jnp.pad(rows, ((0, 0), (0, LINE // ROW), (0, 0))) if interpret else rows
 
 
 class Memory(NamedTuple):
     """A block's shared memory; w is a warpgroup, N its columns.
 
     Attributes:
-        codes: uint8 [w, steps, 4, rows, 32], as they come, a group of 16 tokens each.
+        codes: uint8 [w, steps, *`step_shape`], as they come.
         queries: e4m3 [2, 2 N, D], both terms, of this piece and the next.
         scores: float32 [w, N, 64 and a margin].
         p: e4m3 [w, 2 N, 64], both terms.
@@ -103,7 +122,7 @@ def scratch_types(form: TurboFormat, columns: int, page_size: int) -> list[Any]:
 
     return [
         *Memory(
-            codes=plgpu.SMEM((w, room.steps, GROUPS, room.group_rows, ROW), jnp.uint8),
+            codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
             queries=plgpu.SMEM(
                 (QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))
             ),

@@ -8,19 +8,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.core.turbo_slots import GROUP
+from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.pairs import Pairs
-from jaxattn.kernels.gqa_turbo.codes import GROUPS
-from jaxattn.kernels.gqa_turbo.memory import whole_steps
+from jaxattn.kernels.gqa_turbo.memory import ROW, whole_steps
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
 @dataclasses.dataclass(frozen=True)
 class CodedPairs(Pairs):
-    """`kv_ref` is uint8 [L, N Hk, C / 16, rows, 32]: groups of 16 tokens of a page and head."""
+    """
+    Attributes:
+        form: of the cache.
+        tokens: C.
+        kv_ref: as `coded_view` gives it.
+    """
+
+    form: TurboFormat
+    tokens: int
 
     @property
     def page_size(self) -> int:
-        return int(self.kv_ref.shape[2]) * GROUP
+        return self.tokens
 
     def copies(
         self, pair: jax.Array, numbers: list[jax.Array], step: jax.Array, to: Any
@@ -29,13 +37,16 @@ class CodedPairs(Pairs):
 
         Args:
             numbers: of `Pairs.numbers`.
-            to: [4, rows and more, 32] in shared memory.
+            to: a step of `Memory.codes`.
         """
-        size, head = self.page_size, self.row_and_head(pair)[1]
-        of_head = [self.kv_ref.at[self.layer, n * self.kv_heads + head] for n in numbers]
-        if whole_steps(size):
-            inside = lax.rem(step + self.first_step_of(pair), size // PAGE) * GROUPS
-            return [(of_head[0].at[pl.ds(inside, GROUPS)], to)]
-        rows = pl.ds(0, self.kv_ref.shape[3])
-        groups = [page.at[j] for page in of_head for j in range(size // GROUP)]
-        return [(group, to.at[i, rows]) for i, group in enumerate(groups)]
+        head = self.row_and_head(pair)[1]
+        places = [n * self.kv_heads + head for n in numbers]
+        if whole_steps(self.tokens):
+            inside = lax.rem(step + self.first_step_of(pair), self.tokens // PAGE)
+            return [(self.kv_ref.at[self.layer, places[0], inside], to)]
+        rows, groups = GROUP * self.form.slot_bytes // ROW, self.tokens // GROUP
+        firsts = [(place * groups + j) * rows for place in places for j in range(groups)]
+        return [
+            (self.kv_ref.at[self.layer, pl.ds(first, to.shape[1])], to.at[i])
+            for i, first in enumerate(firsts)
+        ]
