@@ -23,6 +23,7 @@ from jaxattn.kernels.gqa_decode.merge import gated, with_sink
 from jaxattn.kernels.gqa_prefill.load import Loader, Sources
 from jaxattn.kernels.gqa_prefill.memory import ROWS, Config, Memory
 from jaxattn.kernels.gqa_prefill.tiles import FIRST, OFFSET, QUERIES, Step, Tile, Tiles
+from jaxattn.kernels.hopper.machine import asked_for
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 
 TILE = plgpu.Layout.WGMMA
@@ -214,6 +215,7 @@ class Computer:
             scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
+            asked_for(interpret=False)  # or ptxas waits for the values before it begins to soften
             out = plgpu.wgmma_accumulator_load(out_acc)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
             return State(p.astype(self.dtype), top, total, out * over(rescale, self.head_dim))
