@@ -4,9 +4,9 @@
 jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
-call's share of a loop of calls, and so are the times of FlashInfer, FlagGems, FLA and FlashQLA,
-where they are installed. Every row says what fraction it is of the copy and matmul ceilings of the
-same run.
+call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
+have both times too, where they are installed. Every row says what fraction it is of the copy and
+matmul ceilings of the same run.
 `python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
 """
 
@@ -175,7 +175,7 @@ def measure(
         unit = plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
-            row[f"{who} call {unit}"] = time / plot.TIMES[unit] if time else ""
+            row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 

@@ -96,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
         help="of a published model's weights and products (default: bfloat16)",
     )
     model.add_argument(
+        "--experts",
+        choices=("fp8", "bfloat16"),
+        help="what a published model's routed experts are kept in; bfloat16 takes twice the bytes "
+        "of fp8 (default: fp8 where the folder has them in FP8)",
+    )
+    model.add_argument(
         "--implementation",
         choices=("mosaic_gpu", "mosaic_gpu_interpret", "xla"),
         help="of the decode kernels (default: the best for the device)",
