@@ -1,7 +1,8 @@
 """`python -m jaxattn.bench {mla,mla-prefill,gqa,gdn,moe,moe-cuts,step}`: checks, times, JSON.
 
-`python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
-jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
+`python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
+jaxattn.bench dense` the dense products of a decode step, and `python -m jaxattn.bench serve` a
+server under load. Each has a --help of its own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
@@ -36,6 +37,7 @@ from jaxattn.bench import (
     plot,
     step,
 )
+from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
@@ -52,7 +54,11 @@ MODULES: dict[str, list[Any]] = {
     "moe-cuts": [moe_cuts],
 }
 # What has options of its own: (argv after its name, the program's name) -> exit code.
-COMMANDS: dict[str, Callable[[list[str], str], int]] = {"model": command.main, "dense": dense.main}
+COMMANDS: dict[str, Callable[[list[str], str], int]] = {
+    "model": command.main,
+    "dense": dense.main,
+    "serve": load_command.main,
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxattn.engine.engine import Engine
+from jaxattn.engine.request import Request
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
 from tests.helpers.live_server import live, served
@@ -30,8 +31,18 @@ def engine():
         yield engine
 
 
+PROMPTS = ("def add(", "import ", "class Stack:\n", "x")
+
+
+@pytest.fixture(scope="session")
+def generated(engine):
+    """Prompt -> what the engine continues it with, 12 bytes, before it has a server."""
+    done = engine.generate([Request(prompt.encode(), max_tokens=12) for prompt in PROMPTS])
+    return {each.request.prompt.decode(): bytes(each.tokens).decode() for each in done}
+
+
 @pytest.fixture(scope="module")
-def real(engine):
+def real(engine, generated):
     """A server on the embedded model."""
     with live(served(lambda: Kept(engine))) as server:
         yield server

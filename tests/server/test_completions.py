@@ -2,32 +2,21 @@
 
 import pytest
 
-from jaxattn.engine.request import Request
-
-PROMPTS = ["def add(", "import ", "class Stack:\n", "x"]
-
 
 def texts(response):
     assert response.status_code == 200, response.text
     return [choice["text"] for choice in response.json()["choices"]]
 
 
-def test_the_text_is_what_the_engine_generates(real, engine):
+def test_the_text_is_what_the_engine_generates(real, generated):
     """Rows beside others, whole and in a stream."""
-    found = texts(real.complete(PROMPTS, max_tokens=12))
-    events = real.stream("/v1/completions", {"prompt": PROMPTS, "max_tokens": 12})
-    streamed = ["".join(part) for part in _by_choice(events)]
-    assert real.quiet()
-    done = engine.generate([Request(prompt.encode(), max_tokens=12) for prompt in PROMPTS])
-    assert found == streamed == [bytes(each.tokens).decode() for each in done]
-
-
-def _by_choice(events):
-    parts = [[] for _ in PROMPTS]
-    for event in events:
+    prompts = list(generated)
+    assert texts(real.complete(prompts, max_tokens=12)) == list(generated.values())
+    streamed = [""] * len(prompts)
+    for event in real.stream("/v1/completions", {"prompt": prompts, "max_tokens": 12}):
         for choice in event["choices"]:
-            parts[choice["index"]].append(choice["text"])
-    return parts
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == list(generated.values())
 
 
 def test_the_form(scripted):

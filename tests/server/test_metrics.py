@@ -60,11 +60,13 @@ def test_rows_that_run_and_wait_are_counted():
         body = {"prompt": "ab", "n": 6, "max_tokens": 250, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_text())
+            engine.hold.clear()
             found = samples(server)
             assert found["vllm:num_requests_running"] == 4
             assert found["vllm:num_requests_waiting"] == 2
             assert found["vllm:kv_cache_usage_perc"] == 1.0
             stats = server.client.get("/stats").json()
             assert stats["rows"] == {"used": 4, "of": 4} and stats["waiting"] == 2
+            engine.hold.set()
             assert stats["plan"] == [{"name": "weights", "bytes": 1000, "why": "of a test"}]
         assert server.quiet()

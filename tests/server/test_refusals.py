@@ -175,7 +175,7 @@ def sane(value):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_comes_no_answer_is_500_and_no_row_is_stuck(path, data, scripted):
     body = sane(data.draw(PATHS[path]))
