@@ -123,7 +123,7 @@ def flash_attention_decode(*numbers: Any) -> Call:
     batch, heads, kv_heads, dim, tokens = shape[:5]
     page = shape.page
     pages = -(-tokens // page)
-    dtype = torch.float8_e4m3fn if getattr(shape, "fp8", False) else torch.bfloat16
+    dtype = torch.float8_e4m3fn if shape.cache == "fp8" else torch.bfloat16
     nbytes = batch * shape.seen * kv_heads * dim * 2 * dtype.itemsize
     layers = min(rotation(nbytes, most=32), max(1, 2**34 // (2 * batch * tokens * kv_heads * dim)))
     q = _normal(batch, heads, dim, dtype=dtype)
