@@ -127,6 +127,18 @@ class Request:
             raise ValueError(f"id must be from 0 to 2**31 - 1; got {self.id}")
 
     @property
+    def stops(self) -> tuple[int, ...]:
+        """Its stop tokens, as they are kept."""
+        stops: Any = self.stop_tokens
+        return stops
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Its biases, as they are kept: pairs of a token and a number."""
+        biases: Any = self.logit_bias
+        return biases
+
+    @property
     def penalized(self) -> bool:
         """Whether its tokens depend on those before them by more than the model."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
@@ -171,7 +183,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
         _check_integer("logit_bias: a token", token)
         if not isinstance(bias, numbers.Real):
             raise TypeError(f"logit_bias[{token}] must be a number, got {bias!r}")
-        if not -100 <= bias <= 100:
+        if not -100 <= float(bias) <= 100:
             raise ValueError(f"logit_bias[{token}] must be from -100 to 100; got {bias}")
         found[operator.index(token)] = float(bias)
     if len(found) > MOST_BIASES:

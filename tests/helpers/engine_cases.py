@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.compiling import Steps, compiled_steps
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.request import Request
-from jaxattn.engine.steps import Steps, compiled_steps
 from jaxattn.memory import device as memory_device
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -65,6 +65,8 @@ def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
     """Puts other steps in the place of an engine's executables."""
     steps = Steps(executables)
     engine._prepared = dataclasses.replace(engine._prepared, steps=steps)
+    if engine._runner is not None:
+        engine._runner.executables = steps.executables
 
 
 def prompts(count: int, *, length: int = 5, max_tokens: int = 6) -> list[Request]:
