@@ -159,7 +159,6 @@ def _least_with_less_above(
     A sort of the vocabulary would give it too, and XLA has the host wait for it.
     """
 
-
     def two_bits(i: Array, least: Array) -> Array:
         shift = (30 - 2 * i).astype(jnp.uint32)
         steps = [least + ((jnp.uint32(step) << shift) - 1) for step in (1, 2, 3)]

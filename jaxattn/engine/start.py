@@ -29,7 +29,8 @@ def tried(prepared: Prepared, params: Any) -> Prepared:
     if not prepared.trial:
         return prepared
     limits, steps = prepared.trial
-    warmed(prepared.model, limits, steps.executables, params)
+    state, rows = new_state(prepared.model, limits), new_rows(limits)
+    warmed(prepared.model, limits, steps.executables, params, state, rows)
     return dataclasses.replace(prepared, trial=None)
 
 
@@ -57,27 +58,30 @@ def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
     Raises:
         PlanError: what was allocated is not what was planned.
     """
-    executables = prepared.steps.executables
-    state, rows = warmed(prepared.model, prepared.limits, executables, params)
-    plan = prepared.plan
+    limits, plan = prepared.limits, prepared.plan
+    state, rows = new_state(prepared.model, limits), new_rows(limits)
     check_allocated("arena", state.arena, plan["arena"])
     check_allocated("rows", rows, plan["rows"])
     for arrays in state.caches.values():
         for name, array in arrays.items():
             check_allocated(line_name(name), array, plan[line_name(name)])
-    return state, rows
+    return warmed(prepared.model, limits, prepared.steps.executables, params, state, rows)
 
 
 def warmed(
-    model: Model, limits: Limits, executables: Mapping[str, Any], params: Any
+    model: Model,
+    limits: Limits,
+    executables: Mapping[str, Any],
+    params: Any,
+    state: DecodeState,
+    rows: Rows,
 ) -> tuple[DecodeState, Rows]:
-    """State and rows beside which each step has run twice, on padding, which writes nothing.
+    """State and rows after each step has run twice beside them, on padding: nothing is written.
 
     The first two runs are special on a GPU: one loads the modules, one records the command
     buffer.
     """
     weights = tuple(jax.tree.leaves(params))
-    state, rows = new_state(model, limits), new_rows(limits)
     for step in all_steps(limits) * 2:
         given = step.padding(model, limits)
         state, rows, told = run_padding(step, executables[str(step)], given, weights, state, rows)
