@@ -101,7 +101,7 @@ class Engine:
             on_compile=on_compile,
             workers=workers,
         )
-        packed = model.pack(placed_params(params, prepared.devices))
+        packed = prepared.model.pack(placed_params(params, prepared.devices))
         self._open(prepared, packed, strict, detokenize)
 
     @classmethod
