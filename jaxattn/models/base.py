@@ -171,7 +171,7 @@ class LayerCache(abc.ABC):
 
 # Lines that every plan has: no array of a cache may take their names.
 PLAN_LINES = (
-    "weights", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
+    "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
     "step inputs and outputs",
 )  # fmt: skip
 
