@@ -107,9 +107,7 @@ class Memory(NamedTuple):
     queue: Any
 
 
-def scratch_types(
-    config: Config, dtype: Any, head_dim: int, copies: int, pieces: int
-) -> Memory:
+def scratch_types(config: Config, dtype: Any, head_dim: int, copies: int, pieces: int) -> Memory:
     """Of `Memory`; `copies` are a step's boxes of values, and of the first of `pieces` of keys."""
     tiles = swizzled(dtype)
     count, stages = config.warpgroups, config.stages
