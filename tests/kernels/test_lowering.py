@@ -1,4 +1,4 @@
-"""Without a GPU: decode and prefill kernels lowered for one, whose rules differ from the interpreter's.
+"""Without a GPU: kernels lowered for one, whose rules differ from the interpreter's.
 
 What a kernel takes in place is an operand and a result of its launch; nothing else may be.
 """
