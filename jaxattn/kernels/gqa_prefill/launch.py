@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa_prefill.body import Scores, make_body
 from jaxattn.kernels.gqa_prefill.memory import (
-    CONFIGS,
     ROWS,
     Config,
+    config_of,
     copies_of,
     refusal,
     scratch_types,
@@ -110,7 +110,7 @@ def gqa_prefill_mosaic(
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
-    config = config or CONFIGS[dim]
+    config = config or config_of(dim, window)
     packed = group if group > 1 and tokens < FEW_TOKENS else 1
 
     def pack(x: jax.Array) -> jax.Array:

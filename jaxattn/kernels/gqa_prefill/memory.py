@@ -12,6 +12,7 @@ from jaxattn.kernels.hopper.machine import swizzled
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 PAGE_SIZES = (16, 32, 64, 128)
 ROWS = 64  # packed rows of a warpgroup
+NARROW, SHORT = 512, 64  # a window of so many keys, and the keys of its steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,14 @@ CONFIGS = {
         compute_registers=232, memory_registers=40,
     ),
 }  # fmt: skip
+
+
+def config_of(head_dim: int, window: int | None) -> Config:
+    """Of a narrow window most steps are masked, and shorter ones have less to mask."""
+    config = CONFIGS[head_dim]
+    if window is None or window > NARROW or config.keys <= SHORT:
+        return config
+    return dataclasses.replace(config, keys=SHORT, stages=config.stages * config.keys // SHORT)
 
 
 def refusal(dtype: Any, head_dim: int, page_size: int | None) -> str | None:
