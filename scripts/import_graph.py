@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     ("mla", "gdn", "gqa", "moe"),
     ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
+    ("kernels.gqa_prefill",),  # which ends as gqa_decode does, and draws work as gdn_prefill
     ("kernels.gqa_decode",),  # whose line of work is cut as that of mla_decode
     (
         "kernels.mla_decode",

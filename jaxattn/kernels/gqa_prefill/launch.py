@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gqa_prefill.body import Scores, make_body
 from jaxattn.kernels.gqa_prefill.memory import (
     ROWS,
@@ -32,6 +33,9 @@ from jaxattn.kernels.gqa_prefill.tiles import Tiles
 from jaxattn.kernels.hopper.machine import NUM_SMS, interpret_mode, require_hopper
 from jaxattn.kernels.mla_prefill.tile_order import head_group
 
+# What the ops of this kernel run where nothing is named; None is the best. It has not run on a GPU
+# yet.
+UNNAMED: Implementation | None = "xla"
 # Fewer new tokens than these have the heads of a group packed, if a group has more than one: a
 # copy of the queries and of the output, for tiles that are full.
 FEW_TOKENS = 256
