@@ -1,4 +1,6 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gqa,gdn,moe,moe-cuts,step}`: checks, times, JSON.
+"""`python -m jaxattn.bench WHAT`: checks, times, JSON.
+
+WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
 jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
@@ -27,6 +29,7 @@ from jaxattn.bench import (
     gdn_norm,
     gdn_prefill,
     gqa,
+    gqa_prefill,
     mla,
     mla_fp8,
     mla_prefill,
@@ -46,6 +49,7 @@ MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gqa": [gqa],
+    "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "moe": [moe],
     "moe-cuts": [moe_cuts],

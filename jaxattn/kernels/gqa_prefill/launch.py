@@ -165,7 +165,8 @@ def gqa_prefill_mosaic(
         operands["drawn"] = jax.new_ref(jnp.zeros(1, jnp.int32))
     given = {name: x for name, x in operands.items() if x is not None}
     copies = copies_of(config, page_size)
-    scratch = scratch_types(config, dtype, dim, copies, 1 if k_rest is None else 2)
+    pieces = (dim,) if k_rest is None else (k.shape[-1], k_rest.shape[-1])
+    scratch = scratch_types(config, dtype, dim, copies, pieces)
     padded = -(-rows // ROWS) * ROWS
     body = make_body(
         config, tiles, Scores(scale=scale, soft_cap=soft_cap),
