@@ -121,8 +121,12 @@ class Computer:
         plgpu.barrier_arrive(self.memory.turn.at[following])
 
     def multiply_keys(self, acc: Any, number: jax.Array) -> None:
-        keys = self.memory.keys.at[self.slot(number)]
-        plgpu.wgmma(acc, self.memory.queries.at[self.wg], keys.transpose((1, 0)))
+        queries, first = self.memory.queries.at[self.wg], 0
+        for piece in self.memory.keys:
+            dims = piece.shape[-1]
+            some = queries.at[:, pl.ds(first, dims)]
+            plgpu.wgmma(acc, some, piece.at[self.slot(number)].transpose((1, 0)))
+            first += dims
 
     def first_scores(self, number: jax.Array) -> jax.Array:
         def product(acc: Any) -> jax.Array:
