@@ -103,6 +103,6 @@ def run_padding(
         told, state = executable(weights, state, batch)
         return state, rows, told
     if isinstance(step, Sample):
-        told, rows = executable(rows, *jax.device_put(given))
+        rows, told = executable(rows, *jax.device_put(given))
         return state, rows, told
     return state, executable(rows, given), ()
