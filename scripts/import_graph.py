@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("models",),
     ("nn",),
+    ("parallel",),
     ("mla", "gdn", "gqa", "moe"),
     ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
     ("kernels.gqa_decode",),  # whose line of work is cut as that of mla_decode

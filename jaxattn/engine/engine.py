@@ -27,8 +27,9 @@ from jaxattn.engine.prepare import (
     Prepared,
     checked_params,
     on_device,
-    placed_params,
+    packed_params,
     prepare,
+    smallest_memory,
 )
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import (
@@ -47,11 +48,11 @@ from jaxattn.engine.request import (
 from jaxattn.engine.sampling import NOT_FINITE
 from jaxattn.engine.scheduler import Row, Scheduler
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import EntryPoint, OnCompile, entry_points, new_state
-from jaxattn.memory import device
+from jaxattn.engine.steps import EntryPoint, OnCompile, allocated_state, entry_points
 from jaxattn.memory.budget import MemoryPlan, check_allocated
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, line_name
+from jaxattn.parallel import ALONE, Parallel
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
@@ -71,7 +72,7 @@ class Engine:
     Args:
         model: a `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
         params: its parameters; an argument of the steps, never captured.
-        limits, devices, implementation, on_compile, workers: see `prepare`.
+        limits, devices, implementation, on_compile, workers, parallel: see `prepare`.
         strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
             it is counted in `seal`.
         detokenize: tokens to text, for requests with stop strings.
@@ -99,6 +100,7 @@ class Engine:
         strict: bool = False,
         workers: int = 1,
         detokenize: Detokenize | None = None,
+        parallel: Parallel = ALONE,
     ):
         _check_arrays(params)
         prepared = prepare(
@@ -109,8 +111,9 @@ class Engine:
             implementation=implementation,
             on_compile=on_compile,
             workers=workers,
+            parallel=parallel,
         )
-        packed = model.pack(placed_params(params, prepared.devices))
+        packed = packed_params(prepared.model, params, prepared.devices)
         self._open(prepared, packed, strict, detokenize)
 
     @classmethod
@@ -207,7 +210,7 @@ class Engine:
                     raise RuntimeError("start: this engine runs already; make another one")
                 _check_arrays(params)
                 checked_params(self.model, params)
-                self._params = self.model.pack(placed_params(params, self._prepared.devices))
+                self._params = packed_params(self.model, params, self._prepared.devices)
             self._start()
 
     def _start(self) -> None:
@@ -240,7 +243,7 @@ class Engine:
             PlanError: it does not fit.
         """
         prepared, compiler = self._prepared, self._prepared.compiler
-        memory = device.device_memory(prepared.devices[0])
+        memory = smallest_memory(prepared.devices)
         own = on_device(self._params, prepared.devices)
         PROCESS.closed(self)  # its own temp is a line of its plan
         try:
@@ -263,7 +266,7 @@ class Engine:
         The first two runs are special on a GPU: one loads the modules, one records the command
         buffer.
         """
-        state = new_state(self.model, limits)
+        state = allocated_state(self.model, limits, self._prepared.devices)
         if limits is self.limits:
             check_allocated("arena", state.arena, self.plan["arena"])
             for arrays in state.caches.values():

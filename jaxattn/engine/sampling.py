@@ -7,11 +7,14 @@ else: its draws are the same in any row, beside any other rows.
 import dataclasses
 import functools
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from jaxattn.parallel import Vocabulary
 
 # The token of a row whose logits are not finite.
 NOT_FINITE = -1
@@ -43,7 +46,10 @@ def sampling_key(seed: UInt[Array, ""], position: Int[Array, ""]) -> Key[Array, 
 
 
 def sample(
-    logits: Float[Array, "B vocab"], sampling: SamplingBatch, positions: Int[Array, "B"]
+    logits: Float[Array, "B vocab"],
+    sampling: SamplingBatch,
+    positions: Int[Array, "B"],
+    vocabulary: Vocabulary | None = None,
 ) -> Int[Array, "B"]:
     """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
 
@@ -54,10 +60,12 @@ def sample(
     Args:
         logits: float32.
         positions: int32, where in its row the sampled token will stand.
+        vocabulary: which tokens the logits are of, where several GPUs divide them: all of those
+            GPUs return the same ids. None: all.
     """
+    vocabulary = Vocabulary(logits.shape[1]) if vocabulary is None else vocabulary
     with jax.named_scope("sample"):
-        greedy = jnp.argmax(logits, axis=-1)
-        most = jnp.take_along_axis(logits, greedy[:, None], axis=-1)
+        greedy, most = vocabulary.best(logits)
         draws = sampling.temperature > 0
         heat = jnp.where(draws, sampling.temperature, 1.0)
         # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
@@ -65,7 +73,7 @@ def sample(
         filters = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
         drawn = lax.switch(
             draws.any().astype(jnp.int32) + filters.any(),
-            (_no_row_draws, _draw, _filter_and_draw),
+            (_no_row_draws, partial(_draw, vocabulary), partial(_filter_and_draw, vocabulary)),
             scaled,
             sampling,
             filters,
@@ -82,15 +90,25 @@ def _no_row_draws(
     return jnp.zeros(scaled.shape[0], jnp.int32)
 
 
-def _draw(scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array) -> Array:
-    return _categorical(_min_p(scaled, sampling), sampling, positions)
+def _draw(
+    vocabulary: Vocabulary,
+    scaled: Array,
+    sampling: SamplingBatch,
+    filters: Array,
+    positions: Array,
+) -> Array:
+    return _categorical(vocabulary, _min_p(scaled, sampling), sampling, positions)
 
 
 def _filter_and_draw(
-    scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array
+    vocabulary: Vocabulary,
+    scaled: Array,
+    sampling: SamplingBatch,
+    filters: Array,
+    positions: Array,
 ) -> Array:
-    filtered = _filters(_min_p(scaled, sampling), sampling, filters)
-    return _categorical(filtered, sampling, positions)
+    filtered = _filters(vocabulary, _min_p(scaled, sampling), sampling, filters)
+    return _categorical(vocabulary, filtered, sampling, positions)
 
 
 def _min_p(scaled: Array, sampling: SamplingBatch) -> Array:
@@ -98,33 +116,40 @@ def _min_p(scaled: Array, sampling: SamplingBatch) -> Array:
     return jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
 
 
-def _categorical(scaled: Array, sampling: SamplingBatch, positions: Array) -> Array:
+def _categorical(
+    vocabulary: Vocabulary, scaled: Array, sampling: SamplingBatch, positions: Array
+) -> Array:
+    """A draw by Gumbel's trick: the largest of the logits with noise."""
     keys = jax.vmap(sampling_key)(sampling.seeds, positions)
-    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+    return vocabulary.best(jax.vmap(vocabulary.noise)(keys) + scaled)[0].astype(jnp.int32)
 
 
 def _filters(
-    scaled: Float[Array, "B vocab"], sampling: SamplingBatch, filters: Bool[Array, "B"]
+    vocabulary: Vocabulary,
+    scaled: Float[Array, "B vocab"],
+    sampling: SamplingBatch,
+    filters: Bool[Array, "B"],
 ) -> Float[Array, "B vocab"]:
     """-inf for what `top_k` and `top_p` leave out, in the rows that have one of them."""
     keys = _ordered(scaled)
     count = sampling.top_k[:, None].astype(jnp.float32)
     ones = jnp.ones_like(scaled)
     # The k-th largest is the least with fewer than k above it.
-    least = _least_with_less_above(keys, ones, count)
-    above = (keys > least).sum(1, keepdims=True)
-    few = (keys == least) & (_before(keys == least) < count - above)
+    least = _least_with_less_above(vocabulary, keys, ones, count)
+    above = vocabulary.sum(keys > least)
+    few = (keys == least) & (vocabulary.before(keys == least) < count - above)
     kept = (sampling.top_k[:, None] == 0) | (keys > least) | few
     scaled = jnp.where(kept, scaled, -jnp.inf)
 
-    keys, chances = _ordered(scaled), jax.nn.softmax(scaled)
+    keys, chances = _ordered(scaled), jnp.exp(scaled)  # the largest of `scaled` is 0
+    chances /= vocabulary.sum(chances)
     top_p = sampling.top_p[:, None]
-    least = _least_with_less_above(keys, chances, top_p)
-    above = jnp.where(keys > least, chances, 0).sum(1, keepdims=True)
-    equal = jnp.where(keys == least, chances, 0).max(1, keepdims=True)
-    few = (keys == least) & (above + equal * _before(keys == least) < top_p)
+    least = _least_with_less_above(vocabulary, keys, chances, top_p)
+    above = vocabulary.sum(jnp.where(keys > least, chances, 0))
+    equal = vocabulary.max(jnp.where(keys == least, chances, 0))
+    few = (keys == least) & (above + equal * vocabulary.before(keys == least) < top_p)
     # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
-    best = jnp.arange(scaled.shape[1]) == jnp.argmax(scaled, axis=1)[:, None]
+    best = vocabulary.ids == vocabulary.best(scaled)[0][:, None]
     kept = (top_p >= 1) | (keys > least) | few | best
     return jnp.where(kept | ~filters[:, None], scaled, -jnp.inf)
 
@@ -137,13 +162,11 @@ def _ordered(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _before(marked: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
-    """How many marked tokens have a lower id."""
-    return jnp.cumsum(marked, axis=1, dtype=jnp.int32) - marked
-
-
 def _least_with_less_above(
-    keys: UInt[Array, "B vocab"], weights: Float[Array, "B vocab"], limit: Float[Array, "B 1"]
+    vocabulary: Vocabulary,
+    keys: UInt[Array, "B vocab"],
+    weights: Float[Array, "B vocab"],
+    limit: Float[Array, "B 1"],
 ) -> UInt[Array, "B 1"]:
     """The least number above which the weights' sum is below `limit`, two bits at a time.
 
@@ -153,12 +176,13 @@ def _least_with_less_above(
     for shift in range(30, -2, -2):
         steps = [least + jnp.uint32((step << shift) - 1) for step in (1, 2, 3)]
         sums = [jnp.where(keys > step, weights, 0).sum(1, keepdims=True) for step in steps]
-        passed = sum((total >= limit).astype(jnp.uint32) for total in sums)
+        totals = vocabulary.across(jnp.concatenate(sums, axis=1))
+        passed = (totals >= limit).sum(1, keepdims=True, dtype=jnp.uint32)
         least += passed << shift
     return least
 
 
-def sampled(step: Callable) -> Callable:
+def sampled(step: Callable, vocabulary: Vocabulary | None = None) -> Callable:
     """A model's step (params, state, batch) -> (logits, state), made to return tokens for logits.
 
     The new step's batch is a pair of the model's batch, whose `seq_lens` are the new tokens'
@@ -169,6 +193,6 @@ def sampled(step: Callable) -> Callable:
     def step_and_sample(params, state, batch, **options):
         rows, sampling = batch
         logits, state = step(params, state, rows, **options)
-        return sample(logits, sampling, rows.seq_lens), state
+        return sample(logits, sampling, rows.seq_lens, vocabulary), state
 
     return step_and_sample

@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from jaxattn.models.base import (
     jit_step,
     overlaid,
 )
+from jaxattn.parallel import Group
 
 OnCompile = Callable[[str, float | None], None]
 
@@ -51,7 +53,8 @@ class EntryPoint:
 
     def step(self, model: Model) -> Callable:
         """The model's step with sampling: (params, state, batch) -> (tokens, state)."""
-        return sampled(model.prefill if self.kind == "prefill" else model.decode)
+        step = model.prefill if self.kind == "prefill" else model.decode
+        return sampled(step, model.vocabulary)
 
     def batch_shapes(self, width: int) -> Any:
         """Its batch, as shapes: what `jit(...).lower` is given and what every call passes."""
@@ -103,8 +106,16 @@ def cache_size(limits: Limits) -> CacheSize:
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:
-    """The state of an engine; under `jax.eval_shape`, its shapes."""
+    """The state of one GPU of an engine; under `jax.eval_shape`, its shapes."""
     return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
+
+
+def allocated_state(model: Model, limits: Limits, devices: tuple[jax.Device, ...]) -> DecodeState:
+    """The state of an engine, on its devices."""
+    if len(devices) == 1:
+        return new_state(model, limits)
+    group = Group(model.parallel, devices)
+    return group.make(partial(new_state, model, limits), model.state_specs())
 
 
 class Steps:
@@ -161,6 +172,10 @@ def _compile(
     workers: int,
 ) -> Steps:
     state = jax.eval_shape(lambda: new_state(model, limits))
+    group = Group(model.parallel, devices) if len(devices) > 1 else None
+    specs = model.packed_specs(), model.state_specs()
+    if group:
+        params, state = map(group.shapes, (params, state), specs)
     # What is named is for decoding. Unless XLA is, prefill takes the best there is: its kernels
     # refuse other models than those of decoding do.
     chosen: dict[str, Implementation | None] = {
@@ -172,12 +187,12 @@ def _compile(
         if on_compile:
             on_compile(str(entry), None)
         start = time.perf_counter()
-        step = jit_step(
-            entry.step(model),
-            implementation=chosen[entry.kind],
-            backend=devices[0].platform,
-        )
+        step: Callable = partial(entry.step(model), implementation=chosen[entry.kind])
         batch = entry.batch_shapes(limits.table_width)
+        if group:
+            step = group.step(step, (*specs, group.rows), (group.rows, specs[1]))
+            batch = group.shapes(batch, group.rows)
+        step = jit_step(step, backend=devices[0].platform)
         with jax.default_device(devices[0]):
             executable = step.lower(params, state, batch).compile()
         if on_compile:

@@ -23,6 +23,8 @@ from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel.context import prefix_of, written_places
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -123,6 +125,7 @@ class GroupedQueryAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | LayerOf | None = None,
+        parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
         """A chunk of each row's prompt: caches its keys and values, attends to them and to those
@@ -133,6 +136,8 @@ class GroupedQueryAttention(nnx.Module):
             kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
+            parallel: the layout of the GPUs that have a part of each row's pages, inside
+                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
@@ -151,23 +156,25 @@ class GroupedQueryAttention(nnx.Module):
         query_lens = as_given(query_lens)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=kv_cache.dtype)
-        addressing = (block_tables, seq_lens)
+        written = written_places(parallel, block_tables)
         kv_cache = gqa.gqa_cache_write(
-            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer
+            kv_cache, k, v, written, seq_lens, query_lens=query_lens, layer=layer
         )
+        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = gqa.gqa_prefill(
             q,
             k,
             v,
-            kv_cache,
-            *addressing,
+            read,
+            tables,
+            seq_lens,
             query_lens,
-            layer=layer,
+            layer=read_layer,
             gate=gate,
             implementation=implementation,
             **self._masking,
         )
-        return self._output(out, kv_cache, *addressing, query_lens), kv_cache
+        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -180,6 +187,7 @@ class GroupedQueryAttention(nnx.Module):
         layer: int | Int[Array, ""] | LayerOf | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
+        spread: Spread | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -192,7 +200,11 @@ class GroupedQueryAttention(nnx.Module):
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
             schedule: `gqa.decode_schedule` of these `seq_lens`, for the layers that share it.
             rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
-            arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`.
+            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
+                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
+                of all those GPUs meet. Neither with a window nor with sinks.
+            arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
+                `spread`, of B * S rows of one token.
 
         Returns:
             (float32 [B, S, hidden], the cache with the new keys and values, the arena or None).
@@ -218,18 +230,30 @@ class GroupedQueryAttention(nnx.Module):
         kv_cache = gqa.gqa_cache_write(
             kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer
         )
-        out, _, *rest = gqa.gqa_decode(
-            q,
-            kv_cache,
-            *addressing,
-            query_lens=query_lens,
-            layer=layer,
-            gate=gate,
-            schedule=schedule,
-            arena=arena,
-            implementation=implementation,
-            **self._masking,
-        )
+
+        def attend(
+            heads: list[Array], tables: Any, lens: Any, query_lens: Any = None
+        ) -> tuple[Array, Array, list[Any]]:
+            out, lse, *rest = gqa.gqa_decode(
+                heads[0],
+                kv_cache,
+                tables,
+                lens,
+                query_lens=query_lens,
+                layer=layer,
+                gate=heads[1] if len(heads) > 1 else None,
+                schedule=schedule,
+                arena=arena,
+                implementation=implementation,
+                **self._masking,
+            )
+            return out, lse, rest
+
+        heads = [q] if gate is None else [q, gate]
+        if spread is None:
+            out, _, rest = attend(heads, *addressing, query_lens)
+        else:
+            out, rest = spread.attend(heads, attend)
         y = self._output(out, kv_cache, *addressing, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
