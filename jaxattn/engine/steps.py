@@ -187,7 +187,7 @@ def _compile(
         if on_compile:
             on_compile(str(entry), None)
         start = time.perf_counter()
-        step: Callable = partial(entry.step(model), implementation=chosen[entry.kind])
+        step: Any = partial(entry.step(model), implementation=chosen[entry.kind])
         batch = entry.batch_shapes(limits.table_width)
         if group:
             step = group.step(step, (*specs, group.rows), (group.rows, specs[1]))

@@ -24,7 +24,7 @@ from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.gqa.cache import check_cache
 from jaxattn.parallel import ALONE, Parallel, Spread
-from jaxattn.parallel.context import prefix_of, written_places
+from jaxattn.parallel.context import own_of_shared, prefix_of, written_places
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -161,6 +161,7 @@ class GroupedQueryAttention(nnx.Module):
             kv_cache, k, v, written, seq_lens, query_lens=query_lens, layer=layer
         )
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
+        k, v, read = (own_of_shared(each, parallel) for each in (k, v, read))
         out, _ = gqa.gqa_prefill(
             q,
             k,

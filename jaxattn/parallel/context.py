@@ -147,6 +147,16 @@ def prefix_of(
     return pages, tables, None
 
 
+def own_of_shared(x: Float[Array, "*shape Hk D"], parallel: Parallel) -> Float[Array, "*shape h D"]:
+    """Of the key-value heads that GPUs with parts of a row's pages share, those of its queries."""
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return x
+    heads = x.shape[-2]
+    own = max(heads // ways, 1)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * heads // ways, own, axis=-2)
+
+
 def _ends(widths: list[int]) -> list[int]:
     ends: list[int] = []
     for width in widths[:-1]:

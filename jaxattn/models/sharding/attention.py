@@ -49,13 +49,24 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
             f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
             "read so; use context=1"
         )
+    shared = -(-kv_heads // kv_ways)
+    if not divides(shared, parallel.context):
+        raise refuse(
+            "key-value heads of GPUs that share pages", shared, "context", parallel.context
+        )
+    if heads // ways % shared:
+        raise CannotDivide(
+            f"context={parallel.context} with tensor={ways} leaves a GPU {heads // ways} query "
+            f"heads and the {shared} key-value heads of the GPUs that share its pages; use a "
+            "smaller context"
+        )
     queries = (heads, dim * (2 if mixer.gated else 1))
     of_keys = (Cut(-1, "heads", ((kv_heads, dim),)),)
     return Divided(
         dataclasses.replace(
             mixer,
             num_heads=heads // ways,
-            num_kv_heads=-(-kv_heads // kv_ways),
+            num_kv_heads=shared,
             parallel=parallel,
         ),
         {
