@@ -1,7 +1,8 @@
 """`python -m jaxattn.bench {mla,mla-prefill,gqa,gdn,moe,moe-cuts,step}`: checks, times, JSON.
 
-`python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
-jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
+`python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
+jaxattn.bench parallel NAME` the same on several GPUs, and `python -m jaxattn.bench dense` the dense
+products of a decode step; all have a --help of their own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls, and so are the times of FlashInfer, FlagGems, FLA and FlashQLA,
@@ -32,6 +33,7 @@ from jaxattn.bench import (
     mla_prefill,
     moe,
     moe_cuts,
+    parallel,
     peers,
     plot,
     step,
@@ -51,7 +53,11 @@ MODULES: dict[str, list[Any]] = {
     "moe-cuts": [moe_cuts],
 }
 # What has options of its own: (argv after its name, the program's name) -> exit code.
-COMMANDS: dict[str, Callable[[list[str], str], int]] = {"model": command.main, "dense": dense.main}
+COMMANDS: dict[str, Callable[[list[str], str], int]] = {
+    "model": command.main,
+    "parallel": parallel.main,
+    "dense": dense.main,
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

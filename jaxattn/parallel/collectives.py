@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxattn.parallel.compiled import SCOPE
 from jaxattn.parallel.layout import Dimension, Parallel
 
 
@@ -22,7 +23,7 @@ def total(
     axes = parallel.axes(over)
     if not axes:
         return y
-    with jax.named_scope("all_reduce"):
+    with jax.named_scope(SCOPE):
         return lax.psum(y.astype(dtype), axes).astype(y.dtype)
 
 

@@ -11,6 +11,7 @@ from jaxattn.models.sharding.attention import divided_mla as divided_mla
 from jaxattn.models.sharding.cut import Cut as Cut
 from jaxattn.models.sharding.decoder import cuts_of as cuts_of
 from jaxattn.models.sharding.decoder import divided as divided
+from jaxattn.models.sharding.decoder import layouts as layouts
 from jaxattn.models.sharding.delta import divided_gdn as divided_gdn
 from jaxattn.models.sharding.feed_forward import divided_mlp as divided_mlp
 from jaxattn.models.sharding.feed_forward import divided_moe as divided_moe
