@@ -208,7 +208,8 @@ def prepare(
 
     Raises:
         TypeError: an argument is of another type; the message names it.
-        ValueError: `params` are not the model's, `max_model_len` is longer than the model's
+        ValueError: the model has no cache in `limits.cache_format`, `params` are not those of the
+            model with such a cache, `max_model_len` is longer than the model's
             `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
         PlanError: the device has not enough memory, or with `utilization` the cache that is left
             holds no row at full length.
@@ -216,6 +217,7 @@ def prepare(
     """
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
+    model = model.with_cache_format(limits.cache_format, limits.native_layers)
     model = divided(model, parallel)
     compiler = Compiler(
         model=model,

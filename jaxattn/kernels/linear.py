@@ -27,10 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
+from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import (
     NUM_SMS,
-    interpret_mode,
     meet,
     require_hopper,
     swizzled,
@@ -73,10 +74,10 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
 def refuse(
     x: jax.Array, weights: Sequence[jax.Array], *, gated: bool = False, interpret: bool = False
 ) -> None:
-    """Raises `NotImplementedError` with the reason where the kernel does not serve."""
+    """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper(OP, interpret=interpret)
     if why := refusal(x.shape, x.dtype, weights, gated=gated):
-        raise NotImplementedError(f"{OP}: {why}")
+        raise Refusal(f"{OP}: {why}")
 
 
 def refusal(
@@ -136,39 +137,43 @@ def linears_mosaic(
         columns=columns, interpret=interpret,
     )  # fmt: skip
     tiled, many = swizzled(x.dtype), 1 + gated
-    apart = []
+    apart = None
     if interpret and parts > 1:  # whose blocks have no shared memory in common
-        apart = [jax.new_ref(jnp.zeros((parts, sum(tiles), many, columns, ROWS), jnp.float32))]
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(
-            jax.ShapeDtypeStruct((tokens, size), dtype)
-            for size, dtype in zip(sizes, out_dtypes, strict=True)
-        ),
-        scratch_types=[
-            plgpu.SMEM((stages, columns, STEP), x.dtype, transforms=tiled),
-            plgpu.SMEM((stages, many, STEP, ROWS), x.dtype, transforms=tiled),
-            plgpu.SMEM((many, columns, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + many, num_barriers=stages),
-            *([plgpu.ClusterBarrier(collective_axes=("part",))] if apart else []),
-        ],
-        grid=(sum(tiles),),
-        grid_names=("tile",),
-        cluster=(parts,) if parts > 1 else (),
-        cluster_names=("part",) if parts > 1 else (),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="linear_layer",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
-    )
+        apart = jnp.zeros((parts, sum(tiles), many, columns, ROWS), jnp.float32)
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        return list(kernel(x, *weights, jnp.asarray(layer, jnp.int32).reshape(1), *apart))
+    out = launch(
+        body,
+        name="linear_layer",
+        grid={"tile": sum(tiles)},
+        cluster={"part": parts} if parts > 1 else {},
+        inputs={
+            "x_ref": x,
+            "weights_refs": tuple(weights),
+            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            "apart_ref": None if apart is None else jax.new_ref(apart),
+        },
+        outputs={
+            "out_refs": tuple(
+                jax.ShapeDtypeStruct((tokens, size), dtype)
+                for size, dtype in zip(sizes, out_dtypes, strict=True)
+            )
+        },
+        scratch={
+            "x_smem": plgpu.SMEM((stages, columns, STEP), x.dtype, transforms=tiled),
+            "w_smem": plgpu.SMEM((stages, many, STEP, ROWS), x.dtype, transforms=tiled),
+            "sums_smem": plgpu.SMEM((many, columns, ROWS), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=1 + many, num_barriers=stages),
+            "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return list(out["out_refs"])
 
 
 def _body(
@@ -183,17 +188,13 @@ def _body(
     interpret: bool,
 ) -> Any:
     parts, stages = config.parts, config.stages
-    matrices, many = len(sizes) + gated, 1 + gated
+    many = 1 + gated
     row_layout = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
 
-    def body(x_ref: Any, *refs: Any) -> None:
-        weights_refs, layer_ref = refs[:matrices], refs[matrices]
-        given = refs[matrices + 1 :]
-        apart_ref = given[0] if interpret and parts > 1 else None
-        given = given[apart_ref is not None :]
-        out_refs, (x_smem, w_smem, sums_smem, loaded, *met) = (
-            given[: len(sizes)], given[len(sizes) :]
-        )  # fmt: skip
+    def body(
+        x_ref, weights_refs, layer_ref, apart_ref, out_refs,
+        x_smem, w_smem, sums_smem, loaded, met,
+    ):  # fmt: skip
         zero = jnp.minimum(layer_ref[0], 0)
         layer = layer_ref[0] * affine[0] + affine[1]
         tile = lax.axis_index("tile")
@@ -253,7 +254,7 @@ def _body(
             store_turned(sums_smem.at[place], total, interpret=interpret)
         if apart_ref is not None:
             apart_ref[part, tile] = sums_smem[...]
-        together = partial(meet_in_cluster, *met, interpret=interpret)
+        together = partial(meet_in_cluster, met, interpret=interpret)
         if parts > 1:
             together()
         else:

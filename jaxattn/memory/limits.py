@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxattn.core.checks import MOST
-from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.core.checks import MOST, check_sizes
+from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.memory.budget import check_utilization
 
 
@@ -24,6 +24,9 @@ class Limits:
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
+        cache_format: what the cache stores, of `jaxattn.core.formats.CACHE_FORMATS`; "auto" is the
+            model's own. The parameters are then those of `model.with_cache_format(...)`.
+        native_layers: so many first and so many last layers of attention keep the model's own.
         q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
             others: they are planned, compiled and warmed for callers of `Engine.executables` who
             append several tokens in a step, which samples after the last of them.
@@ -41,9 +44,19 @@ class Limits:
     decode_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
     q_lens: tuple[int, ...] = (1,)
+    cache_format: str = "auto"
+    native_layers: int = 0
 
     def __post_init__(self) -> None:
+        if self.cache_format not in CACHE_FORMATS:
+            raise ValueError(
+                f"cache_format must be one of {', '.join(CACHE_FORMATS)}; got "
+                f"cache_format={self.cache_format!r}"
+            )
+        check_sizes("Limits", least=0, native_layers=self.native_layers)
         for name, value in dataclasses.asdict(self).items():
+            if name in ("cache_format", "native_layers"):
+                continue
             if value is None and name in ("num_pages", "utilization"):
                 continue
             if name == "utilization":

@@ -32,6 +32,7 @@ from jaxattn.models.base import (
     check_caches,
 )
 from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
@@ -529,6 +530,14 @@ class DecoderModel(Model):
         """The same model with products and weights of another dtype, bfloat16 or float32."""
         stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
         return DecoderModel(dataclasses.replace(self.spec, stream=stream), self.tokens)
+
+    def with_cache_format(self, name: str, native_layers: int = 0) -> "DecoderModel":
+        """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
+        parameters, and native layers cut the layers into other segments."""
+        blocks = reformatted(self.spec.blocks, name, native_layers)
+        if blocks == self.spec.blocks:
+            return self
+        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
 
     def with_tokens(self, tokens: int) -> "DecoderModel":
         """The same model of so many tokens: the rows of its embedding behind them are padding.

@@ -46,7 +46,7 @@ def linear_layer(
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
     return tuple(_linears(x, list(weights), layer, dtypes, False, implementation))

@@ -73,6 +73,7 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
             "q_proj": (Cut(-1, "tensor", (queries,)),),
             "k_proj": of_keys,
             "v_proj": of_keys,
+            "kv_scale": (Cut(-1, "heads", ((kv_heads, 1),)),),
             "sinks": (Cut(-1, "tensor", ((heads, 1),)),),
             "o_proj": (Cut(-2, "tensor", ((heads, dim),)),),
         },

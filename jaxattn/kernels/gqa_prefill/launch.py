@@ -1,0 +1,192 @@
+"""Grouped-query prefill: softmax(q K^T) V of new tokens, over a cached prefix and themselves.
+
+Resident blocks draw tiles, of 128 packed rows of a head (192 where D is 64), one after another.
+What a tile is, is in tiles.py; load.py is the warpgroup that loads, body.py those that compute, and
+memory.py has the numbers for each D. The running softmax goes through the prefix, read page by
+page from the cache, and on through the new tokens: there is no memory beside the output and the
+LSE. Where a row has few new tokens the group's heads lie beside each other as packed rows.
+
+Limits: D 64, 128 or 256, q, k, v and cache all bfloat16 or all float16, pages of 16, 32, 64 or 128
+tokens, any T, group and number of rows.
+Reference: `jaxattn.gqa.gqa_prefill` (implementation="xla"); tests:
+tests/kernels/gqa_prefill/test_kernel.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gqa_prefill.body import Scores, make_body
+from jaxattn.kernels.gqa_prefill.memory import (
+    CONFIGS,
+    ROWS,
+    Config,
+    copies_of,
+    refusal,
+    scratch_types,
+)
+from jaxattn.kernels.gqa_prefill.tiles import Tiles
+from jaxattn.kernels.hopper.machine import NUM_SMS, interpret_mode, require_hopper
+from jaxattn.kernels.mla_prefill.tile_order import head_group
+
+# Fewer new tokens than these have the heads of a group packed, if a group has more than one: a
+# copy of the queries and of the output, for tiles that are full.
+FEW_TOKENS = 256
+
+
+def refuse(op: str, q: Any, page_size: int | None, others: dict[str, Any]) -> None:
+    """Raises `NotImplementedError`, with the reason, where the kernel does not serve.
+
+    Args:
+        q: [B, T, H, D], an array or its shape.
+        others: by name, arrays that must have its dtype.
+    """
+    reason = refusal(q.dtype, q.shape[-1], page_size)
+    for name, x in others.items():
+        if reason is None and x.dtype != q.dtype:
+            reason = f"{name} of the dtype of q, {q.dtype.name}, and it has {x.dtype.name}"
+    if reason is None and q.size == 0:
+        reason = f"at least one token, and got q {q.shape}"
+    if reason is not None:
+        raise NotImplementedError(f"{op}: the kernel wants {reason}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paged:
+    """A cached prefix.
+
+    Attributes:
+        cache: [L, N, 2, C, Hk, D].
+        table: int32 [B, M].
+        layer: int32 scalar.
+    """
+
+    cache: jax.Array
+    table: jax.Array
+    layer: jax.Array
+
+
+def gqa_prefill_mosaic(
+    op: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bounds: jax.Array,
+    *,
+    scale: float,
+    k_rest: jax.Array | None = None,
+    paged: Paged | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    gate: jax.Array | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each row's new tokens to its cached prefix and to new keys.
+
+    Args:
+        q: [B, T, H, D] bfloat16 or float16, as all others.
+        k, v: [B, K, Hk, D].
+        k_rest: [B, K, P], the last of the keys' dims where all heads share them; k then has D - P.
+        bounds: int32 [B, 5], (first, queries, prefix, keys, offset): token t, for t from `first`
+            and below `queries`, sees all `prefix` cached tokens, and the new keys from `first` up
+            to, and without, min(keys, t + 1 + offset), less what is left of its window. With a
+            prefix `first` must be 0. Anything else may hold NaN.
+        window, sinks, soft_cap, gate: as for `jaxattn.gqa.gqa_decode`.
+
+    Returns:
+        out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
+        for a token that sees nothing and for those outside of `first` and `queries`.
+    """
+    require_hopper(op, interpret=interpret)
+    others = {"k": k, "v": v} if paged is None else {"k": k, "v": v, "kv_cache": paged.cache}
+    page_size = None if paged is None else paged.cache.shape[3]
+    refuse(op, q, page_size, others)
+    batch, tokens, heads, dim = q.shape
+    kv_heads, dtype = v.shape[2], q.dtype
+    group = heads // kv_heads
+    config = config or CONFIGS[dim]
+    packed = group if group > 1 and tokens < FEW_TOKENS else 1
+
+    def pack(x: jax.Array) -> jax.Array:
+        """[B, T, H, ...] as [B, packed rows, heads that share nothing, ...], in whole tiles of 8:
+        TMA steps in those, and past the end of an array it reads zeros."""
+        x = x.reshape(batch, tokens, heads // packed, packed, *x.shape[3:]).swapaxes(2, 3)
+        return _whole(x.reshape(batch, tokens * packed, heads // packed, *x.shape[4:]))
+
+    def unpack(x: jax.Array) -> jax.Array:
+        x = x[:, : tokens * packed].reshape(batch, tokens, packed, heads // packed, *x.shape[3:])
+        return x.swapaxes(2, 3).reshape(batch, tokens, heads, *x.shape[4:])
+
+    rows = tokens * packed
+    sharing = group // packed
+    kv_bytes = k.shape[1] * 2 * dim * 2
+    if paged is not None:
+        kv_bytes += paged.table.shape[1] * paged.cache.shape[3] * 2 * dim * 2
+    tiles = Tiles(
+        rows=config.rows, keys=config.keys, packed=packed, count=-(-rows // config.rows),
+        heads=heads // packed,
+        group=sharing * head_group(kv_heads, kv_bytes, config.l2_bytes), window=window,
+    )  # fmt: skip
+    items = batch * tiles.heads * tiles.count
+    blocks = min(items, config.blocks or NUM_SMS)
+    if sinks is not None:
+        # Of every packed row of a head, or of 64 that are alike.
+        sinks = sinks.reshape(heads // packed, packed)
+        sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
+        sinks = jnp.pad(sinks, ((0, 0), (0, -sinks.shape[1] % ROWS)))
+    operands = {
+        "q": pack(q),
+        "k": _whole(k),
+        "v": _whole(v),
+        "bounds": bounds.astype(jnp.int32),
+        "k_rest": None if k_rest is None else _whole(k_rest),
+        "sinks": sinks,
+        "gate": None if gate is None else pack(gate.astype(dtype)),
+    }
+    if paged is not None:
+        layers, pages, _, size, _, _ = paged.cache.shape
+        operands |= {
+            "cache": paged.cache.reshape(layers, 2 * pages, size, kv_heads * dim),
+            "table": paged.table,
+            "layer": paged.layer.astype(jnp.int32).reshape(1),
+        }
+    if items > blocks:
+        operands["drawn"] = jax.new_ref(jnp.zeros(1, jnp.int32))
+    given = {name: x for name, x in operands.items() if x is not None}
+    copies = copies_of(config, page_size)
+    scratch = scratch_types(config, dtype, dim, copies, 1 if k_rest is None else 2)
+    padded = -(-rows // ROWS) * ROWS
+    body = make_body(
+        config, tiles, Scores(scale=scale, soft_cap=soft_cap),
+        names=tuple(given), sharing=sharing, copies=copies, head_dim=dim, dtype=dtype,
+        blocks=blocks, items=items, interpret=interpret,
+    )  # fmt: skip
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, -(-rows // 8) * 8, tiles.heads, dim), dtype),
+            jax.ShapeDtypeStruct((batch, tiles.heads, padded), jnp.float32),
+        ),
+        scratch_types=[x for x in scratch if x is not None],
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="wg",
+        kernel_name="gqa_prefill",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret_mode(interpret, detect_races=detect_races),
+    )
+    with jax.enable_x64(False):  # the kernel's integers are int32
+        out, lse = kernel(*given.values())
+    return unpack(out), unpack(lse.swapaxes(1, 2))
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Zeros up to a multiple of 8 tokens: a copy, where the tokens are not one already."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))
