@@ -32,7 +32,6 @@ from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import device_facts, launches, seconds
-from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.budget import nbytes_each
 from jaxattn.models import DecodeState, divided
 from jaxattn.models.base import init_state, jit_step, overlaid
@@ -191,15 +190,14 @@ class Run:
 
     def batch(self, rows: int, step: int) -> Any:
         """A decode step's batch: each data group has as many rows, with pages of its own."""
-        batch, sampling = self.rows.decode(rows // self.parallel.data, step)
+        batch = self.rows.decode(rows // self.parallel.data, step)
         batch = dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, self.args.tokens))
-        whole = jax.tree.map(lambda x: np.concatenate([x] * self.parallel.data), (batch, sampling))
+        whole = jax.tree.map(lambda x: np.concatenate([x] * self.parallel.data), batch)
         return jax.device_put(whole, self.group.sharding(self.group.rows))
 
     def decode(self, rows: int) -> dict[str, Any]:
         """The row of a decode step of `rows` rows in all."""
-        entry = EntryPoint("decode", rows // self.parallel.data, 1)
-        step = functools.partial(entry.step(self.model), implementation=self.args.implementation)
+        step = functools.partial(_greedy, self.model, self.args.implementation)
         over = self.group.step(
             step, (*self.specs, self.group.rows), (self.group.rows, self.specs[1])
         )
@@ -245,3 +243,11 @@ class Run:
             "temp MiB": memory.temp_size_in_bytes / 2**20 if memory else 0,
             "all-reduce forms": [dataclasses.asdict(each) for each in forms],
         }
+
+
+def _greedy(
+    model: Any, implementation: Any, params: Any, state: DecodeState, batch: Any
+) -> tuple[jax.Array, DecodeState]:
+    """The likeliest tokens, each GPU's of its part of the vocabulary merged, and the state."""
+    logits, state = model.decode(params, state, batch, implementation=implementation)
+    return model.vocabulary.best(logits)[0], state

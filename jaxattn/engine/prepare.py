@@ -19,6 +19,7 @@ from typing import Any, get_args
 import jax
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.compiling import OnCompile, Steps, compiled_steps
 from jaxattn.engine.memory_plan import (
     Executable,
     advice,
@@ -30,7 +31,7 @@ from jaxattn.engine.memory_plan import (
     plan_engine,
 )
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.steps import OnCompile, Steps, compiled_steps, entry_points
+from jaxattn.engine.steps import all_steps
 from jaxattn.memory import device
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes, nbytes_each
 from jaxattn.memory.device import DeviceMemory
@@ -46,7 +47,7 @@ class Prepared:
 
     Attributes:
         limits: as they were given; with `utilization`, with the pages that fit.
-        steps: the executables.
+        steps: the executables; the keys of `steps.executables` are their list.
         known: what XLA says of each executable's memory.
         plan: what memory the engine will take and why.
         params: the packed parameters, as shapes.
@@ -100,10 +101,10 @@ class Compiler:
     def known(self, limits: Limits, steps: Steps) -> dict[str, Executable]:
         """What XLA says of each executable's memory."""
         return {
-            str(entry): from_compiled(
-                steps.executables[str(entry)], nbytes(entry.batch_shapes(limits.table_width))
+            str(step): from_compiled(
+                steps.executables[str(step)], nbytes(step.given(self.model, limits))
             )
-            for entry in entry_points(limits)
+            for step in all_steps(limits)
         }
 
     def plan(
@@ -218,7 +219,7 @@ def prepare(
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
-    model = divided(model, parallel)
+    model, limits = divided(model, parallel), dataclasses.replace(limits, spread=parallel.context)
     compiler = Compiler(
         model=model,
         params=checked_params(model, params),

@@ -177,7 +177,7 @@ class LayerCache(abc.ABC):
 
 # Lines that every plan has: no array of a cache may take their names.
 PLAN_LINES = (
-    "weights", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
+    "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
     "step inputs and outputs",
 )  # fmt: skip
 
@@ -205,8 +205,13 @@ class Model(abc.ABC):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokens that the steps return logits of."""
+        """The tokens that the steps of one GPU return logits of."""
         return Vocabulary(self.vocab_size)
+
+    @property
+    def logit_columns(self) -> int:
+        """Of the logits of all GPUs; what lies behind the last token is -inf."""
+        return self.vocabulary.columns * self.vocabulary.parts
 
     @property
     @abc.abstractmethod

@@ -1,0 +1,99 @@
+"""Compiles the steps of an engine, once for all engines of a process that have the same.
+
+Two engines of one model share their executables while either lives, however many threads build
+them, so that nothing is compiled twice. Executables hold no arrays.
+"""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.devices import arguments, group_of, jitted_step
+from jaxattn.engine.process import PROCESS
+from jaxattn.engine.steps import Step, all_steps
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import Model
+
+OnCompile = Callable[[str, float | None], None]
+
+
+class Steps:
+    """Compiled steps, as a mapping from name to executable."""
+
+    def __init__(self, executables: Mapping[str, jax.stages.Compiled]):
+        self.executables = dict(executables)
+
+
+def compiled_steps(
+    model: Model,
+    limits: Limits,
+    params: Any,
+    devices: tuple[jax.Device, ...],
+    *,
+    implementation: Implementation | None = None,
+    on_compile: OnCompile | None = None,
+    workers: int = 1,
+) -> Steps:
+    """Every step, compiled, or those of an engine alive that has the same.
+
+    Args:
+        params: the packed parameters, or their shapes.
+        devices: that run them.
+        on_compile: called with each name and None before it is compiled, and with the seconds
+            that it took after that (0 if it was there already). With several workers from their
+            threads.
+        workers: how many are compiled at a time.
+    """
+    avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
+    leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
+    x64 = bool(jax.config.jax_enable_x64)
+    shape = dataclasses.replace(limits, utilization=None, num_pages=limits.pages)
+    key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
+    with PROCESS.lock(key):
+        steps = PROCESS.steps.get(key)
+        if steps is None:
+            steps = _compile(model, limits, params, devices, implementation, on_compile, workers)
+            PROCESS.steps[key] = steps
+        elif on_compile:
+            for name in steps.executables:
+                on_compile(name, None)
+                on_compile(name, 0.0)
+    return steps
+
+
+def _compile(
+    model: Model,
+    limits: Limits,
+    params: Any,
+    devices: tuple[jax.Device, ...],
+    implementation: Implementation | None,
+    on_compile: OnCompile | None,
+    workers: int,
+) -> Steps:
+    # As shapes: no executable may keep an array.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    tree, group = jax.tree.structure(shapes), group_of(model, devices)
+
+    def build(step: Step) -> jax.stages.Compiled:
+        if on_compile:
+            on_compile(str(step), None)
+        start = time.perf_counter()
+        backend = devices[0].platform
+        jitted = jitted_step(step, model, limits, tree, implementation, backend, group)
+        with jax.default_device(devices[0]):
+            given = arguments(step, model, limits, shapes, group)
+            executable = jitted.lower(*given).compile()
+        if on_compile:
+            on_compile(str(step), time.perf_counter() - start)
+        return executable
+
+    steps = all_steps(limits)
+    if workers == 1:
+        return Steps({str(step): build(step) for step in steps})
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return Steps(dict(zip(map(str, steps), pool.map(build, steps), strict=True)))
