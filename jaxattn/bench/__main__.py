@@ -2,8 +2,8 @@
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
 jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
-products of a decode step, and `python -m jaxattn.bench serve` a server under load. Each has a
---help of its own.
+products of a decode step, `python -m jaxattn.bench host` what the engine's host adds to a step, and
+`python -m jaxattn.bench serve` a server under load. Each has a --help of its own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
@@ -29,6 +29,7 @@ from jaxattn.bench import (
     gdn_norm,
     gdn_prefill,
     gqa,
+    host,
     mla,
     mla_fp8,
     mla_prefill,
@@ -60,6 +61,7 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
     "parallel": parallel.main,
     "dense": dense.main,
+    "host": host.main,
     "serve": load_command.main,
 }
 

@@ -60,12 +60,11 @@ def _controlled(
     rows: Rows, found: Read, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
 ) -> Float[Array, "b vocab"]:
     """The logits with biases and penalties."""
-    history, biases = (
-        x.at[found.at].get(mode="fill", fill_value=0) for x in (rows.history, rows.biases)
-    )
+    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
     logits = penalized(
         logits,
-        history,
+        rows.history,
+        found.at,
         found.integer("prompt"),
         position,
         repetition=found.number("repetition_penalty"),

@@ -191,8 +191,10 @@ class Loop:
     def _read_round(self) -> None:
         flights = self._flights.popleft()
         for flight in flights:
+            before = time.perf_counter()
+            flight.told.block_until_ready()
+            self.stats.waited_seconds += time.perf_counter() - before
             if all(row is None for row in flight.rows):
-                flight.told.block_until_ready()
                 continue
             told = np.array(flight.told)  # a view would keep the array
             taken = self.endings.take(flight.rows, told)

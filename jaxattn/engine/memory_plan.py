@@ -125,8 +125,8 @@ def fill(
 ) -> Limits:
     """The limits with the pages that `limits.utilization` leaves room for; 0 pages become 1.
 
-    What does not depend on the pages is counted by planning one page; the arena grows with the
-    longest row that the pages can hold, so pages and arena are solved for together.
+    What does not depend on the pages is counted by planning one page; the arena and the rows grow
+    with the longest row that the pages can hold, so they are solved for together.
     """
     assert limits.utilization is not None
     one = dataclasses.replace(limits, num_pages=1)
@@ -138,15 +138,17 @@ def fill(
     if not page:  # nothing is cached by page
         return dataclasses.replace(limits, num_pages=most)
     # Arrays of other sizes are rounded up differently.
-    fixed = plan.inside - page - plan["arena"] + (1 + len(of_arrays)) * BFC_ALIGNMENT
+    with_pages = plan["arena"] + plan["rows"]
+    fixed = plan.inside - page - with_pages + (2 + len(of_arrays)) * BFC_ALIGNMENT
 
-    def arena(pages: int) -> int:
-        return arena_spec(model, limits, min(limits.pages_per_row, max(pages, 1))).nbytes
+    def workspace(pages: int) -> int:
+        at = dataclasses.replace(limits, num_pages=max(pages, 1))
+        return arena_spec(model, at, at.table_width).nbytes + nbytes(row_shapes(at))
 
     found = solve(
         plan.budget.arrays(plan.outside) - fixed,
         page,
-        arena,
+        workspace,
         most=most,
     )
     return dataclasses.replace(limits, num_pages=max(found.pages, 1))

@@ -297,6 +297,7 @@ class Stats:
     Attributes:
         prompt_tokens: that prefill has read; those of a row that lost its pages count again.
         prefill_seconds: of rounds that read prompts, without what a round that decodes takes.
+        waited_seconds: for which the host waited for what steps tell: the rest is its own work.
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
 
@@ -306,6 +307,7 @@ class Stats:
     decode_steps: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0
+    waited_seconds: float = 0.0
     seconds: float = 0.0
 
     @property

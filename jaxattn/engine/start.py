@@ -13,6 +13,7 @@ from jaxattn.engine.steps import EntryPoint, Sample, Step, all_steps, new_rows, 
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, line_name
+from jaxattn.parallel import Group
 
 
 def check_arrays(params: Any) -> None:
@@ -29,7 +30,9 @@ def tried(prepared: Prepared, params: Any) -> Prepared:
     if not prepared.trial:
         return prepared
     limits, steps = prepared.trial
-    warmed(prepared.model, limits, steps.executables, params, prepared.devices)
+    model, group = prepared.model, group_of(prepared.model, prepared.devices)
+    state, rows = _new(model, limits, group)
+    warmed(model, limits, steps.executables, params, state, rows, group)
     return dataclasses.replace(prepared, trial=None)
 
 
@@ -57,15 +60,22 @@ def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
     Raises:
         PlanError: what was allocated is not what was planned.
     """
-    executables = prepared.steps.executables
-    state, rows = warmed(prepared.model, prepared.limits, executables, params, prepared.devices)
-    plan = prepared.plan
+    limits, plan = prepared.limits, prepared.plan
+    group = group_of(prepared.model, prepared.devices)
+    state, rows = _new(prepared.model, limits, group)
     check_allocated("arena", state.arena, plan["arena"])
     check_allocated("rows", rows, plan["rows"])
     for arrays in state.caches.values():
         for name, array in arrays.items():
             check_allocated(line_name(name), array, plan[line_name(name)])
-    return state, rows
+    executables = prepared.steps.executables
+    return warmed(prepared.model, limits, executables, params, state, rows, group)
+
+
+def _new(model: Model, limits: Limits, group: Group | None) -> tuple[DecodeState, Rows]:
+    if group is None:
+        return new_state(model, limits), new_rows(limits)
+    return new_state_over(model, limits, group), new_rows_over(limits, group)
 
 
 def warmed(
@@ -73,18 +83,16 @@ def warmed(
     limits: Limits,
     executables: Mapping[str, Any],
     params: Any,
-    devices: tuple[jax.Device, ...],
+    state: DecodeState,
+    rows: Rows,
+    group: Group | None = None,
 ) -> tuple[DecodeState, Rows]:
-    """State and rows beside which each step has run twice, on padding, which writes nothing.
+    """State and rows after each step has run twice beside them, on padding: nothing is written.
 
     The first two runs are special on a GPU: one loads the modules, one records the command
     buffer.
     """
-    weights, group = tuple(jax.tree.leaves(params)), group_of(model, devices)
-    if group is None:
-        state, rows = new_state(model, limits), new_rows(limits)
-    else:
-        state, rows = new_state_over(model, limits, group), new_rows_over(limits, group)
+    weights = tuple(jax.tree.leaves(params))
     for step in all_steps(limits) * 2:
         given = step.padding(model, limits)
         if group is not None:

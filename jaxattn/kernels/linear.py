@@ -10,8 +10,8 @@ of a cluster add up their sums, each some of the tokens', in the order of the bl
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
 silu(gate) * up is stored. A token's result does not depend on the other tokens.
 
-Limits: 32 tokens, 4 of matrices above 32 MiB; K a multiple of 64; N at least 128 and a multiple of
-8; bfloat16 or float16.
+Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64, N at least 128; bfloat16
+or float16.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
 """
 
@@ -91,9 +91,9 @@ def refusal(
         size = " of so large matrices" if large else ""
         return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
     for weight in weights:
-        if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % 8:
+        if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % STEP:
             return (
-                f"the kernel has K a multiple of {STEP} and N of 8, at least {ROWS}; got weights "
+                f"the kernel has K and N multiples of {STEP}, and N at least {ROWS}; got weights "
                 f"{weight.shape}"
             )
         if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:

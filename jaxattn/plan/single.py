@@ -100,20 +100,22 @@ def traced_bounds(model: Model, limits: Limits) -> dict[str, Executable]:
 
 def _bound_in(model: Model, step: Step, limits: Limits) -> Executable:
     """Of an executable of an engine of these limits."""
-    rows = limits.batch
+    rows, longest = limits.batch, limits.max_model_len
     if isinstance(step, EntryPoint | Sample):
         rows = sampled_rows(limits, step.rows)
-    return _bound(model, step, rows, limits.table_width)
+    if isinstance(step, EntryPoint):  # its tables decide, and advice asks for many lengths
+        longest = min(limits.table_width * PAGE_SIZE, MOST)
+    return _bound(model, step, rows, limits.table_width, longest)
 
 
 @functools.lru_cache(maxsize=256)
-def _bound(model: Model, step: Step, rows: int, width: int) -> Executable:
+def _bound(model: Model, step: Step, rows: int, width: int, longest: int) -> Executable:
     """Of a step of `rows` rows with tables of `width` pages. Advice asks for some again."""
     decodes = isinstance(step, EntryPoint) and step.kind == "decode"
     tokens = step.tokens if isinstance(step, EntryPoint) and decodes else 1
     limits = Limits(
         batch=rows,
-        max_model_len=min(width * PAGE_SIZE, MOST),
+        max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
     )

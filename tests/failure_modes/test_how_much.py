@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine import start as start_module
+from jaxattn.engine.batches import prefill_width
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes
 from jaxattn.engine.request import Request
@@ -72,8 +73,8 @@ def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
     def needed(layers):
         config = dataclasses.replace(SMALLEST, gdn_per_repeat=0, num_repeats=layers)
         state = jax.eval_shape(lambda: new_state(Hybrid(config), limits))
-        batch = entry_points(limits)[-1].batch_shapes(limits.table_width)[0]
-        step = jit_step(Hybrid(config).decode)
+        entry = entry_points(limits)[-1]
+        batch, step = entry.batch_shapes(limits), jit_step(entry.step(Hybrid(config), limits))
         memory = step.lower(packed_shapes(Hybrid(config)), state, batch).compile().memory_analysis()
         beyond = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return nbytes(state.arena) + beyond + memory.temp_size_in_bytes, nbytes(state.arena)
@@ -170,8 +171,13 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
     entries = {entry.kind: entry for entry in entry_points(limits)}
     # The block table of every entry point reaches the last cached token of the longest row, ...
     for entry in entries.values():
-        tables = entry.batch_shapes(limits.table_width)[0].block_tables
-        assert tables.shape[1] * 64 >= longest
+        batch = entry.batch_shapes(limits)
+        width = limits.table_width
+        assert width * 64 >= longest
+        if entry.kind == "prefill":
+            assert batch.shape == (1, prefill_width(16, width))
+        else:
+            assert batch.rows.tables.shape == (2, width)
     # ... the arena holds what each op asks for at that width, ...
     spec = arena_spec(Hybrid(config), limits, limits.table_width)
     arena = jax.eval_shape(lambda: Arena.allocate(spec))

@@ -85,7 +85,7 @@ def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer():
 def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_placed():
     model = Hybrid(CONFIG)
     shapes = model.param_shapes()
-    with pytest.raises(ValueError, match="tensor=3 does not divide the 4 attention heads"):
+    with pytest.raises(ValueError, match="tensor=3 does not divide the 4 value heads"):
         prepare(model, shapes, LIMITS, parallel=Parallel(tensor=3))
     with pytest.raises(ValueError, match="is 4 GPUs, and 2 devices were given"):
         prepare(model, shapes, LIMITS, jax.devices()[:2], parallel=LAYOUT)

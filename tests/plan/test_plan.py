@@ -284,8 +284,8 @@ def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
     [prefill] = [entry for entry in entry_points(limits) if entry.kind == "prefill"]
     bound = bound_of(model, prefill, limits, params, "xla").temp
     state = jax.eval_shape(functools.partial(new_state, model, limits))
-    step = jit_step(prefill.step(model), implementation="xla")
-    compiled = step.lower(params, state, prefill.batch_shapes(limits.table_width)).compile()
+    step = jit_step(prefill.step(model, limits), implementation="xla")
+    compiled = step.lower(params, state, prefill.batch_shapes(limits)).compile()
     temp = compiled.memory_analysis().temp_size_in_bytes
     assert size * 64 * 3 * 512 * 512 < temp <= bound
 
@@ -328,6 +328,7 @@ def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeyp
     assert len(jax.live_arrays()) <= before
     assert {item.name: item.basis for item in made.items} == {
         "weights": "shapes",
+        "rows": "shapes",
         "arena": "shapes",
         "kv cache": "shapes",
         "conv state": "shapes",
@@ -342,7 +343,7 @@ def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeyp
 def test_the_engine_takes_what_was_planned_without_a_device():
     made = plan(Hybrid(CONFIG), "2GiB", LIMITS)
     engine = Engine(Hybrid(CONFIG), params_of(), LIMITS)
-    for name in ("weights", "arena", "kv cache", "conv state", "ssm state"):
+    for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
         assert made[name] == engine.plan[name]
     state = engine.state
     assert (

@@ -21,6 +21,7 @@ from jaxattn.bench.model.weights import random_state
 from jaxattn.bench.timing import PROFILED, launches, seconds
 from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.sampling import Level, SamplingBatch, sample
 from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import init_state, jit_step, overlaid
@@ -176,7 +177,9 @@ def _with_tokens(step: Callable) -> Callable:
 
     def step_and_choose(params: Any, state: Any, batch: Any, **options: Any) -> Any:
         logits, state = step(params, state, batch, **options)
-        return jnp.argmax(logits, axis=-1), state
+        zeros = jnp.zeros(len(logits))
+        greedy = SamplingBatch(zeros, zeros, zeros, zeros, zeros)
+        return sample(logits, greedy, batch.seq_lens, Level.GREEDY), state
 
     return step_and_choose
 
