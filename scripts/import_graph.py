@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("models",),
     ("nn",),
+    ("parallel",),
     ("mla", "gdn", "gqa", "moe"),
     ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
     ("kernels.gqa_prefill",),  # which ends as gqa_decode does, and draws work as gdn_prefill
