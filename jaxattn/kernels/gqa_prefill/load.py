@@ -41,15 +41,17 @@ class Sources:
     def kv_head(self, head: jax.Array) -> jax.Array:
         return head if self.sharing == 1 else lax.div(head, jnp.int32(self.sharing))
 
-    def pages(self, tile: Tile, step: Step, copies: int) -> list[jax.Array]:
-        """The cache's pages of a step; past the prefix's end or left of the window the nearest
-        within, since a table may hold anything there. What is read of it is masked."""
-        size = self.cache.shape[2]
-        width = self.table.shape[1]
+    def pages(self, tile: Tile, step: Step, keys: int) -> list[jax.Array]:
+        """The cache's pages of a step of so many keys; past the prefix's end or left of the window
+        the nearest within, since a table may hold anything there. What is read of it is masked."""
+        if self.cache is None:
+            return []
+        size, width = self.cache.shape[2], self.table.shape[1]
         end = jnp.clip(lax.div(tile.prefix + (size - 1), size) - 1, 0, width - 1)
         begin = jnp.minimum(lax.div(tile.low, size), end)
         first = lax.div(step.first, size)
-        return [self.table[tile.row, jnp.clip(first + j, begin, end)] for j in range(copies)]
+        places = (jnp.clip(first + j, begin, end) for j in range(max(keys // size, 1)))
+        return [self.table[tile.row, place] for place in places]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,13 @@ class Loader:
 
         def each(i: jax.Array, _: Any) -> None:
             step = tiles.step(tile, i)
-            self._load(KEYS, done + i, tile, step)
+            # They are asked for before a place is waited for.
+            pages = self.sources.pages(tile, step, self.config.keys)
+            self._load(KEYS, done + i, tile, step, pages)
             # Their place is free when the last tile's last keys have been read, as is the place of
             # the second keys.
             pl.when(i == 0)(functools.partial(self._load_queries, tile, loaded))
-            self._load(VALUES, done + i, tile, step)
+            self._load(VALUES, done + i, tile, step, pages)
 
         lax.fori_loop(0, tile.steps, each, None)
         if self.config.own_output:
@@ -93,7 +97,10 @@ class Loader:
             mine = self.sources.q.at[tile.row, rows, tile.head]
             plgpu.copy_gmem_to_smem(mine, memory.queries.at[wg], memory.queries_loaded.at[wg])
 
-    def _load(self, kind: int, number: jax.Array, tile: Tile, step: Step) -> None:
+    def _load(
+        self, kind: int, number: jax.Array, tile: Tile, step: Step, pages: list[jax.Array]
+    ) -> None:
+        """Starts the copies of a step's keys or values; `number` counts the steps."""
         memory, keys = self.memory, self.config.keys
         slot = lax.rem(number, jnp.int32(self.config.stages))
         pieces, all_there, read = (
@@ -111,7 +118,7 @@ class Loader:
             tokens = min(size, keys)
             inside: Any = lax.rem(step.first, size) if size > keys else 0
             dims = pl.ds(pl.multiple_of(head * dim, dim), dim)
-            for j, page in enumerate(self.sources.pages(tile, step, self.copies)):
+            for j, page in enumerate(pages):
                 place = self.sources.layer[0], 2 * page + kind, pl.ds(inside, tokens), dims
                 to = whole.at[pl.ds(j * tokens, tokens)]
                 plgpu.copy_gmem_to_smem(self.sources.cache.at[place], to, there)
