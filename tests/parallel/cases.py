@@ -3,6 +3,7 @@
 The pages are of four tokens, so that rows of some thirty tokens have pages on every GPU.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,9 +19,24 @@ from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, FeedForward, Mixer,
 from jaxattn.ops.moe import Router
 from jaxattn.parallel import Group, Parallel
 
-PAGE, CHUNK, STEPS = 4, 16, 5
-LENGTHS = (29, 17, 23, 16, 31, 2, 19, 30)  # of the rows' prompts: two chunks each
-TABLE = 10  # pages of the longest row with what it generates, and one more
+STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a run: prompts that are read in two chunks, and pages.
+
+    Attributes:
+        table: pages of the longest row with what it generates, and one more.
+    """
+
+    lengths: tuple[int, ...] = (29, 17, 23, 16, 31, 2, 19, 30)
+    chunk: int = 16
+    page: int = 4
+    table: int = 10
+
+
+SMALL = Sizes()
 
 ROPE = RopeConfig(dim=8)
 MIXERS: dict[str, Mixer] = {
@@ -64,25 +80,27 @@ def params_of(model: DecoderModel) -> Any:
     return model.init_params(jax.random.key(3))
 
 
-def prompts() -> list[np.ndarray]:
+def prompts(model: DecoderModel, sizes: Sizes) -> list[np.ndarray]:
     random = np.random.default_rng(5)
-    return [random.integers(0, 61, length) for length in LENGTHS]
+    return [random.integers(0, model.vocab_size, length) for length in sizes.lengths]
 
 
 @functools.cache
-def on_one_device(model: DecoderModel) -> tuple[np.ndarray, np.ndarray]:
-    return followed(model, Parallel())
+def on_one_device(model: DecoderModel, sizes: Sizes = SMALL) -> tuple[np.ndarray, np.ndarray]:
+    return followed(model, Parallel(), sizes)
 
 
-def followed(model: DecoderModel, parallel: Parallel) -> tuple[np.ndarray, np.ndarray]:
+def followed(
+    model: DecoderModel, parallel: Parallel, sizes: Sizes = SMALL
+) -> tuple[np.ndarray, np.ndarray]:
     """(greedy tokens [STEPS, rows], logits of the first of them) after prompts of two chunks."""
-    steps = Stepped(model, parallel)
-    texts, ends = prompts(), np.array(LENGTHS)
+    steps, chunk = Stepped(model, parallel, sizes), sizes.chunk
+    texts, ends = prompts(model, sizes), np.array(sizes.lengths)
     first, second = (
-        np.asarray(steps.prefill([text[begin : begin + CHUNK] for text in texts], begin))
-        for begin in (0, CHUNK)
+        np.asarray(steps.prefill([text[begin : begin + chunk] for text in texts], begin))
+        for begin in (0, chunk)
     )
-    last = np.where((ends > CHUNK)[:, None], second, first)[:, : model.vocab_size]
+    last = np.where((ends > chunk)[:, None], second, first)[:, : model.vocab_size]
     tokens = [last.argmax(-1)]
     for step in range(STEPS - 1):
         tokens.append(steps.decode(tokens[-1], ends + step + 1))
@@ -92,16 +110,16 @@ def followed(model: DecoderModel, parallel: Parallel) -> tuple[np.ndarray, np.nd
 class Stepped:
     """A model's compiled steps over a group, with the state between them."""
 
-    def __init__(self, model: DecoderModel, parallel: Parallel):
+    def __init__(self, model: DecoderModel, parallel: Parallel, sizes: Sizes = SMALL):
         self.model = own = divided(model, parallel)
-        self.parallel, self.rows = parallel, len(LENGTHS)
+        self.parallel, self.sizes, self.rows = parallel, sizes, len(sizes.lengths)
         local = self.rows // parallel.data
-        stripes = -(-TABLE // parallel.context)
+        stripes = -(-sizes.table // parallel.context)
         self.tables = np.arange(self.rows * stripes, dtype=np.int32).reshape(self.rows, stripes)
         self.tables -= np.repeat(np.arange(parallel.data) * local * stripes, local)[:, None]
         self.slots = np.tile(np.arange(local, dtype=np.int32), parallel.data)
-        size = CacheSize(pages=local * stripes, slots=local, page_size=PAGE)
-        spec = scratch_spec(own, local, max_pages=stripes, page_size=PAGE)
+        size = CacheSize(pages=local * stripes, slots=local, page_size=sizes.page)
+        spec = scratch_spec(own, local, max_pages=stripes, page_size=sizes.page)
         make = functools.partial(init_state, own, size, spec)
         params = params_of(model)
         columns = PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
@@ -123,7 +141,7 @@ class Stepped:
         return self.model.vocabulary.best(logits)[0], state
 
     def prefill_batch(self, chunks: list[np.ndarray], begin: int) -> PrefillBatch:
-        tokens = np.zeros((self.rows, CHUNK), np.int32)
+        tokens = np.zeros((self.rows, self.sizes.chunk), np.int32)
         for row, chunk in enumerate(chunks):
             tokens[row, : len(chunk)] = chunk
         new = np.array([len(chunk) for chunk in chunks], np.int32)

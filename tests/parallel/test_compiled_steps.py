@@ -7,15 +7,15 @@ from jaxattn import check_aliasing
 from jaxattn.parallel import Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
-from tests.parallel.cases import LENGTHS, Stepped, decoder
+from tests.parallel.cases import SMALL, Stepped, decoder
 
 LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("gdn", "wide"))
 
 
 def compiled_decode(parallel: Parallel):
     stepped = Stepped(decoder(*LAYERS), parallel)
-    tokens = np.zeros(len(LENGTHS), np.int32)
-    batch = stepped.decode_batch(tokens, np.array(LENGTHS))
+    tokens = np.zeros(len(SMALL.lengths), np.int32)
+    batch = stepped.decode_batch(tokens, np.array(SMALL.lengths))
     return stepped._decode.lower(stepped.params, stepped.state, batch).compile()
 
 
@@ -42,7 +42,7 @@ def test_the_logits_are_never_gathered():
     text = compiled_decode(Parallel(tensor=2)).as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
     # The sampler's: a logit and its token for each row, from each device.
-    assert len(gathers) == 1 and f"f32[2,{len(LENGTHS)},2]" in gathers[0]
+    assert len(gathers) == 1 and f"f32[2,{len(SMALL.lengths)},2]" in gathers[0]
 
 
 @on_virtual_devices
