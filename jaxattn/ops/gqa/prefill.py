@@ -85,7 +85,7 @@ def gqa_attention(
         but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
-    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate
+    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate, None
     return _dispatch(arguments.op, implementation, scores, *operands)
 
 
