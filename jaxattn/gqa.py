@@ -12,9 +12,12 @@ Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A 
 pages [N, 2, C, Hk, D] or a stack [L, N, 2, C, Hk, D] with `layer`, out of which nothing is sliced.
 """
 
+from jaxattn.core.formats import KVFormat as KVFormat
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule as PairSchedule
 from jaxattn.kernels.gqa_decode.schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch as scratch
+from jaxattn.ops.gqa.append import gqa_append as gqa_append
+from jaxattn.ops.gqa.append import pack_gqa_weights as pack_gqa_weights
 from jaxattn.ops.gqa.cache import gqa_cache_write as gqa_cache_write
 from jaxattn.ops.gqa.decode import gqa_decode as gqa_decode
 from jaxattn.ops.gqa.prefill import gqa_attention as gqa_attention

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "serve", "plan.__main__"),
     ("cli", "bench"),
+    ("server",),
     ("jaxattn",),
     ("plan",),
     ("engine",),
@@ -27,7 +28,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     ("mla", "gdn", "gqa", "moe"),
     ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
-    ("kernels.gqa_prefill",),  # which ends as gqa_decode does, and draws work as gdn_prefill
+    ("kernels.gqa_prefill",),  # whose softmax and tiles are those of the kernels below
+    ("kernels.gqa_turbo",),  # whose line of work, merging and end are those of gqa_decode
     ("kernels.gqa_decode",),  # whose line of work is cut as that of mla_decode
     (
         "kernels.mla_decode",

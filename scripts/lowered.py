@@ -27,6 +27,8 @@ import jaxattn.gdn
 import jaxattn.gqa
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
+from jaxattn.ops.linear import gated_layer, linear_layer
+from jaxattn.ops.moe import Router, route
 from jaxattn.ops.norm import rms_norm_layer
 from scripts.sanitize_cases import CASES
 
@@ -58,21 +60,29 @@ def decode(rows: int, heads: int) -> Launch:
 
 
 def grouped(
-    rows: int, heads: tuple[int, int, int], page: int, q_len: int, **options: Any
+    rows: int,
+    heads: tuple[int, int, int],
+    page: int,
+    q_len: int,
+    fp8: bool = False,
+    **options: Any,
 ) -> Launch:
     """Grouped-query decode of (H, Hk, D), of 8192 tokens a row; gated, and ragged of more tokens
     than one, where D is 256, and with sinks where it is 64."""
     count, kv_heads, dim = heads
 
     def op(*args: Any) -> Any:
-        q, cache, tables, lens, new, sinks, gate = args
+        q, cache, tables, lens, new, sinks, gate, kv_scale = args
         more: Any = {"query_lens": new, "sinks": sinks, "gate": gate, **options, **MOSAIC}
+        more["kv_scale"] = kv_scale
         return jaxattn.gqa.gqa_decode(q, cache, tables, lens, layer=1, **more)
 
     q, width = x(rows, q_len, count, dim), 8192 // page
     ragged = ints(rows) if q_len > 1 else None
     more = ragged, f32(count) if dim == 64 else None, q if dim == 256 else None
-    return op, (q, x(2, 64, 2, page, kv_heads, dim), ints(rows, width), ints(rows), *more)
+    cache = x(2, 64, 2, page, kv_heads, dim, dtype=jnp.float8_e4m3fn if fp8 else jnp.bfloat16)
+    scales = f32(2, kv_heads) if fp8 else None
+    return op, (q, cache, ints(rows, width), ints(rows), *more, scales)
 
 
 def grouped_prefill(
@@ -103,6 +113,25 @@ def append(width: int, interleaved: bool, made: Any) -> Launch:
 
     inputs = x(4, 2, 576), x(4, 2, width) if width else None, f32(3, 576 + width)
     return op, (*inputs, made(3, 8, 64, 576), ints(4, 8), ints(4), ints(4), ints())
+
+
+def heads_append(
+    heads: tuple[int, int, int], rotated: int, *, gated: bool = False, fp8: bool = False
+) -> Launch:
+    """Of (H, Hk, D), in a stack of layers."""
+    count, kv_heads, dim = heads
+    config = jaxattn.RopeConfig(dim=rotated, interleaved=False)
+
+    def op(*args: Any) -> Any:
+        *args, kv_scale, layer = args  # type: ignore[assignment]
+        angles = jaxattn.rotation(args[-1][:, None] + jnp.arange(2), config)
+        options: Any = {"config": config, "kv_scale": kv_scale, "layer": layer, **MOSAIC}
+        return jaxattn.gqa.gqa_append(*args, rotation=angles, **options)
+
+    new = x(4, 2, kv_heads, dim)
+    cache = x(3, 8, 2, 64, kv_heads, dim, dtype=jnp.float8_e4m3fn if fp8 else jnp.bfloat16)
+    inputs = x(4, 2, count, dim * (1 + gated)), new, new, f32(3, 2 * max(dim, 128)), cache
+    return op, (*inputs, ints(4, 8), ints(4), f32(2, kv_heads) if fp8 else None, ints())
 
 
 def attention(made: Any, tokens: int) -> Launch:
@@ -171,6 +200,28 @@ def norm(features: int) -> Launch:
     return op, (x(2, 3, features), f32(6, features), ints())
 
 
+def routing(tokens: int, experts: int, top_k: int, **options: Any) -> Launch:
+    """By sigmoids with a bias where experts have groups, else by a softmax."""
+    scores: Any = "sigmoid" if options else "softmax"
+    router = Router(experts=experts, top_k=top_k, scores=scores, **options)
+    bias = f32(experts) if options else None
+    return lambda logits, bias: route(logits, bias, router, **MOSAIC), (f32(tokens, experts), bias)
+
+
+def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
+    """Of one stack of layers for each of the sizes."""
+
+    def op(tokens: Any, layer: Any, *weights: Any) -> Any:
+        return linear_layer(tokens, weights, layer=LayerOf(layer, 2, 1), **MOSAIC)
+
+    return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
+
+
+def gated(tokens: int, inner: int, size: int) -> Launch:
+    """gate and up, and silu of one times the other."""
+    return partial(gated_layer, layer=2, **MOSAIC), (x(tokens, inner), *[x(4, inner, size)] * 2)
+
+
 EXTRA: dict[str, Launch] = {
     "mla_decode_invariant": decode(3, 64),
     "mla_decode_whole_rows_invariant": decode(200, 64),
@@ -182,6 +233,13 @@ EXTRA: dict[str, Launch] = {
     "gqa_decode_gate_tokens": grouped(64, (16, 2, 256), 128, 3),
     "gqa_decode_sinks": grouped(64, (64, 8, 64), 64, 1),
     "gqa_decode_window": grouped(64, (64, 8, 64), 64, 1, window=128),
+    "gqa_decode_fp8": grouped(64, (32, 8, 128), 64, 1, fp8=True),
+    "gqa_decode_fp8_gate": grouped(64, (16, 2, 256), 64, 1, fp8=True),
+    "gqa_decode_fp8_sinks": grouped(64, (64, 8, 64), 16, 1, fp8=True),
+    "gqa_decode_fp8_many_columns": grouped(8, (64, 8, 128), 64, 8, fp8=True),
+    "gqa_append": heads_append((32, 8, 128), 128),
+    "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),
+    "gqa_append_pairs_of_heads": heads_append((64, 8, 64), 64, fp8=True),
     "gqa_prefill_128": grouped_prefill(1, (32, 8, 128), 64, 8192),
     "gqa_prefill_pages_of_16": grouped_prefill(1, (32, 8, 128), 16, 8192, soft_cap=30.0),
     "gqa_prefill_few_tokens": grouped_prefill(8, (40, 8, 128), 128, 16),
@@ -203,6 +261,14 @@ EXTRA: dict[str, Launch] = {
     "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
     "gdn_prefill_norm_stack": delta_rule_normed(36),
     "gdn_prefill_norm_few": delta_rule_normed(2),
+    "moe_route_softmax": routing(5, 64, 6),
+    "moe_route_groups": routing(
+        33, 256, 8, groups=8, top_groups=4, best_of_group=2, normalize=True, scale=2.5
+    ),
+    "linear_one_token": linears(1, 2048, 3072),
+    "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),
+    "linear_gated": gated(32, 2048, 1408),
+    "linear_gated_few_columns": gated(3, 512, 128),
     "rms_norm": norm(640),
     "rms_norm_wide": norm(7168),
 }

@@ -2,13 +2,15 @@
 
 WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
 
-`python -m jaxattn.bench model NAME` times a whole model with random weights, and `python -m
-jaxattn.bench dense` the dense products of a decode step; both have a --help of their own.
+`python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
+jaxattn.bench dense` the dense products of a decode step, `python -m jaxattn.bench host` what the
+engine's host adds to a step, and `python -m jaxattn.bench serve` a server under load. Each has a
+--help of its own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
-call's share of a loop of calls, and so are the times of FlashInfer, FlagGems, FLA and FlashQLA,
-where they are installed. Every row says what fraction it is of the copy and matmul ceilings of the
-same run.
+call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
+have both times too, where they are installed. Every row says what fraction it is of the copy and
+matmul ceilings of the same run.
 `python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
 """
 
@@ -30,6 +32,7 @@ from jaxattn.bench import (
     gdn_prefill,
     gqa,
     gqa_prefill,
+    host,
     mla,
     mla_fp8,
     mla_prefill,
@@ -39,9 +42,11 @@ from jaxattn.bench import (
     plot,
     step,
 )
+from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
+from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
 
 PROGRAM = interrupt.program("bench")
@@ -55,7 +60,12 @@ MODULES: dict[str, list[Any]] = {
     "moe-cuts": [moe_cuts],
 }
 # What has options of its own: (argv after its name, the program's name) -> exit code.
-COMMANDS: dict[str, Callable[[list[str], str], int]] = {"model": command.main, "dense": dense.main}
+COMMANDS: dict[str, Callable[[list[str], str], int]] = {
+    "model": command.main,
+    "dense": dense.main,
+    "host": host.main,
+    "serve": load_command.main,
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -78,6 +88,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="SHAPE",
         help="only these shapes, of all published ones, named as their rows begin, with colons "
         "between columns: --only 16/32:4x8192 256,16,32,1:float32",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_FORMATS,
+        default="auto",
+        help="of mla and gqa only the shapes whose cache stores this; auto is all",
     )
     parser.add_argument(
         "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
@@ -109,6 +125,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(
                 f"--only: no shape {' '.join(unknown)} in {args.what}; there are "
                 f"{' '.join(labels) or 'none to choose from'}"
+            )
+    if args.kv_cache_dtype != "auto":
+        modules = MODULES.get(args.what, [])
+        if not any(shapes_of(module, args) for module in modules):
+            parser.error(
+                f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape of such a cache"
             )
     for name in ("json", "plot"):  # before all the measuring
         path = getattr(args, name)
@@ -148,9 +170,14 @@ def known(module: Any, small: bool) -> dict[str, Any]:
 def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     if args.only:
         wanted = set(map(spelled, args.only))
-        return tuple(shape for name, shape in known(module, args.small).items() if name in wanted)
-    shapes = module.SMALL_SHAPES if args.small else module.SHAPES
-    return shapes + (module.MORE_SHAPES if args.all and not args.small else ())
+        found = tuple(shape for name, shape in known(module, args.small).items() if name in wanted)
+    else:
+        found = module.SMALL_SHAPES if args.small else module.SHAPES
+        found += module.MORE_SHAPES if args.all and not args.small else ()
+    if args.kv_cache_dtype == "auto":
+        return found
+    stores = getattr(module, "cache_format", lambda shape: None)
+    return tuple(shape for shape in found if stores(shape) == args.kv_cache_dtype)
 
 
 def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, peers.Times]:
@@ -179,7 +206,7 @@ def measure(
         unit = plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
-            row[f"{who} call {unit}"] = time / plot.TIMES[unit] if time else ""
+            row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 

@@ -15,13 +15,15 @@ from jaxattn import gqa
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, kernel_seconds, rotation
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.formats import KVFormat
 
 PAGE = 64
 
 
 class Shape(NamedTuple):
     """A batch of `batch` rows of `tokens` each; `window` 0 is none. Heads of 64 dims have sinks as
-    gpt-oss has them, those of 256 a gate as Qwen3-Next's."""
+    gpt-oss has them, those of 256 a gate as Qwen3-Next's. `cache` is bfloat16 or fp8, e4m3 with a
+    scale for the keys and one for the values of each head."""
 
     batch: int
     heads: int
@@ -30,6 +32,13 @@ class Shape(NamedTuple):
     tokens: int
     window: int = 0
     page: int = PAGE
+    cache: str = "bfloat16"
+
+    @property
+    def read(self) -> int:
+        """Bytes of keys and values that are read."""
+        slot = KVFormat(self.cache, self.dim).nbytes
+        return self.batch * self.seen * self.kv_heads * slot
 
     @property
     def seen(self) -> int:
@@ -48,6 +57,10 @@ SHAPES: tuple[Shape, ...] = (
     Shape(64, 16, 2, 256, 8192),
     Shape(64, 64, 8, 64, 8192),
     Shape(64, 64, 8, 64, 8192, 128),
+    Shape(8, 32, 8, 128, 32768, cache="fp8"),
+    Shape(64, 32, 8, 128, 8192, cache="fp8"),
+    Shape(1, 32, 8, 128, 1024, cache="fp8"),
+    Shape(64, 16, 2, 256, 8192, cache="fp8"),
 )
 MORE_SHAPES: tuple[Shape, ...] = (
     Shape(1, 32, 4, 128, 262144),
@@ -55,12 +68,17 @@ MORE_SHAPES: tuple[Shape, ...] = (
     Shape(64, 32, 8, 128, 8192, 0, 16),
     Shape(64, 28, 4, 128, 8192),
     Shape(256, 32, 8, 128, 1024),
+    Shape(1, 16, 2, 256, 8192),
+    Shape(32, 16, 2, 256, 4096),
+    Shape(64, 64, 8, 64, 8192, cache="fp8"),
+    Shape(64, 32, 8, 128, 8192, 0, 16, cache="fp8"),
 )
 SMALL_SHAPES: tuple[Shape, ...] = (
     Shape(2, 4, 2, 64, 130),
     Shape(1, 5, 1, 128, 200),
     Shape(2, 8, 1, 256, 70),
     Shape(2, 4, 2, 64, 300, 100, 16),
+    Shape(2, 4, 2, 128, 130, cache="fp8"),
 )
 
 
@@ -69,24 +87,35 @@ def label(shape: Shape) -> dict[str, str]:
     named = f"{shape.batch},{shape.heads}/{shape.kv_heads},{shape.dim},{shape.tokens}"
     window = f",window:{shape.window}" if shape.window else ""
     page = f",page:{shape.page}" if shape.page != PAGE else ""
-    return {"B,H/Hk,D,T": named + window + page}
+    cache = f",{shape.cache}" if shape.cache != "bfloat16" else ""
+    return {"B,H/Hk,D,T": named + window + page + cache}
+
+
+def cache_format(shape: Shape) -> str:
+    return Shape(*shape).cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(shape: Shape) -> dict[str, Any]:
     """Normal data on shuffled pages, in as many layers as keep what is read of the caches out of
     L2."""
-    batch, heads, kv_heads, dim, tokens, _, page = shape
-    pages = -(-tokens // page)
-    layers = rotation(batch * shape.seen * kv_heads * dim * 4, most=32)
-    layers = min(layers, max(1, 2**34 // (batch * tokens * kv_heads * dim * 4)))
+    batch, heads, kv_heads, dim, tokens, _, page, cache = shape
+    pages, stored = -(-tokens // page), KVFormat(cache, dim)
+    layers = rotation(shape.read, most=32)
+    layers = min(layers, max(1, 2**34 // (batch * tokens * kv_heads * stored.nbytes)))
     keys = jax.random.split(jax.random.key(0), 5)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     numbers = jax.random.permutation(keys[2], batch * pages).astype(jnp.int32)
     q = normal(keys[0], (batch, 1, heads, dim))
+    kv = normal(keys[1], (layers, batch * pages, 2, page, kv_heads, dim))
+    scales = None
+    if stored.scaled:
+        # Numbers of order 16, far from the largest and from the subnormal ones.
+        kv, scales = (kv * 16).astype(stored.dtype), jnp.full((2, kv_heads), 1 / 16, jnp.float32)
     return {
         "q": q,
-        "kv_cache": normal(keys[1], (layers, batch * pages, 2, page, kv_heads, dim)),
+        "kv_cache": kv,
+        "kv_scale": scales,
         "block_tables": numbers.reshape(batch, pages),
         "seq_lens": jnp.full(batch, tokens, jnp.int32),
         "sinks": jax.random.normal(keys[3], (heads,)) if dim == 64 else None,
@@ -95,7 +124,7 @@ def inputs(shape: Shape) -> dict[str, Any]:
 
 
 def schedule_of(shape: Shape, lens: jax.Array, *, batch_invariant: bool) -> gqa.PairSchedule:
-    _, heads, kv_heads, dim, tokens, window, page = shape
+    _, heads, kv_heads, dim, tokens, window, page, _ = shape
     return gqa.decode_schedule(
         lens, q_len=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
         max_pages=-(-tokens // page), page_size=page, window=window or None,
@@ -134,6 +163,8 @@ def check(op: Op, shape: Shape) -> float:
     for row, head in {(0, 0), (shape.batch - 1, shape.kv_heads - 1)}:
         held = arrays["kv_cache"][0, arrays["block_tables"][row], :, :, head]  # [pages, 2, C, D]
         kv = reference.exact(held).swapaxes(0, 1).reshape(2, -1, shape.dim)
+        if arrays["kv_scale"] is not None:
+            kv = kv * reference.exact(arrays["kv_scale"][:, head])[:, None, None]
         kv = kv[:, shape.tokens - shape.seen : shape.tokens]
         mine = slice(head * group, (head + 1) * group)
         q = reference.exact(arrays["q"][row, 0, mine])
@@ -168,8 +199,7 @@ def measure(
     error = max(error, check(op, shape))
     alone = kernel_seconds(op)
     beside = {"xla us": decode(shape, arrays, schedule, "xla").time() * 1e6} if xla else {}
-    read = shape.batch * shape.seen * shape.kv_heads * shape.dim * 4
-    moved = read + shape.batch * shape.heads * shape.dim * 4
+    moved = shape.read + shape.batch * shape.heads * shape.dim * 4
     return {
         **label(shape),
         **columns("us", times),

@@ -57,6 +57,10 @@ SMALL_SHAPES: tuple[Shape, ...] = (
 EVENLY = 1.08  # what drawn lengths may take of the time of as many tokens spread evenly
 
 
+def cache_format(shape: Shape) -> str:
+    return "bfloat16"
+
+
 def label(shape: Shape) -> dict[str, str]:
     return {"B,H,T,S": ",".join(map(str, shape))}
 

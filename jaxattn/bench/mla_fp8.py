@@ -28,6 +28,11 @@ def label(shape: Shape) -> dict[str, str]:
     return {"B,H,T,S": ",".join(map(str, shape[:4])), "cache": shape[4]}
 
 
+def cache_format(shape: Shape) -> str:
+    """Its name in --kv-cache-dtype."""
+    return {"bfloat16": "bfloat16", "e4m3": "fp8", "block-scaled": "fp8_block"}[shape[4]]
+
+
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:

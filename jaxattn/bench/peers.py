@@ -6,16 +6,19 @@ runs in a process of its own, which starts before JAX takes memory:
     python -m jaxattn.bench.peers flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
 
 prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
-loop of calls. A call is timed by CUDA events around a graph of calls (or around the calls, where a
-peer cannot be captured), after warm-up, median, and for as long as our loops run, since a card that
-is kept busy gets slower: what lies between its kernels counts, as in our `call us`. Plans are made
-before, as our schedule is.
+loop of calls. Plans are made before, as our schedule is. Two times, as ours are:
+
+    us       time in which any of the call's kernels runs, from a profile of a card that idled
+    call us  by CUDA events around a graph of calls (or around the calls, where a peer cannot be
+             captured), after warm-up, median, for as long as our loops run: a card that is kept
+             busy gets slower, and what lies between kernels counts
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -28,15 +31,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxattn.bench import mla
-from jaxattn.bench.timing import LOOP_SECONDS, WARMUP, rotation
+from jaxattn.bench import mla, vllm_libraries
+from jaxattn.bench.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
 
 CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
 SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
 DIM = 128  # of the delta rule's keys and values
 DEVICE = "cuda"
+IDLE = 0.3  # seconds in which a card cools before a burst
+NO_KERNELS = ("Memcpy HtoD", "Event Sync", "Context Sync", "Stream Sync", "Stream Wait")
 
-# Seconds of each peer, by its column and by the shape's JSON.
+# Seconds, by the column without its unit, "fla" or "fla call", and by the shape's JSON.
 Times = dict[str, dict[str, float]]
 # Of a shape: the call with its number, which picks the inputs that are not in L2.
 Build = Callable[..., Callable[[int], Any]]
@@ -205,6 +210,11 @@ PEERS = {
     "flashinfer-prefill": Peer(
         "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill
     ),
+    "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", vllm_libraries.flashmla),
+    "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", vllm_libraries.flash_attention_decode),
+    "fa3-mla-prefill": Peer(
+        "fa3", "mla_prefill", "vllm", "vllm", vllm_libraries.flash_attention_mla_prefill
+    ),
 }
 
 
@@ -223,7 +233,9 @@ def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
             if "error" in line:
                 said.append(f"{name} {line['shape']}".rstrip() + f": {line['error']}")
                 continue
-            times.setdefault(peer.column, {})[json.dumps(line["shape"])] = line["seconds"]
+            for column, key in ((peer.column, "burst"), (f"{peer.column} call", "seconds")):
+                if line[key]:
+                    times.setdefault(column, {})[json.dumps(line["shape"])] = line[key]
             used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
             if used not in said:
                 said.append(used)
@@ -282,6 +294,58 @@ def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
     return statistics.median(times), how
 
 
+def burst_seconds(call: Callable[[int], Any]) -> float:
+    """Seconds per call in which any of its kernels runs; 0 where there is no profiler.
+
+    Of the last calls in a profile that begins with warm-up, on a card that idled before."""
+    t = torch()
+    number = 0
+
+    def some() -> None:
+        nonlocal number
+        for _ in range(PROFILED):
+            call(number)
+            number += 1
+        t.cuda.synchronize()
+
+    some()
+    before = number
+    with t.profiler.profile(activities=[t.profiler.ProfilerActivity.CUDA]) as profile:
+        time.sleep(IDLE)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < WARMUP:
+            some()
+        some()
+    cuda = t.autograd.DeviceType.CUDA
+    spans = sorted(
+        (each.start_ns(), each.start_ns() + each.duration_ns())
+        for each in profile.profiler.kineto_results.events()
+        if each.device_type() == cuda and not each.is_user_annotation()
+        and not each.name().startswith(NO_KERNELS)
+    )  # fmt: skip
+    kernels, rest = divmod(len(spans), number - before)
+    return 0.0 if rest else covered(spans[-PROFILED * kernels :]) * 1e-9 / PROFILED
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """The length of what sorted spans cover; what overlaps counts once."""
+    until = total = 0
+    for start, end in spans:
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def version(module: str) -> str:
+    """Of an installed package. vllm is not imported: it wants a PyTorch of its own."""
+    if module == "vllm":
+        try:
+            return importlib.metadata.version(module)
+        except importlib.metadata.PackageNotFoundError:
+            return "libraries"
+    return str(importlib.import_module(module).__version__)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxattn.bench.peers", description="Times another package, in JSON lines."
@@ -294,8 +358,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         line: dict[str, Any] = {"peer": args.peer, "shape": shape}
         try:
             with torch().no_grad():
-                line["seconds"], line["how"] = seconds(peer.build(*shape))
-            line["version"] = importlib.import_module(peer.module).__version__
+                call = peer.build(*shape)
+                line["seconds"], line["how"] = seconds(call)
+                line["burst"] = burst_seconds(call)
+            line["version"] = version(peer.module)
         except Exception as error:  # of any kind: what fails is the peer's, and is reported
             first = (str(error).strip().splitlines() or [""])[0]
             line["error"] = f"{type(error).__name__}: {first}"

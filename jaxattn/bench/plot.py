@@ -156,10 +156,13 @@ def _model(figure_type: Any, result: dict[str, Any]) -> Any:
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Columns named "WHO us" or "WHO ms", but for other times of our own."""
+    """Columns named "WHO us" or "WHO ms", but for other times of our own, and "WHO call us" where
+    there is "WHO us" too."""
     for row in rows:
         for key in row:
             who, _, last = key.rpartition(" ")
+            if f"{who.removesuffix(' call')} {last}" in row and who.endswith(" call"):
+                continue
             if who and last == unit(row) and who not in ("call", "invariant", "weak", "XLA norm"):
                 yield who
 

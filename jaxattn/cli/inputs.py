@@ -10,6 +10,7 @@ from jaxattn.cli.options import (
     CHAT_MODEL_LEN,
     MAX_MODEL_LEN,
     MAX_TOKENS,
+    SERVER_BATCH,
     InputError,
     in_options,
 )
@@ -140,7 +141,8 @@ def model_length(options: argparse.Namespace, model: Model) -> int:
             f"--max-model-len {wanted} is longer than the model's max_position_embeddings, "
             f"{longest}"
         )
-    return wanted or min(CHAT_MODEL_LEN if options.chat else MAX_MODEL_LEN, longest)
+    long = options.chat or options.port is not None
+    return wanted or min(CHAT_MODEL_LEN if long else MAX_MODEL_LEN, longest)
 
 
 def read_limits(options: argparse.Namespace, length: int) -> Limits:
@@ -149,15 +151,18 @@ def read_limits(options: argparse.Namespace, length: int) -> Limits:
     Raises:
         InputError: they make no sense; it names the options.
     """
+    batch = 1 if converses(options) else BATCH if options.port is None else SERVER_BATCH
     try:
         limits = Limits(
-            batch=options.batch or (1 if converses(options) else BATCH),
+            batch=options.batch or batch,
             max_model_len=length,
             num_pages=options.num_pages,
             prefill_chunk=options.prefill_chunk,
             utilization=options.utilization,
             decode_buckets=options.decode_buckets or (),
             prefill_buckets=options.prefill_buckets or (),
+            cache_format=options.kv_cache_dtype,
+            native_layers=options.kv_cache_native_layers,
         )
     except ValueError as error:
         raise InputError(in_options(error)) from error

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn import text
-from jaxattn.cli.options import InputError
+from jaxattn.cli.options import InputError, in_options
 from jaxattn.models import checkpoint
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.huggingface import OnProgress
 from jaxattn.models.loading import ModelFolder, OwnFolder, Weights, read_folder
+from jaxattn.models.registry import ExpertFormat
 
 BYTES = 256
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -108,7 +109,12 @@ def choose(options: argparse.Namespace) -> Chosen:
                 f"cannot read {path / 'config.json'}: there is no such folder, and a model of the "
                 "hub is named as in org/name"
             )
-        return Chosen(folder=read(path, options.dtype), name=name)
+        folder = read(path, options.dtype, options.experts)
+    try:
+        folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
+    except ValueError as error:
+        raise InputError(in_options(error)) from error
+    return Chosen(folder=folder, name=name)
 
 
 def is_name(given: str) -> bool:
@@ -116,7 +122,7 @@ def is_name(given: str) -> bool:
     return _NAME.fullmatch(given) is not None
 
 
-def read(path: Path, dtype: str | None) -> ModelFolder:
+def read(path: Path, dtype: str | None, experts: ExpertFormat | None) -> ModelFolder:
     """A folder's config.json.
 
     Raises:
@@ -124,11 +130,12 @@ def read(path: Path, dtype: str | None) -> ModelFolder:
         InputError: the folder says its dtype itself.
     """
     try:
-        return read_folder(path, dtype=dtype)
+        return read_folder(path, dtype=dtype, experts=experts)
     except ValueError as error:
-        if dtype is None or isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) or not (dtype or experts):
             raise
-        raise InputError(f"--dtype {dtype}: the config.json of {path} says its dtype") from error
+        option = f"--dtype {dtype}" if dtype else f"--experts {experts}"
+        raise InputError(f"{option}: the config.json of {path} says its dtype") from error
 
 
 @contextlib.contextmanager

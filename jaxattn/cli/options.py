@@ -3,23 +3,35 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxattn import __version__, interrupt
+from jaxattn.cli import server_options
+from jaxattn.cli.values import fraction as fraction
+from jaxattn.cli.values import number as number
+from jaxattn.cli.values import size as size
+from jaxattn.cli.values import sizes as sizes
+from jaxattn.core.formats import CACHE_FORMATS
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
 CHAT_MODEL_LEN = 4096
 MAX_TOKENS = 160
 BATCH = 4
+SERVER_BATCH = 16
 VERSION = f"jaxattn {__version__}"
+# Fields of `Limits` whose options have other names.
+RENAMED = {
+    "q_lens": "--q-len",
+    "cache_format": "--kv-cache-dtype",
+    "native_layers": "--kv-cache-native-layers",
+}
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
     r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|decode_buckets|prefill_buckets|q_lens"
-    r"|cache_dtype)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
+    r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
 
@@ -42,60 +54,37 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def size(text: str) -> int:
-    """'4096' or '4k' as a positive integer; k is 1024 and m is 1024 * 1024."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
-    value = 0
-    if match:
-        value = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
-    if value < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: use a positive integer, k for 1024 and m for 1048576, as in "
-            "4096 or 4k"
-        )
-    return value
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """'1,8,64' as sizes."""
-    return tuple(size(part) for part in text.split(","))
-
-
-def number(
-    kind: Callable[[str], float], accept: Callable[[Any], bool], wanted: str
-) -> Callable[[str], Any]:
-    """An argparse type: `kind` of the text if it is accepted, else an error with what is wanted."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if math.isnan(value) or not accept(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return value
-
-    return parse
-
-
-def fraction(text: str) -> float:
-    """Above 0 and at most 1."""
-    return number(float, lambda x: 0 < x <= 1, "a fraction: use above 0 and at most 1")(text)
-
-
 def in_options(error: Exception | str) -> str:
     """A message in one line, in which fields are the options that set them: 'num_pages=3' is
     '--num-pages 3'."""
 
     def option(match: re.Match[str]) -> str:
         field = match["name"] or match["word"]
-        name = "--q-len" if field == "q_lens" else "--" + field.replace("_", "-")
+        name = RENAMED.get(field, "--" + field.replace("_", "-"))
         value = re.sub(r"[()'\s]|,(?=\))", "", match["value"] or "")
         if field not in ("decode_buckets", "prefill_buckets", "q_lens"):
             value = value.replace(",", "")  # of thousands: no option takes them
         return f"{name} {value}".rstrip()
 
     return _FIELD.sub(option, " ".join(str(error).split()))
+
+
+def add_cache_format(group: Any) -> None:
+    """The options of the cache's format, for a parser or a group of one."""
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_FORMATS,
+        default="auto",
+        help="what the cache stores: MLA has bfloat16 and fp8_block, grouped-query attention "
+        "bfloat16 and fp8",
+    )
+    group.add_argument(
+        "--kv-cache-native-layers",
+        metavar="N",
+        type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
+        default=0,
+        help="first and last layers of attention that keep the model's own format",
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -130,6 +119,12 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("bfloat16", "float32"),
         help="of a published model's weights and products (default: bfloat16)",
+    )
+    model.add_argument(
+        "--experts",
+        choices=("fp8", "bfloat16"),
+        help="what a published model's routed experts are kept in; bfloat16 takes twice the bytes "
+        "of fp8 (default: fp8 where the folder has them in FP8)",
     )
     model.add_argument(
         "--implementation",
@@ -216,14 +211,16 @@ def parser() -> argparse.ArgumentParser:
         "--batch",
         metavar="N",
         type=size,
-        help=f"prompts that decode together (default: {BATCH}, and 1 for a conversation)",
+        help=f"prompts that decode together (default: {BATCH}, 1 for a conversation, and with "
+        f"--port {SERVER_BATCH})",
     )
     memory.add_argument(
         "--max-model-len",
         metavar="N",
         type=size,
         help="longest prompt and its continuation together, in tokens (default: "
-        f"{MAX_MODEL_LEN}, with --chat {CHAT_MODEL_LEN}, or the model's own if that is shorter)",
+        f"{MAX_MODEL_LEN}, with --chat or --port {CHAT_MODEL_LEN}, or the model's own if that is "
+        "shorter)",
     )
     memory.add_argument(
         "--num-pages",
@@ -258,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
         type=sizes,
         help="smaller chunks to compile as well, for the end of a prompt (default: none)",
     )
+    add_cache_format(memory)
     memory.add_argument(
         "--compile-cache",
         metavar="DIR",
@@ -287,4 +285,5 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--json", action="store_true", help="one JSON object on stdout, the text on stderr"
     )
+    server_options.add(root)
     return root

@@ -20,6 +20,7 @@ from jaxattn.cli.options import (
     HelpFormatter,
     InputError,
     Parser,
+    add_cache_format,
     fraction,
     in_options,
     size,
@@ -103,10 +104,12 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
+    add_cache_format(root)
     root.add_argument(
         "--cache-dtype",
         choices=sorted(CACHE_DTYPES),
-        help="of the KV cache (default: the model's own, which is bfloat16 for all public ones)",
+        help="counts an MLA cache of this dtype, whether a model serves it or not (default: as "
+        "--kv-cache-dtype says)",
     )
     root.add_argument(
         "--compare",
@@ -208,6 +211,8 @@ def read_limits(options: argparse.Namespace, model: KnownModel) -> tuple[Limits,
         utilization=options.utilization,
         decode_buckets=options.decode_buckets or (),
         q_lens=tuple(sorted({1, options.q_len})),
+        cache_format=options.kv_cache_dtype,
+        native_layers=options.kv_cache_native_layers,
     )
     placement = Placement(
         gpus=options.gpus,

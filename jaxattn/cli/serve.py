@@ -1,5 +1,7 @@
 """A model continues prompts or chats, many at a time, in one compiled step: python -m jaxattn.serve
 
+With --port it serves over HTTP (listening.py). Else what follows holds.
+
 The generated text goes to stdout (with `--json`, one JSON object instead), all else to stderr.
 Exit codes: 0; 1 if a request was refused, or if stdout is closed or its reader left; 2 for bad
 input; 130 after Ctrl-C and 143 after SIGTERM. What was generated until then is reported all the
@@ -15,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxattn.cli import listening
 from jaxattn.cli.chat import Conversation, turns
 from jaxattn.cli.command import code_of, exit_code, interrupts_raised
 from jaxattn.cli.inputs import (
@@ -63,13 +66,18 @@ def run(options: argparse.Namespace) -> int:
         choose_device(options.device, options.implementation, options.utilization)
         return show_plan(chosen.folder.model, limits, options)
     tokenizer = chosen.tokenizer()
-    check_chat(options, tokenizer)
-    prompts = [] if converses(options) else encoded_prompts(options, tokenizer, sys.stdin, length)
-    check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
+    prompts: list[Prompt] = []
+    if options.port is None:
+        check_chat(options, tokenizer)
+        if not converses(options):
+            prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
+        check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
     choose_device(options.device, options.implementation, options.utilization)
     if options.compile_cache:
         keep_compiled(options.compile_cache)
     model = chosen.model(tokenizer)
+    if options.port is not None:
+        return listening.serve(chosen, model, tokenizer, limits, options, messages)
     engine, compile_seconds = start_engine(chosen, model, tokenizer, limits, options, messages)
 
     printer = Printer(messages if options.json else Console())
@@ -94,6 +102,8 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises InputError where options contradict each other, or one wants another."""
     if options.model is not None and options.checkpoint is not None:
         raise InputError("--checkpoint is another word for --model: give one of them")
+    if options.port is not None:
+        listening.check_options(options)
     if options.plot and not options.plan:
         raise InputError("--plot draws a plan: give --plan too")
     if options.system is not None and not options.chat:

@@ -1,7 +1,8 @@
 """Which implementation of an op runs: the best that accepts, or the one that was named.
 
-An implementation refuses by raising `NotImplementedError` with its reason before it traces. Where a
-GPU's kernel refuses and another runs instead, a warning at the caller's line says so.
+An implementation refuses by raising `Refusal` with its reason before it traces. Any other error, a
+`NotImplementedError` of JAX's included, is an error of the call. Where a GPU's kernel refuses and
+another implementation runs instead, a warning at the caller's line says so.
 """
 
 import os
@@ -21,6 +22,10 @@ ONLY_BY_NAME = ("mosaic_gpu_interpret",)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
+class Refusal(NotImplementedError):
+    """An implementation does not serve these arguments on this machine; the message says why."""
+
+
 def dispatch[T](
     op: str, implementation: Implementation | None, candidates: Mapping[str, Callable[[], T]]
 ) -> T:
@@ -33,7 +38,7 @@ def dispatch[T](
 
     Raises:
         ValueError: no candidate has that name.
-        NotImplementedError: the named implementation refuses; the message says why.
+        Refusal: the named implementation refuses; the message says why.
         ExceptionGroup: `implementation` is `None` and every candidate refuses.
     """
     if implementation is not None:
@@ -42,9 +47,8 @@ def dispatch[T](
             raise ValueError(f"{op}: unknown {implementation=}; choose one of {names} or None")
         try:
             return candidates[implementation]()
-        except NotImplementedError as refusal:
-            own = str(refusal).startswith(f"{op}: ")  # and not JAX's
-            if own and implementation != "xla" and "xla" in candidates:
+        except Refusal as refusal:
+            if implementation != "xla" and "xla" in candidates:
                 refusal.args = (f"{refusal}; use implementation='xla'",)
             raise
     refusals: list[Exception] = []
@@ -53,7 +57,7 @@ def dispatch[T](
             continue
         try:
             result = candidate()
-        except NotImplementedError as refusal:
+        except Refusal as refusal:
             refusal.add_note(f"implementation={name!r}")
             refusals.append(refusal)
             continue
@@ -64,6 +68,16 @@ def dispatch[T](
             )
         return result
     raise ExceptionGroup(f"{op}: every implementation refused", refusals)
+
+
+def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callable[[], T]) -> T:
+    """Runs an op that has no kernel; a kernel that is asked for by name is refused."""
+
+    def refuse() -> T:
+        raise Refusal(f"{op}: it has no Mosaic GPU kernel")
+
+    named = {"mosaic_gpu": refuse, "mosaic_gpu_interpret": refuse} if implementation else {}
+    return dispatch(op, implementation, {**named, "xla": xla})
 
 
 def with_gradient_of(reference: Callable[..., Any], function: Callable[..., Any]) -> Any:

@@ -1,7 +1,9 @@
-"""How caches store tokens: page size, and the formats of MLA's latents.
+"""How caches store tokens: page size, and the formats of MLA's latents and of keys and values.
 
 A latent is R dims that keys and values share and P rotated dims. FP8 formats store one scale per
-cache (float8_e4m3fn) or one per 128 dims beside the codes (uint8).
+cache (float8_e4m3fn) or one per 128 dims beside the codes (uint8). Keys and values are a slot per
+token and head: numbers of one dtype, e4m3 numbers whose scales lie outside, or TurboQuant's codes
+with their norm, scale and minimum.
 """
 
 import dataclasses
@@ -12,9 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from jaxattn.core.checks import CACHES, is_integer
+from jaxattn.core.checks import CACHES, FLOATS, check_sizes, is_integer
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
+
+# Bits of a key's and of a value's number (arXiv 2504.19874, as vLLM names them).
+TURBOQUANT = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+# What `Limits.cache_format` and --kv-cache-dtype may be. "auto" is the model's own.
+CACHE_FORMATS = ("auto", "bfloat16", "fp8", "fp8_block", *TURBOQUANT)
 
 
 BLOCK = 128  # dims that share a scale
@@ -128,6 +135,78 @@ class LatentFormat:
         rope = lax.bitcast_convert_type(rope.reshape(*tokens, -1, 2), jnp.bfloat16)
         values = numbers.reshape(*tokens, blocks, BLOCK) * scales[..., None]
         return jnp.concatenate([values.reshape(*tokens, rank), rope.astype(jnp.float32)], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVFormat:
+    """How a cache stores a token's key and value of one head.
+
+    Attributes:
+        name: a dtype of floats, "fp8" (e4m3; one scale for all keys and one for all values, or one
+            of each per head), or a preset of TurboQuant.
+        head_dim: D; a power of two with a preset.
+
+    Raises:
+        ValueError: no format has the name, or D does not fit.
+    """
+
+    name: str
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_sizes("KVFormat", head_dim=self.head_dim)
+        if self.name not in (*FLOATS, "fp8", *TURBOQUANT):
+            names = ", ".join(("bfloat16", "float16", "fp8", *TURBOQUANT))
+            raise ValueError(f"KVFormat: name must be one of {names}, got {self.name!r}")
+        if self.name in TURBOQUANT and self.head_dim & (self.head_dim - 1):
+            raise ValueError(
+                f"KVFormat: {self.name} rotates heads of a power of two dims, got {self.head_dim}"
+            )
+
+    @classmethod
+    def of(cls, dtype: Any, head_dim: int) -> "KVFormat":
+        """That of a cache of floats or of e4m3 numbers."""
+        name = jnp.dtype(dtype).name
+        return cls("fp8" if name == FP8.name else name, head_dim)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the stored numbers need `kv_scale`."""
+        return self.name == "fp8"
+
+    @property
+    def dtype(self) -> Any:
+        """Of the cache's array."""
+        if self.name in TURBOQUANT:
+            return BYTES
+        return FP8 if self.scaled else jnp.dtype(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's key and value of one head, in one layer."""
+        if self.name not in TURBOQUANT:
+            return 2 * self.head_dim * int(self.dtype.itemsize)
+        key, value = (self.head_dim * bits // 8 for bits in TURBOQUANT[self.name])
+        # A float16 norm per key, unless it is e4m3; a float16 scale and minimum per value.
+        return key + (0 if TURBOQUANT[self.name][0] == 8 else 2) + value + 4
+
+    def pack(self, kv: Float[Array, "*t 2 Hk D"], kv_scale: Any = None) -> Num[Array, "*t 2 Hk D"]:
+        """What a cache of floats or of e4m3 numbers stores; finite numbers saturate there, and Inf,
+        which e4m3 does not have, is NaN."""
+        if not self.scaled:
+            return kv.astype(self.dtype)
+        return _to_fp8(_without_inf(kv) / kv_scale[..., None])
+
+    def unpack(
+        self, kv: Num[Array, "*t 2 Hk D"], kv_scale: Any = None
+    ) -> Float[Array, "*t 2 Hk D"]:
+        """The keys and values of what is stored: float32 of e4m3 numbers, others as they are.
+
+        Differentiable in `kv_scale`, not in what is stored quantized.
+        """
+        if not self.scaled:
+            return kv
+        return lax.stop_gradient(kv).astype(jnp.float32) * kv_scale[..., None]
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:

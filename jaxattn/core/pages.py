@@ -3,6 +3,7 @@ products, and a softmax that is built up block by block over a row's pages.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,24 @@ from jax import lax
 from jaxtyping import Array, Int, Num
 
 from jaxattn.core.softmax import Softmax
+
+
+class Unfold(NamedTuple):
+    """How bytes become tokens, where a page is of another order.
+
+    Attributes:
+        page_size: C.
+        tokens: of pages [B, n, ...] their tokens [B, n * C, ...].
+    """
+
+    page_size: int
+    tokens: Callable[[jax.Array], jax.Array]
+
+
+def _page_size(kv_cache: jax.Array, unfold: Unfold | None) -> int:
+    if unfold is not None:
+        return unfold.page_size
+    return int(kv_cache.shape[-2 if kv_cache.ndim < 5 else -3])
 
 
 def page_blocks(
@@ -21,6 +40,7 @@ def page_blocks(
     block: int,
     unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
     begins: Int[Array, "B"] | None = None,
+    unfold: Unfold | None = None,
 ) -> tuple[
     Int[Array, "blocks B pages"],
     Int[Array, "blocks"],
@@ -29,7 +49,8 @@ def page_blocks(
     """Tokens [begins, lengths) of every row in blocks of K, whole pages and about `block` tokens.
 
     A page is of latents [C, Ds] or of keys and values [2, C, Hk, D]. `unpack` makes latents
-    [..., D] of what the cache stores [..., Ds]; of zeros, zeros.
+    [..., D] of what the cache stores [..., Ds]; of zeros, zeros. `unfold` is for pages of bytes in
+    which tokens do not lie side by side.
 
     Returns:
         The blocks' pages, their first positions, and a function that reads one block of these:
@@ -39,7 +60,8 @@ def page_blocks(
     batch, width = block_tables.shape
     of_page = kv_cache.shape[1 if layer is None else 2 :]
     before = of_page[: len(of_page) // 3]  # the axes before a page's tokens: none, or the 2
-    page, stored = of_page[len(before)], before + of_page[len(before) + 1 :]
+    page = _page_size(kv_cache, unfold)
+    stored = before + of_page[len(before) + 1 :]
     # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
     missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
     lengths = jnp.minimum(lengths, width * page)  # a table of whole blocks ends in others' pages
@@ -60,13 +82,16 @@ def page_blocks(
         index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
         kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
         positions = first + jnp.arange(per_block * page)
-        kv = jnp.moveaxis(kv, 2 + len(before), 2).reshape(batch, per_block * page, *stored)
+        if unfold is not None:
+            kv = unfold.tokens(kv)
+        else:
+            kv = jnp.moveaxis(kv, 2 + len(before), 2).reshape(batch, per_block * page, *stored)
         zero = jnp.zeros((), kv.dtype)
         held = positions < lengths[:, None]
         if begins is not None:
             held &= positions >= begins[:, None]
         # Before it is unpacked: a NaN would reach the gradient of the scale.
-        kv = jnp.where(held.reshape(*held.shape, *[1] * len(stored)), kv, zero)
+        kv = jnp.where(held.reshape(*held.shape, *[1] * (kv.ndim - 2)), kv, zero)
         return unpack(kv), positions
 
     return tables, jnp.arange(steps, dtype=jnp.int32) * (per_block * page), read
@@ -83,6 +108,7 @@ def attend_pages(
     block: int,
     unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
     begins: Int[Array, "B"] | None = None,
+    unfold: Unfold | None = None,
 ) -> Softmax:
     """Feeds tokens [begins, lengths) of every row to `add_block(state, kv, positions [K])`.
 
@@ -91,9 +117,10 @@ def attend_pages(
     was, bit by bit. `kv` is 0 outside of a row's tokens. Without `begins` a row begins at 0.
     """
     pages, firsts, read_block = page_blocks(
-        kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack, begins=begins
-    )
-    size = pages.shape[-1] * kv_cache.shape[-2 if kv_cache.ndim < 5 else -3]
+        kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack, begins=begins,
+        unfold=unfold,
+    )  # fmt: skip
+    size = pages.shape[-1] * _page_size(kv_cache, unfold)
 
     def reached(first: jax.Array) -> jax.Array:
         """Which rows have a token in the block."""

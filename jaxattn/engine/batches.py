@@ -1,78 +1,61 @@
-"""The arrays that a step is given: rows of the scheduler, and padding up to the bucket."""
+"""The packed array that a prefill step is given: what its rows read, in one copy from the host."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Int
 
-from jaxattn.engine.sampling import SamplingBatch
-from jaxattn.engine.scheduler import Row
-from jaxattn.engine.steps import EntryPoint
-from jaxattn.models.base import DecodeBatch, PrefillBatch
+from jaxattn.models.base import PrefillBatch
 
-
-def padding(entry: EntryPoint, width: int) -> Any:
-    """A batch without rows, for block tables of `width` pages."""
-    tables = np.zeros((entry.rows, width), np.int32)
-    tokens = np.zeros((entry.rows, entry.tokens), np.int32)
-    none, slots = _int32([0] * entry.rows), _int32([-1] * entry.rows)
-    batch: Any = (
-        PrefillBatch(*map(_given, (tokens, none, none, tables, slots)))
-        if entry.kind == "prefill"
-        else DecodeBatch(*map(_given, (tokens, none, tables, slots)))
-    )
-    return batch, sampling([None] * entry.rows)
+# Of a row's line, before its pages and tokens: new tokens, length after them, slot, place.
+HEAD = 4
 
 
-def prefill_batch(
-    entry: EntryPoint, row: Row, tokens: Sequence[int], tables: np.ndarray
-) -> tuple[PrefillBatch, SamplingBatch]:
-    """The row's chunk `tokens`, which `row.cached` counts already; `tables` are of all rows."""
-    batch = PrefillBatch(
-        tokens=_int32([[*tokens, *[0] * (entry.tokens - len(tokens))]]),
-        query_lens=_int32([len(tokens)]),
-        seq_lens=_int32([row.cached]),
-        block_tables=_given(tables[[row.index]]),
-        state_indices=_int32([row.slot]),
-    )
-    return batch, sampling([row])
+class Chunk(NamedTuple):
+    """What one row reads in a prefill step.
+
+    Attributes:
+        length: of the row, after the tokens.
+        place: in the rows on the device, if its history is kept; otherwise -1.
+        pages: int32 [M].
+    """
+
+    tokens: Sequence[int]
+    length: int
+    slot: int
+    place: int
+    pages: np.ndarray
 
 
-def decode_batch(
-    entry: EntryPoint, running: Sequence[Row], tables: np.ndarray
-) -> tuple[DecodeBatch, SamplingBatch]:
-    """The last token of each row, counted by `row.cached`; the bucket's rest is padding."""
-    rows = [*running, *[None] * (entry.rows - len(running))]
-    batch = DecodeBatch(
-        tokens=_int32([[row.tokens[-1] if row else 0] * entry.tokens for row in rows]),
-        seq_lens=_int32([row.cached if row else 0 for row in rows]),
-        # What stands in a padding row's table, or past a row's pages, is never read.
-        block_tables=_given(tables[[row.index if row else 0 for row in rows]]),
-        state_indices=_int32([row.slot if row else -1 for row in rows]),
-    )
-    return batch, sampling(rows)
+def prefill_width(tokens: int, table_width: int) -> int:
+    """int32 numbers of a row's line."""
+    return HEAD + table_width + tokens
 
 
-def sampling(rows: Sequence[Row | None]) -> SamplingBatch:
-    requests = [row.request if row else None for row in rows]
+def packed_chunks(rows: int, tokens: int, table_width: int, chunks: Sequence[Chunk]) -> np.ndarray:
+    """int32 [rows, n]: everything a prefill step wants of the host, in one array."""
+    packed = np.zeros((rows, prefill_width(tokens, table_width)), np.int32)
+    packed[:, 2:HEAD] = -1
+    for line, chunk in zip(packed, chunks, strict=False):
+        new = len(chunk.tokens)
+        line[:HEAD] = new, chunk.length, chunk.slot, chunk.place
+        line[HEAD : HEAD + table_width] = chunk.pages
+        line[HEAD + table_width : HEAD + table_width + new] = list(chunk.tokens)
+    return packed
 
-    def column(name: str, padding: float, dtype: Any) -> Any:
-        return np.array([getattr(r, name) if r else padding for r in requests], dtype)
 
-    return SamplingBatch(
-        temperature=column("temperature", 0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1, np.float32),
-        min_p=column("min_p", 0, np.float32),
-        seeds=column("drawn_from", 0, np.uint32),
+def prefill_batch(packed: Int[Array, "P n"], table_width: int) -> PrefillBatch:
+    """The model's batch, of packed chunks."""
+    return PrefillBatch(
+        tokens=packed[:, HEAD + table_width :],
+        query_lens=packed[:, 0],
+        seq_lens=packed[:, 1],
+        block_tables=packed[:, HEAD : HEAD + table_width],
+        state_indices=packed[:, 2],
     )
 
 
-def _int32(values: Any) -> Any:
-    """A copy on the host: the step takes it to the device."""
-    return np.array(values, np.int32)
-
-
-def _given(array: np.ndarray) -> Any:
-    """A NumPy array where a step's signature has JAX's."""
-    return array
+def kept_places(packed: Int[Array, "P n"]) -> Int[Array, "P"]:
+    """Where the history of each packed row is kept; -1 where it is not."""
+    return packed[:, 3]

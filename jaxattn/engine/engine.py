@@ -1,35 +1,29 @@
-"""Continuous batching over one compiled decode step: requests in, tokens out as they appear.
+"""Continuous batching over compiled steps: requests in, tokens out as they appear.
 
     with Engine(model, params, Limits(batch=4)) as engine:
         print(engine.plan.total)
         completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")])
 
-`generate` is a loop over `add` and `step`. Each round of `step` reads one chunk of a prompt, then
-decodes the rows that have read theirs, one token each. A row that finishes frees its pages and its
-slot, and the next waiting request takes them (scheduler.py). The steps are executables of fixed
-shapes, so nothing can be compiled after `start`. The state is donated to each step and comes back
-in the same buffers.
+`generate` is a loop over `add` and `step`. Each `step` sends a round of the device's steps, and
+gives the events of the round before (loop.py). A row that finishes frees its pages and its slot,
+and the next waiting request takes them (scheduler.py). The steps are executables of fixed shapes,
+so nothing can be compiled after `start`. State and rows are donated to each step and come back in
+the same buffers.
 """
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.batches import decode_batch, padding, prefill_batch
-from jaxattn.engine.prepare import (
-    Prepared,
-    checked_params,
-    on_device,
-    placed_params,
-    prepare,
-)
+from jaxattn.engine.compiling import OnCompile
+from jaxattn.engine.endings import Detokenize, Endings
+from jaxattn.engine.loop import Loop
+from jaxattn.engine.prepare import Prepared, checked_params, placed_params, prepare
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import (
     Clock,
@@ -40,23 +34,20 @@ from jaxattn.engine.request import (
     GenerationInterrupted,
     Request,
     Stats,
-    TokenEvent,
     all_numbered,
     numbered,
 )
-from jaxattn.engine.sampling import NOT_FINITE
-from jaxattn.engine.scheduler import Row, Scheduler
+from jaxattn.engine.runner import Runner
+from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import EntryPoint, OnCompile, entry_points, new_state
-from jaxattn.memory import device
-from jaxattn.memory.budget import MemoryPlan, check_allocated
+from jaxattn.engine.start import allocated, check_arrays, measured, tried
+from jaxattn.engine.steps import entry_points
+from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model, line_name
+from jaxattn.models.base import DecodeState, Model
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
-Detokenize = Callable[[Sequence[int]], str]
-
 
 MOST_IDS = 2**31
 
@@ -100,7 +91,7 @@ class Engine:
         workers: int = 1,
         detokenize: Detokenize | None = None,
     ):
-        _check_arrays(params)
+        check_arrays(params)
         prepared = prepare(
             model,
             params,
@@ -110,7 +101,7 @@ class Engine:
             on_compile=on_compile,
             workers=workers,
         )
-        packed = model.pack(placed_params(params, prepared.devices))
+        packed = prepared.model.pack(placed_params(params, prepared.devices))
         self._open(prepared, packed, strict, detokenize)
 
     @classmethod
@@ -125,26 +116,17 @@ class Engine:
     def _open(
         self, prepared: Prepared, params: Any, strict: bool, detokenize: Detokenize | None
     ) -> None:
-        self._prepared, self._params, self._detokenize = prepared, params, detokenize
-        self._state: DecodeState | None = None
+        self._prepared, self._params = prepared, params
+        self._runner: Runner | None = None
+        self._loop: Loop | None = None
         self._owner: int | None = None
         self._busy = threading.Lock()
-        self._events: list[Event] = []
-        self._clocks: dict[int, Clock] = {}
         self._next_id = 0
-        self.stats, self.seal = Stats(), Seal(strict=strict)
+        self.seal = Seal(strict=strict)
         self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
+        self._endings = Endings(self.scheduler, detokenize)
         self._closed = False
         PROCESS.opened(self)
-
-    def _replan(self, prepared: Prepared) -> None:
-        """Goes on with another plan; with fewer pages, requests that wait may be refused."""
-        before, self._prepared = self._prepared, prepared
-        if prepared.limits != before.limits:
-            waiting = list(self.scheduler.waiting)
-            self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
-            for request in waiting:
-                self._submit(request)
 
     @property
     def model(self) -> Model:
@@ -159,8 +141,12 @@ class Engine:
         return self._prepared.plan
 
     @property
+    def stats(self) -> Stats:
+        return self._endings.stats
+
+    @property
     def executables(self) -> dict[str, jax.stages.Compiled]:
-        """Name -> compiled step (params, state, batch) -> (tokens, state)."""
+        """Name -> compiled step; steps.py says what each takes."""
         return self._prepared.steps.executables
 
     @property
@@ -179,8 +165,8 @@ class Engine:
         """The arena and the caches; allocated when they are first asked for."""
         with self._alone("state", nested=True):
             self._start()
-            assert self._state is not None
-            return self._state
+            assert self._runner is not None
+            return self._runner.state
 
     # --- beginning and end
 
@@ -203,9 +189,9 @@ class Engine:
         """
         with self._alone("start", nested=True):
             if params is not None:
-                if self._state is not None:
+                if self._runner is not None:
                     raise RuntimeError("start: this engine runs already; make another one")
-                _check_arrays(params)
+                check_arrays(params)
                 checked_params(self.model, params)
                 self._params = self.model.pack(placed_params(params, self._prepared.devices))
             self._start()
@@ -213,67 +199,33 @@ class Engine:
     def _start(self) -> None:
         if self._params is None:
             raise ValueError("this engine has no parameters: give them to start(params)")
-        # An interrupt between a step's call and its return leaves donated buffers behind.
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
-        if self._state is not None and not lost:
+        if self._runner is not None and not self._runner.lost:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
-        self._state = None
+        self._runner = self._loop = None
         with jax.default_device(self._prepared.devices[0]):
-            if self._prepared.trial:
-                self._try()
-            self._check_memory()
-            self._state = self._warmed(self.limits, self.executables)
-        self.seal.hold(self._state)
+            self._prepared = tried(self._prepared, self._params)
+            PROCESS.closed(self)  # its own temp is a line of its plan
+            try:
+                self._replan(measured(self._prepared, self._params))
+            finally:
+                PROCESS.opened(self)
+            state, rows = allocated(self._prepared, self._params)
+        weights = tuple(jax.tree.leaves(self._params))
+        executables = self._prepared.steps.executables
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal)
+        self._loop = Loop(self.scheduler, self._runner, self._endings)
+        self.seal.hold((state, rows))
 
-    def _try(self) -> None:
-        """Runs the trial's steps, so that drivers and libraries have what they want."""
-        assert self._prepared.trial is not None
-        limits, steps = self._prepared.trial
-        self._warmed(limits, steps.executables)
-        self._prepared = dataclasses.replace(self._prepared, trial=None)
-
-    def _check_memory(self) -> None:
-        """Plans again with what the device has now; fewer pages are found where it has less.
-
-        Raises:
-            PlanError: it does not fit.
-        """
-        prepared, compiler = self._prepared, self._prepared.compiler
-        memory = device.device_memory(prepared.devices[0])
-        own = on_device(self._params, prepared.devices)
-        PROCESS.closed(self)  # its own temp is a line of its plan
-        try:
-            known = prepared.known
-            if prepared.wanted.utilization is not None and memory is not None:
-                filled = compiler.fill(prepared.wanted, known, memory, own)
-                if filled.pages < prepared.limits.pages:
-                    limits, steps, known = compiler.fit(prepared.wanted, known, memory, own)
-                    prepared = dataclasses.replace(
-                        prepared, limits=limits, steps=steps, known=known
-                    )
-            plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
-            self._replan(dataclasses.replace(prepared, plan=plan))
-        finally:
-            PROCESS.opened(self)
-
-    def _warmed(self, limits: Limits, executables: dict[str, jax.stages.Compiled]) -> DecodeState:
-        """A state beside which each executable has run twice, on padding rows, which write nothing.
-
-        The first two runs are special on a GPU: one loads the modules, one records the command
-        buffer.
-        """
-        state = new_state(self.model, limits)
-        if limits is self.limits:
-            check_allocated("arena", state.arena, self.plan["arena"])
-            for arrays in state.caches.values():
-                for name, array in arrays.items():
-                    check_allocated(line_name(name), array, self.plan[line_name(name)])
-        for entry in entry_points(limits) * 2:
-            batch = padding(entry, limits.table_width)
-            tokens, state = executables[str(entry)](self._params, state, batch)
-            tokens.block_until_ready()
-        return state
+    def _replan(self, prepared: Prepared) -> None:
+        """Goes on with another plan; with fewer pages, requests that wait may be refused."""
+        before, self._prepared = self._prepared, prepared
+        if prepared.limits != before.limits:
+            waiting = self.scheduler.waiting
+            self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
+            self._endings.scheduler = self.scheduler
+            for queued in waiting:
+                self._submit(queued.request)
 
     def close(self) -> None:
         """Gives the state's memory back. The parameters stay with whoever else holds them.
@@ -288,12 +240,10 @@ class Engine:
         with self._alone("close"):
             self._closed = True
             PROCESS.closed(self)
-            self.scheduler.clear()
-            self._events.clear()
-            self._clocks.clear()
-            for leaf in jax.tree.leaves(self._state):
-                leaf.delete()
-            self._state = self._params = None
+            self._clear()
+            if self._runner is not None:
+                self._runner.delete()
+            self._runner = self._loop = self._params = None
 
     def __enter__(self) -> Self:
         return self
@@ -327,23 +277,25 @@ class Engine:
         """
         with self._alone("abort", nested=True):
             row = next((r for r in self.scheduler.rows.values() if r.request.id == id), None)
-            waiting = None if row else self.scheduler.withdraw(id)
-            if row is None and waiting is None:
-                return False
             if row is not None:
-                self.scheduler.release(row)
-                self._finish(row.request, row.tokens, FinishReason.ABORTED)
-            elif waiting is not None:
-                self._finish(waiting, (), FinishReason.ABORTED)
+                self._endings.end(row, FinishReason.ABORTED)
+            elif queued := self.scheduler.withdraw(id):
+                self._endings.finish(queued.request, FinishReason.ABORTED, of=queued)
+            else:
+                return False
             return True
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.busy or bool(self._events)
+        flying = self._loop is not None and self._loop.in_flight
+        return self.scheduler.busy or bool(self._endings.events) or flying
 
     def step(self) -> list[Event]:
-        """One round: at most one chunk of a prompt and one token for each row that decodes.
+        """Sends a round: at most one prefill step, and one token for each row that decodes.
+
+        Returns:
+            What the round before told. The round that is sent is read by the next call.
 
         Raises:
             EngineBusyError: another thread uses the engine, or a callback called it.
@@ -397,7 +349,7 @@ class Engine:
     def _generate(
         self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None
     ) -> list[Completion]:
-        self.stats, started = Stats(), time.perf_counter()
+        self._endings.stats, started = Stats(), time.perf_counter()
         done: dict[int | None, Completion] = {}
         try:
             self._start()
@@ -420,16 +372,14 @@ class Engine:
             completions = [done[request.id] for request in requests]
             raise GenerationInterrupted(completions) from interrupt
         finally:
-            self.scheduler.clear()
-            self._events.clear()
-            self._clocks.clear()
+            self._clear()
             self.stats.seconds = time.perf_counter() - started
         return [done[request.id] for request in requests]
 
     def _interrupt(self, requests: list[Request], done: dict[int | None, Completion]) -> None:
         """Ends what is not done: rows with what they generated, the rest with nothing."""
         self._end_rows(FinishReason.INTERRUPTED)
-        for event in self._events:
+        for event in self._endings.events:
             if isinstance(event, FinishEvent):
                 done.setdefault(event.completion.request.id, event.completion)
         for request in requests:
@@ -465,127 +415,43 @@ class Engine:
     # --- one round
 
     def _add(self, request: Request) -> int:
-        while self._next_id in self._clocks:
+        while self._next_id in self._endings.clocks:
             self._next_id += 1
         request = numbered(request, self._next_id)
         assert request.id is not None
-        if request.id in self._clocks:
+        if request.id in self._endings.clocks:
             raise ValueError(f"a request with id {request.id} is running or waiting")
         self._next_id = (request.id + 1) % MOST_IDS
-        self._clocks[request.id] = Clock(time.perf_counter())
+        self._endings.clocks[request.id] = Clock(time.perf_counter())
         self._submit(request)
         return request.id
 
     def _submit(self, request: Request) -> None:
         """Queues a request, or refuses it."""
         reason = self.scheduler.refusal(request)
-        if reason is None and request.stop_strings and self._detokenize is None:
+        if reason is None and request.stop_strings and self._endings.detokenize is None:
             reason = "it has stop strings, and the engine was made without `detokenize`"
         if reason:
-            self._finish(request, (), FinishReason.REFUSED, reason)
+            self._endings.finish(request, FinishReason.REFUSED, reason)
         else:
             self.scheduler.submit(request)
 
     def _step(self) -> list[Event]:
-        self.scheduler.admit()
-        if row := self.scheduler.next_prefill():
-            self._prefill_chunk(row)
-        if rows := self.scheduler.next_decode():
-            self._decode_rows(rows)
-        events, self._events = self._events, []
+        assert self._loop is not None
+        if self.scheduler.busy or self._loop.in_flight:
+            self._loop.round()
+        events, self._endings.events = self._endings.events, []
         return events
 
-    def _prefill_chunk(self, row: Row) -> None:
-        started = time.perf_counter()
-        waiting = len(row.request.prompt) - row.cached
-        chunk = next((c for c in self.limits.chunks if c >= waiting), self.limits.chunks[-1])
-        tokens = row.request.prompt[row.cached : row.cached + chunk]
-        row.cached += len(tokens)
-        entry = EntryPoint("prefill", 1, chunk)
-        tables = self.scheduler.block_tables
-        new = self._run(entry, lambda: prefill_batch(entry, row, tokens, tables))
-        self.stats.prefill_steps += 1
-        self.stats.prompt_tokens += len(tokens)
-        self.stats.prefill_seconds += time.perf_counter() - started
-        if not row.prefilling:
-            self._accept(row, int(new[0]))
-
-    def _decode_rows(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            row.cached += 1
-        entry = EntryPoint("decode", next(b for b in self.limits.batches if b >= len(rows)), 1)
-        tables = self.scheduler.block_tables
-        new = self._run(entry, lambda: decode_batch(entry, rows, tables))
-        self.stats.decode_steps += 1
-        self.stats.decoded_tokens += len(rows)
-        for place, row in enumerate(rows):
-            self._accept(row, int(new[place]))
-
-    def _accept(self, row: Row, token: int) -> None:
-        """A row's next token; it may be the last."""
-        if token == NOT_FINITE:
-            self._end(row, FinishReason.NOT_FINITE, "the model's logits held NaN or infinity")
-            return
-        if token in row.stop_tokens:
-            self._end(row, FinishReason.STOP, token)
-            return
-        row.tokens.append(token)
-        assert row.request.id is not None
-        self._clocks[row.request.id].first(time.perf_counter())
-        self._events.append(TokenEvent(row.request, token))
-        if text := self._stop_string(row):
-            self._end(row, FinishReason.STOP, text)
-        elif len(row.tokens) == row.max_tokens:
-            cut = row.max_tokens < row.request.max_tokens
-            self._end(row, FinishReason.LENGTH, "max_model_len" if cut else "max_tokens")
-
-    def _stop_string(self, row: Row) -> str | None:
-        """The stop string that the last token completed."""
-        if not row.request.stop_strings or self._detokenize is None:
-            return None
-        # Of one byte each, so many tokens hold the longest of them; others give no text at all.
-        longest = max(len(text.encode()) for text in row.request.stop_strings)
-        text = self._detokenize(row.tokens[-longest - 16 :])
-        return next((stop for stop in row.request.stop_strings if stop in text), None)
-
     def _end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
-        """Ends every row with what it generated."""
-        for row in self.scheduler.drop_rows():
-            if row.request.id in self._clocks:
-                self._finish(row.request, row.tokens, reason, detail)
+        """Ends every row with what it generated, and forgets what is in flight."""
+        self._endings.end_rows(reason, detail)
+        if self._loop is not None:
+            self._loop.drop()
 
-    def _end(self, row: Row, reason: FinishReason, detail: str | int) -> None:
-        self.scheduler.release(row)
-        self._finish(row.request, row.tokens, reason, detail)
-
-    def _finish(
-        self,
-        request: Request,
-        tokens: Sequence[int],
-        reason: FinishReason,
-        detail: str | int | None = None,
-    ) -> None:
-        assert request.id is not None
-        clock = self._clocks.pop(request.id)
-        first, seconds = clock.read(time.perf_counter())
-        done = Completion(request, tuple(tokens), reason, detail, first, seconds)
-        self._events.append(FinishEvent(done))
-
-    def _run(self, entry: EntryPoint, batch: Callable[[], Any]) -> np.ndarray:
-        """One sealed step: the tokens, one for each row of the executable."""
-        with self.seal.watch():
-            given = batch()
-            with self.seal.allowed():
-                tokens, self._state = self.executables[str(entry)](self._params, self._state, given)
-            new = np.array(tokens)  # a view would keep the array
-            del tokens
-            self.seal.check(self._state)
-        return new
-
-
-def _check_arrays(params: Any) -> None:
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        raise TypeError(
-            "params are shapes; an engine needs arrays. To compile before they are loaded, use "
-            "Engine.of(prepare(model, shapes, limits)) and start(params)"
-        )
+    def _clear(self) -> None:
+        """Drops all that waits, runs and is in flight."""
+        self.scheduler.clear()
+        self._endings.clear()
+        if self._loop is not None:
+            self._loop.drop()

@@ -1,6 +1,6 @@
 """The plan of an engine, from shapes, and from its executables once they are compiled.
 
-    pool      weights + state (arena, caches) + step inputs and outputs + XLA temp
+    pool      weights + state (arena, caches) + rows + step inputs and outputs + XLA temp
     outside   XLA's code, the driver's own memory
 
 The executables run one at a time, so inputs, outputs and temp are the largest of any; code is
@@ -18,13 +18,16 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.engine.compiling import implementation_of
 from jaxattn.engine.steps import (
     EntryPoint,
+    Step,
+    all_steps,
     arena_spec,
     cache_size,
-    entry_points,
     new_state,
     op_specs,
+    row_shapes,
 )
 from jaxattn.memory.bound import temp_bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
@@ -65,26 +68,30 @@ def from_shapes(
 ) -> dict[str, Executable]:
     """An upper bound of each executable's memory; traces it and compiles nothing."""
     return {
-        str(entry): bound_of(model, entry, limits, params, implementation)
-        for entry in entry_points(limits)
+        str(step): bound_of(model, step, limits, params, implementation)
+        for step in all_steps(limits)
     }
 
 
 def bound_of(
     model: Model,
-    entry: EntryPoint,
+    step: Step,
     limits: Limits,
     params: Any,
     implementation: Implementation | None,
 ) -> Executable:
     """An upper bound of one executable's memory, which more pages do not raise."""
-    state = jax.eval_shape(functools.partial(new_state, model, limits))
-    batch = entry.batch_shapes(limits.table_width)
-    chosen = implementation if entry.kind == "decode" or implementation == "xla" else None
-    step = functools.partial(entry.step(model), implementation=chosen)
-    bound = temp_bound(step, params, state, batch, donated=1)
+    tree = jax.tree.structure(params)
+    function = step.function(model, limits, tree)
+    if isinstance(step, EntryPoint):
+        chosen = implementation_of(step, implementation)
+        function = functools.partial(function, implementation=chosen)
+    arguments = step.arguments(model, limits, params)
+    bound = temp_bound(function, *arguments, donated=step.donated)
     # The results come with a table of their addresses.
-    in_out = nbytes(batch) + 4 * entry.rows + 8 * (1 + len(jax.tree.leaves(state)))
+    results = jax.eval_shape(function, *arguments)
+    out = nbytes(results) - nbytes(arguments[step.donated])
+    in_out = nbytes(step.given(model, limits)) + out + 8 * len(jax.tree.leaves(results))
     return Executable(in_out, bound, 0, "bound")
 
 
@@ -118,8 +125,8 @@ def fill(
 ) -> Limits:
     """The limits with the pages that `limits.utilization` leaves room for; 0 pages become 1.
 
-    What does not depend on the pages is counted by planning one page; the arena grows with the
-    longest row that the pages can hold, so pages and arena are solved for together.
+    What does not depend on the pages is counted by planning one page; the arena and the rows grow
+    with the longest row that the pages can hold, so they are solved for together.
     """
     assert limits.utilization is not None
     one = dataclasses.replace(limits, num_pages=1)
@@ -131,15 +138,17 @@ def fill(
     if not page:  # nothing is cached by page
         return dataclasses.replace(limits, num_pages=most)
     # Arrays of other sizes are rounded up differently.
-    fixed = plan.inside - page - plan["arena"] + (1 + len(of_arrays)) * BFC_ALIGNMENT
+    with_pages = plan["arena"] + plan["rows"]
+    fixed = plan.inside - page - with_pages + (2 + len(of_arrays)) * BFC_ALIGNMENT
 
-    def arena(pages: int) -> int:
-        return arena_spec(model, limits, min(limits.pages_per_row, max(pages, 1))).nbytes
+    def workspace(pages: int) -> int:
+        at = dataclasses.replace(limits, num_pages=max(pages, 1))
+        return arena_spec(model, at, at.table_width).nbytes + nbytes(row_shapes(at))
 
     found = solve(
         plan.budget.arrays(plan.outside) - fixed,
         page,
-        arena,
+        workspace,
         most=most,
     )
     return dataclasses.replace(limits, num_pages=max(found.pages, 1))
@@ -329,9 +338,22 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...
     size = cache_size(limits)
     return (
         Item("weights", nbytes(params), f"{why} in {dtypes}, only read"),
+        rows_item(limits),
         arena_item(op_specs(model, limits, limits.table_width), limits.batch),
         *(item for cache in model.caches for item in cache.items(size)),
     )
+
+
+def rows_item(limits: Limits) -> Item:
+    """The line of what the device keeps of each row between steps."""
+    shapes = row_shapes(limits)
+    arrays = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes)}
+    parts = tuple(
+        Item(f"rows {name}", nbytes(shape), f"int32{list(shape.shape)}")
+        for name, shape in arrays.items()
+    )
+    why = f"what the device keeps of {limits.batch:,} rows between steps"
+    return Item("rows", nbytes(shapes), why, parts)
 
 
 def arena_item(specs: Sequence[ArenaSpec], rows: int) -> Item:

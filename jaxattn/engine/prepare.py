@@ -19,6 +19,7 @@ from typing import Any, get_args
 import jax
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.compiling import OnCompile, Steps, compiled_steps
 from jaxattn.engine.memory_plan import (
     Executable,
     advice,
@@ -30,7 +31,7 @@ from jaxattn.engine.memory_plan import (
     plan_engine,
 )
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.steps import OnCompile, Steps, compiled_steps, entry_points
+from jaxattn.engine.steps import all_steps
 from jaxattn.memory import device
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
 from jaxattn.memory.device import DeviceMemory
@@ -44,7 +45,7 @@ class Prepared:
 
     Attributes:
         limits: as they were given; with `utilization`, with the pages that fit.
-        steps: the executables.
+        steps: the executables; the keys of `steps.executables` are their list.
         known: what XLA says of each executable's memory.
         plan: what memory the engine will take and why.
         params: the packed parameters, as shapes.
@@ -98,10 +99,10 @@ class Compiler:
     def known(self, limits: Limits, steps: Steps) -> dict[str, Executable]:
         """What XLA says of each executable's memory."""
         return {
-            str(entry): from_compiled(
-                steps.executables[str(entry)], nbytes(entry.batch_shapes(limits.table_width))
+            str(step): from_compiled(
+                steps.executables[str(step)], nbytes(step.given(self.model, limits))
             )
-            for entry in entry_points(limits)
+            for step in all_steps(limits)
         }
 
     def plan(
@@ -203,7 +204,8 @@ def prepare(
 
     Raises:
         TypeError: an argument is of another type; the message names it.
-        ValueError: `params` are not the model's, `max_model_len` is longer than the model's
+        ValueError: the model has no cache in `limits.cache_format`, `params` are not those of the
+            model with such a cache, `max_model_len` is longer than the model's
             `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
         PlanError: the device has not enough memory, or with `utilization` the cache that is left
             holds no row at full length.
@@ -211,6 +213,7 @@ def prepare(
     """
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
+    model = model.with_cache_format(limits.cache_format, limits.native_layers)
     compiler = Compiler(
         model=model,
         params=checked_params(model, params),

@@ -6,8 +6,12 @@ import enum
 import itertools
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+# Bounds of what a row's state on the device holds.
+MOST_BIASES = 300
+MOST_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +25,15 @@ class Request:
         top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
         top_k: samples from the k most likely tokens; 0 from all.
         min_p: in [0, 1]; samples from tokens at least this likely beside the most likely one.
+        repetition_penalty: above 0. The logit of a token that the prompt or the text has is divided
+            by it where positive, and multiplied where negative.
+        presence_penalty: taken from the logit of a token that the text has.
+        frequency_penalty: taken from a token's logit once per time that the text has it.
+        logit_bias: token -> number in [-100, 100] that is added to its logit; at most 300 tokens.
+            It is kept as pairs in the order of tokens.
+        logprobs: how many likely alternatives are told with each token, 0 to 20; None tells no
+            log-probabilities. They are the model's own, before biases, penalties and temperature.
+        priority: a lower one is served first; of equals the one that came first.
         seed: with the token's position it decides every draw. None: the `id` serves as one.
         stop_tokens: any of them ends the row and is no part of the completion. One may be given
             as an integer.
@@ -39,6 +52,12 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    logprobs: int | None = None
+    priority: int = 0
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
     stop_strings: Sequence[str] = ()
@@ -63,11 +82,19 @@ class Request:
                 raise TypeError(f"stop_strings must be strings, got {text!r}")
             if not text:
                 raise ValueError("stop_strings has an empty string, which would end every row")
-        for name in ("max_tokens", "top_k", "seed", "id"):
+        for name in ("max_tokens", "top_k", "priority", "seed", "logprobs", "id"):
             value = getattr(self, name)
-            if value is not None or name in ("max_tokens", "top_k"):
+            if value is not None or name in ("max_tokens", "top_k", "priority"):
                 _check_integer(name, value)
-        for name in ("temperature", "top_p", "min_p"):
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -83,10 +110,38 @@ class Request:
             raise ValueError(f"min_p must be from 0 to 1; got {self.min_p}")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k must be from 0 to 2**31 - 1; got {self.top_k}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"repetition_penalty must be above 0 and finite; got {self.repetition_penalty}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) < float("inf"):
+                raise ValueError(f"{name} must be finite; got {getattr(self, name)}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ValueError(f"logprobs must be from 0 to {MOST_LOGPROBS}; got {self.logprobs}")
+        if not -(2**31) <= self.priority < 2**31:
+            raise ValueError(f"priority must be an int32; got {self.priority}")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to 2**32 - 1; got {self.seed}")
         if self.id is not None and not 0 <= self.id < 2**31:
             raise ValueError(f"id must be from 0 to 2**31 - 1; got {self.id}")
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Its stop tokens, as they are kept."""
+        stops: Any = self.stop_tokens
+        return stops
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Its biases, as they are kept: pairs of a token and a number."""
+        biases: Any = self.logit_bias
+        return biases
+
+    @property
+    def penalized(self) -> bool:
+        """Whether its tokens depend on those before them by more than the model."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def drawn_from(self) -> int:
@@ -113,6 +168,27 @@ def _copied(prompt: Any) -> Sequence[int]:
     for place, token in enumerate(prompt):
         _check_integer(f"prompt[{place}]", token)
     return tuple(map(operator.index, prompt))
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token and what is added to its logit, in the order of tokens."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
+        token, bias = pair
+        _check_integer("logit_bias: a token", token)
+        if not isinstance(bias, numbers.Real):
+            raise TypeError(f"logit_bias[{token}] must be a number, got {bias!r}")
+        if not -100 <= float(bias) <= 100:
+            raise ValueError(f"logit_bias[{token}] must be from -100 to 100; got {bias}")
+        found[operator.index(token)] = float(bias)
+    if len(found) > MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(found)} tokens; at most {MOST_BIASES} are taken")
+    return tuple(sorted(found.items()))
 
 
 def _is_integer(value: Any) -> bool:
@@ -155,6 +231,7 @@ class Completion:
 
     Attributes:
         tokens: what was generated, without the stop token.
+        logprobs: of each of the tokens, if the request asked for them.
         detail: of the finish reason, see `FinishReason`; None if there is nothing to add.
         seconds_to_first_token: since the request was added; None if there was none.
         seconds: until it was done.
@@ -166,14 +243,33 @@ class Completion:
     detail: str | int | None = None
     seconds_to_first_token: float | None = None
     seconds: float = 0.0
+    logprobs: tuple["Logprobs", ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How likely a token was, in natural logarithms.
+
+    Attributes:
+        token: of the token itself.
+        top: the most likely tokens and theirs, the likeliest first; as many as were asked for.
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A row's next token; stop tokens are not announced."""
+    """A row's next token; stop tokens are not announced.
+
+    Attributes:
+        logprobs: if the request asked for them.
+    """
 
     request: Request
     token: int
+    logprobs: Logprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,13 +292,22 @@ class GenerationInterrupted(KeyboardInterrupt):
 
 @dataclasses.dataclass
 class Stats:
-    """Of one `generate`. A request's first token comes from prefill: it is not a decoded one."""
+    """Of one `generate`. A request's first token comes from prefill: it is not a decoded one.
+
+    Attributes:
+        prompt_tokens: that prefill has read; those of a row that lost its pages count again.
+        prefill_seconds: of rounds that read prompts, without what a round that decodes takes.
+        waited_seconds: for which the host waited for what steps tell: the rest is its own work.
+        preemptions: how often a row lost its pages to an older one, and was computed again.
+    """
 
     prompt_tokens: int = 0
     decoded_tokens: int = 0
     prefill_steps: int = 0
     decode_steps: int = 0
+    preemptions: int = 0
     prefill_seconds: float = 0.0
+    waited_seconds: float = 0.0
     seconds: float = 0.0
 
     @property

@@ -1,17 +1,18 @@
-"""The next token of each row, chosen inside the jitted step.
+"""The next token of each row, chosen on the device.
 
 A row's randomness is a function of its request's seed and of the token's position, and of nothing
 else: its draws are the same in any row, beside any other rows.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+import enum
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from jaxattn.engine.request import Request
 
 # The token of a row whose logits are not finite.
 NOT_FINITE = -1
@@ -42,55 +43,63 @@ def sampling_key(seed: UInt[Array, ""], position: Int[Array, ""]) -> Key[Array, 
     return jax.random.fold_in(jax.random.key(seed), position)
 
 
+class Level(enum.IntEnum):
+    """How much of sampling a step does. The host takes the least that its rows need.
+
+    XLA has the host wait for the branch of a conditional, so each level is an executable of its
+    own. What a row is given does not depend on the level, if it is enough for the row.
+    """
+
+    GREEDY = 0
+    DRAWS = 1
+    CONTROLS = 2
+    LOGPROBS = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def level_of(request: Request) -> Level:
+    """The least that a row of this request needs."""
+    if request.logprobs is not None:
+        return Level.LOGPROBS
+    filters = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
+    if filters or request.penalized or request.logit_bias:
+        return Level.CONTROLS
+    return Level.DRAWS if request.temperature > 0 else Level.GREEDY
+
+
 def sample(
-    logits: Float[Array, "B vocab"], sampling: SamplingBatch, positions: Int[Array, "B"]
+    logits: Float[Array, "B vocab"],
+    sampling: SamplingBatch,
+    positions: Int[Array, "B"],
+    level: Level = Level.CONTROLS,
 ) -> Int[Array, "B"]:
     """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
 
     Of equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
-    `top_k` filter first, then `top_p` filters what they leave. The vocabulary is searched only
-    where a row samples with `top_k` or `top_p`.
+    `top_k` filter first, then `top_p` filters what they leave. The vocabulary is searched for
+    `top_k` and `top_p` from `Level.CONTROLS` on.
 
     Args:
         logits: float32.
         positions: int32, where in its row the sampled token will stand.
+        level: rows that need more are sampled wrong.
     """
     with jax.named_scope("sample"):
         greedy = jnp.argmax(logits, axis=-1)
         most = jnp.take_along_axis(logits, greedy[:, None], axis=-1)
-        draws = sampling.temperature > 0
-        heat = jnp.where(draws, sampling.temperature, 1.0)
-        # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
-        scaled = (logits - most) / heat[:, None]
-        filters = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
-        drawn = lax.switch(
-            draws.any().astype(jnp.int32) + filters.any(),
-            (_no_row_draws, _draw, _filter_and_draw),
-            scaled,
-            sampling,
-            filters,
-            positions,
-        )
-        tokens = jnp.where(draws, drawn, greedy).astype(jnp.int32)
-        return jnp.where(jnp.isfinite(most[:, 0]), tokens, NOT_FINITE)
-
-
-def _no_row_draws(
-    scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array
-) -> Array:
-    """A greedy step makes no random numbers."""
-    return jnp.zeros(scaled.shape[0], jnp.int32)
-
-
-def _draw(scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array) -> Array:
-    return _categorical(_min_p(scaled, sampling), sampling, positions)
-
-
-def _filter_and_draw(
-    scaled: Array, sampling: SamplingBatch, filters: Array, positions: Array
-) -> Array:
-    filtered = _filters(_min_p(scaled, sampling), sampling, filters)
-    return _categorical(filtered, sampling, positions)
+        tokens = greedy
+        if level > Level.GREEDY:
+            draws = sampling.temperature > 0
+            heat = jnp.where(draws, sampling.temperature, 1.0)
+            # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
+            scaled = _min_p((logits - most) / heat[:, None], sampling)
+            if level > Level.DRAWS:
+                filters = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
+                scaled = _filters(scaled, sampling, filters)
+            tokens = jnp.where(draws, _categorical(scaled, sampling, positions), greedy)
+        return jnp.where(jnp.isfinite(most[:, 0]), tokens.astype(jnp.int32), NOT_FINITE)
 
 
 def _min_p(scaled: Array, sampling: SamplingBatch) -> Array:
@@ -149,26 +158,12 @@ def _least_with_less_above(
 
     A sort of the vocabulary would give it too, and XLA has the host wait for it.
     """
-    least = jnp.zeros_like(keys[:, :1])
-    for shift in range(30, -2, -2):
-        steps = [least + jnp.uint32((step << shift) - 1) for step in (1, 2, 3)]
+
+    def two_bits(i: Array, least: Array) -> Array:
+        shift = (30 - 2 * i).astype(jnp.uint32)
+        steps = [least + ((jnp.uint32(step) << shift) - 1) for step in (1, 2, 3)]
         sums = [jnp.where(keys > step, weights, 0).sum(1, keepdims=True) for step in steps]
         passed = sum((total >= limit).astype(jnp.uint32) for total in sums)
-        least += passed << shift
-    return least
+        return least + (passed << shift)
 
-
-def sampled(step: Callable) -> Callable:
-    """A model's step (params, state, batch) -> (logits, state), made to return tokens for logits.
-
-    The new step's batch is a pair of the model's batch, whose `seq_lens` are the new tokens'
-    positions, and a `SamplingBatch`.
-    """
-
-    @functools.wraps(step)
-    def step_and_sample(params, state, batch, **options):
-        rows, sampling = batch
-        logits, state = step(params, state, rows, **options)
-        return sample(logits, sampling, rows.seq_lens), state
-
-    return step_and_sample
+    return lax.fori_loop(0, 16, two_bits, jnp.zeros_like(keys[:, :1]))

@@ -1,23 +1,48 @@
 """Which request runs in which row, with which pages and slot: all of it on the host.
 
-Pages are allocated when a request is admitted, for its prompt and all the tokens it may generate. A
-row that stops early has held pages that it did not need; in return an admitted row can always
-finish, so nothing that was generated is ever lost, thrown away or computed again. A request that
-the pool cannot hold now waits, and those behind it wait with it (first come, first served: a long
-one does not starve). One that it can never hold is refused.
+Requests wait in the order of their priority, then of their arrival; one that finds no pages waits,
+and those behind it wait with it, so that a long one does not starve. A request that the pool can
+never hold is refused.
+
+A row has pages for what it has read and is about to write, and gets more as it grows. Where the
+pool is empty the youngest row gives its pages back and waits again, with the tokens that it has:
+they are read as a prompt is when its turn comes, so nothing that was generated is lost. The oldest
+row always goes on, so every request ends.
+
+What a step needs to know of all rows at once (lengths, room, tokens left) is in NumPy arrays.
 """
 
+import bisect
 import dataclasses
-from collections import deque
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.engine.deltas import Deltas, device_stops
+from jaxattn.engine.logprobs import Logprobs
 from jaxattn.engine.pool import PagePool, SlotPool
 from jaxattn.engine.request import Request
+from jaxattn.engine.sampling import Level, level_of
 from jaxattn.memory.limits import Limits
+
+# Rows that need a page within so many tokens get it together, so that few steps have a delta.
+AHEAD = 16
+
+
+@dataclasses.dataclass(eq=False)
+class Queued:
+    """A request that waits, and what it has generated if it ran before."""
+
+    request: Request
+    order: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return self.request.priority, self.order
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,8 +50,12 @@ class Row:
     """A request that has been given row `index` of the batch.
 
     Attributes:
-        cached: how many of its tokens are in the cache and in the states.
-        tokens: what was generated; the last one is not cached yet.
+        prompt: what it reads before it generates: the request's prompt, and what it had generated
+            when it lost its pages.
+        tokens: what was generated and has come back from the device.
+        ended: it has left its row; what steps in flight say of it is not its own.
+        read_last: the number of the round that last read of its prompt.
+        late_stops: whether the host has to look for its stop tokens.
     """
 
     request: Request
@@ -34,34 +63,48 @@ class Row:
     slot: int
     pages: list[int]
     max_tokens: int
-    cached: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
+    order: int
+    prompt: Sequence[int]
+    level: Level
+    tokens: list[int]
+    logprobs: list[Logprobs]
+    late_stops: bool
+    ended: bool = False
+    read_last: int = -1
 
     @property
-    def stop_tokens(self) -> Sequence[int]:
-        stops: Any = self.request.stop_tokens
-        return stops
-
-    @property
-    def prefilling(self) -> bool:
-        return self.cached < len(self.request.prompt)
+    def last(self) -> int:
+        """Where the last token stands that it may generate."""
+        return len(self.request.prompt) + self.max_tokens - 1
 
 
 class Scheduler:
     """The waiting queue, the rows and the two pools.
 
     Attributes:
+        waiting: in the order in which they are served.
         rows: index -> row, in the order in which they were admitted.
         block_tables: int32 [B, M]; entries past a row's pages are leftovers, which no op reads.
+        deltas: what the device has to be told before its next step.
+        cached: int32 [B], tokens of each row that are in the caches once all steps sent have run.
+        room: int32 [B], tokens that its pages hold.
+        left: int32 [B], tokens that it may still generate beside those of steps sent.
+        decoding: bool [B], rows that have read their prompts.
+        levels: int32 [B], how each samples.
+        preemptions: rows that lost their pages so far.
     """
 
     def __init__(self, limits: Limits, vocab_size: int):
         self.limits, self.vocab_size = limits, vocab_size
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Queued] = []
         self.rows: dict[int, Row] = {}
-        self.pages = PagePool(limits.pages, PAGE_SIZE)
-        self.slots = SlotPool(limits.batch)
+        self.deltas = Deltas(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
+        self.cached, self.room, self.left, self.levels = np.zeros((4, limits.batch), np.int32)
+        self.decoding = np.zeros(limits.batch, bool)
+        self.preemptions = 0
+        self._orders = itertools.count()
+        self._new_pools()
 
     @property
     def busy(self) -> bool:
@@ -78,7 +121,8 @@ class Scheduler:
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
         new = self._max_tokens(request)
-        needed = self.pages.pages_for(self._cached_tokens(request))
+        # The last token that it generates is never read.
+        needed = self.pages.pages_for(prompt + new - 1)
         if needed > self.pages.size:
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
@@ -86,46 +130,106 @@ class Scheduler:
             )
         return None
 
+    # --- waiting requests
+
     def submit(self, request: Request) -> None:
         """Queues a request; it must not be one to refuse."""
-        self.waiting.append(request)
+        self._queue(Queued(request, next(self._orders)))
 
-    def admit(self) -> None:
-        """Moves waiting requests into free rows, as long as the first of them finds its pages."""
-        while self.waiting and len(self.rows) < self.limits.batch:
-            request = self.waiting[0]
-            pages = self.pages.allocate(self._cached_tokens(request))
-            if pages is None:
-                return
-            slot = self.slots.allocate()
-            assert slot is not None, "there are as many slots as rows"
-            index = min(set(range(self.limits.batch)) - self.rows.keys())
-            self.waiting.popleft()
-            self.rows[index] = Row(request, index, slot, pages, self._max_tokens(request))
-            self.block_tables[index, : len(pages)] = pages
-
-    def withdraw(self, id: int) -> Request | None:
+    def withdraw(self, id: int) -> Queued | None:
         """Takes a waiting request out of the queue, by its id."""
-        found = next((request for request in self.waiting if request.id == id), None)
+        found = next((queued for queued in self.waiting if queued.request.id == id), None)
         if found is not None:
             self.waiting.remove(found)
         return found
 
-    def next_prefill(self) -> Row | None:
-        """The row whose next prompt chunk is due: the first admitted of those that are reading."""
-        return next((row for row in self.rows.values() if row.prefilling), None)
+    def admit(self) -> None:
+        """Moves waiting requests into free rows, as long as the first of them finds its pages."""
+        while self.waiting and len(self.rows) < self.limits.batch:
+            queued = self.waiting[0]
+            request = queued.request
+            prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
+            last = len(request.prompt) + self._max_tokens(request) - 1
+            pages = self.pages.allocate(min(len(prompt) + 1, last))
+            if pages is None:
+                return
+            slot = self.slots.allocate()
+            assert slot is not None, "there are as many slots as rows"
+            del self.waiting[0]
+            self._place(queued, prompt, pages, slot)
 
-    def next_decode(self) -> list[Row]:
-        """The rows to decode now: all that have read their prompts, unless most are still reading.
+    # --- rows
 
-        So a long prompt does not stop the others (its chunks alternate with decode steps), and an
-        empty batch fills up before it decodes.
+    def next_prompts(self, most: int) -> list[Row]:
+        """Up to `most` rows whose next prompt chunk is due.
+
+        Those that were read of longest ago come first, so that a long prompt takes turns with
+        others; of equals, the first in the order in which they are served.
         """
-        decoding = [row for row in self.rows.values() if not row.prefilling]
-        return decoding if 2 * len(decoding) >= len(self.rows) else []
+        if np.count_nonzero(self.decoding) == len(self.rows):
+            return []
+        reading = (row for row in self.rows.values() if not self.decoding[row.index])
+        turn = lambda row: (row.read_last, row.request.priority, row.order)  # noqa: E731
+        return sorted(reading, key=turn)[:most]
+
+    def read(self, row: Row, tokens: int) -> bool:
+        """Counts tokens that are read of the row's prompt. Returns whether those are all.
+
+        Then the row joins those on the device, and is sampled after this step.
+        """
+        self.cached[row.index] += tokens
+        if self.cached[row.index] < len(row.prompt):
+            return False
+        self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
+        self.decoding[row.index] = True
+        self.left[row.index] -= 1
+        return True
+
+    def next_decode(self) -> np.ndarray:
+        """Indices of the rows to decode now: all that have read their prompts and do not end."""
+        return np.flatnonzero(self.decoding & (self.left > 0))
+
+    def grow(self, places: np.ndarray) -> bool:
+        """Gives these rows the pages of their next token; False, and nothing, if there are too few.
+
+        Pages that they need soon come with them, as far as there are any.
+        """
+        cached = self.cached[places]
+        short = places[cached + 1 > self.room[places]]
+        if not len(short):
+            return True
+        if len(short) > self.pages.available:
+            return False
+        soon = places[(cached + AHEAD > self.room[places]) & (cached + 1 <= self.room[places])]
+        for index in (*short.tolist(), *soon.tolist()):
+            row = self.rows[index]
+            if self.room[index] < row.last and self.pages.available:
+                self._give(row, self.pages.allocate(1))
+        return True
+
+    def sent(self, places: np.ndarray) -> None:
+        """Counts a decode step of these rows."""
+        self.cached[places] += 1
+        self.left[places] -= 1
+
+    def preempt(self) -> None:
+        """The youngest row gives its pages back and waits, with the tokens that it has.
+
+        No step may be in flight: its tokens would be lost.
+        """
+        row = max(self.rows.values(), key=lambda row: (row.request.priority, row.order))
+        self.release(row)
+        self._queue(Queued(row.request, row.order, row.tokens, row.logprobs))
+        self.preemptions += 1
 
     def release(self, row: Row) -> None:
-        """Frees the row, its pages and its slot for the next request."""
+        """Frees the row, its pages and its slot for the next request.
+
+        A step in flight may still write to them, but no step is sent with the row again, and the
+        device runs steps in order: the next owner's come after it.
+        """
+        row.ended = True
+        self.decoding[row.index] = False
         del self.rows[row.index]
         self.pages.free(row.pages)
         self.slots.free(row.slot)
@@ -135,9 +239,12 @@ class Scheduler:
         was given its pages, or gave them back.
         """
         dropped = list(self.rows.values())
+        for row in dropped:
+            row.ended = True
         self.rows.clear()
-        self.pages = PagePool(self.limits.pages, PAGE_SIZE)
-        self.slots = SlotPool(self.limits.batch)
+        self.decoding[:] = False
+        self.deltas.clear()
+        self._new_pools()
         return dropped
 
     def clear(self) -> None:
@@ -145,9 +252,43 @@ class Scheduler:
         self.waiting.clear()
         self.drop_rows()
 
+    def _new_pools(self) -> None:
+        self.pages = PagePool(self.limits.pages, PAGE_SIZE)
+        self.slots = SlotPool(self.limits.batch)
+
+    def _queue(self, queued: Queued) -> None:
+        bisect.insort(self.waiting, queued, key=lambda each: each.turn)
+
+    def _place(self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int) -> None:
+        """A row of its own for a request, with no pages yet but those given."""
+        request = queued.request
+        index = next(i for i in range(self.limits.batch) if i not in self.rows)
+        row = self.rows[index] = Row(
+            request,
+            index,
+            slot,
+            [],
+            self._max_tokens(request),
+            queued.order,
+            prompt,
+            level_of(request),
+            queued.tokens,
+            queued.logprobs,
+            late_stops=len(device_stops(request)) < len(request.stops),
+        )
+        self.cached[index] = self.room[index] = 0
+        self.left[index] = row.max_tokens - len(row.tokens)
+        self.levels[index] = row.level
+        self._give(row, pages)
+
+    def _give(self, row: Row, pages: list[int] | None) -> None:
+        """More pages for a row, on the host and, with the next deltas, on the device."""
+        assert pages is not None, "whoever calls this has looked"
+        first = len(row.pages)
+        row.pages += pages
+        self.room[row.index] = len(row.pages) * PAGE_SIZE
+        self.block_tables[row.index, first : first + len(pages)] = pages
+        self.deltas.pages(row.index, first, pages)
+
     def _max_tokens(self, request: Request) -> int:
         return min(request.max_tokens, self.limits.max_model_len - len(request.prompt))
-
-    def _cached_tokens(self, request: Request) -> int:
-        """The most that the row will cache: the last token that it generates is never read."""
-        return len(request.prompt) + self._max_tokens(request) - 1

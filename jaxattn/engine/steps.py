@@ -1,85 +1,248 @@
-"""The executables of an engine: every entry point that serving can reach, compiled ahead of time.
+"""The executables of an engine: every step that serving can reach, compiled ahead of time.
 
-    prefill of 1 x T tokens    a prompt's chunk: the first, a later one (the cached prefix is walked
-                               page by page up to the whole block table), the last partial one
-    decode of B x S tokens     the first decode and all that follow
+    prefill of P x T tokens    a chunk of each of P prompts: the first, a later one (the cached
+                               prefix is walked page by page up to the whole block table), the last
+    decode of B x 1 tokens     the last token of each row, from the rows on the device
+    decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
+    sample of B rows: level    the rows' next tokens (advance.py)
+    update of rows             rows that come, and pages (rows.py)
+    history of P x T tokens    prompts of rows with penalties
+
+The first three are the model's own: (weights, state, batch) -> (logits, state), where `weights`
+are the leaves of the packed parameters: to take a tree of modules apart costs the host more than
+all the rest of a call. The others change rows: (rows, ...) -> rows, some with what they tell.
 
 Lengths are data, so a row's length never asks for another executable; shapes are buckets.
-
-Two engines of one model share their executables while either lives, however many threads
-build them, so that nothing is compiled twice. Executables hold no arrays.
 """
 
-import concurrent.futures
+import abc
 import dataclasses
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.process import PROCESS
-from jaxattn.engine.sampling import SamplingBatch, sampled
+from jaxattn.engine import rows as device_rows
+from jaxattn.engine.advance import advance, remember
+from jaxattn.engine.batches import kept_places, packed_chunks, prefill_batch, prefill_width
+from jaxattn.engine.rows import Places, Rows, decode_batch
+from jaxattn.engine.sampling import Level
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import (
     CacheSize,
     DecodeBatch,
     DecodeState,
     Model,
-    PrefillBatch,
     init_state,
-    jit_step,
     overlaid,
 )
 
-OnCompile = Callable[[str, float | None], None]
+
+class Step(abc.ABC):
+    """One executable. `str` is its name.
+
+    Attributes:
+        donated: which argument is updated in place.
+    """
+
+    donated: int = 0
+
+    @abc.abstractmethod
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        """What is jitted; `tree` is the structure of the packed parameters."""
+
+    @abc.abstractmethod
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        """What it is called with, as shapes."""
+
+    @abc.abstractmethod
+    def given(self, model: Model, limits: Limits) -> Any:
+        """Those of them that come with the call: neither weights, state nor rows."""
+
+    @abc.abstractmethod
+    def padding(self, model: Model, limits: Limits) -> Any:
+        """What is given where there is no row: NumPy arrays of which nothing is written."""
 
 
 @dataclasses.dataclass(frozen=True)
-class EntryPoint:
-    """One executable: `kind` is "prefill" or "decode", of `rows` rows of `tokens` tokens."""
+class EntryPoint(Step):
+    """A step of the model: `kind` is "prefill" or "decode", of `rows` rows of `tokens` tokens."""
 
     kind: str
     rows: int
     tokens: int
 
+    donated = 1
+
     def __str__(self) -> str:
         return f"{self.kind} of {self.rows} x {self.tokens} tokens"
 
-    def step(self, model: Model) -> Callable:
-        """The model's step with sampling: (params, state, batch) -> (tokens, state)."""
-        return sampled(model.prefill if self.kind == "prefill" else model.decode)
+    @property
+    def reads_rows(self) -> bool:
+        """Whether its batch is made of the rows on the device."""
+        return self.kind == "decode" and self.tokens == 1
 
-    def batch_shapes(self, width: int) -> Any:
-        """Its batch, as shapes: what `jit(...).lower` is given and what every call passes."""
-        rows = int32(self.rows)
+    def step(self, model: Model, limits: Limits) -> Callable:
+        """(params, state, batch) -> (logits, state)."""
+        if self.kind == "prefill":
+            return partial(_prefill, model, limits.table_width, sampled_rows(limits, self.rows))
+        return partial(_decode, model) if self.reads_rows else model.decode
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        step = self.step(model, limits)
+
+        def of_leaves(weights: Any, state: Any, batch: Any, **options: Any) -> Any:
+            return step(jax.tree.unflatten(tree, weights), state, batch, **options)
+
+        return of_leaves
+
+    def batch_shapes(self, limits: Limits) -> Any:
+        """Its batch, as shapes."""
+        width = limits.table_width
+        if self.kind == "prefill":
+            return int32(self.rows, prefill_width(self.tokens, width))
+        if self.reads_rows:
+            return Places(row_shapes(limits), int32(self.rows))
         tokens, tables = int32(self.rows, self.tokens), int32(self.rows, width)
-        model = (
-            PrefillBatch(tokens, rows, rows, tables, rows)
-            if self.kind == "prefill"
-            else DecodeBatch(tokens, rows, tables, rows)
-        )
-        floats: Any = jax.ShapeDtypeStruct((self.rows,), jnp.float32)
-        seeds: Any = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
-        return model, SamplingBatch(floats, rows, floats, floats, seeds)
+        return DecodeBatch(tokens, int32(self.rows), tables, int32(self.rows))
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        state = jax.eval_shape(lambda: new_state(model, limits))
+        return tuple(jax.tree.leaves(params)), state, self.batch_shapes(limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows) if self.reads_rows else self.batch_shapes(limits)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        if self.kind == "prefill":
+            return packed_chunks(self.rows, self.tokens, limits.table_width, ())
+        none = np.full(self.rows, -1, np.int32)
+        if self.reads_rows:
+            return none
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.int32), self.batch_shapes(limits))
+        return dataclasses.replace(zeros, state_indices=none)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample(Step):
+    """Samples `rows` rows at a level."""
+
+    rows: int
+    level: Level
+
+    def __str__(self) -> str:
+        return f"sample of {self.rows} rows: {self.level}"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return partial(advance, level=self.level)
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return row_shapes(limits), *self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> tuple[Any, ...]:
+        return jax.ShapeDtypeStruct((self.rows, model.vocab_size), jnp.float32), int32(self.rows)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        logits = np.zeros((self.rows, model.vocab_size), np.float32)
+        return logits, np.full(self.rows, -1, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update(Step):
+    """Rows that come, and pages."""
+
+    def __str__(self) -> str:
+        return "update of rows"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return device_rows.update
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return row_shapes(limits), self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(device_rows.packed(limits.batch).size)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return np.full(device_rows.packed(limits.batch).size, limits.batch, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remember(Step):
+    """The tokens of a prefill step, for the histories of its rows."""
+
+    rows: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"history of {self.rows} x {self.tokens} tokens"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return partial(_remember, limits.table_width)
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return row_shapes(limits), self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows, prefill_width(self.tokens, limits.table_width))
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return packed_chunks(self.rows, self.tokens, limits.table_width, ())
+
+
+def _prefill(
+    model: Model, width: int, rows: int, params: Any, state: Any, batch: Any, **options: Any
+) -> Any:
+    """Logits of as many rows as are sampled together; those behind the prompts are 0."""
+    logits, state = model.prefill(params, state, prefill_batch(batch, width), **options)
+    return jnp.pad(logits, ((0, rows - len(logits)), (0, 0))), state
+
+
+def _decode(model: Model, params: Any, state: Any, batch: Places, **options: Any) -> Any:
+    return model.decode(params, state, decode_batch(batch), **options)
+
+
+def _remember(width: int, rows: Rows, packed: Any) -> Rows:
+    batch = prefill_batch(packed, width)
+    return remember(rows, batch.tokens, kept_places(packed), batch.seq_lens, batch.query_lens)
 
 
 def int32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def row_shapes(limits: Limits) -> Rows:
+    """The rows of an engine, as shapes."""
+    return device_rows.shapes(limits.batch, limits.table_width, limits.max_model_len)
+
+
+def sampled_rows(limits: Limits, rows: int) -> int:
+    """With how many rows so many are sampled: the smallest bucket that holds them."""
+    return next(bucket for bucket in limits.batches if bucket >= rows)
+
+
 def entry_points(limits: Limits) -> tuple[EntryPoint, ...]:
-    """All that an engine of these limits can run, the largest of a kind last."""
-    prefills = (EntryPoint("prefill", 1, chunk) for chunk in limits.chunks)
+    """The model's steps that an engine of these limits can run, the largest of a kind last."""
+    together = sorted({1, min(limits.prefill_rows, limits.batch)})
+    prefills = (EntryPoint("prefill", rows, chunk) for rows in together for chunk in limits.chunks)
     decodes = (
         EntryPoint("decode", rows, tokens)
         for tokens in sorted(limits.q_lens, reverse=True)
         for rows in limits.batches
     )
     return *prefills, *decodes
+
+
+def all_steps(limits: Limits) -> tuple[Step, ...]:
+    """Every step that an engine of these limits can run."""
+    entries = entry_points(limits)
+    histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
+    samples = (Sample(rows, level) for rows in limits.batches for level in Level)
+    return *entries, *samples, *histories, Update()
 
 
 def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
@@ -107,85 +270,6 @@ def new_state(model: Model, limits: Limits) -> DecodeState:
     return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
 
 
-class Steps:
-    """Compiled entry points, as a mapping from name to executable."""
-
-    def __init__(self, executables: Mapping[str, jax.stages.Compiled]):
-        self.executables = dict(executables)
-
-
-def compiled_steps(
-    model: Model,
-    limits: Limits,
-    params: Any,
-    devices: tuple[jax.Device, ...],
-    *,
-    implementation: Implementation | None = None,
-    on_compile: OnCompile | None = None,
-    workers: int = 1,
-) -> Steps:
-    """Every entry point, compiled, or those of an engine alive that has the same.
-
-    Args:
-        params: the packed parameters, or their shapes.
-        devices: that run them.
-        on_compile: called with each name and None before it is compiled, and with the seconds
-            that it took after that (0 if it was there already). With several workers from their
-            threads.
-        workers: how many are compiled at a time.
-    """
-    avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
-    leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
-    x64 = bool(jax.config.jax_enable_x64)
-    shape = dataclasses.replace(limits, utilization=None, num_pages=limits.pages)
-    key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
-    with PROCESS.lock(key):
-        steps = PROCESS.steps.get(key)
-        if steps is None:
-            steps = _compile(model, limits, params, devices, implementation, on_compile, workers)
-            PROCESS.steps[key] = steps
-        elif on_compile:
-            for name in steps.executables:
-                on_compile(name, None)
-                on_compile(name, 0.0)
-    return steps
-
-
-def _compile(
-    model: Model,
-    limits: Limits,
-    params: Any,
-    devices: tuple[jax.Device, ...],
-    implementation: Implementation | None,
-    on_compile: OnCompile | None,
-    workers: int,
-) -> Steps:
-    state = jax.eval_shape(lambda: new_state(model, limits))
-    # What is named is for decoding. Unless XLA is, prefill takes the best there is: its kernels
-    # refuse other models than those of decoding do.
-    chosen: dict[str, Implementation | None] = {
-        "prefill": "xla" if implementation == "xla" else None,
-        "decode": implementation,
-    }
-
-    def build(entry: EntryPoint) -> jax.stages.Compiled:
-        if on_compile:
-            on_compile(str(entry), None)
-        start = time.perf_counter()
-        step = jit_step(
-            entry.step(model),
-            implementation=chosen[entry.kind],
-            backend=devices[0].platform,
-        )
-        batch = entry.batch_shapes(limits.table_width)
-        with jax.default_device(devices[0]):
-            executable = step.lower(params, state, batch).compile()
-        if on_compile:
-            on_compile(str(entry), time.perf_counter() - start)
-        return executable
-
-    entries = entry_points(limits)
-    if workers == 1:
-        return Steps({str(entry): build(entry) for entry in entries})
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return Steps(dict(zip(map(str, entries), pool.map(build, entries), strict=True)))
+def new_rows(limits: Limits) -> Rows:
+    """Rows of which none has come yet."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), row_shapes(limits))

@@ -15,7 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import require_hopper
 
 ROPE = 64
 THREADS = 128
@@ -30,11 +32,11 @@ def norms_queries(query_rank: int) -> bool:
 
 def _refuse(rank: int, rope: int, cache_dtype: Any) -> None:
     if rope != ROPE or rank % 512:
-        raise NotImplementedError(
+        raise Refusal(
             f"mla_append: the kernel has R a multiple of 512 and P = 64, and got R={rank}, P={rope}"
         )
     if cache_dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
+        raise Refusal(
             f"mla_append: the kernel writes a bfloat16 or float16 cache, got {cache_dtype.name}"
         )
 
@@ -67,18 +69,16 @@ def mla_append_mosaic(
     _refuse(rank, dim - rank, kv_cache.dtype)
     tokens = batch * q_len
     stacked = weights.ndim == 2
-    operands = [
-        kv.reshape(tokens, dim),
-        weights.reshape(-1, weights.shape[-1]),
-        angles.reshape(tokens, 2 * ROPE).astype(jnp.float32),
-        jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
-        block_tables,
-        seq_lens,
-    ]
-    if query_lens is not None:
-        operands.append(query_lens)
-    if q is not None:
-        operands.append(q.reshape(tokens, query_rank))
+    inputs = {
+        "kv_ref": kv.reshape(tokens, dim),
+        "weights_ref": weights.reshape(-1, weights.shape[-1]),
+        "angles_ref": angles.reshape(tokens, 2 * ROPE).astype(jnp.float32),
+        "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        "tables_ref": block_tables,
+        "lens_ref": seq_lens,
+        "query_lens_ref": query_lens,
+        "q_ref": None if q is None else q.reshape(tokens, query_rank),
+    }
     cache_ref = jax.new_ref(kv_cache if layer is not None else kv_cache[None])
     shift = 1 if interleaved else ROPE // 2
     channel = plgpu.Layout.WG_STRIDED((WINDOW,), vec_size=1)
@@ -94,13 +94,10 @@ def mla_append_mosaic(
     def factor_of(x: jax.Array, width: int) -> jax.Array:
         return lax.rsqrt(jnp.sum(x * x) * (1.0 / width) + eps)
 
-    def body(kv_ref, weights_ref, angles_ref, layer_ref, tables_ref, lens_ref, *rest):
-        refs = iter(rest)
-        query_lens_ref: Any = next(refs) if query_lens is not None else None
-        q_ref: Any = next(refs) if q is not None else None
-        cache = next(refs)
-        out_ref: Any = next(refs) if q is not None else None
-        smem = next(refs)
+    def body(
+        kv_ref, weights_ref, angles_ref, layer_ref, tables_ref, lens_ref, query_lens_ref, q_ref,
+        cache, out_ref, smem,
+    ):  # fmt: skip
         token = lax.axis_index("token")
         which = layer_ref[0]
         own = which if stacked else 0
@@ -117,7 +114,7 @@ def mla_append_mosaic(
             angles = load_window(angles_ref.at[token])
             row = lax.div(token, q_len)
             length, place = lens_ref[row], lax.rem(token, q_len)
-            queries = q_len if query_lens is None else query_lens_ref[row]
+            queries = q_len if query_lens_ref is None else query_lens_ref[row]
             position = length - queries + place
             column = lax.div(jnp.maximum(position, 0), page_size)
             known = (length > 0) & (place < queries) & (position >= 0)
@@ -147,7 +144,7 @@ def mla_append_mosaic(
                 value = jnp.where(dim_of < ROPE, normed, some * cosine + partner * sine)
                 target.at[pl.ds(first, WINDOW)][...] = value.astype(cache.dtype)
 
-        if q is not None:
+        if q_ref is not None:
 
             @pl.when(lax.axis_index("kind") == 1)
             def _queries():
@@ -156,20 +153,18 @@ def mla_append_mosaic(
                 factor = factor_of(x, query_rank)
                 out_ref.at[token][...] = (x * factor * weight).astype(dtype)
 
-    kernel = plgpu.kernel(
+    new = None if q is None else jax.ShapeDtypeStruct((tokens, query_rank), dtype)
+    out = launch(
         body,
-        out_type=() if q is None else (jax.ShapeDtypeStruct((tokens, query_rank), dtype),),
-        scratch_types=[plgpu.SMEM((5 * WINDOW,), jnp.float32)],
+        name="mla_append",
         # The last axis is the one that may have more than 65,535 blocks.
-        grid=(1 if q is None else 2, tokens),
-        grid_names=("kind", "token"),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="mla_append",
+        grid={"kind": 1 if q is None else 2, "token": tokens},
+        inputs={**inputs, "cache": cache_ref},
+        outputs={"out_ref": new},
+        scratch={"smem": plgpu.SMEM((5 * WINDOW,), jnp.float32)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        outs = kernel(*operands, cache_ref)
-    normed = outs[0].reshape(batch, q_len, query_rank) if q is not None else None
+    normed = out["out_ref"].reshape(batch, q_len, query_rank) if q is not None else None
     return normed, jax.freeze(cache_ref).reshape(kv_cache.shape)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import require_hopper
 
 THREADS = 128
 MOST_FEATURES = 8192  # 64 of them in each thread's registers
@@ -42,7 +44,7 @@ def rms_norm_mosaic(
     require_hopper("rms_norm_layer", interpret=interpret)
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:
-        raise NotImplementedError(
+        raise Refusal(
             f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )
@@ -61,17 +63,15 @@ def rms_norm_mosaic(
         factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
         out_ref.at[token][...] = (values * factor * weight).astype(dtype)
 
-    kernel = plgpu.kernel(
+    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    out = launch(
         body,
-        out_type=jax.ShapeDtypeStruct(tokens.shape, dtype),
-        grid=(tokens.shape[0],),
-        grid_names=("token",),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="rms_norm",
+        name="rms_norm",
+        grid={"token": tokens.shape[0]},
+        inputs={"x_ref": tokens, "weights_ref": weights, "layer_ref": number},
+        outputs={"out_ref": jax.ShapeDtypeStruct(tokens.shape, dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
-    )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        out = kernel(tokens, weights, jnp.asarray(layer, jnp.int32).reshape(1))
+        interpret=interpret,
+        detect_races=detect_races,
+    )["out_ref"]
     return out.reshape(x.shape)

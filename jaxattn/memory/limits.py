@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxattn.core.checks import MOST
-from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.core.checks import MOST, check_sizes
+from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.memory.budget import check_utilization
 
 
@@ -16,7 +16,10 @@ class Limits:
         max_model_len: longest row in tokens, prompt and generated together.
         num_pages: pages of the cache; None is enough for every row at `max_model_len`, or with
             `utilization` what the device holds of that.
-        prefill_chunk: prompt tokens that are read at a time, of one request.
+        prefill_chunk: prompt tokens that are read at a time, of one request. Beside rows that
+            decode a round reads one chunk, so this is what their next token waits for.
+        prefill_rows: prompts that may be read together, a chunk of each, where several are due. A
+            row's bits may depend on how many are, as other shapes take other matmuls.
         utilization: fraction of the device's total memory, not of what is free, for arrays and
             XLA's temp; the cache gets what the rest of the plan leaves of it. Where other
             processes hold more than the rest, it gets what they leave. None sizes the cache by
@@ -24,9 +27,12 @@ class Limits:
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
+        cache_format: what the cache stores, of `jaxattn.core.formats.CACHE_FORMATS`; "auto" is the
+            model's own. The parameters are then those of `model.with_cache_format(...)`.
+        native_layers: so many first and so many last layers of attention keep the model's own.
         q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
             others: they are planned, compiled and warmed for callers of `Engine.executables` who
-            append several tokens in a step, which samples after the last of them.
+            append several tokens in a step, which gives the logits after the last of them.
 
     Raises:
         ValueError: one of them is not a positive integer, or no fraction, or a bucket is larger
@@ -37,13 +43,24 @@ class Limits:
     max_model_len: int = 1024
     num_pages: int | None = None
     prefill_chunk: int = 128
+    prefill_rows: int = 1
     utilization: float | None = None
     decode_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
     q_lens: tuple[int, ...] = (1,)
+    cache_format: str = "auto"
+    native_layers: int = 0
 
     def __post_init__(self) -> None:
+        if self.cache_format not in CACHE_FORMATS:
+            raise ValueError(
+                f"cache_format must be one of {', '.join(CACHE_FORMATS)}; got "
+                f"cache_format={self.cache_format!r}"
+            )
+        check_sizes("Limits", least=0, native_layers=self.native_layers)
         for name, value in dataclasses.asdict(self).items():
+            if name in ("cache_format", "native_layers"):
+                continue
             if value is None and name in ("num_pages", "utilization"):
                 continue
             if name == "utilization":

@@ -171,7 +171,7 @@ class LayerCache(abc.ABC):
 
 # Lines that every plan has: no array of a cache may take their names.
 PLAN_LINES = (
-    "weights", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
+    "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
     "step inputs and outputs",
 )  # fmt: skip
 
@@ -241,6 +241,19 @@ class Model(abc.ABC):
     ) -> tuple[ArenaSpec, ...]:
         """The scratch of each op of a decode step of `rows` rows of up to `max_pages` pages."""
         return ()
+
+    def with_cache_format(self, name: str, native_layers: int = 0) -> "Model":
+        """The same model with caches in a format of `CACHE_FORMATS`.
+
+        Args:
+            native_layers: so many first and so many last layers keep the cache that they have.
+
+        Raises:
+            ValueError: it has no such format; those that it has are named.
+        """
+        if name != "auto" or native_layers:
+            raise ValueError(f"cache_format={name!r}: {type(self).__name__} has auto alone")
+        return self
 
     def pack(self, params: Any) -> Any:
         """The parameters as the steps read them fastest. The engine calls it once, on loading."""

@@ -8,7 +8,7 @@ all its layers share in a step, and the small weights that decoding reads from o
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -53,7 +53,26 @@ class Mixer(abc.ABC):
 
     Attributes:
         cache_name: the mixers of one cache are equal.
+        cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
+        read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
     """
+
+    cache_formats: ClassVar[tuple[str, ...]] = ()
+    read_apart: ClassVar[tuple[str, ...]] = ()
+
+    def in_format(self, name: str) -> "Mixer":
+        """The same layer with a cache in one of `cache_formats`."""
+        raise NotImplementedError(f"{type(self).__name__} has a cache of its own")
+
+    def set_apart(self) -> "Mixer":
+        """The same layer with a cache in its own format beside others'.
+
+        Raises:
+            ValueError: all layers of this kind share one format.
+        """
+        raise ValueError(
+            f"all layers of {type(self).__name__} share one format of cache; leave native_layers 0"
+        )
 
     @property
     @abc.abstractmethod

@@ -32,6 +32,7 @@ from jaxattn.models.base import (
     check_caches,
 )
 from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
@@ -384,9 +385,13 @@ def _loop[Carry](
 
 
 def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
-    """The weights of a segment's linears, [repeats, in, out] each, by the place of the linear."""
-    modules = nnx.iter_modules(pattern)
-    return {path: each.weight[...] for path, each in modules if isinstance(each, Linear)}
+    """The weights of a segment that its modules read in their stacks, [repeats, ...] each, by the
+    module's place and the weight's name."""
+    return {
+        (path, name): getattr(module, name)[...]
+        for path, module in nnx.iter_modules(pattern)
+        for name in getattr(module, "stacked", ())
+    }
 
 
 def _leave_in_stacks(
@@ -395,10 +400,11 @@ def _leave_in_stacks(
     repeat: Array,
     implementation: Implementation | None,
 ) -> None:
-    """Tells the linears of one repeat where the weights of all of them lie."""
+    """Tells the modules of one repeat where the weights of all of them lie."""
     for path, module in nnx.iter_modules(pattern):
-        if isinstance(module, Linear):
-            module.in_stack = InStack(stacks[path], LayerOf(repeat, 1, 0), implementation)
+        for name, place in getattr(module, "stacked", {}).items():
+            found = InStack(stacks[path, name], LayerOf(repeat, 1, 0), implementation)
+            setattr(module, place, found)
 
 
 def _norm(stream: Stream) -> RMSNorm:
@@ -464,6 +470,14 @@ class DecoderModel(Model):
         """The same model with products and weights of another dtype, bfloat16 or float32."""
         stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
         return DecoderModel(dataclasses.replace(self.spec, stream=stream), self.tokens)
+
+    def with_cache_format(self, name: str, native_layers: int = 0) -> "DecoderModel":
+        """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
+        parameters, and native layers cut the layers into other segments."""
+        blocks = reformatted(self.spec.blocks, name, native_layers)
+        if blocks == self.spec.blocks:
+            return self
+        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
 
     def with_tokens(self, tokens: int) -> "DecoderModel":
         """The same model of so many tokens: the rows of its embedding behind them are padding.

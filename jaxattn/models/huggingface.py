@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxattn.core.checks import check_sizes
 from jaxattn.core.fields import shown, some
+from jaxattn.models.cache_scales import is_scale, read_scales
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.cutting import Source, Weight
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.filling import READERS, OnProgress, fill
-from jaxattn.models.placing import Placed
+from jaxattn.models.placing import Key, Placed
 from jaxattn.models.quantization import Quantization, stored_as
 from jaxattn.models.registry import ExpertFormat, Published, read_model
 from jaxattn.models.shards import CONFIG, Found, open_tensors, read_json
@@ -65,9 +67,9 @@ def load(
     path = Path(folder)
     check_sizes("load", readers=readers)
     published = read_config(path, dtype, experts)
-    weights = open_weights(path, published)
+    weights, scales = open_weights(path, published)
     return published.model, place(
-        published.model, weights, readers=readers, on_progress=on_progress
+        published.model, weights, scales, readers=readers, on_progress=on_progress
     )
 
 
@@ -90,28 +92,36 @@ def read_config(
     return published._replace(model=model)
 
 
-def open_weights(folder: Path, published: Published) -> list[Weight]:
-    """The tensors of each weight; of the files only the headers are read.
+def open_weights(folder: Path, published: Published) -> tuple[list[Weight], dict[Key, np.ndarray]]:
+    """The tensors of each weight, of which only the headers are read, and the scales of an FP8
+    cache.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tensors are not those of the model.
     """
     tensors = open_tensors(folder)
     placed = published.placed(tensors)
-    return find(folder, tensors, placed, published.skipped, published.quantization)
+    weights = find(folder, tensors, placed, published.skipped, published.quantization)
+    return weights, read_scales(tensors, published.model.spec)
 
 
 def place(
     model: DecoderModel,
     weights: Sequence[Weight],
+    scales: Mapping[Key, np.ndarray],
     *,
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> nnx.State:
-    """The parameters, on JAX's default device."""
+    """The parameters, on JAX's default device; `scales` are some of them."""
     flat: dict[Any, Any] = dict(nnx.to_flat_state(model.param_shapes()))
-    shapes = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in flat.items()}
-    arrays = fill(shapes, weights, readers=readers, on_progress=on_progress)
+    shapes = {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for key, leaf in flat.items()
+        if key not in scales
+    }
+    arrays = {key: jnp.asarray(scale) for key, scale in scales.items()}
+    arrays |= fill(shapes, weights, readers=readers, on_progress=on_progress)
     return nnx.from_flat_state([(k, leaf.replace(arrays[k])) for k, leaf in flat.items()])
 
 
@@ -174,4 +184,4 @@ def _differences(part: Part, tensor: Found, shape: tuple[int, ...]) -> Iterator[
 
 def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
     # Old files hold the frequencies of RoPE, which the configuration says too.
-    return name.startswith(skipped) or name.endswith("rotary_emb.inv_freq")
+    return name.startswith(skipped) or name.endswith("rotary_emb.inv_freq") or is_scale(name)

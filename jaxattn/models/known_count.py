@@ -20,6 +20,14 @@ from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
 from jaxattn.models.quantization import Quantization, read_quantization
 
+# The formats of latents, and their dtypes.
+FORMATS = {
+    "auto": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_block": "uint8",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountedModel(KnownModel):
@@ -28,10 +36,12 @@ class CountedModel(KnownModel):
     Attributes:
         counted: what its activations are bounded by.
         whole: its caches on a GPU with all heads, in bfloat16.
+        cache_format: of its pages, of `FORMATS`.
     """
 
     counted: Sizes
     whole: tuple[LayerCache, ...]
+    cache_format: str = "auto"
 
     @property
     def sizes(self) -> Sizes:
@@ -41,8 +51,22 @@ class CountedModel(KnownModel):
     def num_heads(self) -> int:
         return self.counted.num_heads
 
+    def in_cache_format(self, name: str, native_layers: int = 0) -> "CountedModel":
+        if name not in FORMATS:
+            raise ValueError(
+                f"cache_format={name!r} is no format of {self.name}'s cache, which has "
+                f"{', '.join(FORMATS)}"
+            )
+        if native_layers:
+            raise ValueError(
+                f"native_layers={native_layers}: all layers of {self.name} share one format of "
+                "cache; leave it 0"
+            )
+        return dataclasses.replace(self, cache_format=name)
+
     def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
-        return tuple(_share(cache, ways, cache_dtype or "bfloat16") for cache in self.whole)
+        dtype = cache_dtype or FORMATS[self.cache_format]
+        return tuple(_share(cache, ways, dtype) for cache in self.whole)
 
     def scratch(
         self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1

@@ -110,6 +110,11 @@ class KnownModel(abc.ABC):
         return "bfloat16"
 
     @abc.abstractmethod
+    def in_cache_format(self, name: str, native_layers: int = 0) -> "KnownModel":
+        """The same model with caches in a format of `CACHE_FORMATS`; see
+        `Model.with_cache_format`."""
+
+    @abc.abstractmethod
     def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
         """What one of `ways` GPUs keeps of its rows; `cache_dtype` None is the model's own."""
 

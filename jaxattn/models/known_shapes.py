@@ -124,6 +124,12 @@ class BuiltModel(KnownModel):
             **found,
         )
 
+    def in_cache_format(self, name: str, native_layers: int = 0) -> "BuiltModel":
+        if name == "auto" and not native_layers:
+            return self
+        model = self.model.with_cache_format(name, native_layers)
+        return BuiltModel.of(self.name, model, self.quantization, unread=self.unread)
+
     def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
         return divided(self.model, ways, cache_dtype).caches
 

@@ -15,7 +15,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jaxattn.models import checkpoint, huggingface
 from jaxattn.models.config import HybridConfig
@@ -55,6 +55,15 @@ class ModelFolder(abc.ABC):
     path: Path
     model: DecoderModel
 
+    def in_cache_format(self, name: str, native_layers: int = 0) -> Self:
+        """The folder of the model with such a cache, see `Model.with_cache_format`.
+
+        Raises:
+            ValueError: the model has no such format.
+        """
+        model = self.model.with_cache_format(name, native_layers)
+        return dataclasses.replace(self, model=model)
+
     @abc.abstractmethod
     def open(self) -> Weights:
         """The folder's weights; nothing is allocated.
@@ -70,9 +79,14 @@ class HubFolder(ModelFolder):
 
     published: Published
 
+    def in_cache_format(self, name: str, native_layers: int = 0) -> Self:
+        found = super().in_cache_format(name, native_layers)
+        published = self.published._replace(model=found.model)
+        return dataclasses.replace(found, published=published)
+
     def open(self) -> Weights:
-        weights = huggingface.open_weights(self.path, self.published)
-        put = functools.partial(huggingface.place, self.model, weights)
+        weights, scales = huggingface.open_weights(self.path, self.published)
+        put = functools.partial(huggingface.place, self.model, weights, scales)
         nbytes = sum(weight.nbytes for weight in weights)
         return Weights(nbytes=nbytes, put=lambda on_progress: put(on_progress=on_progress))
 
@@ -123,7 +137,12 @@ def read_folder(
 
 
 def load(
-    folder: str | os.PathLike, *, dtype: str | None = None, experts: ExpertFormat | None = None
+    folder: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    experts: ExpertFormat | None = None,
+    cache_format: str = "auto",
+    native_layers: int = 0,
 ) -> tuple[DecoderModel, Any]:
     """The model of a folder and its parameters, on JAX's default device.
 
@@ -131,10 +150,13 @@ def load(
         folder: in the layout of the Hugging Face hub (`jaxattn.models.huggingface`), or in the
             package's own format (`jaxattn.models.checkpoint`).
         dtype, experts: see `read_folder`.
+        cache_format, native_layers: those of the `Limits` that the model will be served with; an
+            FP8 cache reads its scales from the folder, or takes 1.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the model is not supported.
-        ValueError: a dtype or experts for the package's own format.
+        ValueError: a dtype or experts for the package's own format, or the model has no such cache.
     """
     found = read_folder(folder, dtype=dtype, experts=experts)
+    found = found.in_cache_format(cache_format, native_layers)
     return found.model, found.open().place()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxattn import gdn, gqa, mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.formats import LatentFormat
+from jaxattn.core.formats import KVFormat, LatentFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
@@ -24,7 +24,8 @@ class MLA(Mixer):
     """Multi-head latent attention over pages of latents, in DeepSeek's names.
 
     Attributes:
-        cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8.
+        cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8
+            ("fp8_block").
         lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
     """
 
@@ -40,6 +41,10 @@ class MLA(Mixer):
 
     cache_name = "latents"
     kernels = {"mla_decode": "mla_decode"}
+    cache_formats = ("bfloat16", "fp8_block")
+
+    def in_format(self, name: str) -> "MLA":
+        return dataclasses.replace(self, cache_dtype="uint8" if name == "fp8_block" else name)
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MultiHeadLatentAttention:
         return MultiHeadLatentAttention(
@@ -155,6 +160,8 @@ class GQA(Mixer):
         gated: the output is multiplied by sigmoid(gate).
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax.
+        cache_format: of `KVFormat`; None is the compute dtype.
+        apart: the layers keep the compute dtype beside others of another format.
     """
 
     num_heads: int
@@ -165,18 +172,32 @@ class GQA(Mixer):
     gated: bool = False
     window: int | None = None
     sinks: bool = False
+    cache_format: str | None = None
+    apart: bool = False
 
-    kernels = {"gqa_decode": "gqa_decode"}
+    kernels = {"gqa_append": "gqa_append", "gqa_decode": "gqa_decode"}
+    cache_formats = ("bfloat16", "fp8")
+    read_apart = ("sinks", "kv_scale")
+
+    def in_format(self, name: str) -> "GQA":
+        return dataclasses.replace(self, cache_format=name, apart=False)
+
+    def set_apart(self) -> "GQA":
+        return dataclasses.replace(self, cache_format=None, apart=True)
 
     @property
     def cache_name(self) -> str:
         of_window = "" if self.window is None else f" of the last {self.window}"
-        return f"keys and values{of_window}"
+        return f"keys and values{of_window}{' set apart' if self.apart else ''}"
 
     @property
     def array(self) -> str:
-        """The name of the cache's array: layers of another window have another."""
-        return "kv_cache" if self.window is None else f"kv_cache_{self.window}"
+        """The name of the cache's array: layers of another window or format have another."""
+        of_window = "" if self.window is None else f"_{self.window}"
+        return f"kv_cache{of_window}{'_apart' if self.apart else ''}"
+
+    def format(self, stream: Stream) -> KVFormat:
+        return KVFormat(self.cache_format or stream.dtype, self.head_dim)
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> GroupedQueryAttention:
         return GroupedQueryAttention(
@@ -189,6 +210,7 @@ class GQA(Mixer):
             gated=self.gated,
             window=self.window,
             sinks=self.sinks,
+            scaled_cache=self.cache_format == "fp8",
             eps=stream.eps,
             norm_dtype=stream.norm_dtype,
             **stream.dtypes,
@@ -201,7 +223,7 @@ class GQA(Mixer):
             layers=layers,
             heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype=jnp.dtype(stream.dtype),
+            dtype=self.format(stream).dtype,
             array=self.array,
         )
 
@@ -215,6 +237,7 @@ class GQA(Mixer):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=jnp.dtype(stream.dtype),
+            cache_dtype=self.format(stream).dtype,
             max_pages=max_pages,
             page_size=page_size,
         )
@@ -257,6 +280,7 @@ class GQA(Mixer):
             block_tables=batch.block_tables,
             seq_lens=batch.seq_lens,
             layer=layer,
+            weights=weights,
             arena=arena,
             implementation=implementation,
             **shared,
@@ -285,6 +309,11 @@ class GQA(Mixer):
             interpret=implementation == "mosaic_gpu_interpret",
         )
         return {"schedule": schedule, "rotation": module.decode_rotation(batch.seq_lens, q_len)}
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
+        if not self.qk_norm:
+            return None
+        return gqa.pack_gqa_weights(*(params[n]["weight"][...] for n in ("q_norm", "k_norm")))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

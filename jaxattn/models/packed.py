@@ -78,9 +78,10 @@ def is_vector(path: Any, leaf: Any, segment: Segment[Block]) -> bool:
     """
     if leaf.ndim != 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return False
-    _, place, part, *_ = (getattr(each, "key", 0) for each in path)
+    _, place, part, name, *_ = (getattr(each, "key", 0) for each in path)
     if part == "mixer":
-        return type(segment.pattern[place].mixer).pack is not Mixer.pack
+        mixer = segment.pattern[place].mixer
+        return type(mixer).pack is not Mixer.pack and name not in mixer.read_apart
     return part in ("norm", "mlp_norm")
 
 

@@ -45,6 +45,7 @@ class Part:
 _BY_HEADS = (
     "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
     "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
+    "kv_scale",
 )  # fmt: skip
 _WHOLE = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm")
 # What FP8 checkpoints leave in bfloat16.
@@ -59,6 +60,7 @@ _NEVER_FP8 = (
     "k_norm",
     "norm",
     "sinks",
+    "kv_scale",
 )
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")

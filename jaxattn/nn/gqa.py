@@ -35,6 +35,8 @@ class GroupedQueryAttention(nnx.Module):
             then D gates
         k_proj, v_proj [hidden, Hk * D]   o_proj [H * D, hidden]
         q_norm, k_norm [D], with `qk_norm`   sinks float32 [H], with `sinks`
+        kv_scale float32 [2, Hk], with `scaled_cache`: by what an FP8 cache's keys and values are
+            multiplied
 
     Args:
         head_dim: D, of queries, keys and values.
@@ -43,6 +45,7 @@ class GroupedQueryAttention(nnx.Module):
         gated: the output is multiplied by sigmoid(gate) before o_proj.
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax (gpt-oss).
+        scaled_cache: the cache is FP8 (float8_e4m3fn).
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         norm_dtype: that of the norms' weights; None is `param_dtype`.
@@ -65,6 +68,7 @@ class GroupedQueryAttention(nnx.Module):
         gated: bool = False,
         window: int | None = None,
         sinks: bool = False,
+        scaled_cache: bool = False,
         eps: float = 1e-6,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
@@ -91,7 +95,7 @@ class GroupedQueryAttention(nnx.Module):
             )
         self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.eps = jnp.dtype(dtype), eps
 
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         of_query = head_dim * (2 if gated else 1)
@@ -104,6 +108,9 @@ class GroupedQueryAttention(nnx.Module):
         self.has_sinks = sinks
         if sinks:
             self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
+        self.scaled_cache = scaled_cache
+        if scaled_cache:
+            self.kv_scale = nnx.Param(jnp.ones((2, num_kv_heads), jnp.float32))
         self.o_proj = linear(num_heads * head_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
@@ -150,11 +157,15 @@ class GroupedQueryAttention(nnx.Module):
         arguments.check_query_lens(query_lens, "x", x)
         query_lens = as_given(query_lens)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
-        q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=kv_cache.dtype)
+        dtype, scale = self._dtype_beside(kv_cache), self._scale
+        q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=dtype)
         addressing = (block_tables, seq_lens)
         kv_cache = gqa.gqa_cache_write(
-            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer
+            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer, kv_scale=scale
         )
+        if scale is not None:
+            # The chunk's own tokens as later ones will read them.
+            k, v = self._as_stored(k, v)
         out, _ = gqa.gqa_prefill(
             q,
             k,
@@ -163,6 +174,7 @@ class GroupedQueryAttention(nnx.Module):
             *addressing,
             query_lens,
             layer=layer,
+            kv_scale=scale,
             gate=gate,
             implementation=implementation,
             **self._masking,
@@ -180,6 +192,7 @@ class GroupedQueryAttention(nnx.Module):
         layer: int | Int[Array, ""] | LayerOf | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -192,6 +205,8 @@ class GroupedQueryAttention(nnx.Module):
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
             schedule: `gqa.decode_schedule` of these `seq_lens`, for the layers that share it.
             rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
             arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`.
 
         Returns:
@@ -213,16 +228,31 @@ class GroupedQueryAttention(nnx.Module):
             query_lens = as_given(query_lens)
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
-        q, k, v, gate = self._heads(x, rotation, dtype=kv_cache.dtype)
+        q, k, v = self._projected(x)
         addressing = (block_tables, seq_lens)
-        kv_cache = gqa.gqa_cache_write(
-            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer
-        )
-        out, _, *rest = gqa.gqa_decode(
+        queries, kv_cache = gqa.gqa_append(
             q,
+            k,
+            v,
+            self.packed_weights() if weights is None else weights,
+            kv_cache,
+            *addressing,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.eps,
+            dtype=self._dtype_beside(kv_cache),
+            query_lens=query_lens,
+            kv_scale=self._scale,
+            layer=layer,
+            implementation=implementation,
+        )
+        gate = q[..., self.head_dim :] if self.gated else None
+        out, _, *rest = gqa.gqa_decode(
+            queries,
             kv_cache,
             *addressing,
             query_lens=query_lens,
+            kv_scale=self._scale,
             layer=layer,
             gate=gate,
             schedule=schedule,
@@ -244,6 +274,26 @@ class GroupedQueryAttention(nnx.Module):
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
+
+    def packed_weights(self) -> Float[Array, "W"] | None:
+        """The norms of queries and keys for `decode`, as it reads them fastest; None without."""
+        if not self.qk_norm:
+            return None
+        return gqa.pack_gqa_weights(self.q_norm.weight[...], self.k_norm.weight[...])
+
+    @property
+    def _scale(self) -> Array | None:
+        return self.kv_scale[...] if self.scaled_cache else None
+
+    def _dtype_beside(self, kv_cache: Array) -> Any:
+        """Of queries: the cache's, or beside an FP8 one the compute dtype."""
+        return self.dtype if self.scaled_cache else kv_cache.dtype
+
+    def _as_stored(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys and values as an FP8 cache gives them back."""
+        stored, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
+        both = stored.unpack(stored.pack(jnp.stack([k, v], axis=2), scale), scale)
+        return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
 
     @property
     def _masking(self) -> dict[str, Any]:
@@ -274,18 +324,21 @@ class GroupedQueryAttention(nnx.Module):
         `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
         """
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        with jax.named_scope("gqa_qkv_proj"):
-            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
-            tokens, gate = x.shape[:2], None
-            q = q.reshape(*tokens, self.num_heads, -1)
-            if self.gated:
-                q, gate = jnp.split(q, 2, axis=-1)
-            k, v = (x.reshape(*tokens, self.num_kv_heads, self.head_dim) for x in (k, v))
+        q, k, v = self._projected(x)
+        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         with jax.named_scope("gqa_norm_and_rope"):
             if self.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k = self._rotated(q, positions), self._rotated(k, positions)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
+
+    def _projected(self, x: Array) -> tuple[Array, Array, Array]:
+        """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
+        with jax.named_scope("gqa_qkv_proj"):
+            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
+            q = q.reshape(*x.shape[:2], self.num_heads, -1)
+            k, v = (y.reshape(*x.shape[:2], self.num_kv_heads, self.head_dim) for y in (k, v))
+            return q, k, v
 
     def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
         """Its first `rope.dim` dims turned."""

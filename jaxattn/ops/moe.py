@@ -100,7 +100,7 @@ def route(
 
     Raises:
         TypeError, ValueError: an argument is no array, or its shape does not fit.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     op = "route"
     check_array(op, "logits", logits)
@@ -215,7 +215,7 @@ def mixture_of_experts(
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     op = "mixture_of_experts"
     check_arena(op, arena)

@@ -33,7 +33,7 @@ def rms_norm_layer(
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     op = "rms_norm_layer"
     weights = Arguments(op).check("weights", weights, "L F", FLOATS)

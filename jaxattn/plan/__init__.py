@@ -49,13 +49,15 @@ def plan(
         TypeError: the model is neither, or a placement is given for one that is no decoder.
         PlanError: it does not fit, or the cache that is left holds no row at full length; the error
             has the plan and what would make it fit.
-        ValueError: the limits, the device or the placement make no sense for the model.
+        ValueError: the model has no cache in `limits.cache_format`, or the limits, the device or
+            the placement make no sense for the model.
     """
     memory = known_device(device) if isinstance(device, str) else device
     if placement is not None and isinstance(model, DecoderModel):
         check_arguments(model, limits, None)
         model = BuiltModel.of(type(model).__name__, model)
     if isinstance(model, KnownModel):
+        model = model.in_cache_format(limits.cache_format, limits.native_layers)
         return plan_known(model, memory, limits, placement or Placement())
     check_arguments(model, limits, None)
     if placement is not None:
@@ -63,6 +65,7 @@ def plan(
             "placement divides a jaxattn.models.DecoderModel or a known model; got "
             f"{type(model).__name__}"
         )
+    model = model.with_cache_format(limits.cache_format, limits.native_layers)
     one = Single(model=model, params=packed_shapes(model), traced=model, memory=memory)
 
     def helps(tried: Limits, known: dict[str, Executable]) -> tuple[str, ...]:

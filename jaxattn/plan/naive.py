@@ -1,7 +1,9 @@
 """What other designs of the scratch memory would have cost: the arithmetic of five pull requests.
 
 Each formula is checked against what its report says was allocated. "Naive" is a buffer for each
-layer, or a workspace for the longest context that the model could have.
+layer, or a workspace for the longest context that the model could have. Of split attention "here"
+is what `gqa_decode` keeps at most for the same heads in any batch up to as many rows: its partial
+results are bounded by the multiprocessors, and neither by context, nor by batch, nor by layers.
 
     DeepSeek-R1, decode output for each layer        vllm-project/vllm#37442, #37799, #37815
     TurboQuant, splits' partial results              vllm-project/vllm#40655, #40798
@@ -10,8 +12,12 @@ layer, or a workspace for the longest context that the model could have.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
-from jaxattn.models.caches import LatentPages, RecurrentState
+from jaxattn import gqa
+from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.memory.budget import nbytes
+from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
 from jaxattn.models.known_model import KnownModel
 
 GIB = 2**30
@@ -49,11 +55,30 @@ def split_kv_workspace(
     return rows * heads * -(-tokens // partition) * (4 * dim + 8)
 
 
+def partial_results(
+    *, rows: int, heads: int, kv_heads: int, dim: int, tokens: int, page_size: int = PAGE_SIZE
+) -> int:
+    """What `gqa_decode` keeps of cut rows at most, in batches of up to `rows` rows of `tokens`:
+    float32 outputs in the arena, and an LSE of each beside them."""
+    most = 0
+    for doubled in range(rows.bit_length()):
+        spec = gqa.scratch(
+            batch=min(2**doubled, rows), q_len=1, num_heads=heads, num_kv_heads=kv_heads,
+            head_dim=dim, max_pages=-(-tokens // page_size), page_size=page_size,
+        )  # fmt: skip
+        shapes = dict(spec.regions)
+        if "partial_out" in shapes:
+            outputs = nbytes(shapes["partial_out"])
+            most = max(most, outputs + outputs // dim)
+    return most
+
+
 def published() -> tuple[Naive, ...]:
     """The four cases of the reports."""
     r1 = dict(rows=2048, heads=128, rank=512)
     qwen, llama = (dict(rows=1024, heads=heads, splits=32, dim=128) for heads in (64, 32))
     sglang = dict(rows=2048, heads=32, dim=128)
+    ours = partial(partial_results, kv_heads=8, dim=128)
     return (
         Naive(
             "DeepSeek-R1, 2048 rows",
@@ -64,20 +89,20 @@ def published() -> tuple[Naive, ...]:
         Naive(
             "TurboQuant, 60 layers, 64 heads, 1024 rows",
             per_layer_splits(**qwen, layers=60),
-            split_buffers(**qwen),
-            "32 splits' partial results in each layer, against one set",
+            ours(rows=1024, heads=64, tokens=40_960),
+            "32 splits' partial results in each layer, against those of 132 parts",
         ),
         Naive(
             "TurboQuant, Llama-3.1-70B on 2 GPUs, 1024 rows",
             per_layer_splits(**llama, layers=76),
-            split_buffers(**llama),
-            "the same with 76 layers and 32 heads a GPU",
+            ours(rows=1024, heads=32, kv_heads=4, tokens=131_072),
+            "the same with 76 layers and 32 heads per GPU",
         ),
         Naive(
             "SGLang, 131,072 context, 25,432 cached tokens",
             split_kv_workspace(**sglang, tokens=131_072),
-            split_kv_workspace(**sglang, tokens=25_432),
-            "a workspace for the longest context, against the longest row that the cache holds",
+            ours(rows=2048, heads=32, tokens=131_072),
+            "a workspace for the longest context, against partial results of 132 parts",
         ),
     )
 
@@ -89,6 +114,9 @@ def of_model(model: KnownModel, rows: int, ways: int, arena: int) -> Sequence[Na
         if isinstance(cache, LatentPages):
             heads, rank = model.num_heads // ways, cache.format.kv_lora_rank
             found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
+        elif isinstance(cache, KeyValuePages):
+            heads, dim = model.num_heads // ways, cache.head_dim
+            found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
         elif isinstance(cache, RecurrentState):
             heads, dim, _ = cache.state_shape
             found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)

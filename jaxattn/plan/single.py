@@ -15,7 +15,7 @@ from jaxattn.engine.memory_plan import (
     packed_shapes,
     plan_engine,
 )
-from jaxattn.engine.steps import EntryPoint, entry_points
+from jaxattn.engine.steps import EntryPoint, Sample, Step, all_steps, entry_points, sampled_rows
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -84,8 +84,9 @@ class Single:
         known: dict[str, Executable] = {}
         entries = entry_points(limits)
         for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
-            known[str(entry)] = _bound(self.traced, entry, limits.table_width)
+            known[str(entry)] = _bound_in(self.traced, entry, limits)
             yield dict(known)
+        yield traced_bounds(self.traced, limits)
 
     def _plan(self, limits: Limits, known: dict[str, Executable]) -> MemoryPlan:
         made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
@@ -94,21 +95,31 @@ class Single:
 
 def traced_bounds(model: Model, limits: Limits) -> dict[str, Executable]:
     """An upper bound of each executable's memory, as `from_shapes`."""
-    width = limits.table_width
-    return {str(entry): _bound(model, entry, width) for entry in entry_points(limits)}
+    return {str(step): _bound_in(model, step, limits) for step in all_steps(limits)}
+
+
+def _bound_in(model: Model, step: Step, limits: Limits) -> Executable:
+    """Of an executable of an engine of these limits."""
+    rows, longest = limits.batch, limits.max_model_len
+    if isinstance(step, EntryPoint | Sample):
+        rows = sampled_rows(limits, step.rows)
+    if isinstance(step, EntryPoint):  # its tables decide, and advice asks for many lengths
+        longest = min(limits.table_width * PAGE_SIZE, MOST)
+    return _bound(model, step, rows, limits.table_width, longest)
 
 
 @functools.lru_cache(maxsize=256)
-def _bound(model: Model, entry: EntryPoint, width: int) -> Executable:
-    """Of an executable with tables of `width` pages. Advice asks for the same ones again."""
-    tokens = entry.tokens if entry.kind == "decode" else 1
+def _bound(model: Model, step: Step, rows: int, width: int, longest: int) -> Executable:
+    """Of a step of `rows` rows with tables of `width` pages. Advice asks for some again."""
+    decodes = isinstance(step, EntryPoint) and step.kind == "decode"
+    tokens = step.tokens if isinstance(step, EntryPoint) and decodes else 1
     limits = Limits(
-        batch=entry.rows,
-        max_model_len=min(width * PAGE_SIZE, MOST),
+        batch=rows,
+        max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
     )
-    return bound_of(model, entry, limits, packed_shapes(model), None)
+    return bound_of(model, step, limits, packed_shapes(model), None)
 
 
 def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:

@@ -48,8 +48,26 @@ class Event:
     def __init__(self, enable_timing): pass
     def record(self): self.at = len(replayed)
     def elapsed_time(self, end): return 32.0 * (end.at - self.at)
+spans = []  # a call's kernel takes 700 us; ten calls are waited for
+class Kernel:
+    def __init__(self, number): self.number = number
+    def start_ns(self): return 10**6 * self.number
+    def duration_ns(self): return 700_000
+    def device_type(self): return "cuda"
+    def is_user_annotation(self): return False
+    def name(self): return "kernel"
+class Profile:
+    def __init__(self, activities): self.profiler = types.SimpleNamespace(kineto_results=self)
+    def __enter__(self): spans.clear(); return self
+    def __exit__(self, *_): pass
+    def events(self): return spans
+profiler = types.SimpleNamespace(
+    profile=Profile, ProfilerActivity=types.SimpleNamespace(CUDA="cuda")
+)
+autograd = types.SimpleNamespace(DeviceType=types.SimpleNamespace(CUDA="cuda"))
 cuda = types.SimpleNamespace(
-    synchronize=lambda: None, Event=Event, graph=lambda graph: contextlib.nullcontext(),
+    synchronize=lambda: spans.extend([Kernel(len(spans) + i) for i in range(10)]),
+    Event=Event, graph=lambda graph: contextlib.nullcontext(),
     CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: replayed.append(1)),
 )
 """
@@ -380,17 +398,20 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
     times = [row["flashinfer call us"] for row in run["rows"] if "cache" not in row]
     assert times == [pytest.approx(1000), ""] + [pytest.approx(1000)] * 3
     assert times == [row["flaggems call us"] for row in run["rows"] if "cache" not in row]
+    bursts = [row["flaggems us"] for row in run["rows"] if "cache" not in row]
+    assert bursts == [pytest.approx(700), ""] + [pytest.approx(700)] * 3
     assert run["peers"] == [
         "flashinfer-mla: flashinfer-python 9.9, by CUDA events around a graph",
         "flashinfer-mla [1, 20, 130, 2]: ValueError: 20 heads",
         "flaggems-mla: flag_gems 5.0, by CUDA events around a graph",
         "flaggems-mla [1, 20, 130, 2]: ValueError: it takes one token a row, not 2",
+        "vllm-flashmla: not installed (python3 -m pip install vllm torch)",
     ]
 
 
 def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     first = json.dumps({"peer": "fla-decode", "shape": [1], "seconds": 2.0, "how": "so",
-                        "version": "1"})  # fmt: skip
+                        "burst": 1.0, "version": "1"})  # fmt: skip
 
     def crash(command, **_):
         assert command[-3:] == ["fla-decode", "[1]", "[2]"]
@@ -402,7 +423,7 @@ def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(peers.subprocess, "run", crash)
     times, said = peers.measure("gdn_decode", [(1,), (2,)])
-    assert times == {"fla": {"[1]": 2.0}}
+    assert times == {"fla": {"[1]": 1.0}, "fla call": {"[1]": 2.0}}
     assert said == ["fla-decode: fla-core 1, by so", "fla-decode: exit code -11: last"]
     monkeypatch.setattr(peers.subprocess, "run", hang)
     times, said = peers.measure("gdn_decode", [(1,)])
@@ -447,6 +468,10 @@ def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
     assert all(peer.bench in benches and peer.package for peer in peers.PEERS.values())
     with pytest.raises(ValueError, match="float32, not bfloat16"):
         peers.fla_decode(1, 1, 1, 1, "bfloat16")
+
+
+def test_what_overlaps_counts_once_in_a_burst():
+    assert peers.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
 
 
 def test_labels_are_spread_as_little_as_they_need():

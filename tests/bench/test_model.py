@@ -196,7 +196,7 @@ def test_rows_that_choose_alike_touch_no_more_experts_than_one(ran):
     flat = nnx.to_flat_state(steps.params.params)
     alike = [(k, v.replace(jnp.zeros_like(v[...])) if "router" in k else v) for k, v in flat]
     params = dataclasses.replace(steps.params, params=nnx.from_flat_state(alike))
-    batches = [steps.rows.decode(3, step)[0] for step in range(2)]
+    batches = [steps.rows.decode(3, step) for step in range(2)]
     found, steps.state = experts.distinct(steps.model, params, steps.state, batches, (1, 3))
     assert found == {1: [2] * 4, 3: [2] * 4}
 
@@ -212,14 +212,14 @@ def test_experts_that_were_called_unseen_are_an_error(ran, monkeypatch):
 
 def test_rows_of_a_batch_have_pages_and_slots_of_their_own(ran):
     *_, steps = ran
-    batch, sampling = steps.rows.decode(3, 0)
+    batch = steps.rows.decode(3, 0)
     tables = np.asarray(batch.block_tables)[:, :2]
     assert len(np.unique(tables)) == tables.size and tables.max() < steps.rows.size.pages
     assert sorted(np.asarray(batch.state_indices)) == [0, 1, 2]
-    assert (np.asarray(batch.seq_lens) == 70).all() and not np.asarray(sampling.temperature).any()
-    other, _ = steps.rows.decode(3, 1)
+    assert (np.asarray(batch.seq_lens) == 70).all()
+    other = steps.rows.decode(3, 1)
     assert (np.asarray(other.tokens) != np.asarray(batch.tokens)).any()
-    first, last = (chunk for chunk, _ in steps.rows.chunks(64))
+    first, last = steps.rows.chunks(64)
     assert (int(first.query_lens[0]), int(first.seq_lens[0])) == (64, 64)
     assert (int(last.query_lens[0]), int(last.seq_lens[0])) == (6, 70)
 
@@ -227,7 +227,7 @@ def test_rows_of_a_batch_have_pages_and_slots_of_their_own(ran):
 def test_random_weights_keep_activations_finite_and_of_order_1(ran):
     *_, steps = ran
     logits, steps.state = jax.jit(steps.model.decode)(
-        steps.params, steps.state, steps.rows.decode(3, 0)[0]
+        steps.params, steps.state, steps.rows.decode(3, 0)
     )
     assert 0.3 < np.std(logits) < 3
     norms = np.asarray(steps.params.norms)

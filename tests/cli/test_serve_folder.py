@@ -312,7 +312,7 @@ def cut(folder):
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-KV = "model.layers.1.self_attn.kv_b_proj.weight"
+KV = "model.layers.0.self_attn.kv_b_proj.weight"
 DAMAGE = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "config is no JSON": (write("config.json", b"{"), "config.json: "),
@@ -358,6 +358,11 @@ OPTIONS = {
     "system": (["--system", "x"], "--system is the first message of a chat: give --chat too"),
     "stop": (["--stop", ""], "--stop is empty"),
     "dtype": (["--dtype", "float32"], "--dtype float32: the config.json of"),
+    "experts": (["--experts", "fp8"], "--experts fp8: the config.json of"),
+    "experts of INT4": (
+        ["--model", TINY / "kimi_k2_int4", "--experts", "fp8"],
+        "experts='fp8' needs a checkpoint in FP8",
+    ),
     "dtype's name": (["--dtype", "int8"], "invalid choice: 'int8'"),
     "length": (["--model", YOUTU, "--max-model-len", "8k"], "--max-model-len 8192 is longer than"),
 }
@@ -411,6 +416,17 @@ def test_a_plan_is_made_of_config_json_alone(tmp_path, capsys):
     wide = run(capsys, "--model", tmp_path, "--plan", "--dtype", "float32", *SMALL)
     [line] = [item for item in wide["items"] if item["name"] == "weights"]
     assert line["nbytes"] > 1.9 * weights
+
+
+def test_experts_in_fp8_may_become_bfloat16(capsys):
+    folder = TINY / "deepseek_v3_fp8"
+
+    def weights(*arguments) -> int:
+        plan = run(capsys, "--model", folder, "--plan", *arguments, *SMALL)
+        return next(item["nbytes"] for item in plan["items"] if item["name"] == "weights")
+
+    stored, wide = weights(), weights("--experts", "bfloat16")
+    assert stored == weights("--experts", "fp8") < wide
 
 
 def test_a_model_that_does_not_fit_prints_its_plan_and_loads_nothing(capsys, monkeypatch):

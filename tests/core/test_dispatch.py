@@ -6,12 +6,12 @@ import jax
 import pytest
 
 from jaxattn.core import dispatch as module
-from jaxattn.core.dispatch import dispatch
+from jaxattn.core.dispatch import Refusal, dispatch, dispatch_xla
 from jaxattn.kernels.hopper import machine as hopper
 
 
 def refuse():
-    raise NotImplementedError("op: the kernel has D=576, and got D=20")
+    raise Refusal("op: the kernel has D=576, and got D=20")
 
 
 CANDIDATES = {"mosaic_gpu": refuse, "mosaic_gpu_interpret": refuse, "xla": lambda: "xla's"}
@@ -35,12 +35,31 @@ def test_a_gpu_that_runs_xla_instead_says_why_at_the_callers_line(backend, warne
 
 
 def test_a_named_one_that_refuses_and_one_that_is_not_there():
-    with pytest.raises(NotImplementedError, match="got D=20; use implementation='xla'$"):
+    with pytest.raises(Refusal, match="got D=20; use implementation='xla'$"):
         dispatch("op", "mosaic_gpu", CANDIDATES)
     with pytest.raises(ValueError, match="unknown implementation='triton'; choose one of"):
         dispatch("op", "triton", CANDIDATES)
     with pytest.raises(ExceptionGroup, match="every implementation refused"):
         dispatch("op", None, {"mosaic_gpu": refuse})
+
+
+def test_an_error_from_inside_jax_is_no_refusal():
+    def fails():
+        raise NotImplementedError("Unsupported lowering: cumsum")
+
+    for implementation in (None, "mosaic_gpu"):
+        with pytest.raises(NotImplementedError, match="^Unsupported lowering: cumsum$") as caught:
+            dispatch("op", implementation, {"mosaic_gpu": fails, "xla": lambda: "xla's"})
+        assert not isinstance(caught.value, Refusal)
+
+
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_gpu_interpret"])
+def test_an_op_without_a_kernel_refuses_one_by_name(name):
+    with pytest.raises(Refusal, match="op: it has no .* kernel; use implementation='xla'"):
+        dispatch_xla("op", name, lambda: "xla's")
+    assert dispatch_xla("op", None, lambda: "xla's") == "xla's"
+    with pytest.raises(ValueError, match="unknown implementation='triton'"):
+        dispatch_xla("op", "triton", lambda: "xla's")
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def test_refilled_rows_write_what_they_write_alone(engine):
 
 def test_what_the_pools_hold_before_does_not_matter(engine):
     wanted = texts(engine.generate(requests()))
-    engine._state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), engine.state)
+    filled = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), engine.state)
+    engine._runner.state = filled
     assert texts(engine.generate(requests())) == wanted
 
 
@@ -178,16 +179,16 @@ def test_rows_go_on_while_another_reads_a_long_prompt(engine):
 
 
 def test_a_request_waits_for_pages_while_a_row_is_free(engine):
-    # Two pages, two pages, one page: the second has a row and a slot, but not its pages, and the
-    # third, which would fit, does not overtake it.
-    lengths = [90, 90, 20]
-    wanted = [alone(engine, Request(PROMPTS[i], max_tokens=n, id=i)) for i, n in enumerate(lengths)]
+    # Two pages, two pages, one page: there are rows and slots for all, but not the pages of the
+    # second's prompt, and the third, which would fit, does not overtake it.
+    prompts = [b"a" * 70, b"b" * 70, b"c"]
+    requests = [Request(prompt, max_tokens=20) for prompt in prompts]
+    wanted = [alone(engine, request) for request in requests]
     order = []
     completions = engine.generate(
-        [Request(PROMPTS[i], max_tokens=n) for i, n in enumerate(lengths)],
-        on_token=lambda request, token: order.append(request.id),
+        requests, on_token=lambda request, token: order.append(request.id)
     )
-    assert order[:90] == [0] * 90
+    assert order[:20] == [0] * 20 and engine.stats.preemptions == 0
     assert texts(completions) == wanted
 
 
@@ -287,7 +288,7 @@ def test_a_row_ends_at_the_model_length():
     assert scheduler.refusal(request) is None
     scheduler.submit(request)
     scheduler.admit()
-    assert scheduler.rows[0].max_tokens == 14
+    assert scheduler.rows[0].max_tokens == 14 and scheduler.left[0] == 14
     assert len(scheduler.rows[0].pages) == 1
 
 

@@ -78,7 +78,7 @@ def test_an_aborted_request_frees_its_row_and_gives_what_it_has(engine):
     waiting = engine.add(Request(b"z", max_tokens=100))
     assert engine.abort(running) and engine.abort(waiting)
     assert not engine.abort(running) and not engine.abort(12345)
-    for id in [request.id for request in engine.scheduler.waiting]:
+    for id in [queued.request.id for queued in engine.scheduler.waiting]:
         engine.abort(id)
     for row in list(engine.scheduler.rows.values()):
         engine.abort(row.request.id)

@@ -1,11 +1,22 @@
 """Sampling: what each control promises, and what a row's draw may depend on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.engine.sampling import NOT_FINITE, SamplingBatch, _filters, sample, sampling_key
+from jaxattn.engine.request import Request
+from jaxattn.engine.sampling import (
+    NOT_FINITE,
+    Level,
+    SamplingBatch,
+    _filters,
+    level_of,
+    sample,
+    sampling_key,
+)
 
 draw = jax.jit(sample)
 
@@ -170,25 +181,59 @@ def test_of_tokens_that_share_the_maximum_the_filters_keep_the_lowest_ids():
     assert kept([0.0, -0.0, 0.0, -1.0], top_k=2) == [0, 1]
 
 
-def test_a_step_searches_the_vocabulary_only_in_the_branch_of_rows_that_filter():
-    """64 passes over 150,000 logits take longer than the rest of sampling together."""
-    jaxpr = jax.make_jaxpr(sample)(random_logits(2), controls(2), jnp.arange(2)).jaxpr
-    assert not {"sort", "cumsum"} & names_of(jaxpr)
-    [cond] = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
-    names = [names_of(branch.jaxpr) for branch in cond.params["branches"]]
-    assert ["cumsum" in each for each in names] == [False, False, True]
-    assert not any("sort" in each for each in names)  # XLA has the host wait for one
+def test_a_step_searches_the_vocabulary_only_at_the_level_of_rows_that_filter():
+    """48 passes over 150,000 logits take longer than the rest of sampling together."""
+    names = {}
+    for level in Level:
+        step = functools.partial(sample, level=level)
+        jaxpr = jax.make_jaxpr(step)(random_logits(2), controls(2), jnp.arange(2)).jaxpr
+        names[level] = names_of(jaxpr)
+    assert ["cumsum" in found for found in names.values()] == [False, False, True, True]
+    assert ["random_bits" in found for found in names.values()] == [False, True, True, True]
+    # XLA has the host wait for either.
+    assert not any({"sort", "cond"} & found for found in names.values())
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_a_level_changes_no_row_that_needs_less(level):
+    needs = {
+        Level.GREEDY: {"temperature": 0.0},
+        Level.DRAWS: {"temperature": 0.7, "min_p": 0.01},
+        Level.CONTROLS: {"top_k": 9, "top_p": 0.8},
+    }
+    for least, options in needs.items():
+        if least <= level:
+            batch = controls(6, seeds=range(6), **options)
+            wanted = sample(random_logits(6), batch, jnp.arange(6), least)
+            found = sample(random_logits(6), batch, jnp.arange(6), level)
+            assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    "options, level",
+    [
+        ({}, Level.GREEDY),
+        ({"top_k": 5}, Level.GREEDY),
+        ({"temperature": 1.0, "min_p": 0.1}, Level.DRAWS),
+        ({"temperature": 1.0, "top_k": 5}, Level.CONTROLS),
+        ({"temperature": 1.0, "top_p": 0.5}, Level.CONTROLS),
+        ({"repetition_penalty": 1.1}, Level.CONTROLS),
+        ({"logit_bias": {1: 2.0}}, Level.CONTROLS),
+        ({"logprobs": 0}, Level.LOGPROBS),
+    ],
+)
+def test_a_row_asks_for_the_least_level_that_serves_it(options, level):
+    assert level_of(Request(b"x", **options)) == level
 
 
 def names_of(jaxpr):
-    """The primitives of a jaxpr and of what it calls, without the branches of a `cond`."""
+    """The primitives of a jaxpr and of what it calls."""
     found = set()
     for equation in jaxpr.eqns:
         found.add(equation.primitive.name)
-        if equation.primitive.name != "cond":
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-                if is_jaxpr(inner):
-                    found |= names_of(getattr(inner, "jaxpr", inner))
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                found |= names_of(getattr(inner, "jaxpr", inner))
     return found
 
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxattn.engine import engine as engine_module
+from jaxattn.engine import compiling as compiling_module
+from jaxattn.engine import loop as loop_module
 from jaxattn.engine import prepare as prepare_module
+from jaxattn.engine import start as start_module
 from jaxattn.engine import steps as steps_module
-from jaxattn.engine.batches import decode_batch
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import Request
 from jaxattn.engine.seal import Seal, SealError
-from jaxattn.engine.steps import entry_points
+from jaxattn.engine.steps import all_steps, entry_points
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -70,6 +71,9 @@ def bucketed(params):
     return Engine(Hybrid(SMALLEST), params, BUCKETS, strict=True)
 
 
+LEVELS = ("greedy", "draws", "controls", "logprobs")
+
+
 def tokens(engine, requests):
     return [done.tokens for done in engine.generate(requests)]
 
@@ -90,6 +94,10 @@ def test_every_entry_point_is_an_executable(bucketed):
         "decode of 4 x 3 tokens",
         "decode of 1 x 1 tokens",
         "decode of 4 x 1 tokens",
+        *[f"sample of {n} rows: {level}" for n in (1, 4) for level in LEVELS],
+        "history of 1 x 4 tokens",
+        "history of 1 x 16 tokens",
+        "update of rows",
     ]
     for entry in entry_points(bucketed.limits):
         assert str(entry) in bucketed.executables
@@ -98,12 +106,26 @@ def test_every_entry_point_is_an_executable(bucketed):
             arena.check(spec)
 
 
-def test_a_step_takes_the_smallest_bucket_that_holds_its_rows(bucketed, monkeypatch):
+def noted(engine, monkeypatch):
+    """The names of the model's steps, as they are sent from now on."""
     used = []
-    run = bucketed._run
-    monkeypatch.setattr(
-        bucketed, "_run", lambda entry, *rest: used.append(str(entry)) or run(entry, *rest)
-    )
+
+    def noting(name, step):
+        def call(*args):
+            used.append(name)
+            return step(*args)
+
+        return call
+
+    names = map(str, entry_points(engine.limits))
+    wrapped = {name: noting(name, engine.executables[name]) for name in names}
+    monkeypatch.setattr(engine._runner, "executables", {**engine.executables, **wrapped})
+    return used
+
+
+def test_a_step_takes_the_smallest_bucket_that_holds_its_rows(bucketed, monkeypatch):
+    bucketed.start()
+    used = noted(bucketed, monkeypatch)
     bucketed.generate([Request(b"x" * 19, max_tokens=3)])
     assert used == [
         "prefill of 1 x 16 tokens",
@@ -131,7 +153,7 @@ def test_executables_are_compiled_in_parallel_to_the_same_effect(params, plain):
     limits = dataclasses.replace(LIMITS, num_pages=5)
     engine = Engine(Hybrid(SMALLEST), params, limits, workers=2, on_compile=on_compile)
     assert sorted(name for name, begins in events if begins) == sorted(engine.executables)
-    assert list(engine.executables) == [str(entry) for entry in entry_points(limits)]
+    assert list(engine.executables) == [str(step) for step in all_steps(limits)]
     requests = prompts(4)
     assert tokens(engine, requests) == tokens(plain, requests)
 
@@ -158,9 +180,9 @@ def test_the_cache_gets_what_the_plan_leaves(params, whole, alone, monkeypatch):
     page = whole.plan["kv cache"] // 12
     total = int((whole.plan.inside - 5 * page) / 0.9)
     made = []
-    new_state = engine_module.new_state
+    new_state = start_module.new_state
     monkeypatch.setattr(
-        engine_module,
+        start_module,
         "new_state",
         lambda model, limits: made.append(limits) or new_state(model, limits),
     )
@@ -243,7 +265,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
     beside = whole.plan.inside - whole.plan["kv cache"]
     limits = dataclasses.replace(FULL, utilization=1.0)
     allocated, compiled = [], []
-    new_state = engine_module.new_state
+    new_state = start_module.new_state
 
     def counted(model, limits):
         state = new_state(model, limits)
@@ -260,7 +282,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         engine.start()
         return engine
 
-    monkeypatch.setattr(engine_module, "new_state", counted)
+    monkeypatch.setattr(start_module, "new_state", counted)
     monkeypatch.setattr(prepare_module, "advice", lambda *args, **beside: ("something smaller",))
     for total, compiles in ((beside - temp + 3 * page, False), (beside + 7 * page // 2, True)):
         with pytest.raises(
@@ -347,6 +369,7 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
     with seal.watch():
         some()  # comes and goes
     assert not seal.counts
+    seal = Seal()
     with seal.watch():
         kept.append(some())
     assert seal.what == ["buffer: 1 array(s) more than before the step"]
@@ -355,18 +378,29 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
 def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypatch):
     double, x, kept = jax.jit(lambda x: x * 2), jnp.ones(3), []
     double(x)
+    packed_chunks = loop_module.packed_chunks
     for strict in (True, False):
         engine = Engine(Hybrid(SMALLEST), params, LIMITS, strict=strict)
+        engine.start(), kept.clear()
         monkeypatch.setattr(
-            engine_module, "decode_batch", lambda *a: kept.append(double(x)) or decode_batch(*a)
+            loop_module, "packed_chunks", lambda *a: kept.append(double(x)) or packed_chunks(*a)
         )
         if strict:
             with pytest.raises(SealError, match="after the engine was sealed"):
-                engine.start(), kept.clear(), engine.generate(prompts(1))
+                engine.generate(prompts(1))
             assert not kept
         else:
             engine.generate(prompts(1))
-            assert engine.seal.counts == {"buffer": engine.stats.decode_steps}
+            assert engine.seal.what == ["buffer: 1 array(s) more than before the step"]
+
+
+def test_one_step_in_many_counts_arrays_and_all_others_cost_no_scan(params, plain, monkeypatch):
+    engine, scans = Engine(Hybrid(SMALLEST), params, LIMITS), []
+    engine.start()
+    live_arrays = jax.live_arrays
+    monkeypatch.setattr(jax, "live_arrays", lambda *a: scans.append(1) or live_arrays(*a))
+    engine.generate(prompts(3, max_tokens=50))
+    assert engine.stats.decode_steps > 50 and len(scans) == 2  # before and after the first
 
 
 def test_a_hundred_mixed_steps_compile_nothing_and_keep_every_buffer(bucketed):
@@ -434,7 +468,7 @@ def test_layers_threads_and_engines_compile_once(params, monkeypatch):
     for thread in threads:
         thread.join()
     assert not errors and len(engines) == 8
-    assert len(compiled) == 2  # a prefill and a decode
+    assert len(compiled) == len(all_steps(limits))
     pointers = {engine.state.array("kv_cache").unsafe_buffer_pointer() for engine in engines}
     assert len(pointers) == 8
 
@@ -445,10 +479,10 @@ def test_executables_are_forgotten_with_their_last_engine(params, plain, monkeyp
 
     def fake(model, limits, *rest):
         of_kind = {name.split()[0]: step for name, step in compiled.items()}
-        steps = {str(entry): of_kind[entry.kind] for entry in entry_points(limits)}
-        return steps_module.Steps(steps)
+        steps = {str(step): of_kind[str(step).split()[0]] for step in all_steps(limits)}
+        return compiling_module.Steps(steps)
 
-    monkeypatch.setattr(steps_module, "_compile", fake)
+    monkeypatch.setattr(compiling_module, "_compile", fake)
     gc.collect()  # of engines before
     before = len(PROCESS.steps)
     first, second = (Engine(Hybrid(SMALLEST), params, limits) for _ in range(2))

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
-from jaxattn.engine import engine as engine_module
-from jaxattn.engine.batches import padding
+from jaxattn.engine import start as start_module
+from jaxattn.engine.batches import prefill_width
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes
 from jaxattn.engine.request import Request
@@ -31,7 +31,7 @@ from jaxattn.plan import Budget, MemoryPlan, PlanError, nbytes, plan, solve
 from jaxattn.plan.naive import published, split_kv_workspace
 from jaxattn.plan.placement import Placement, page_bytes
 from jaxattn.plan.show import print_plan
-from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of
+from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of, run_step
 
 GIB, MIB = 2**30, 2**20
 R1 = HybridConfig(
@@ -73,8 +73,8 @@ def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
     def needed(layers):
         config = dataclasses.replace(SMALLEST, gdn_per_repeat=0, num_repeats=layers)
         state = jax.eval_shape(lambda: new_state(Hybrid(config), limits))
-        batch = entry_points(limits)[-1].batch_shapes(limits.table_width)[0]
-        step = jit_step(Hybrid(config).decode)
+        entry = entry_points(limits)[-1]
+        batch, step = entry.batch_shapes(limits), jit_step(entry.step(Hybrid(config), limits))
         memory = step.lower(packed_shapes(Hybrid(config)), state, batch).compile().memory_analysis()
         beyond = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return nbytes(state.arena) + beyond + memory.temp_size_in_bytes, nbytes(state.arena)
@@ -124,10 +124,10 @@ def test_buffers_do_not_move_when_batches_of_every_size_run():
     before = pointers(state)
     points = entry_points(engine.limits)
     for entry in (*points, *reversed(points), points[-2]):
-        step = engine.executables[str(entry)]
-        _, state = step(engine._params, state, padding(entry, engine.limits.table_width))
+        given = entry.padding(engine.model, engine.limits)
+        _, state = run_step(engine, entry, given, state)
         assert pointers(state) == before, str(entry)
-    engine._state = state
+    engine._runner.state = state
 
 
 def test_an_arena_does_not_grow_for_a_larger_request():
@@ -146,8 +146,8 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
 
     def step(rows, state):
         entry = points[rows]
-        batch = entry.batch_shapes(limits.table_width)
-        return jax.eval_shape(entry.step(Hybrid(SMALLEST)), params, state, batch)[1]
+        batch = entry.batch_shapes(limits)
+        return jax.eval_shape(entry.step(Hybrid(SMALLEST), limits), params, state, batch)[1]
 
     for rows in (*sizes, 1):
         state = step(rows, state)
@@ -171,8 +171,13 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
     entries = {entry.kind: entry for entry in entry_points(limits)}
     # The block table of every entry point reaches the last cached token of the longest row, ...
     for entry in entries.values():
-        tables = entry.batch_shapes(limits.table_width)[0].block_tables
-        assert tables.shape[1] * 64 >= longest
+        batch = entry.batch_shapes(limits)
+        width = limits.table_width
+        assert width * 64 >= longest
+        if entry.kind == "prefill":
+            assert batch.shape == (1, prefill_width(16, width))
+        else:
+            assert batch.rows.tables.shape == (2, width)
     # ... the arena holds what each op asks for at that width, ...
     spec = arena_spec(Hybrid(config), limits, limits.table_width)
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
@@ -257,8 +262,8 @@ def test_what_is_allocated_is_not_counted_by_a_second_formula(monkeypatch):
 
     drifted = Engine(Hybrid(SMALLEST), params, BUCKETS)
     more = dataclasses.replace(BUCKETS, num_pages=BUCKETS.pages + 1)
-    new_state = engine_module.new_state
-    monkeypatch.setattr(engine_module, "new_state", lambda model, limits: new_state(model, more))
+    new_state = start_module.new_state
+    monkeypatch.setattr(start_module, "new_state", lambda model, limits: new_state(model, more))
     with pytest.raises(PlanError, match="kv cache: the plan says 163,840 bytes and 174,080 were"):
         drifted.start()
 

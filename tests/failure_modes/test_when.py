@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.engine.batches import padding
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
 from jaxattn.engine.seal import Seal, SealError
-from jaxattn.engine.steps import EntryPoint, entry_points, new_state
+from jaxattn.engine.steps import EntryPoint, all_steps, entry_points, new_state
+from jaxattn.models.base import DecodeBatch
 from jaxattn.models.hybrid import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,
@@ -22,7 +22,9 @@ from tests.helpers.engine_cases import (
     SMALLEST,
     kept_steps,
     params_of,
+    places_of,
     prompts,
+    run_step,
     with_steps,
 )
 from tests.helpers.model_cases import changed
@@ -49,12 +51,11 @@ def test_nothing_is_compiled_or_allocated_on_first_use(params):
     engine.generate([Request([1] * 57, max_tokens=3)])  # continued chunks and the last partial one
     engine.generate(prompts(7, length=20))
     with engine.seal.watch():  # several tokens a row: a draft's
-        for entry in entry_points(engine.limits):
-            step = engine.executables[str(entry)]
-            batch = padding(entry, engine.limits.table_width)
+        for step in all_steps(engine.limits):
             with engine.seal.allowed():
-                _, engine._state = step(engine._params, engine._state, batch)
-            engine.seal.check(engine._state)
+                given = step.padding(engine.model, engine.limits)
+                _, engine._runner.state = run_step(engine, step, given, engine.state)
+            engine._runner.check()
     assert not engine.seal.counts
 
     naive = jax.jit(lambda x: x * 2)
@@ -69,26 +70,22 @@ def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
     tokens = np.asarray([[5, 90, 17], [0, 0, 0], [200, 3, 44], [0, 0, 0]], np.int32)
     real = np.asarray([1, 0, 1, 0], np.int32)
 
-    def run(entry, state, tokens, length):
-        """Two real rows, the second in the last slot, to `length` tokens."""
-        batch, sampling = padding(entry, engine.limits.table_width)
-        pages = np.arange(real.size * engine.limits.table_width, dtype=np.int32)
-        batch = dataclasses.replace(
-            batch,
-            tokens=tokens,
-            seq_lens=length * real,
-            block_tables=pages.reshape(real.size, -1),
-            state_indices=np.asarray([0, -1, 3, -1], np.int32),
-        )
-        return engine.executables[str(entry)](engine._params, state, (batch, sampling))
+    pages = np.arange(real.size * engine.limits.table_width, dtype=np.int32)
+    tables, slots = pages.reshape(real.size, -1), np.asarray([0, -1, 3, -1], np.int32)
 
+    def run(entry, state, batch):
+        """Two real rows, the second in the last slot."""
+        return engine.executables[str(entry)](engine._runner.weights, state, batch)
+
+    engine.start()
     first, second = (new_state(Hybrid(SMALLEST), engine.limits) for _ in range(2))
     with engine.seal.watch(), engine.seal.allowed():
-        found, first = run(several, first, tokens, 3)
+        found, first = run(several, first, DecodeBatch(tokens, 3 * real, tables, slots))
         for step in range(3):
-            wanted, second = run(one, second, tokens[:, step : step + 1], step + 1)
+            batch = places_of(engine.limits, tokens[:, step], (step + 1) * real, tables, slots)
+            wanted, second = run(one, second, batch)
     assert not engine.seal.counts
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.argmax(found, -1), np.argmax(wanted, -1))
     for name in ("kv_cache", "conv_state", "ssm_state"):
         several, one = (np.asarray(x.array(name), np.float32) for x in (first, second))
         assert np.any(several) and np.abs(several - one).max() <= 0.01 * np.abs(one).max(), name
@@ -139,13 +136,13 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
     seen, kept = {}, ("weak_type", "sharding", "committed")
 
     def noting(name, step, when):
-        def call(params, state, batch):
-            leaves, tree = jax.tree.flatten((params, state, batch))
+        def call(*given):
+            leaves, tree = jax.tree.flatten(given)
             avals = tuple(
                 (x.shape, str(x.dtype), *(getattr(x, name, None) for name in kept)) for x in leaves
             )
             seen.setdefault(name, {}).setdefault(when, set()).add((tree, avals))
-            return step(params, state, batch)
+            return step(*given)
 
         return call
 
@@ -158,9 +155,11 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
         else:
             engine.generate(prompts(7, length=20))
     served = [name for name, calls in seen.items() if "serving" in calls]
-    assert len(served) == 4  # all but those of three tokens a row
+    assert {"update of rows", "sample of 4 rows: greedy"} < set(served)
+    assert len([name for name in served if name.startswith(("prefill", "decode"))]) == 4
     for name in served:
-        assert seen[name]["warm-up"] == seen[name]["serving"] and len(seen[name]["serving"]) == 1
+        # Places are on the device where rows decode, and the host's where a prompt ends.
+        assert seen[name]["serving"] <= seen[name]["warm-up"] or "sample" in name, name
 
     compiled = []
     naive = jax.jit(lambda g: compiled.append(1) or g * 2)
@@ -189,16 +188,16 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
     requests = prompts(3)
     warm = [done.tokens for done in engine.generate(requests)]
     cold = engine_of(params)
-    cold._state = fresh  # never warmed
-    cold.seal.hold(fresh)
+    cold.start()
+    cold._runner.state = fresh  # never warmed
+    cold.seal.hold((fresh, cold._runner.rows))
     assert warm == [done.tokens for done in cold.generate(requests)]
 
-    entry = entry_points(engine.limits)[-1]
-    batch, sampling = padding(entry, engine.limits.table_width)
-    dummy = dict(seq_lens=batch.seq_lens + 1, state_indices=batch.state_indices + 1)
-    naive = (dataclasses.replace(batch, **dummy), sampling)  # a token in page 0, slot 0
+    entry, zeros = entry_points(engine.limits)[-1], np.zeros(BUCKETS.batch, np.int32)
+    tables = np.zeros((BUCKETS.batch, BUCKETS.table_width), np.int32)
+    naive = places_of(BUCKETS, zeros, zeros + 1, tables, zeros)  # a token in page 0, slot 0
     _, state = engine.executables[str(entry)](
-        engine._params, new_state(Hybrid(SMALLEST), BUCKETS), naive
+        engine._runner.weights, new_state(Hybrid(SMALLEST), BUCKETS), naive
     )
     assert (
         np.asarray(state.array("kv_cache"))[:, 0].any()
@@ -208,11 +207,21 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
 
 def test_no_executable_is_missing_that_serving_reaches(params):
     engine = engine_of(params)
-    used = set()
-    engine._run = lambda entry, *rest, run=engine._run: used.add(str(entry)) or run(entry, *rest)
-    engine.generate([Request([1] * n, max_tokens=4) for n in (1, 4, 5, 16, 17, 33)])
+    engine.start()
+    used, find = set(), engine._runner._step
+    engine._runner._step = lambda step: used.add(str(step)) or find(step)
+    requests = [Request([1] * n, max_tokens=4) for n in (1, 4, 5, 16, 17, 33)]
+    engine.generate(requests)
+    options = ({"temperature": 1.0}, {"top_p": 0.5, "temperature": 1.0}, {"logprobs": 3})
+    engine.generate([dataclasses.replace(requests[3], **each) for each in options])
+    engine.generate([Request([1] * n, repetition_penalty=1.1, max_tokens=4) for n in (3, 9)])
     assert used <= set(engine.executables)
-    assert len(used) == 4
+    unused = set(engine.executables) - used
+    assert {name.split()[0] for name in unused} <= {"decode", "sample"}
+    assert {name for name in unused if "decode" in name} == {
+        "decode of 1 x 3 tokens",
+        "decode of 4 x 3 tokens",
+    }
 
 
 # 24 -----------------------------------------------------------------------------------------------

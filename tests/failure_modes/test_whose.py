@@ -23,7 +23,6 @@ import jaxattn
 from jaxattn import gdn, mla
 from jaxattn.aliasing.check import AliasingError, check_aliasing
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
-from jaxattn.engine.batches import padding
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.steps import entry_points, new_state
@@ -35,6 +34,7 @@ from tests.helpers.engine_cases import (
     TRIAL,
     kept_steps,
     params_of,
+    places_of,
     prompts,
 )
 from tests.helpers.model_cases import changed
@@ -180,23 +180,19 @@ def test_two_engines_do_not_mix_when_their_steps_alternate(params):
 
     def begin(place):
         """Three rows of one token, each on a page of its own."""
-        limits = engines[place].limits
-        batch, sampling = padding(entry, engines[place].limits.table_width)
+        engines[place].start()
+        return np.asarray([5, 90 + place, 200], np.int32), []
+
+    def step(place, number, state, tokens, found):
+        limits, lengths = engines[place].limits, np.full(3, number % 64 + 1, np.int32)
         tables = np.arange(3, dtype=np.int32)[:, None].repeat(limits.table_width, axis=1)
-        slots = np.asarray([2, 0, 1], np.int32)
-        batch = dataclasses.replace(batch, block_tables=tables, state_indices=slots)
-        first = np.asarray([[5], [90 + place], [200]], np.int32)
-        return batch, sampling, first, []
-
-    def step(place, number, state, batch, sampling, tokens, found):
-        lengths = np.full(3, number % 64 + 1, np.int32)
-        batch = dataclasses.replace(batch, tokens=tokens, seq_lens=lengths)
+        batch = places_of(limits, tokens, lengths, tables, np.asarray([2, 0, 1], np.int32))
         run = engines[place].executables[str(entry)]
-        tokens, state = run(engines[place]._params, state, (batch, sampling))
-        tokens = np.asarray(tokens)[:, None]
-        return state, (batch, sampling, tokens, [*found, tokens])
+        logits, state = run(engines[place]._runner.weights, state, batch)
+        tokens = np.argmax(logits, -1).astype(np.int32)
+        return state, (tokens, [*found, tokens])
 
-    def outcome(state, batch, sampling, tokens, found):
+    def outcome(state, tokens, found):
         caches = (state.array("kv_cache"), state.array("conv_state"), state.array("ssm_state"))
         return [np.stack(found).tobytes(), *(np.asarray(cache).tobytes() for cache in caches)]
 
@@ -209,7 +205,7 @@ def test_two_engines_do_not_mix_when_their_steps_alternate(params):
     runs = [begin(place) for place in range(2)]
     for number in range(100):
         for place, engine in enumerate(engines):
-            engine._state, runs[place] = step(place, number, engine.state, *runs[place])
+            engine._runner.state, runs[place] = step(place, number, engine.state, *runs[place])
     pairs = zip(engines, runs, strict=True)
     assert [outcome(engine.state, *run) for engine, run in pairs] == alone
     assert alone[0][0] != alone[1][0]
@@ -446,10 +442,10 @@ def test_donation_is_not_declined_silently(params):
 
     entry = entry_points(LIMITS)[-1]
     state = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), LIMITS))
-    batch = entry.batch_shapes(LIMITS.table_width)[0]
+    batch = entry.batch_shapes(LIMITS)
 
     def forgets(params, state, batch):
-        logits, after = Hybrid(SMALLEST).decode(params, state, batch)
+        logits, after = entry.step(Hybrid(SMALLEST), LIMITS)(params, state, batch)
         return logits, changed(after, ssm_state=after.array("ssm_state").astype("float16"))
 
     naive = jax.jit(forgets, donate_argnums=1)

@@ -5,13 +5,17 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.compiling import Steps, compiled_steps
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.request import Request
-from jaxattn.engine.steps import Steps, compiled_steps
+from jaxattn.engine.rows import CONTROLS, INTEGERS, Places
+from jaxattn.engine.start import run_padding
+from jaxattn.engine.steps import Step, row_shapes
 from jaxattn.memory import device as memory_device
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -65,6 +69,37 @@ def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
     """Puts other steps in the place of an engine's executables."""
     steps = Steps(executables)
     engine._prepared = dataclasses.replace(engine._prepared, steps=steps)
+    if engine._runner is not None:
+        engine._runner.executables = steps.executables
+
+
+def places_of(limits: Limits, tokens: Any, seq_lens: Any, tables: Any, slots: Any) -> Places:
+    """The batch of a decode step of these tokens int32 [B], as if the rows had just been sampled.
+
+    `seq_lens` count the tokens; a row of 0 is padding.
+    """
+    batch = limits.batch
+    cursor = np.zeros((batch, 3), np.int32)
+    cursor[:, 0], cursor[:, 1] = tokens, np.asarray(seq_lens) - 1
+    cursor[:, 2] = np.asarray(seq_lens) > 0
+    controls = np.zeros((batch, CONTROLS), np.int32)
+    controls[:, INTEGERS.index("slot")] = slots
+    rows = jax.tree.map(lambda shape: np.zeros(shape.shape, np.int32), row_shapes(limits))
+    rows = dataclasses.replace(
+        rows, cursor=cursor, controls=controls, tables=np.asarray(tables, np.int32)
+    )
+    return Places(rows, np.arange(batch, dtype=np.int32))
+
+
+def run_step(engine: Engine, step: Step, given: Any, state: Any) -> tuple[Any, Any]:
+    """(what it tells, the state after it) of a step of an engine; rows are of the engine."""
+    engine.start()
+    runner = engine._runner
+    executable = engine.executables[str(step)]
+    state, runner.rows, told = run_padding(
+        step, executable, given, runner.weights, state, runner.rows
+    )
+    return told, state
 
 
 def prompts(count: int, *, length: int = 5, max_tokens: int = 6) -> list[Request]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.core.formats import FP8, FP8_MAX
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, poisoned, relative
 
 
@@ -21,7 +22,7 @@ class GQACase:
     block_tables: Array
     seq_lens: Array
     layer: int
-    options: dict[str, Any]  # window, soft_cap, and arrays sinks, gate, query_lens
+    options: dict[str, Any]  # window, soft_cap, and arrays sinks, gate, query_lens, kv_scale
 
     @property
     def args(self) -> tuple[Array, Array, Array, Array]:
@@ -37,6 +38,7 @@ def gqa_case(
     q_len: int = 1,
     page: int = 64,
     dtype: Any = jnp.bfloat16,
+    scales: Any = None,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
@@ -47,7 +49,10 @@ def gqa_case(
     layer: int = 1,
     seed: int = 0,
 ) -> GQACase:
-    """Random queries, and a poisoned cache whose rows hold `lens` tokens on shuffled pages."""
+    """Random queries, and a poisoned cache whose rows hold `lens` tokens on shuffled pages.
+
+    With `scales`, [2, Hk], the cache is FP8, and its numbers times these are of order 1.
+    """
     rng = np.random.default_rng(seed)
     needed = [-(-n // page) for n in lens]
     shuffled = iter(rng.permutation(sum(needed) + 3))
@@ -61,13 +66,19 @@ def gqa_case(
             token = j * page + np.arange(page)
             held = (token >= begin) & (token < length)
             block = rng.normal(size=(2, page, kv_heads, dim))
-            blocks.append(np.where(held[None, :, None, None], block, np.nan).astype(dtype))
+            if scales is not None:
+                block /= np.asarray(scales)[:, None, :, None]
+                block = np.clip(block, -FP8_MAX, FP8_MAX)
+            held_or_nan = np.where(held[None, :, None, None], block, np.nan)
+            blocks.append(held_or_nan.astype(dtype if scales is None else FP8))
             owned.append(tables[row, j])
     shape = (layers, sum(needed) + 3, 2, page, kv_heads, dim)
     cache = poisoned(np.array(owned, np.int32), np.stack(blocks), shape=shape, layer=layer)
     heads = group * kv_heads
     drawn = lambda *shape: rng.normal(size=shape)  # noqa: E731
     options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
+    if scales is not None:
+        options["kv_scale"] = jnp.asarray(scales, jnp.float32)
     q = drawn(len(lens), q_len, heads, dim)
     if query_lens is not None:
         options["query_lens"] = jnp.asarray(query_lens, jnp.int32)
@@ -101,6 +112,8 @@ def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:
             continue
         keys = np.arange(0 if window is None else max(end - window, 0), end)
         held = layer[tables[b, keys // page], :, keys % page].astype(np.float64)  # [n, 2, Hk, D]
+        if options.get("kv_scale") is not None:
+            held *= np.asarray(options["kv_scale"], np.float64)[..., None]
         for h in range(heads):
             k, v = held[:, 0, h // group], held[:, 1, h // group]
             scores = k @ q[b, s, h].astype(np.float64) * dim**-0.5

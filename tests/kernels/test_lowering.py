@@ -11,6 +11,7 @@ import pytest
 
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.kernels import gqa_append as gqa_append_kernel
 from jaxattn.kernels import mla_append
 from jaxattn.kernels.gdn_decode import launch as gdn_decode
 from jaxattn.kernels.gqa_decode import launch as gqa_decode
@@ -22,6 +23,7 @@ from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla_decode.scratch import decode_schedule
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
+from jaxattn.ops.gqa.append import gqa_append
 from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.mla.prefill import causal_attention
@@ -30,7 +32,15 @@ from jaxattn.ops.moe import mixture_of_experts
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, gqa_decode, gqa_prefill, mla_append, mla_decode, moe):
+    for module in (
+        gdn_decode,
+        gqa_append_kernel,
+        gqa_decode,
+        gqa_prefill,
+        mla_append,
+        mla_decode,
+        moe,
+    ):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 
@@ -142,6 +152,29 @@ def test_mla_append(interleaved):
     assert launch.count("output_operand_alias<") == 1
 
 
+@pytest.mark.parametrize("dim, dtype", [(64, jnp.float8_e4m3fn), (256, jnp.bfloat16)])
+def test_gqa_append(dim, dtype):
+    config = RopeConfig(dim=64, interleaved=False)
+
+    def step(q, k, v, weights, cache, tables, lens, layer, kv_scale):
+        return gqa_append(
+            q, k, v, weights, cache, tables, lens,
+            rotation=rotation(lens[:, None], config), config=config, layer=layer,
+            kv_scale=kv_scale, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    args = (
+        shape(4, 1, 8, dim),
+        shape(4, 1, 2, dim),
+        shape(4, 1, 2, dim),
+        f32(2, max(2 * dim, 256)),
+    )
+    cache, scales = shape(2, 8, 2, 64, 2, dim, dtype=dtype), f32(2, 2) if dim == 64 else None
+    (launch,) = launches(step, *args, cache, ints(4, 8), ints(4), ints(), scales)
+    assert launch.count("output_operand_alias<") == 1
+
+
 def test_gdn_decode_of_a_layer_in_a_pattern():
     heads, keys = 4, 2
     channels = (2 * keys + heads) * 128
@@ -209,6 +242,8 @@ def test_moe(tokens, experts, top_k, hidden, width, fp8):
         (64, 8, 64, 64, dict(window=128, sinks=True, dtype=jnp.float16)),
         (16, 2, 256, 128, dict(q_len=4, ragged=True, gate=True)),
         (20, 4, 128, 32, dict(batch_invariant=True)),
+        (64, 8, 64, 16, dict(fp8=True, sinks=True)),
+        (16, 2, 256, 64, dict(fp8=True, gate=True)),
     ],
     ids=str,
 )
@@ -216,7 +251,7 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
     get = {"q_len": 1, "dtype": jnp.bfloat16, **options}.get
     batch, q_len, dtype, window = 4, get("q_len"), get("dtype"), get("window")
 
-    def step(q, cache, tables, lens, query_lens, sinks, gate):
+    def step(q, cache, tables, lens, query_lens, sinks, gate, kv_scale):
         schedule = gqa_schedule(
             lens, q_len=q_len, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
             max_pages=4096 // page, page_size=page, window=window,
@@ -224,14 +259,19 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
         )  # fmt: skip
         return gqa_decode_mosaic(
             q, cache, tables, lens, scale=0.1, layer=1, query_lens=query_lens, window=window,
-            sinks=sinks, soft_cap=get("soft_cap"), gate=gate, schedule=schedule,
+            sinks=sinks, soft_cap=get("soft_cap"), gate=gate, kv_scale=kv_scale,
+            schedule=schedule,
         )  # fmt: skip
 
     q = shape(batch, q_len, heads, dim, dtype=dtype)
-    args = (q, shape(2, 9, 2, page, kv_heads, dim, dtype=dtype), ints(batch, 4096 // page))
+    stored, scales = dtype, None
+    if get("fp8"):
+        stored, scales = jnp.float8_e4m3fn, shape(2, kv_heads, dtype=jnp.float32)
+    args = (q, shape(2, 9, 2, page, kv_heads, dim, dtype=stored), ints(batch, 4096 // page))
     query_lens = ints(batch) if get("ragged") else None
     sinks = shape(heads, dtype=jnp.float32) if get("sinks") else None
-    decode, *combine = launches(step, *args, ints(batch), query_lens, sinks, get("gate") and q)
+    more = ints(batch), query_lens, sinks, get("gate") and q, scales
+    decode, *combine = launches(step, *args, *more)
     # The output and the partial results; then the output and its LSE, the rest being read. A
     # window's few steps are in one piece, and nothing is merged.
     assert [line.count("output_operand_alias<") for line in (decode, *combine)] == (

@@ -15,7 +15,7 @@ from jaxattn.models import huggingface
 from jaxattn.models.checkpoint import CheckpointError
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
-KV = "model.layers.1.self_attn.kv_b_proj.weight"
+KV = "model.layers.0.self_attn.kv_b_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 SHARD = "model-0000{}-of-00002.safetensors"
 
@@ -235,7 +235,7 @@ def test_a_configuration_that_is_not_supported(tmp_path, change, message):
         ({"moe_layer_freq": 2}, "moe_layer_freq is implemented as 1 only; got 2"),
         ({"norm_topk_prob": None}, "norm_topk_prob must be true or false"),
         ({"num_experts_per_tok": 17}, "top_k=17 must be from 1 to"),
-        ({"n_group": 3}, "experts=16 must be a multiple of groups=3"),
+        ({"n_group": 5}, "experts=12 must be a multiple of groups=5"),
         ({"topk_group": 0}, "topk_group must be an integer from 1"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer from 0"),
         (

@@ -99,10 +99,10 @@ def test_what_on_progress_raises_ends_the_loading(folder, monkeypatch):
 
 def test_a_file_that_is_cut_off_after_its_header_was_read(folder):
     published = huggingface.read_config(folder)
-    weights = huggingface.open_weights(folder, published)
+    weights, scales = huggingface.open_weights(folder, published)
     os.truncate(folder / "model.safetensors", 100_000)
     with pytest.raises(CheckpointError, match="model.safetensors became shorter while it was read"):
-        huggingface.place(published.model, weights)
+        huggingface.place(published.model, weights, scales)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")

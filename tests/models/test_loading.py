@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.engine.batches import padding
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.steps import EntryPoint, new_state
 from jaxattn.memory.limits import Limits
@@ -65,11 +64,10 @@ def test_a_step_has_the_logits_of_the_tokens_there_are(kind):
     whole = read_folder(YOUTU).model
     model, limits = whole.with_tokens(430), Limits(batch=2, max_model_len=64, prefill_chunk=16)
     entry = EntryPoint(kind, 1, 16) if kind == "prefill" else EntryPoint(kind, 2, 1)
-    step = getattr(model, kind)
+    step, batch = entry.step(model, limits), entry.batch_shapes(limits)
     state = jax.eval_shape(lambda: new_state(model, limits))
-    batch, _ = padding(entry, limits.table_width)
     logits, _ = jax.eval_shape(step, packed_shapes(model), state, batch)
-    assert logits.shape == (entry.rows, 430)
+    assert logits.shape == (limits.batch, 430)
 
 
 def test_a_model_of_fewer_tokens_is_another_model():

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +23,8 @@ from jaxattn.models.base import init_state, scratch_spec
 from jaxattn.models.blocks import GDN, Block, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.registry import FAMILIES
+from jaxattn.nn import moe as nn_moe
+from jaxattn.ops.moe import route
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
@@ -105,9 +108,43 @@ def steps(model, params, wanted) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(found), np.stack(expected)
 
 
+class Run(NamedTuple):
+    """Of `steps`: the logits, the reference's, and the experts [T, K] of each call of a router."""
+
+    found: np.ndarray
+    expected: np.ndarray
+    experts: list[np.ndarray]
+
+    @property
+    def errors(self) -> np.ndarray:
+        return np.array([relative(*pair) for pair in zip(self.found, self.expected, strict=True)])
+
+
+def run(model, params, wanted) -> Run:
+    calls = []
+
+    def recorded(logits, bias, router, **options):
+        ids, weights = route(logits, bias, router, **options)
+        jax.debug.callback(
+            lambda ids: calls.append(np.sort(ids.reshape(-1, ids.shape[-1]))), ids, ordered=True
+        )
+        return ids, weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn_moe, "route", recorded)
+        found, expected = steps(model, params, wanted)
+        jax.effects_barrier()
+    return Run(found, expected, calls)
+
+
+@pytest.fixture(scope="module")
+def exact(loaded, wanted) -> Run:
+    return run(*loaded, wanted)
+
+
 @devices
-def test_prefill_in_chunks_and_decode_give_the_reference_logits(loaded, wanted, device):
-    np.testing.assert_allclose(*steps(*loaded, wanted), atol=1e-4, rtol=1e-4)
+def test_prefill_in_chunks_and_decode_give_the_reference_logits(exact, device):
+    np.testing.assert_allclose(exact.found, exact.expected, atol=1e-4, rtol=1e-4)
 
 
 def every_expert(model: DecoderModel) -> DecoderModel:
@@ -117,7 +154,7 @@ def every_expert(model: DecoderModel) -> DecoderModel:
         kind = block.feed_forward
         if not isinstance(kind, MoE):
             return block
-        router = dataclasses.replace(kind.router, top_k=kind.router.experts)
+        router = dataclasses.replace(kind.router, top_k=kind.router.experts, groups=1, top_groups=1)
         return Block(block.mixer, dataclasses.replace(kind, router=router))
 
     return DecoderModel(
@@ -126,20 +163,37 @@ def every_expert(model: DecoderModel) -> DecoderModel:
 
 
 @devices
-def test_bfloat16_is_near_the_reference(folder, loaded, wanted, device):
+def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(
+    loaded, wanted, folder, device
+):
+    """Without a choice no near-tie of a router falls to another expert."""
     model, params = huggingface.load(folder)
-    routed = any(isinstance(block.feed_forward, MoE) for block in model.spec.blocks)
-    if any(isinstance(block.mixer, GDN) for block in model.spec.blocks):
-        # A near-tie of the router may fall to another expert in bfloat16, and a recurrent state
-        # carries the difference to all tokens behind. Without a choice there is no tie. What is
-        # left is the rounding, which a norm enlarges where a head's output is small.
-        exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
-        found = steps(every_expert(model), params, wanted)[0]
-        assert max(map(relative, found, exact)) < 0.1
-        return
-    errors = np.array([relative(*pair) for pair in zip(*steps(model, params, wanted), strict=True)])
-    # Here one near-tie, in nine tokens.
-    assert (errors > 3e-2).sum() <= routed and errors.max() < 0.5
+    exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
+    found = steps(every_expert(model), params, wanted)[0]
+    # A norm enlarges the rounding where a recurrent head's output is small.
+    limit = 0.1 if recurrent(model) else 3e-2
+    assert max(map(relative, found, exact)) < limit
+
+
+@devices
+def test_bfloat16_chooses_the_experts_of_the_reference_but_in_near_ties(
+    folder, wanted, exact, device
+):
+    """A random router of 12 experts is often near a tie: over all folders 0.7% of its choices."""
+    model, params = huggingface.load(folder)
+    if recurrent(model):
+        pytest.skip("a recurrent state carries another choice to all tokens behind")
+    found = run(model, params, wanted)
+    pairs = zip(found.experts, exact.experts, strict=True)
+    differ = [(ours != theirs).any(-1) for ours, theirs in pairs]
+    assert not differ or np.concatenate(differ).mean() < 0.03
+    far = (found.errors > 3e-2).sum()
+    assert far <= 2 if any(map(np.any, differ)) else far == 0
+    assert found.errors.max() < 0.5
+
+
+def recurrent(model: DecoderModel) -> bool:
+    return any(isinstance(block.mixer, GDN) for block in model.spec.blocks)
 
 
 @devices

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.engine.batches import sampling
 from jaxattn.models.base import CacheSize, DecodeBatch, PrefillBatch
 
 
@@ -51,7 +50,7 @@ class Rows:
         return CacheSize(pages=max(self.most * self.pages_per_row, self.width), slots=self.most)
 
     def decode(self, rows: int, step: int) -> Any:
-        """The batch of a decode step, with its sampling (greedy); each step has other tokens."""
+        """The batch of a decode step; each step has other tokens."""
         tokens = np.random.default_rng((self.seed, step)).integers(self.vocab, size=(self.most, 1))
         tables = np.zeros((self.most, self.width), np.int32)
         tables[:, : self.pages_per_row] = self._pages(self.most * self.pages_per_row).reshape(
@@ -64,7 +63,7 @@ class Rows:
             block_tables=_int32(tables[:rows]),
             state_indices=_int32(slots[:rows]),
         )
-        return jax.device_put((batch, sampling([None] * rows)))
+        return jax.device_put(batch)
 
     def chunks(self, chunk: int) -> list[Any]:
         """The batches that read the prompt, `chunk` tokens at a time; the last may be shorter."""
@@ -82,7 +81,7 @@ class Rows:
                 block_tables=_int32(tables),
                 state_indices=_int32([0]),
             )
-            batches.append(jax.device_put((batch, sampling([None]))))
+            batches.append(jax.device_put(batch))
         return batches
 
     def _pages(self, count: int) -> np.ndarray:

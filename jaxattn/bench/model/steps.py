@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.bench.model import experts, roof
@@ -20,6 +21,7 @@ from jaxattn.bench.model.weights import random_state
 from jaxattn.bench.timing import PROFILED, launches, seconds
 from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.sampling import Level, SamplingBatch, sample
 from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import init_state, jit_step, overlaid
@@ -64,7 +66,7 @@ class Steps:
 
     def touched(self) -> dict[int, list[int]]:
         """Distinct experts of each layer and batch that is timed, by the number of rows."""
-        batches = [self.rows.decode(self.rows.most, step)[0] for step in range(STEPS)]
+        batches = [self.rows.decode(self.rows.most, step) for step in range(STEPS)]
         found, self.state = experts.distinct(
             self.model,
             self.params,
@@ -161,13 +163,25 @@ class Steps:
     def _compile(self, entry: EntryPoint) -> jax.stages.Compiled:
         prefill = entry.kind == "prefill"
         step = jit_step(
-            entry.step(self.model),
+            _with_tokens(self.model.prefill if prefill else self.model.decode),
             implementation=None
             if prefill and self.implementation != "xla"
             else self.implementation,
         )
-        batch = entry.batch_shapes(self.rows.width)
+        batch = self.rows.chunks(entry.tokens)[0] if prefill else self.rows.decode(entry.rows, 0)
         return step.lower(self.params, self.state, batch).compile()
+
+
+def _with_tokens(step: Callable) -> Callable:
+    """A model's step that gives the likeliest tokens for logits, as a greedy round does."""
+
+    def step_and_choose(params: Any, state: Any, batch: Any, **options: Any) -> Any:
+        logits, state = step(params, state, batch, **options)
+        zeros = jnp.zeros(len(logits))
+        greedy = SamplingBatch(zeros, zeros, zeros, zeros, zeros)
+        return sample(logits, greedy, batch.seq_lens, Level.GREEDY), state
+
+    return step_and_choose
 
 
 def arena(model: DecoderModel, rows: Rows) -> ArenaSpec:

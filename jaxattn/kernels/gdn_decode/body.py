@@ -66,26 +66,27 @@ def _steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
     return steps, min(config.stages, steps)
 
 
-def scratch_types(op: Op, config: Config, state_dtype: Any) -> list[Any]:
+def scratch_types(op: Op, config: Config, state_dtype: Any) -> dict[str, Any]:
     heads = op.group // config.parts
     _, stages = _steps_and_stages(op, config)
     ring = (stages, config.tile, DIM)
-    types = [
-        plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
-        plgpu.SMEM((op.q_len, (2 + heads) * DIM), jnp.float32),  # q, k and the values
-        plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),  # the output before its norm
-        plgpu.Barrier(num_barriers=stages),  # tile loaded
-    ]
-    if heads > 1:
-        types.append(plgpu.SMEM((2 * heads, op.q_len), jnp.float32))  # decays, betas
-    if config.parts > 1 and op.conv:
-        types.append(plgpu.ClusterBarrier(collective_axes=("part",)))
-    return types
+    cluster = config.parts > 1 and op.conv
+    return {
+        "ring": plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
+        "vectors": plgpu.SMEM((op.q_len, (2 + heads) * DIM), jnp.float32),  # q, k and the values
+        # The output before its norm.
+        "out_smem": plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),
+        "loaded": plgpu.Barrier(num_barriers=stages),  # a tile
+        # Decays, then betas; of one head they stay in registers.
+        "scalars": plgpu.SMEM((2 * heads, op.q_len), jnp.float32) if heads > 1 else None,
+        "all_read": plgpu.ClusterBarrier(collective_axes=("part",)) if cluster else None,
+    }
 
 
 def shared_bytes(op: Op, config: Config, state_dtype: Any) -> int:
     """Of a block, without its barriers."""
-    arrays = (x for x in scratch_types(op, config, state_dtype) if hasattr(x, "dtype"))
+    every = scratch_types(op, config, state_dtype).values()
+    arrays = [x for x in every if hasattr(x, "dtype")]
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
 
@@ -112,182 +113,201 @@ def _layout(tile: int) -> Any:
     )
 
 
-def make_body(op: Op, config: Config, first_row: int, *, interpret: bool) -> Any:
-    q_len, group, tile = op.q_len, op.group, config.tile
-    heads = group // config.parts
-    steps, stages = _steps_and_stages(op, config)
-    matrix = _layout(tile)
-    by_value, by_key = matrix.reduce(1), matrix.reduce(0)
+class Block:
+    """The value heads of a key head in a row, or a part of them, tile after tile."""
 
-    def rows(vector: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(vector, (tile, DIM), [0])
-
-    def columns(vector: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(vector, (tile, DIM), [1])
-
-    def q_and_k(vectors: Any, token: int) -> list[jax.Array]:
-        at = (pl.ds(i * DIM, DIM) for i in range(2))
-        return [plgpu.load(vectors.at[token, some], layout=by_key) for some in at]
-
-    def body(
-        qkvz_ref, ba_ref, weights_ref, layer_ref, reads_ref, writes_ref, pool_ref, conv_ref,
-        out_ref, ring, vectors, out_smem, loaded, *rest,
+    def __init__(
+        self, op: Op, config: Config, first_row: int, *, interpret: bool,
+        qkvz_ref: Any, ba_ref: Any, weights_ref: Any, layer_ref: Any, reads_ref: Any,
+        writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any, ring: Any, vectors: Any,
+        out_smem: Any, loaded: Any, scalars: Any, all_read: Any,
     ):  # fmt: skip
-        scalars = rest[0] if heads > 1 else None
-        all_read = rest[-1] if config.parts > 1 and op.conv else None
-        row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
-        part = lax.axis_index("part") if config.parts > 1 else 0
-        layer, slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
-        own = layer if op.stacked else 0  # row of weights
-        first_head = key_head * group + part * heads
-        slots = pool_ref.shape[1]
-
+        """`first_row`: of the output."""
+        self.op, self.first_row, self.interpret = op, first_row, interpret
+        self.tile, self.heads = config.tile, op.group // config.parts
+        self.steps, self.stages = _steps_and_stages(op, config)
+        self.matrix = _layout(config.tile)
+        self.by_value, self.by_key = self.matrix.reduce(1), self.matrix.reduce(0)
+        self.pool_ref, self.out_ref, self.ring, self.vectors = pool_ref, out_ref, ring, vectors
+        self.out_smem, self.loaded, self.scalars = out_smem, loaded, scalars
+        self.all_read = all_read
+        self.row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
+        self.part = lax.axis_index("part") if config.parts > 1 else 0
+        self.layer = layer_ref[0] * op.affine[0] + op.affine[1]
+        self.slot = reads_ref[self.row]
+        self.own = self.layer if op.stacked else 0  # row of weights
+        self.first_head = key_head * op.group + self.part * self.heads
+        self.slots = pool_ref.shape[1]
         if op.keep:
-            targets = {token: writes_ref[row, token] for token in range(q_len)}
+            self.targets = {token: writes_ref[self.row, token] for token in range(op.q_len)}
         else:
-            targets = {q_len - 1: writes_ref[row]}
-
-        def in_pool(slot: Any) -> Any:
-            # One past the layer's slots would be the next layer's: TMA sees them as one axis.
-            return (slot >= 0) & (slot < slots)
-
+            self.targets = {op.q_len - 1: writes_ref[self.row]}
         # Both numbers are asked for at once: one after the other would take twice as long.
-        live = in_pool(slot) & (layer >= 0) & (layer < pool_ref.shape[0])
+        self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
+        heads = [self.first_head + head for head in range(self.heads)]
+        self.here = Inputs(
+            op, qkvz_ref, ba_ref, weights_ref, conv_ref, self.row, key_head, heads
+        )  # fmt: skip
 
-        def states(slot: Any, step: Any) -> Any:
-            return pool_ref.at[layer, slot, pl.ds(first_head * DIM + step * tile, tile)]
-
-        def fetch(step: Any) -> None:
-            at = lax.rem(step, stages)
-            plgpu.copy_gmem_to_smem(states(slot, step), ring.at[at], loaded.at[at])
-
-        def out_at(token: int, head: int) -> Any:
-            at = (row * q_len + token) * op.value_heads + first_head + head
-            return out_ref.at[first_row + at]
-
-        here = Inputs(
-            op,
-            qkvz_ref,
-            ba_ref,
-            weights_ref,
-            conv_ref,
-            row,
-            key_head,
-            [first_head + head for head in range(heads)],
-        )
+    def run(self) -> None:
         # Asked for before the slot is there, where it is enough for that to pay.
-        early = here.given() if heads > 1 else None
+        early = self.here.given() if self.heads > 1 else None
+        pl.when(self.live)(lambda: self._update(early))
 
-        def keep_inputs(window: Any) -> None:
-            for token, target in targets.items():
-                pl.when(in_pool(target))(functools.partial(here.keep, layer, target, token, window))
-
-        @pl.when(live)
-        def _update():
-            for step in range(stages):
-                fetch(step)
-
-            # Every load comes before what waits for the first one: latencies run side by side.
-            new, b_and_a, z = early or here.given()
-            windows = here.windows(layer, own, slot, new)
-            of_gates = here.of_gates(own, b_and_a)
-            if op.norm:
-                norm = here.norm_weight(own)
-
-            decays_and_betas = []  # of the first head, the only one where these are read
-            for head, each in enumerate(of_gates):
-                for token, (decay, beta) in enumerate(gates(*each)):
-                    decays_and_betas.append((decay, beta))
-                    if scalars is not None:
-                        scalars[head, token] = decay
-                        scalars[heads + head, token] = beta
-
-            for i, (_, window, taps) in enumerate(windows):
-                for token in range(q_len):
-                    vectors.at[token, pl.ds(i * DIM, DIM)][...] = convolved(window, taps, token)
-            if op.norm:  # what the normed output is times
-                times = [[norm * silu(x) for x in of_head] for of_head in z]
-            meet(interpret=interpret)  # vectors are there, and every warp has its inputs
-            if all_read is not None:
-                plgpu.barrier_arrive(all_read)
-            if op.conv:
-                for window in windows[2:]:
-                    keep_inputs(window)
-            qk = [q_and_k(vectors, token) for token in range(q_len)]
-            qk_factors = [factors_of(op, map(jnp.sum, products(op, *each))) for each in qk]
-
-            def units(token: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-                q_factor, k_factor, _ = qk_factors[token]
-                return q * q_factor, k * k_factor
-
-            # Of one token they stay in registers; of several there is no room for that.
-            only = units(0, *qk[0]) if q_len == 1 else None
-
-            @pl.loop(0, steps)
-            def _tile(step):
-                at = lax.rem(step, stages)
-                head = lax.div(step * tile, DIM)
-                plgpu.barrier_wait(loaded.at[at])
-                state = plgpu.load(ring.at[at], layout=matrix).astype(jnp.float32)
-                own_rows = pl.ds(step * tile, tile)
-                for token in range(q_len):
-                    q, k = (columns(x) for x in only or units(token, *q_and_k(vectors, token)))
-                    k_q = qk_factors[token][2]
-                    if scalars is None:
-                        decay, beta = decays_and_betas[token]
-                    else:
-                        decay, beta = scalars[head, token], scalars[heads + head, token]
-                    values = vectors.at[token, pl.ds(2 * DIM + step * tile, tile)]
-                    v = plgpu.load(values, layout=by_value)
-                    delta = beta * (v - decay * (state * k).sum(axis=1))
-                    out = decay * (state * q).sum(axis=1) + delta * k_q
-                    state = state * decay + rows(delta) * k
-                    out_smem.at[token, own_rows][...] = out
-                    if token not in targets:
-                        continue
-
-                    @pl.when(in_pool(targets[token]))
-                    def _store(token=token, target=targets[token], state=state):
-                        if op.keep and token > 0:
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        ring.at[at][...] = state.astype(ring.dtype)  # a thread writes what it read
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(ring.at[at], states(target, step))
-
-                if stages < steps:
-
-                    @pl.when((step > 0) & (step - 1 + stages < steps))
-                    def _refill():
-                        # Behind this wait, the tile before this one is read and stored.
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        fetch(step - 1 + stages)
-
-            meet(interpret=interpret)  # the output is there for every warp
-            for head in range(heads):
-                for token in range(q_len):
-                    head_out = out_smem.at[token, pl.ds(head * DIM, DIM)]
-                    out = plgpu.load(head_out, layout=CHANNEL, optimized=False)
-                    if op.norm:
-                        whole = plgpu.load(head_out, layout=by_key)
-                        mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
-                        out *= lax.rsqrt(mean_square + op.eps) * times[head][token]
-                    out_at(token, head)[...] = out.astype(out_ref.dtype)
-            if all_read is not None:
-                plgpu.barrier_wait(all_read)
-            if op.conv:
-
-                @pl.when(part == 0)
-                def _():
-                    for window in windows[:2]:
-                        keep_inputs(window)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(jnp.logical_not(live))
+        @pl.when(jnp.logical_not(self.live))
         def _padding():
             zeros = plgpu.layout_cast(jnp.zeros((DIM,), jnp.float32), CHANNEL)
-            for head in range(heads):
-                for token in range(q_len):
-                    out_at(token, head)[...] = zeros.astype(out_ref.dtype)
+            for head in range(self.heads):
+                for token in range(self.op.q_len):
+                    self._out_at(token, head)[...] = zeros.astype(self.out_ref.dtype)
 
-    return body
+    def _in_pool(self, slot: Any) -> Any:
+        # One past the layer's slots would be the next layer's: TMA sees them as one axis.
+        return (slot >= 0) & (slot < self.slots)
+
+    def _states(self, slot: Any, step: Any) -> Any:
+        rows = pl.ds(self.first_head * DIM + step * self.tile, self.tile)
+        return self.pool_ref.at[self.layer, slot, rows]
+
+    def _fetch(self, step: Any) -> None:
+        at = lax.rem(step, self.stages)
+        plgpu.copy_gmem_to_smem(self._states(self.slot, step), self.ring.at[at], self.loaded.at[at])
+
+    def _out_at(self, token: int, head: int) -> Any:
+        at = (self.row * self.op.q_len + token) * self.op.value_heads + self.first_head + head
+        return self.out_ref.at[self.first_row + at]
+
+    def _keep_inputs(self, window: Any) -> None:
+        for token, target in self.targets.items():
+            keep = functools.partial(self.here.keep, self.layer, target, token, window)
+            pl.when(self._in_pool(target))(keep)
+
+    def _update(self, early: Any) -> None:
+        """A row with a state: its inputs, its tiles, its output."""
+        op, here = self.op, self.here
+        for step in range(self.stages):
+            self._fetch(step)
+
+        # Every load comes before what waits for the first one: latencies run side by side.
+        new, b_and_a, z = early or here.given()
+        windows = here.windows(self.layer, self.own, self.slot, new)
+        of_gates = here.of_gates(self.own, b_and_a)
+        if op.norm:
+            norm = here.norm_weight(self.own)
+        decays_and_betas = self._gates(of_gates)
+        for i, (_, window, taps) in enumerate(windows):
+            for token in range(op.q_len):
+                to = self.vectors.at[token, pl.ds(i * DIM, DIM)]
+                to[...] = convolved(window, taps, token)
+        times: Any = None
+        if op.norm:  # what the normed output is times
+            times = [[norm * silu(x) for x in of_head] for of_head in z]
+        meet(interpret=self.interpret)  # vectors are there, and every warp has its inputs
+        if self.all_read is not None:
+            plgpu.barrier_arrive(self.all_read)
+        if op.conv:
+            for window in windows[2:]:
+                self._keep_inputs(window)
+        self._walk(decays_and_betas)
+        meet(interpret=self.interpret)  # the output is there for every warp
+        self._write(times)
+        if self.all_read is not None:
+            plgpu.barrier_wait(self.all_read)
+        if op.conv:
+
+            @pl.when(self.part == 0)
+            def _():
+                for window in windows[:2]:
+                    self._keep_inputs(window)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _gates(self, of_gates: Any) -> list[tuple[Any, Any]]:
+        """(decay, beta) of each token; of several heads they are in shared memory as well, and
+        these are read there."""
+        found = []
+        for head, each in enumerate(of_gates):
+            for token, (decay, beta) in enumerate(gates(*each)):
+                found.append((decay, beta))
+                if self.scalars is not None:
+                    self.scalars[head, token] = decay
+                    self.scalars[self.heads + head, token] = beta
+        return found
+
+    def _q_and_k(self, token: int) -> list[jax.Array]:
+        at = (pl.ds(i * DIM, DIM) for i in range(2))
+        return [plgpu.load(self.vectors.at[token, some], layout=self.by_key) for some in at]
+
+    def _over_keys(self, vector: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(vector, (self.tile, DIM), [0])
+
+    def _walk(self, decays_and_betas: list[tuple[Any, Any]]) -> None:
+        """Tile by tile, every token's update and output."""
+        op, steps, stages = self.op, self.steps, self.stages
+        qk = [self._q_and_k(token) for token in range(op.q_len)]
+        factors = [factors_of(op, map(jnp.sum, products(op, *each))) for each in qk]
+
+        def units(token: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+            q_factor, k_factor, _ = factors[token]
+            return q * q_factor, k * k_factor
+
+        # Of one token they stay in registers; of several there is no room for that.
+        only = units(0, *qk[0]) if op.q_len == 1 else None
+
+        @pl.loop(0, steps)
+        def _tile(step):
+            at = lax.rem(step, stages)
+            head = lax.div(step * self.tile, DIM)
+            plgpu.barrier_wait(self.loaded.at[at])
+            state = plgpu.load(self.ring.at[at], layout=self.matrix).astype(jnp.float32)
+            own_rows = pl.ds(step * self.tile, self.tile)
+            for token in range(op.q_len):
+                unit = only or units(token, *self._q_and_k(token))
+                q, k = (lax.broadcast_in_dim(x, (self.tile, DIM), [1]) for x in unit)
+                if self.scalars is None:
+                    decay, beta = decays_and_betas[token]
+                else:
+                    decay = self.scalars[head, token]
+                    beta = self.scalars[self.heads + head, token]
+                values = self.vectors.at[token, pl.ds(2 * DIM + step * self.tile, self.tile)]
+                v = plgpu.load(values, layout=self.by_value)
+                delta = beta * (v - decay * (state * k).sum(axis=1))
+                out = decay * (state * q).sum(axis=1) + delta * factors[token][2]
+                state = state * decay + self._over_keys(delta) * k
+                self.out_smem.at[token, own_rows][...] = out
+                if token in self.targets:
+                    self._store(state, token, step, at)
+
+            if stages < steps:
+
+                @pl.when((step > 0) & (step - 1 + stages < steps))
+                def _refill():
+                    # Behind this wait, the tile before this one is read and stored.
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    self._fetch(step - 1 + stages)
+
+    def _store(self, state: jax.Array, token: int, step: jax.Array, at: jax.Array) -> None:
+        """The state after a token, if there is a slot for it."""
+        target = self.targets[token]
+
+        @pl.when(self._in_pool(target))
+        def _():
+            if self.op.keep and token > 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            here = self.ring.at[at]
+            here[...] = state.astype(self.ring.dtype)  # a thread writes what it read
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(here, self._states(target, step))
+
+    def _write(self, times: Any) -> None:
+        """The output, normed and gated."""
+        op = self.op
+        for head in range(self.heads):
+            for token in range(op.q_len):
+                head_out = self.out_smem.at[token, pl.ds(head * DIM, DIM)]
+                out = plgpu.load(head_out, layout=CHANNEL, optimized=False)
+                if op.norm:
+                    whole = plgpu.load(head_out, layout=self.by_key)
+                    mean_square = jnp.sum(whole * whole) * (1.0 / DIM)
+                    out *= lax.rsqrt(mean_square + op.eps) * times[head][token]
+                self._out_at(token, head)[...] = out.astype(self.out_ref.dtype)

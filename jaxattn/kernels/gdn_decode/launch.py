@@ -14,6 +14,7 @@ Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and te
 `jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer.py.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,16 +23,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.checks import check_sizes
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.gdn_decode import body as ring_body
 from jaxattn.kernels.gdn_decode import split_body
 from jaxattn.kernels.gdn_decode.body import Config, shared_bytes
 from jaxattn.kernels.gdn_decode.inputs import DIM, WIDTH, Op
 from jaxattn.kernels.gdn_decode.split_body import SPLIT
+from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import (
     NUM_SMS,
     RESERVED_BYTES,
     SHARED_BYTES,
-    interpret_mode,
     require_hopper,
 )
 
@@ -82,19 +84,15 @@ def _refuse(
     name: str, batch: int, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None
 ) -> None:
     if not 1 <= batch <= MAX_ROWS:
-        raise NotImplementedError(
+        raise Refusal(
             f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
         )
     if not 1 <= tokens <= MAX_TOKENS:
-        raise NotImplementedError(
-            f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}"
-        )
+        raise Refusal(f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}")
     if heads[1:] != (DIM, DIM):
-        raise NotImplementedError(
-            f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}"
-        )
+        raise Refusal(f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}")
     if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:
-        raise NotImplementedError(
+        raise Refusal(
             f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}"
         )
 
@@ -157,27 +155,27 @@ def gdn_decode_mosaic(
     states = batch * num_value_heads
     config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
-    pools = [state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)]
+    pool = state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)
+    pool_ref, conv_ref, out_ref = jax.new_ref(pool), None, None
     if conv_state is not None:
-        pools.append(conv_state.reshape(-1, *conv_state.shape[-3:]))
-    refs = [jax.new_ref(pool) for pool in pools]
-    operands = (
-        qkvz,
-        ba,
-        weights.reshape(-1, weights.shape[-1]),
-        jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        conv_ref = jax.new_ref(conv_state.reshape(-1, *conv_state.shape[-3:]))
+    inputs: dict[str, Any] = {
+        "qkvz_ref": qkvz,
+        "ba_ref": ba,
+        "weights_ref": weights.reshape(-1, weights.shape[-1]),
+        "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
         # An index narrower than int32 would be sign-extended, unsigned or not.
-        reads.astype(jnp.int32),
-        writes.astype(jnp.int32),
-    )
+        "reads_ref": reads.astype(jnp.int32),
+        "writes_ref": writes.astype(jnp.int32),
+        "pool_ref": pool_ref,
+        "conv_ref": conv_ref,
+    }
     spec = scratch(batch=batch, q_len=q_len, num_v_heads=num_value_heads, dtype=qkvz.dtype)
     rows = jax.ShapeDtypeStruct((batch * q_len * num_value_heads, DIM), qkvz.dtype)
     first_row = 0
     if arena is not None:
         lane, first_row = arena.lane(spec, "out", width=DIM)
-        out_ref = jax.new_ref(lane)
-        refs.append(out_ref)
-    between = None
+        inputs["out_ref"] = out_ref = jax.new_ref(lane)
     if config.split:
         if q_len != 1 or op.group * SPLIT > MOST_BLOCKS:
             raise ValueError(
@@ -185,52 +183,43 @@ def gdn_decode_mosaic(
                 f"Hv / Hk = {op.group}"
             )
         blocks = op.group * SPLIT
-        body = split_body.make_body(op, first_row, interpret=interpret)
+        block: Any = functools.partial(split_body.Block, op, first_row, interpret=interpret)
         scratch_types = split_body.scratch_types(op, interpret=interpret)
         if interpret:  # whose blocks have no shared memory in common
-            between = jax.new_ref(jnp.zeros((batch, num_key_heads, blocks), jnp.float32))
-            refs.append(between)
+            between = jnp.zeros((batch, num_key_heads, blocks), jnp.float32)
+            inputs["between"] = jax.new_ref(between)
     else:
         if (needed := shared_bytes(op, config, state.dtype)) > MOST_SHARED:
-            raise NotImplementedError(
+            raise Refusal(
                 f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and "
                 f"needs {needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; "
                 "give fewer tokens"
             )
         blocks = config.parts
-        body = ring_body.make_body(op, config, first_row, interpret=interpret)
+        block = functools.partial(ring_body.Block, op, config, first_row, interpret=interpret)
         scratch_types = ring_body.scratch_types(op, config, state.dtype)
 
-    def entry(*args: Any) -> None:
-        inputs, pools, rest = args[:6], list(args[6 : 6 + len(refs)]), list(args[6 + len(refs) :])
-        beside = {"between": pools.pop()} if between is not None else {}
-        out = rest.pop(0) if arena is None else pools.pop()
-        conv_ref = pools[1] if op.conv else None
-        body(*inputs, pools[0], conv_ref, out, *rest, **beside)
-
-    kernel = plgpu.kernel(
-        entry,
-        out_type=(rows,) if arena is None else (),
-        scratch_types=scratch_types,
+    out = launch(
+        lambda **refs: block(**refs).run(),
+        name="gdn_decode",
         # The last axis runs fastest: blocks at work together read neighbouring states.
-        grid=(batch, num_key_heads),
-        grid_names=("row", "key_head"),
-        cluster=(blocks,) if blocks > 1 else (),
-        cluster_names=("part",) if blocks > 1 else (),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="gdn_decode",
+        grid={"row": batch, "key_head": num_key_heads},
+        cluster={"part": blocks} if blocks > 1 else {},
+        inputs=inputs,
+        outputs={"out_ref": rows} if arena is None else {},
+        scratch=scratch_types,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
         ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        outs = kernel(*operands, *refs)
-    new_state = jax.freeze(refs[0]).reshape(state.shape)
-    new_conv = jax.freeze(refs[1]).reshape(conv_state.shape) if conv_state is not None else None
-    if arena is None:
-        return outs[0].reshape(batch, q_len, num_value_heads, DIM), new_conv, new_state
+    new_state = jax.freeze(pool_ref).reshape(state.shape)
+    new_conv = None
+    if conv_state is not None and conv_ref is not None:
+        new_conv = jax.freeze(conv_ref).reshape(conv_state.shape)
+    if arena is None or out_ref is None:
+        return out["out_ref"].reshape(batch, q_len, num_value_heads, DIM), new_conv, new_state
     arena = arena.with_lane(spec, "out", jax.freeze(out_ref))
     return arena.read(spec, "out"), new_conv, new_state, arena

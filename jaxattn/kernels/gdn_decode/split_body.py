@@ -59,11 +59,13 @@ def _lengths(op: Op, *, interpret: bool) -> BlockSums:
     return BlockSums(3 if op.l2norm else 1, CHANNEL, interpret=interpret)
 
 
-def scratch_types(op: Op, *, interpret: bool) -> list[Any]:
-    vectors = plgpu.SMEM((2 * DIM + ROWS,), jnp.float32)  # q, k and the values
-    lengths = _lengths(op, interpret=interpret).scratch_type()
-    scalars = plgpu.SMEM((2,), jnp.float32)  # decay, beta
-    return [vectors, lengths, scalars, *_squares(op, interpret=interpret).scratch_types()]
+def scratch_types(op: Op, *, interpret: bool) -> dict[str, Any]:
+    return {
+        "vectors": plgpu.SMEM((2 * DIM + ROWS,), jnp.float32),  # q, k and the values
+        "sums": _lengths(op, interpret=interpret).scratch_type(),
+        "scalars": plgpu.SMEM((2,), jnp.float32),  # decay, beta
+        **_squares(op, interpret=interpret).scratch_types(),
+    }
 
 
 def _down(vector: jax.Array) -> jax.Array:
@@ -74,100 +76,126 @@ def _across(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (ROWS, DIM), [1])
 
 
-def make_body(op: Op, first_row: int, *, interpret: bool) -> Any:
-    """The interpreter also wants `between`: memory of any content, [B, Hk, blocks of a cluster]."""
-    squares, lengths = _squares(op, interpret=interpret), _lengths(op, interpret=interpret)
-    meets = op.conv or op.norm  # whether blocks have to do with each other
+class Block:
+    """32 rows of the state of a value head."""
 
-    def body(
-        qkvz_ref, ba_ref, weights_ref, layer_ref, reads_ref, writes_ref, pool_ref, conv_ref,
-        out_ref, vectors, sums, scalars, *scratch, between=None,
+    def __init__(
+        self, op: Op, first_row: int, *, interpret: bool,
+        qkvz_ref: Any, ba_ref: Any, weights_ref: Any, layer_ref: Any, reads_ref: Any,
+        writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any, vectors: Any, sums: Any,
+        scalars: Any, square_sums: Any = None, squares_sent: Any, between: Any = None,
     ):  # fmt: skip
+        """
+        Args:
+            first_row: of the output.
+            between: for the interpreter, whose blocks have no shared memory in common: memory of
+                any content, [B, Hk, blocks of a cluster].
+        """
+        self.op, self.interpret = op, interpret
+        self.layer_ref, self.pool_ref, self.out_ref = layer_ref, pool_ref, out_ref
+        self.vectors, self.sums, self.scalars = vectors, sums, scalars
+        self.squares = _squares(op, interpret=interpret)
+        self.lengths = _lengths(op, interpret=interpret)
+        self.meets = op.conv or op.norm  # whether blocks have to do with each other
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
-        part = block_of_cluster(op.group * SPLIT, interpret=interpret)
-        layer, slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
-        target = writes_ref[row, 0] if op.keep else writes_ref[row]
-        if meets:
-            if interpret:
-                scratch = between.at[row, key_head], *scratch
-            squares.open(scratch, part)
-        own = layer if op.stacked else 0  # row of weights
-        head, piece = key_head * op.group + lax.div(part, SPLIT), lax.rem(part, SPLIT)
-        slots = pool_ref.shape[1]
+        self.part = block_of_cluster(op.group * SPLIT, interpret=interpret)
+        self.layer, self.slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
+        self.target = writes_ref[row, 0] if op.keep else writes_ref[row]
+        if self.meets:
+            shown = between.at[row, key_head] if interpret else square_sums
+            self.squares.open(shown, squares_sent, self.part)
+        self.own = self.layer if op.stacked else 0  # row of weights
+        self.head = key_head * op.group + lax.div(self.part, SPLIT)
+        self.piece = lax.rem(self.part, SPLIT)
+        self.slots = pool_ref.shape[1]
+        self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
+        out_row = first_row + row * op.value_heads + self.head
+        self.out = out_ref.at[out_row, pl.ds(self.piece * ROWS, ROWS)]
+        self.here = Inputs(op, qkvz_ref, ba_ref, weights_ref, conv_ref, row, key_head, [self.head])
+        values = self.here.channels[2]
+        self.here.channels[2] = Channels(values.first + self.piece * ROWS, ROWS, VALUES)
+        self.of_row = qkvz_ref.at[row, 0]
 
-        def in_pool(slot: Any) -> Any:
-            return (slot >= 0) & (slot < slots)
-
-        live = in_pool(slot) & (layer >= 0) & (layer < pool_ref.shape[0])
-        out = out_ref.at[first_row + row * op.value_heads + head, pl.ds(piece * ROWS, ROWS)]
-        here = Inputs(op, qkvz_ref, ba_ref, weights_ref, conv_ref, row, key_head, [head])
-        here.channels[2] = Channels(here.channels[2].first + piece * ROWS, ROWS, VALUES)
-
-        def states(slot: Any) -> Any:
-            return pool_ref.at[layer, slot, pl.ds(head * DIM + piece * ROWS, ROWS)]
-
+    def run(self) -> None:
         # Asked for before the slot is there.
-        new, b_and_a = here.new(), here.b_and_a()
-        if op.norm:
-            own_gates = Channels(here.first_gate(head) + piece * ROWS, ROWS, BY_VALUE)
-            z = own_gates.load(qkvz_ref.at[row, 0])
-        if meets:
-            squares.ready()
+        new, b_and_a = self.here.new(), self.here.b_and_a()
+        z: Any = None
+        if self.op.norm:
+            gates_first = self.here.first_gate(self.head) + self.piece * ROWS
+            z = Channels(gates_first, ROWS, BY_VALUE).load(self.of_row)
+        if self.meets:
+            self.squares.ready()
+        pl.when(self.live)(lambda: self._update(new, b_and_a, z))
 
-        @pl.when(live)
-        def _update():
-            # Every load comes before what waits for the first one: latencies run side by side.
-            windows = here.windows(layer, own, slot, new)
-            (of_gates,) = here.of_gates(own, b_and_a)
-            if op.norm:
-                of_norm = Channels(here.first_norm + piece * ROWS, ROWS, BY_VALUE)
-                norm = of_norm.load(weights_ref.at[own])
-
-            state = plgpu.load(states(slot), layout=MATRIX, optimized=False)
-            asked_for(interpret=interpret)
-
-            q, k, v = (convolved(window, taps, 0) for _, window, taps in windows)
-            for first, x in ((0, q), (DIM, k), (2 * DIM, v)):
-                vectors.at[pl.ds(first, x.size)][...] = x
-            lengths.put(sums, list(products(op, q, k)))
-            for i, x in enumerate(gates(*of_gates)[0]):
-                scalars[i] = x
-            meet(interpret=interpret)  # vectors are there, and every warp has its inputs
-            decay, beta = scalars[0], scalars[1]
-            q, k = (plgpu.load(vectors.at[pl.ds(i * DIM, DIM)], layout=BY_KEY) for i in range(2))
-            v = plgpu.load(vectors.at[pl.ds(2 * DIM, ROWS)], layout=BY_VALUE)
-            q_factor, k_factor, k_q = factors_of(op, lengths.get(sums))
-            q, k = _across(q * q_factor), _across(k * k_factor)
-            state = state.astype(jnp.float32)
-            delta = beta * (v - decay * (state * k).sum(axis=1))
-            y = decay * (state * q).sum(axis=1) + delta * k_q
-            if meets:
-                squares.send(y)
-
-            @pl.when(in_pool(target))
-            def _store():
-                after = state * decay + _down(delta) * k
-                states(target)[...] = plgpu.layout_cast(after.astype(pool_ref.dtype), MATRIX)
-                if op.conv:
-                    here.keep(layer, target, 0, windows[2])
-
-            if op.norm:
-                times = made_here(norm * silu(z), BY_VALUE, interpret=interpret)
-            if meets:
-                mean_square = squares.receive() * (1.0 / DIM)
-            if op.norm:
-                y *= lax.rsqrt(mean_square + op.eps) * times
-            out[...] = y.astype(out_ref.dtype)
-            if op.conv:
-
-                @pl.when((part == 0) & in_pool(target))
-                def _keep():
-                    for window in windows[:2]:
-                        here.keep(layer, target, 0, window)
-
-        @pl.when(jnp.logical_not(live))
+        @pl.when(jnp.logical_not(self.live))
         def _padding():
             zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_VALUE)
-            out[...] = zeros.astype(out_ref.dtype)
+            self.out[...] = zeros.astype(self.out_ref.dtype)
 
-    return body
+    def _in_pool(self, slot: Any) -> Any:
+        return (slot >= 0) & (slot < self.slots)
+
+    def _states(self, slot: Any) -> Any:
+        rows = pl.ds(self.head * DIM + self.piece * ROWS, ROWS)
+        return self.pool_ref.at[self.layer, slot, rows]
+
+    def _update(self, new: Any, b_and_a: Any, z: Any) -> None:
+        op, here = self.op, self.here
+        # Every load comes before what waits for the first one: latencies run side by side.
+        windows = here.windows(self.layer, self.own, self.slot, new)
+        (of_gates,) = here.of_gates(self.own, b_and_a)
+        if op.norm:
+            of_norm = Channels(here.first_norm + self.piece * ROWS, ROWS, BY_VALUE)
+            norm = of_norm.load(here.weights.at[self.own])
+
+        state = plgpu.load(self._states(self.slot), layout=MATRIX, optimized=False)
+        asked_for(interpret=self.interpret)
+        self._share([convolved(window, taps, 0) for _, window, taps in windows], of_gates)
+        y, decay, delta, k, state = self._step(state)
+        if self.meets:
+            self.squares.send(y)
+
+        @pl.when(self._in_pool(self.target))
+        def _store():
+            after = state * decay + _down(delta) * k
+            after = plgpu.layout_cast(after.astype(self.pool_ref.dtype), MATRIX)
+            self._states(self.target)[...] = after
+            if op.conv:
+                here.keep(self.layer, self.target, 0, windows[2])
+
+        if op.norm:
+            times = made_here(norm * silu(z), BY_VALUE, interpret=self.interpret)
+        if self.meets:
+            mean_square = self.squares.receive() * (1.0 / DIM)
+        if op.norm:
+            y *= lax.rsqrt(mean_square + op.eps) * times
+        self.out[...] = y.astype(self.out_ref.dtype)
+        if op.conv:
+
+            @pl.when((self.part == 0) & self._in_pool(self.target))
+            def _keep():
+                for window in windows[:2]:
+                    here.keep(self.layer, self.target, 0, window)
+
+    def _share(self, vectors: list[jax.Array], of_gates: Any) -> None:
+        """q, k and the values, the sums of q and k, and the gates, for every warp."""
+        q, k, v = vectors
+        for first, x in ((0, q), (DIM, k), (2 * DIM, v)):
+            self.vectors.at[pl.ds(first, x.size)][...] = x
+        self.lengths.put(self.sums, list(products(self.op, q, k)))
+        for i, x in enumerate(gates(*of_gates)[0]):
+            self.scalars[i] = x
+        meet(interpret=self.interpret)  # vectors are there, and every warp has its inputs
+
+    def _step(self, state: jax.Array) -> tuple[jax.Array, ...]:
+        """The output, and what the state's update needs: decay, delta, k and the state, wide."""
+        vectors = self.vectors
+        decay, beta = self.scalars[0], self.scalars[1]
+        q, k = (plgpu.load(vectors.at[pl.ds(i * DIM, DIM)], layout=BY_KEY) for i in range(2))
+        v = plgpu.load(vectors.at[pl.ds(2 * DIM, ROWS)], layout=BY_VALUE)
+        q_factor, k_factor, k_q = factors_of(self.op, self.lengths.get(self.sums))
+        q, k = _across(q * q_factor), _across(k * k_factor)
+        state = state.astype(jnp.float32)
+        delta = beta * (v - decay * (state * k).sum(axis=1))
+        y = decay * (state * q).sum(axis=1) + delta * k_q
+        return y, decay, delta, k, state

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from jaxattn.kernels.gdn_prefill.tiles import CHUNK
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,

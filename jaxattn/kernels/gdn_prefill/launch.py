@@ -1,8 +1,8 @@
 """Chunked gated delta rule on a Hopper GPU: the plan, and the kernels in order.
 
-    gdn_prefill_chunk    of every chunk of 64 tokens alone: its inverse, its masked scores
-    gdn_prefill_segments if sequences are few and long: the states inside them, in parallel
-    gdn_prefill_state    the pass over the chunks of each sequence, state in registers
+    chunk.py         of every chunk of 64 tokens alone: its inverse, its masked scores
+    segments.py      if sequences are few and long: the states inside them, in parallel
+    state_pass.py    the pass over the chunks of each sequence, state in registers
 
 Limits: Dk = Dv = 128, chunks of 64 tokens, q, k and v in bfloat16 or float16, states and gates in
 float32. Reference: `jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn_prefill/test_kernel.py.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import checkpoint_slots
 from jaxattn.kernels.gdn_prefill.chunk import chunk_matrices
@@ -45,7 +46,7 @@ class Plan(NamedTuple):
 
     # int32 [7, N + 1 + R + 1], one array so that one kernel of XLA's makes it: in N columns the
     # first token and the tokens of a chunk; how many of those columns are used; in R columns the
-    # runs, whose rows are in gdn_prefill_state; and as one more run the padding.
+    # runs, whose rows are in step.py; and as one more run the padding.
     table: jax.Array
     num_chunks: int  # N
     kept: jax.Array | None  # int32 [N], the slot that takes the state after the chunk, or -1
@@ -187,20 +188,20 @@ def refuse_prefill(
     *,
     interpret: bool,
 ) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernels cannot run."""
+    """Raises `Refusal`, with the reason, where the kernels cannot run."""
     require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the kernel wants q, k and v in bfloat16 or float16, got {q.dtype.name}"
         )
     if chunk_size != CHUNK:
-        raise NotImplementedError(f"{op}: the kernel has chunk_size 64, got {chunk_size}")
+        raise Refusal(f"{op}: the kernel has chunk_size 64, got {chunk_size}")
     if v.size == 0:
-        raise NotImplementedError(f"{op}: the kernel cannot start without a token, got v {v.shape}")
+        raise Refusal(f"{op}: the kernel cannot start without a token, got v {v.shape}")
 
 
 def gdn_prefill_mosaic(

@@ -14,14 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxattn.kernels.gdn_prefill.tiles import CHUNK, DIM
 from jaxattn.kernels.hopper.elementwise import silu
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -66,10 +63,12 @@ def fits(norm: Norm, dtype: Any) -> bool:
     return norm.gate.dtype == dtype and norm.gate.shape[1] % WIDTH == 0
 
 
-def operands(norm: Norm, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def operands(norm: Norm | None, *, interpret: bool) -> dict[str, jax.Array | None]:
     """What the kernel gets; the interpreter reads past a run's end, where a thread does not."""
+    if norm is None:
+        return {"gate_ref": None, "weight_ref": None}
     gate = jnp.pad(norm.gate, ((0, CHUNK), (0, 0))) if interpret else norm.gate
-    return gate, norm.weight
+    return {"gate_ref": gate, "weight_ref": norm.weight}
 
 
 def scratch(halves: int, dtype: Any) -> list[Any]:

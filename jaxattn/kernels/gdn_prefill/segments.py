@@ -6,7 +6,7 @@ The recurrence is linear in the state, and the state's rows never meet: over a s
 
 where row i of M [Dk, Dk] is what becomes of the unit row e_i without values, and E what becomes of
 a state of 0. `transition_pass` computes both as states of one run each; `segment_starts` walks the
-segments of a sequence, S_{j+1} = S_j M_j + E_j, so that `gdn_prefill_state.output_pass` can take
+segments of a sequence, S_{j+1} = S_j M_j + E_j, so that `output_pass` can take
 every segment at once. The gates' values change nothing in what is computed.
 
 M is kept as two bfloat16 arrays, its rounded value and what the rounding left: three products of
@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn_prefill.accumulator import Accumulator, with_accumulators
-from jaxattn.kernels.gdn_prefill.state_pass import (
+from jaxattn.kernels.gdn_prefill.state_pass import halves_in_a_block
+from jaxattn.kernels.gdn_prefill.step import (
     FIRST_CHUNK,
     LAST,
     STAGES,
@@ -35,7 +36,6 @@ from jaxattn.kernels.gdn_prefill.state_pass import (
     first_half,
     first_run,
     first_state,
-    halves_in_a_block,
     load_state,
     next_slot,
     store_state,
@@ -57,7 +57,8 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.machine import interpret_mode, swizzled
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import swizzled
 
 VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from
 
@@ -81,37 +82,35 @@ def transition_pass(
     """
     value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[1] - first_run(x) - 1
     halves = halves_in_a_block(busy * value_heads * 2)
-    kernel = plgpu.kernel(
-        _transition_body(
-            halves=halves,
-            heads=value_heads,
-            group=value_heads // k.shape[1],
-            dtype=dtype,
-            interpret=interpret,
-        ),
-        out_type=(
-            jax.ShapeDtypeStruct((count, value_heads, DIM, DIM), jnp.float32),
-            jax.ShapeDtypeStruct((count, value_heads, 2, DIM, DIM), jnp.bfloat16),
-        ),
-        scratch_types=[
-            token_tiles((STAGES, 2), dtype, interpret=interpret),  # K
-            token_tiles((STAGES, halves), dtype, interpret=interpret),  # V
-            triangles(STAGES, dtype),  # X
-            plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=5 + halves, num_barriers=STAGES),  # loaded
-            plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # read by all
-            plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
-        ],
-        grid=(count * value_heads * 2 * 2 // halves,),
-        grid_names=("block",),
-        num_threads=halves + 1,
-        thread_name="wg",
-        kernel_name="gdn_prefill_transition",
+    body = _transition_body(
+        halves=halves, heads=value_heads, group=value_heads // k.shape[1], dtype=dtype,
+        interpret=interpret,
+    )  # fmt: skip
+    transitions = (count, value_heads, 2, DIM, DIM)
+    out = launch(
+        body,
+        name="gdn_prefill_transition",
+        grid={"block": count * value_heads * 2 * 2 // halves},
+        inputs={"k_ref": k, "v_ref": v, "x_ref": x, "vectors_ref": vectors, "runs_ref": runs},
+        outputs={
+            "ends_ref": jax.ShapeDtypeStruct((count, value_heads, DIM, DIM), jnp.float32),
+            "transitions_ref": jax.ShapeDtypeStruct(transitions, jnp.bfloat16),
+        },
+        scratch={
+            "k_union": token_tiles((STAGES, 2), dtype, interpret=interpret),
+            "v_union": token_tiles((STAGES, halves), dtype, interpret=interpret),
+            "x_smem": triangles(STAGES, dtype),
+            "vectors_smem": plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=5 + halves, num_barriers=STAGES),
+            "read": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # by all
+            "cleared": plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
+        },
+        warpgroups=halves + 1,
         compiler_params=compiler_params(),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(k, v, x, vectors, runs)
+    return out["ends_ref"], out["transitions_ref"]
 
 
 def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpret: bool) -> Any:
@@ -231,26 +230,31 @@ def segment_starts(
     """
     count, value_heads = sequences.shape[0], ends.shape[1]
     part = plgpu.SMEM((STAGES, 2, DIM, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
-    kernel = plgpu.kernel(
+    out = launch(
         _scan_body(heads=value_heads, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((1, *ends.shape), jnp.float32),
-        scratch_types=[
-            part,  # M rounded
-            part,  # what the rounding left
-            plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),  # loaded
-            plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),  # read
-        ],
+        name="gdn_prefill_segments",
         # The state's rows never meet: a block has half of them, and all of its SM's tensor cores.
-        grid=(count * value_heads * 2,),
-        grid_names=("block",),
-        num_threads=2,
-        thread_name="wg",
-        kernel_name="gdn_prefill_segments",
+        grid={"block": count * value_heads * 2},
+        inputs={
+            "ends_ref": ends,
+            "transitions_ref": transitions,
+            "sequences_ref": sequences,
+            "pool_ref": pool,
+            "layer_ref": layer,
+        },
+        outputs={"starts_ref": jax.ShapeDtypeStruct((1, *ends.shape), jnp.float32)},
+        scratch={
+            "rounded_smem": part,  # M
+            "rest_smem": part,  # what the rounding left
+            "loaded": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+            "read": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        },
+        warpgroups=2,
         compiler_params=compiler_params(),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(ends, transitions, sequences, pool, layer)
+    return out["starts_ref"]
 
 
 def _scan_body(*, heads: int, interpret: bool) -> Any:

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, llvm
 
+from jaxattn.kernels.hopper.mlir import arith, llvm, utils
 from jaxattn.kernels.hopper.registers import Thread, asm, i32, plus, pointer, word
 
 POSTED = 2  # numbers in shared memory at a time

@@ -8,6 +8,7 @@ cost eight columns:
 
 The producer walks the part ahead of the others, from piece to piece, and fills a ring of each
 warpgroup's; keys' places in it are free again once the scores are there, before the values' are.
+e4m3 numbers go through registers on their way to a product; fp8.py says how.
 The softmax runs over the scores turned round through shared memory, so that a column's lie in half
 a warp; P goes back the same way. At a piece's end merge.py makes one result of the two warpgroups'.
 """
@@ -21,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gqa_decode.fp8 import P_EXPONENT, Tiles, in_order
 from jaxattn.kernels.gqa_decode.memory import CONSUMERS, QUERIES, Memory, over_out
 from jaxattn.kernels.gqa_decode.merge import Epilogue, Outputs, merge, write_nothing
 from jaxattn.kernels.gqa_decode.pairs import KEYS, VALUES, Pairs
@@ -49,6 +51,7 @@ def make_body(
     window: int | None,
     soft_cap: float | None,
     dtype: Any,
+    fp8: bool,
     page_size: int,
     ahead: tuple[int, int],
     split: bool,
@@ -63,6 +66,8 @@ def make_body(
     Args:
         columns: N, packed rows s * group + j of a block.
         out_rows: packed rows that the output keeps of a pair.
+        dtype: of queries and P as operands.
+        fp8: whether keys and values are e4m3; scores then have factors in the place of `scale`.
         ahead: steps of a warpgroup's rings, of keys and of values.
         split: whether there are partial results.
         ordered: whether the schedule has an order.
@@ -72,6 +77,9 @@ def make_body(
     tokens = min(page_size, PAGE)
     rows = min(head_dim, 128)  # of a product of values
     blocks = head_dim // rows
+    tiles = Tiles(head_dim) if fp8 else None
+    # A power of two by which P is larger than its sum says, beside the sum of such P.
+    room = P_EXPONENT if fp8 else 0
     # Three warpgroups have 168 registers each, or 40, 232 and 232. The producer gives some away
     # where outputs and descriptors of the products' tiles are many.
     many_registers = columns * head_dim >= MANY_NUMBERS
@@ -132,7 +140,9 @@ def make_body(
         def _drain_queries(i):
             plgpu.barrier_wait(memory.queries_read.at[lax.rem(i, QUERIES)])
 
-    def consume(part: Pairs, wg: jax.Array, first_column: jax.Array, epilogue: Epilogue) -> None:
+    def consume(
+        part: Pairs, wg: jax.Array, first_column: jax.Array, epilogue: Epilogue, factors_ref: Any
+    ) -> None:
         memory = epilogue.memory
         scores_smem, p_smem = memory.scores.at[wg], memory.p.at[wg]
         rescale_smem = memory.stats.at[0, wg]
@@ -143,6 +153,10 @@ def make_body(
             length, queries = part.length_of(pair), part.queries_of(pair)
             begin = part.first_key(pair)
             first_token = (start + part.first_step_of(pair)) * PAGE
+            factor: Any = scale
+            if factors_ref is not None:
+                of_rows = factors_ref.at[pair, epilogue.outputs.columns]
+                factor = over_keys(plgpu.load(of_rows, layout=BY_ROW, optimized=False))
             visible = visible_keys(
                 first_column + iota(0), length, queries,
                 q_len=q_len, num_heads=group, layout=SCORES,
@@ -154,9 +168,19 @@ def make_body(
             taken = lax.div(steps + (CONSUMERS - 1) - first, CONSUMERS)
 
             def scores_of(ref: Any, keys: Any) -> jax.Array:
-                of_queries = memory.queries.at[queries_at].transpose((1, 0))
-                plgpu.wgmma(ref, keys, of_queries)
+                if tiles is None:
+                    of_queries = memory.queries.at[queries_at].transpose((1, 0))
+                    plgpu.wgmma(ref, keys, of_queries)
+                    return ref[...]
+                for i in range(tiles.blocks):
+                    some = memory.queries.at[queries_at, :, pl.ds(i * rows, rows)]
+                    plgpu.wgmma(ref, tiles.keys(keys, i), some.transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
                 return ref[...]
+
+            def interpreted_scores(keys: Any) -> jax.Array:
+                wide = in_order(keys[...].astype(jnp.float32))
+                return jnp.dot(wide, memory.queries[queries_at].astype(jnp.float32).T)
 
             def soften(scores: jax.Array, token: jax.Array, top: jax.Array) -> Any:
                 """(maxima, P, rescaling) with a step's scores, the first of token `token`."""
@@ -165,17 +189,17 @@ def make_body(
                 some = scores_smem.at[:, pl.ds(0, PAGE)]
                 scores = plgpu.load(some, layout=SCORES, optimized=False)
                 if soft_cap is None:
-                    scores = scores * (scale * LOG2E)
+                    scores = scores * (factor * LOG2E)
                 else:
                     # tanh, whose approximate instruction is off by 2**-11 of the cap.
-                    power = jnp.exp2(scores * (2 * LOG2E * scale / soft_cap))
+                    power = jnp.exp2(scores * (factor * (2 * LOG2E / soft_cap)))
                     scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * LOG2E)
                 key = iota(1) + token
                 seen = key < visible
                 if window is not None:
                     seen &= key >= visible - window
                 scores = jnp.where(seen, scores, MASKED)
-                new_top = jnp.maximum(top, scores.max(axis=1))
+                new_top = jnp.maximum(top, scores.max(axis=1) - room)
                 p = jnp.exp2(scores - over_keys(new_top))
                 return new_top, p, jnp.exp2(top - new_top)
 
@@ -187,6 +211,10 @@ def make_body(
 
                 @pl.when(outside)
                 def _():
+                    if tiles is not None and not interpret:
+                        first = jnp.int32(0) if begin is None else begin - token
+                        tiles.clear(values, first, length - token)
+                        return
                     for at in range(0, head_dim, CLEARED):
                         some = values.at[:, pl.ds(at, CLEARED)]
                         key = plgpu.broadcasted_iota(
@@ -196,7 +224,7 @@ def make_body(
                         if begin is not None:
                             inside &= key >= begin
                         kept = plgpu.load(some, layout=PRODUCT)
-                        some[...] = jnp.where(inside, kept, jnp.zeros((), dtype))
+                        some[...] = jnp.where(inside, kept, jnp.zeros((), values.dtype))
 
             def add_values(refs: Any, accs: tuple[jax.Array, ...], values: Any) -> Any:
                 of_p = p_smem.transpose((1, 0))
@@ -209,6 +237,10 @@ def make_body(
                 for ref, acc in zip(refs, accs, strict=True):
                     ref[...] = acc
                 for i, ref in enumerate(refs):
+                    if tiles is not None:
+                        plgpu.wgmma(ref, tiles.values(values, i), of_p)
+                        plgpu.wgmma_wait(1)
+                        continue
                     plgpu.wgmma(ref, values.at[:, pl.ds(i * rows, rows)].transpose((1, 0)), of_p)
                 return tuple(ref[...] for ref in refs)
 
@@ -218,8 +250,12 @@ def make_body(
                 keys_at, values_at = (lax.rem(place_of(done + step)[1], n) for n in ahead)
                 token = first_token + step * PAGE
                 plgpu.barrier_wait(memory.keys_loaded.at[wg, keys_at])
-                run = functools.partial(scores_of, keys=memory.keys.at[wg, keys_at])
-                scores = pl.run_scoped(run, plgpu.ACC((PAGE, columns), jnp.float32))
+                keys = memory.keys.at[wg, keys_at]
+                if tiles is not None and interpret:
+                    scores = interpreted_scores(keys)
+                else:
+                    run = functools.partial(scores_of, keys=keys)
+                    scores = pl.run_scoped(run, plgpu.ACC((PAGE, columns), jnp.float32))
                 top, p, rescale = soften(scores, token, top)
                 # All four warps have their scores, as they met to exchange them.
                 plgpu.barrier_arrive(memory.keys_read.at[wg, keys_at])
@@ -267,6 +303,8 @@ def make_body(
         query_lens_ref: Any = next(refs) if ragged else None
         sinks_ref: Any = next(refs) if sinks else None
         gate_ref: Any = next(refs) if gated else None
+        factors_ref: Any = next(refs) if fp8 else None
+        value_scale_ref: Any = next(refs) if fp8 else None
         out_ref = next(refs)
         partial_ref: Any = next(refs) if split else None
         lse_ref = next(refs)
@@ -283,7 +321,9 @@ def make_body(
             part, first_rows, out_rows, head_dim, mine, out_ref, partial_ref, lse_ref,
             partial_lse_ref,
         )  # fmt: skip
-        epilogue = Epilogue(wg, memory, outputs, sinks_ref, gate_ref, interpret)
+        epilogue = Epilogue(
+            wg, memory, outputs, sinks_ref, gate_ref, tiles, value_scale_ref, interpret
+        )
 
         @pl.when(wg == CONSUMERS)
         def _produce():
@@ -295,6 +335,6 @@ def make_body(
         def _consume():
             if many_registers:
                 plgpu.set_max_registers(232, action="increase")
-            consume(part, wg, tile * columns, epilogue)
+            consume(part, wg, tile * columns, epilogue, factors_ref)
 
     return body

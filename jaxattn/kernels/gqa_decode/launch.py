@@ -4,8 +4,8 @@ A block for each (part of the schedule, tile of packed rows), as many as the GPU
 block goes through the pieces of (row, KV head) pairs that its part holds. What it does is in
 body.py and merge.py; schedule.py makes the parts, and combine.py merges the pairs that were cut.
 
-Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q and cache both bfloat16 or both
-float16, any S and group.
+Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, a cache of q's
+dtype or float8_e4m3fn, any S and group.
 Reference: `jaxattn.gqa.gqa_decode` (implementation="xla"); tests:
 tests/kernels/gqa_decode/test_kernel.py.
 """
@@ -19,11 +19,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
+from jaxattn.core.formats import FP8
 from jaxattn.kernels.gqa_decode.body import make_body
 from jaxattn.kernels.gqa_decode.combine import combine
+from jaxattn.kernels.gqa_decode.fp8 import half_queries
 from jaxattn.kernels.gqa_decode.memory import (
     CONSUMERS,
     block_columns,
+    product_dtype,
     refusal,
     scratch_types,
     steps_ahead,
@@ -34,17 +38,15 @@ from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernel cannot run.
+    """Raises `Refusal`, with the reason, where the kernel cannot run.
 
     Args:
         q: [B, S, H, D], an array or its shape.
         kv_cache: [..., N, 2, C, Hk, D], likewise.
     """
-    reason = refusal(q.dtype, q.shape[-1], kv_cache.shape[-3])
-    if q.dtype != kv_cache.dtype:
-        reason = f"a cache of the dtype of q, {q.dtype.name}, and it has {kv_cache.dtype.name}"
+    reason = refusal(q.dtype, kv_cache.dtype, q.shape[-1], kv_cache.shape[-3])
     if reason is not None:
-        raise NotImplementedError(f"gqa_decode: the kernel wants {reason}")
+        raise Refusal(f"gqa_decode: the kernel wants {reason}")
 
 
 def gqa_decode_mosaic(
@@ -54,6 +56,7 @@ def gqa_decode_mosaic(
     seq_lens: jax.Array,
     *,
     scale: float,
+    kv_scale: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     query_lens: jax.Array | None = None,
     window: int | None = None,
@@ -65,7 +68,10 @@ def gqa_decode_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """`jaxattn.gqa.gqa_decode` on a Hopper GPU; arguments and results are documented there."""
+    """`jaxattn.gqa.gqa_decode` on a Hopper GPU; arguments and results are documented there.
+
+    `kv_scale` is float32 [2, Hk] with a float8_e4m3fn cache, and None with others.
+    """
     require_hopper("gqa_decode", interpret=interpret)
     refuse(q, kv_cache)
     if layer is None:
@@ -74,6 +80,7 @@ def gqa_decode_mosaic(
     batch, q_len, num_heads, dim = q.shape
     layers, num_pages, _, page_size, kv_heads, _ = kv_cache.shape
     max_pages, dtype = block_tables.shape[1], q.dtype
+    operand_dtype, fp8 = product_dtype(dtype, kv_cache.dtype), kv_cache.dtype == FP8
     group, pairs = num_heads // kv_heads, batch * kv_heads
     shape: dict[str, Any] = {"q_len": q_len, "num_kv_heads": kv_heads, "window": window}
     if schedule is None:
@@ -98,8 +105,15 @@ def gqa_decode_mosaic(
         sinks = jnp.pad(sinks, ((0, 0), (0, rows - q_len * group)))
     gate = None if gate is None else packed(gate)
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
-    operands = [packed(q), cache, layer, block_tables, seq_lens, line.cuts]
-    operands += [x for x in (line.order, query_lens, sinks, gate) if x is not None]
+    queries, factors, value_scale = packed(q), None, None
+    if fp8:
+        assert kv_scale is not None
+        queries, factors = half_queries(queries)
+        factors *= jnp.tile(kv_scale[0], batch)[:, None] * scale
+        value_scale = kv_scale[1]
+    operands = [queries, cache, layer, block_tables, seq_lens, line.cuts]
+    given = (line.order, query_lens, sinks, gate, factors, value_scale)
+    operands += [x for x in given if x is not None]
 
     split = may_cut(pairs, line.parts, line.max_pages)
     spec = spec_of(pairs, rows, dim, dtype, line.parts, split)
@@ -115,15 +129,16 @@ def gqa_decode_mosaic(
 
     body = make_body(
         q_len=q_len, group=group, kv_heads=kv_heads, head_dim=dim, columns=columns, out_rows=rows,
-        parts=line.parts, scale=scale, window=window, soft_cap=soft_cap, dtype=dtype,
-        page_size=page_size, ahead=steps_ahead(columns, dim, dtype.itemsize),
-        split=split, ordered=line.order is not None, ragged=query_lens is not None,
+        parts=line.parts, scale=scale, window=window, soft_cap=soft_cap,
+        dtype=operand_dtype, fp8=fp8, page_size=page_size,
+        ahead=steps_ahead(columns, dim, kv_cache.dtype), split=split,
+        ordered=line.order is not None, ragged=query_lens is not None,
         sinks=sinks is not None, gated=gate is not None, interpret=interpret,
     )  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(body, first_rows),
         out_type=tuple(jax.ShapeDtypeStruct((count, rows), jnp.float32) for count in counts),
-        scratch_types=scratch_types(dtype, columns, dim, page_size),
+        scratch_types=scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size),
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid=(line.parts, tiles),
         grid_names=("part", "tile"),

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.formats import FP8
+from jaxattn.kernels.gqa_decode.fp8 import tiles_of
 from jaxattn.kernels.hopper.machine import RESERVED_BYTES, SHARED_BYTES, swizzled
 from jaxattn.kernels.mla_decode.columns_memory import MARGIN
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
@@ -22,13 +24,19 @@ MOST_COLUMNS = {64: 64, 128: 64, 256: 24}
 # Steps of a warpgroup whose keys, and whose values, are in shared memory or on their way there:
 # 64 KB of a multiprocessor hide the memory's latency, and so many are twice that and more.
 MOST_STEPS = {64: (5, 5), 128: (3, 3), 256: (1, 2)}
+MOST_FP8_STEPS = {64: (8, 8), 128: (6, 6), 256: (3, 3)}
 BARRIER_BYTES = 1024  # more than the barriers take
 
 
-def refusal(dtype: Any, head_dim: int, page_size: int) -> str | None:
+def refusal(dtype: Any, cache_dtype: Any, head_dim: int, page_size: int) -> str | None:
     """What the kernel wants in the place of these; None where it takes them."""
-    if jnp.dtype(dtype) not in DTYPES:
-        return f"q of bfloat16 or float16, and got {jnp.dtype(dtype).name}"
+    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    if dtype not in DTYPES:
+        return f"q of bfloat16 or float16, and got {dtype.name}"
+    if cache_dtype not in (dtype, FP8):
+        return (
+            f"a cache of {FP8.name} or of the dtype of q, {dtype.name}, and got {cache_dtype.name}"
+        )
     if head_dim not in MOST_COLUMNS:
         return f"head_dim 64, 128 or 256, and got {head_dim}"
     if page_size not in PAGE_SIZES:
@@ -42,14 +50,19 @@ def block_columns(rows: int, head_dim: int) -> tuple[int, int]:
     return -(-rows // (ACROSS * tiles)) * ACROSS, tiles
 
 
-def steps_ahead(columns: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+def product_dtype(dtype: Any, cache_dtype: Any) -> Any:
+    """What queries and P are as operands: q's dtype, or what e4m3 numbers are widened to."""
+    return jnp.dtype(jnp.float16) if cache_dtype == FP8 else jnp.dtype(dtype)
+
+
+def steps_ahead(columns: int, head_dim: int, cache_dtype: Any) -> tuple[int, int]:
     """Steps of each warpgroup that there is room for, of keys and of values, whose place is free
     again later."""
     exchanged = CONSUMERS * columns * (PAGE + head_dim + 2 * MARGIN + 4) * 4
-    operands = columns * (QUERIES * head_dim + CONSUMERS * PAGE) * itemsize
+    operands = columns * (QUERIES * head_dim + CONSUMERS * PAGE) * 2
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - exchanged - operands
-    boxes = free // (CONSUMERS * PAGE * head_dim * itemsize)
-    keys, values = MOST_STEPS[head_dim]
+    boxes = free // (CONSUMERS * PAGE * head_dim * cache_dtype.itemsize)
+    keys, values = (MOST_FP8_STEPS if cache_dtype == FP8 else MOST_STEPS)[head_dim]
     return min(keys, boxes // 2), min(values, boxes - boxes // 2)
 
 
@@ -84,13 +97,16 @@ class Memory(NamedTuple):
     both_there: Any
 
 
-def scratch_types(dtype: Any, columns: int, head_dim: int, page_size: int) -> list[Any]:
-    """Of `Memory`, in its order."""
+def scratch_types(
+    dtype: Any, cache_dtype: Any, columns: int, head_dim: int, page_size: int
+) -> list[Any]:
+    """Of `Memory`, in its order; `dtype` is `product_dtype`."""
     tiles = swizzled(dtype)
-    of_keys, of_values = steps_ahead(columns, head_dim, jnp.dtype(dtype).itemsize)
+    of_keys, of_values = steps_ahead(columns, head_dim, cache_dtype)
+    of_cache = tiles_of(head_dim) if cache_dtype == FP8 else tiles
 
     def ring(steps: int) -> Any:
-        return plgpu.SMEM((CONSUMERS, steps, PAGE, head_dim), dtype, transforms=tiles)
+        return plgpu.SMEM((CONSUMERS, steps, PAGE, head_dim), cache_dtype, transforms=of_cache)
 
     def barriers(arrivals: int, steps: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(CONSUMERS, steps))

@@ -1,14 +1,14 @@
-"""The end of a piece in `gqa_decode`: one result of two warpgroups', and where it goes.
+"""The end of a piece in `gqa_decode`: one result of all warpgroups', and where it goes.
 
-They show each other maxima, sums and outputs in shared memory; then each writes half of the dims:
-of a whole pair to the output, with its sinks and gate, of a part of one as a partial result, which
-has neither.
+They show each other maxima, sums and outputs in shared memory; then each writes its share of the
+dims: of a whole pair to the output, with its sinks and gate, of a part of one as a partial result,
+which has neither.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gqa_decode.memory import CONSUMERS, Memory
+from jaxattn.kernels.gqa_decode.fp8 import Tiles
 from jaxattn.kernels.gqa_decode.pairs import Pairs
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
@@ -24,6 +24,23 @@ from jaxattn.kernels.mla_decode.rows_scores import LOG2E
 
 # Dims that half a warp writes of a row: those of the layout of scores.
 WIDTH = 64
+
+
+class Exchanged(Protocol):
+    """The part of a block's shared memory that its w warpgroups show each other.
+
+    Attributes:
+        outputs: float32 [w, N, D and a margin].
+        stats: float32 [3, w, N], maxima at 1 and sums at 2.
+        both_there: a barrier of them all.
+    """
+
+    @property
+    def outputs(self) -> Any: ...
+    @property
+    def stats(self) -> Any: ...
+    @property
+    def both_there(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +79,24 @@ class Outputs:
 class Epilogue:
     """
     Attributes:
-        wg: this warpgroup, 0 or 1.
+        wg: this warpgroup, from 0.
         sinks: float32 [Hk, rows], or None.
         gate: [pairs, rows, D], or None.
+        tiles: of an FP8 cache, whose outputs are in their order; else None.
+        value_scale: of such a cache, float32 [Hk]; else None.
     """
 
     wg: jax.Array
-    memory: Memory
+    memory: Exchanged
     outputs: Outputs
     sinks: Any
     gate: Any
+    tiles: Tiles | None
+    value_scale: Any
     interpret: bool
 
     def meet(self) -> None:
-        """The two warpgroups wait for each other, and see what each has written."""
+        """The warpgroups wait for each other, and see what each has written."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory.both_there)
         plgpu.barrier_wait(self.memory.both_there)
@@ -102,7 +123,7 @@ def merge(
     pair: jax.Array,
     steps: jax.Array,
 ) -> None:
-    """Writes a piece's result; both warpgroups come here.
+    """Writes a piece's result; all warpgroups come here.
 
     Args:
         accs: this warpgroup's output, blocks of [dims, N] float32.
@@ -110,19 +131,24 @@ def merge(
         pair, steps: the piece's.
     """
     wg, memory, outputs = epilogue.wg, epilogue.memory, epilogue.outputs
+    consumers = memory.outputs.shape[0]
     columns, dims = outputs.columns.size, outputs.head_dim
     tops, totals = memory.stats.at[1], memory.stats.at[2]
     whole = steps == outputs.part.pages_of(pair)
+    head = outputs.part.row_and_head(pair)[1]
 
     tops[wg], totals[wg] = top, total
     rows = accs[0].shape[0]
     for i, acc in enumerate(accs):
+        if epilogue.tiles is not None and not epilogue.interpret:
+            epilogue.tiles.store(memory.outputs.at[wg], acc, i)
+            continue
         to = memory.outputs.at[wg, :, pl.ds(i * rows, rows)]
         store_turned(to, acc, interpret=epilogue.interpret)
     epilogue.meet()
 
-    every_top = [plgpu.load(tops.at[i], layout=BY_ROW) for i in range(CONSUMERS)]
-    every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in range(CONSUMERS)]
+    every_top = [plgpu.load(tops.at[i], layout=BY_ROW) for i in range(consumers)]
+    every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in range(consumers)]
     top = functools.reduce(jnp.maximum, every_top)
     factors = [jnp.exp2(one - top) for one in every_top]
     weighed = [n * factor for n, factor in zip(every_total, factors, strict=True)]
@@ -143,7 +169,9 @@ def merge(
             return plgpu.layout_cast(vector, SCORES)
 
         share = jnp.exp2(top - top_now) / total_now
-        some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in range(CONSUMERS)]
+        if epilogue.value_scale is not None:
+            share *= epilogue.value_scale[head]
+        some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in range(consumers)]
         both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
         share = jnp.where(empty, -1.0, share)
         shares = [wide(jnp.where(empty, -1.0, factor * share)) for factor in factors]
@@ -155,7 +183,6 @@ def merge(
         def _whole():
             top_now, total_now = top, total
             if epilogue.sinks is not None:
-                head = outputs.part.row_and_head(pair)[1]
                 of_head = epilogue.sinks.at[head, outputs.columns]
                 sink = plgpu.load(of_head, layout=BY_ROW, optimized=False)
                 top_now, total_now = with_sink(top, total, sink)
@@ -185,10 +212,11 @@ def merge(
                 slot = outputs.part.partial_slot(pair)
                 outputs.partial_lse[slot, outputs.columns] = lse_of(top, total)
 
-    if dims >= CONSUMERS * WIDTH:
-        write(wg * (dims // CONSUMERS), dims // CONSUMERS)
+    each = -(-dims // (consumers * WIDTH)) * WIDTH
+    if dims == consumers * each:
+        write(wg * each, each)
     else:
-        pl.when(wg == 0)(lambda: write(0, dims))
+        pl.when(wg < dims // each)(lambda: write(wg * each, each))
     epilogue.meet()
 
 

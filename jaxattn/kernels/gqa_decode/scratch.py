@@ -22,6 +22,7 @@ def scratch(
     page_size: int,
     window: int | None = None,
     dtype: Any = jnp.bfloat16,
+    cache_dtype: Any = None,
 ) -> ArenaSpec:
     """What `gqa_decode` keeps in the arena: its output, and where it cuts rows float32 partials.
 
@@ -35,6 +36,7 @@ def scratch(
         page_size: C, tokens of a page.
         window: keys that a token sees; None is all, which takes as much or more.
         dtype: the queries' dtype.
+        cache_dtype: of keys and values; None is `dtype`.
 
     Returns:
         Regions `out` [B * Hk, rows, D], row s * group + j of a pair, S * group rounded up to 8;
@@ -48,7 +50,7 @@ def scratch(
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
     check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages, window=window or 1)
-    if refusal(dtype, head_dim, page_size):
+    if refusal(dtype, cache_dtype or dtype, head_dim, page_size):
         return ArenaSpec()
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     steps = most_steps(max_pages, page_size, q_len, window)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.kernels.gqa_prefill.body import Scores, make_body
 from jaxattn.kernels.gqa_prefill.memory import (
     ROWS,
@@ -58,7 +58,7 @@ def refuse(
     if reason is None and q.size == 0:
         reason = f"at least one token, and got q {q.shape}"
     if reason is not None:
-        raise NotImplementedError(f"{op}: the kernel wants {reason}")
+        raise Refusal(f"{op}: the kernel wants {reason}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

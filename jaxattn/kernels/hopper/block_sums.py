@@ -8,12 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 
 from jaxattn.kernels.hopper.cluster import WARPS
+from jaxattn.kernels.hopper.mlir import arith, mgpu, utils
 from jaxattn.kernels.hopper.registers import Thread, element, f32, load, store, times, tree, word
 
 

@@ -10,12 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
 
+from jaxattn.kernels.hopper.mlir import arith, gpu, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -99,19 +96,18 @@ class Squares:
     def __init__(self, blocks: int, size: int, layout: Any, *, interpret: bool) -> None:
         self.blocks, self.size, self.layout, self.interpret = blocks, size, layout, interpret
 
-    def scratch_types(self) -> list[Any]:
+    def scratch_types(self) -> dict[str, Any]:
         if self.interpret:  # which has no shared memory of other blocks
-            return [plgpu.ClusterBarrier(collective_axes=("part",))]
-        return [
-            plgpu.SMEM((self.blocks * WARPS,), jnp.float32),
-            plgpu.SMEM((2,), jnp.int32),  # the barrier
-        ]
+            return {"squares_sent": plgpu.ClusterBarrier(collective_axes=("part",))}
+        return {
+            "square_sums": plgpu.SMEM((self.blocks * WARPS,), jnp.float32),
+            "squares_sent": plgpu.SMEM((2,), jnp.int32),  # the barrier
+        }
 
-    def open(self, scratch: Any, part: jax.Array) -> None:
+    def open(self, sums: Any, sent: Any, part: jax.Array) -> None:
         """Comes before `ready`; `part` is the block's place in the cluster. The interpreter's
-        `scratch` begins with a place in memory for the cluster's numbers."""
-        self.part = part
-        self.sums, self.sent = scratch
+        `sums` are a place in memory for the cluster's numbers."""
+        self.part, self.sums, self.sent = part, sums, sent
         if self.interpret:
             return
         split = plgpu.Layout.WG_SPLAT

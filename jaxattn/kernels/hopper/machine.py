@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxattn.core.dispatch import PACKAGE
+from jaxattn.core.dispatch import PACKAGE, Refusal
+from jaxattn.kernels.hopper.mlir import utils
 from jaxattn.kernels.hopper.registers import asm
 
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
@@ -62,18 +62,18 @@ def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
 
 
 def require_hopper(op: str, *, interpret: bool) -> None:
-    """Refuses, by `NotImplementedError` with the reason, where the kernel cannot run."""
+    """Refuses, by `Refusal` with the reason, where the kernel cannot run."""
     if interpret:
         return
     backend = jax.default_backend()
     if backend != "gpu":
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the Mosaic GPU kernel needs a Hopper GPU, and JAX's default backend is "
             f"{backend!r}"
         )
     device = jax.devices()[0]
     if device.compute_capability != "9.0":
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: the Mosaic GPU kernel needs compute capability 9.0 (Hopper), and "
             f"{device.device_kind} has {device.compute_capability}"
         )
@@ -81,7 +81,7 @@ def require_hopper(op: str, *, interpret: bool) -> None:
 
     version = cuda_versions.cuda_runtime_get_version() if cuda_versions is not None else 0
     if MISCOMPILING_CUDA[0] <= version < MISCOMPILING_CUDA[1]:
-        raise NotImplementedError(
+        raise Refusal(
             f"{op}: ptxas of CUDA 12.8.0 to 12.9.1 miscompiles masked kernels, and this is CUDA "
             f"runtime {version}; jaxattn[cuda13] brings a later one"
         )

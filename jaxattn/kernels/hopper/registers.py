@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils, vector
 
 
 def i32() -> Any:

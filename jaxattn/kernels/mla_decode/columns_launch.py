@@ -12,7 +12,6 @@ Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla_decode/test_columns.py.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -20,9 +19,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import LatentFormat
-from jaxattn.kernels.hopper.machine import interpret_mode
-from jaxattn.kernels.mla_decode.columns_body import make_body
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.mla_decode.columns_body import Block, Cut, Refs
 from jaxattn.kernels.mla_decode.columns_memory import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla_decode.fp8_fragments import order_queries
 from jaxattn.kernels.mla_decode.results import Results
@@ -41,11 +41,11 @@ def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
 
 
 def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    """Raises `NotImplementedError`, with the reason, where this kernel cannot run."""
+    """Raises `Refusal`, with the reason, where this kernel cannot run."""
     rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
     quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
     if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
             f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
             f"{kv_cache.dtype.name} cache"
@@ -55,7 +55,7 @@ def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     else:
         fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
     if not fits:
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
             f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
             f"{kv_cache.dtype.name}"
@@ -90,33 +90,34 @@ def mla_decode_columns(
     packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
     if format.quantized and not interpret:
         packed = order_queries(packed)
-    operands = [packed, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
-    if schedule.order is not None:
-        operands.append(schedule.order)
-    if kv_scale is not None:
-        operands.append(kv_scale.reshape(1))
-    if query_lens is not None:
-        operands.append(query_lens)
-
+    kv_scale = None if kv_scale is None else kv_scale.reshape(1)
     kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
     results = Results(arena, schedule, (batch, q_len, num_heads), kept, dtype)
-    body = make_body(
-        q_len=q_len, num_heads=num_heads, columns=columns, out_rows=results.rows, parts=parts,
-        scale=scale, dtype=dtype, page_size=page_size,
-        quantized=format.quantized, per_tensor=format.per_tensor, rope=rope,
-        split=results.split, ordered=schedule.order is not None, ragged=query_lens is not None,
-        interpret=interpret,
+    cut = Cut(
+        q_len=q_len, num_heads=num_heads, columns=columns, parts=parts, out_rows=results.rows,
+        first_rows=results.first_rows, scale=scale, dtype=dtype, page_size=page_size,
+        latents=format, rope=rope, interpret=interpret,
     )  # fmt: skip
-    kernel = plgpu.kernel(
-        functools.partial(body, results.first_rows),
-        out_type=results.lse_types,
-        scratch_types=scratch_types(dtype, columns, page_size, format.dtype, with_rope=rope),
+    written = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="mla_decode_columns",
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
-        grid=(parts, blocks),
-        grid_names=("part", "tile"),
-        num_threads=WARPGROUPS,
-        thread_name="wg",
-        kernel_name="mla_decode_columns",
+        grid={"part": parts, "tile": blocks},
+        inputs={
+            "q_ref": packed,
+            "kv_ref": kv_cache,
+            "layer_ref": layer,
+            "table_ref": block_tables,
+            "lens_ref": seq_lens,
+            "cuts_ref": schedule.cuts,
+            "order_ref": schedule.order,
+            "kv_scale_ref": kv_scale,
+            "query_lens_ref": query_lens,
+            **results.inputs,
+        },
+        outputs=results.outputs,
+        scratch=scratch_types(dtype, columns, page_size, format.dtype, with_rope=rope),
+        warpgroups=WARPGROUPS,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # reductions stay inside a warp
@@ -124,8 +125,7 @@ def mla_decode_columns(
             # The body names its layouts; those of padded shared memory are not found by inference.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        lses = kernel(*operands, *results.refs)
-    return results.finish(lses, interpret=interpret, detect_races=detect_races)
+    return results.finish(written, interpret=interpret, detect_races=detect_races)

@@ -58,7 +58,7 @@ def p_versions(columns: int, cache_dtype: Any) -> int:
 
 def scratch_types(
     dtype: Any, columns: int, page_size: int, cache_dtype: Any, *, with_rope: bool
-) -> list[Any]:
+) -> dict[str, Any]:
     tiles = swizzled(dtype)
     copies, pieces = copies_of(page_size), 1 + with_rope
     quantized = LatentFormat(cache_dtype).quantized
@@ -80,21 +80,16 @@ def scratch_types(
         both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
         return plgpu.RefUnion(*both) if quantized else both[0]
 
-    memory = [
-        plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles)
-        if with_rope and not quantized
-        else None,
-        queries(RANK, half),
-        queries(ROPE, rope) if with_rope else None,
-        plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),  # scores
-        plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),  # P
-        # Of the columns, their rescaling or unit, maxima, sums; and factors of their scores.
-        plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
-    ]
-    return [
-        plgpu.RefUnion(pages, outputs),  # a piece's pages, then its two outputs
-        *memory,
-        plgpu.Barrier(num_arrivals=pieces),  # Q loaded
-        plgpu.Barrier(num_arrivals=WARPGROUPS),  # both warpgroups are there
-        loaded,  # page loaded
-    ]
+    ropes = plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles)
+    return {
+        "pages_smem": plgpu.RefUnion(pages, outputs),
+        "rope_smem": ropes if with_rope and not quantized else None,
+        "q_smem": queries(RANK, half),
+        "q_rope_smem": queries(ROPE, rope) if with_rope else None,
+        "score_smem": plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),
+        "p_smem": plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),
+        "stats_smem": plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
+        "q_loaded": plgpu.Barrier(num_arrivals=pieces),
+        "both_there": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "loaded": loaded,
+    }

@@ -2,7 +2,7 @@
 
 A block for each (part of the schedule, tile of 64 packed rows of S tokens x H heads), as many as
 the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
-in rows_scores.py; schedule.py makes the parts, and combine.py merges the rows that were cut.
+in rows_body.py; schedule.py makes the parts, and combine.py merges the rows that were cut.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
 any H and S; FP8 caches and few packed rows are handed to columns_launch.py.
@@ -10,7 +10,6 @@ Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla_decode/test_rows.py.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -18,10 +17,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
-from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.mla_decode.columns_launch import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_decode.results import Results
-from jaxattn.kernels.mla_decode.rows_scores import make_body, scratch_types
+from jaxattn.kernels.mla_decode.rows_body import Block, Cut, Refs, scratch_types
 from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import TILE, Schedule, few_rows, num_tiles
 from jaxattn.kernels.mla_decode.scratch import PAGE_SIZES, decode_schedule
@@ -38,7 +39,7 @@ def by_columns(q: Any, kv_cache: Any) -> bool:
 
 
 def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    """Raises `NotImplementedError`, with the reason, where no kernel serves these shapes.
+    """Raises `Refusal`, with the reason, where no kernel serves these shapes.
 
     Args:
         q: [B, S, H, D], an array or its shape.
@@ -53,12 +54,12 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     dim = kv_cache.shape[-1]
     if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
             f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
         )
     if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
             f"q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
@@ -87,11 +88,10 @@ def mla_decode_mosaic(
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
     takes it for FP8 caches, which this one does not read, and for so few packed rows that it is the
     faster, by a twentieth to a sixth.
-    `output_by_tma` (see rows_scores.py) is the faster by up to 8 us where most rows are whole, and
+    `output_by_tma` (see rows_body.py) is the faster by up to 8 us where most rows are whole, and
     by 3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
-    apart = isinstance(q, tuple)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
         columns = by_columns(latent, kv_cache)
@@ -101,7 +101,7 @@ def mla_decode_mosaic(
     else:
         _refuse_rows(latent.dtype, kv_cache, kv_lora_rank)
     if kv_cache.shape[-2] not in PAGE_SIZES:
-        raise NotImplementedError(
+        raise Refusal(
             "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
             f"{kv_cache.shape} has {kv_cache.shape[-2]}"
         )
@@ -129,38 +129,43 @@ def mla_decode_mosaic(
         )  # fmt: skip
     parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
     rows = tiles * TILE
-
+    queries: jax.Array
+    q_rope: jax.Array | None = None
     if isinstance(q, tuple):
-        queries = [q[0].transpose(2, 0, 1, 3), q[1]]  # heads first, as the absorbed product comes
+        queries, q_rope = q[0].transpose(2, 0, 1, 3), q[1]  # as the absorbed product comes
     else:
         packed = q.reshape(batch, q_len * num_heads, -1)
-        queries = [jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))]
-    operands = [*queries, kv_cache, layer, block_tables, seq_lens, schedule.cuts]
-    if schedule.order is not None:
-        operands.append(schedule.order)
-    if query_lens is not None:
-        operands.append(query_lens)
+        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
 
     results = Results(arena, schedule, (batch, q_len, num_heads), rows, dtype)
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
     output_by_tma &= results.in_whole_tiles()
-    body = make_body(
+    cut = Cut(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        page_size=page_size, split=results.split, apart=apart,
-        ordered=schedule.order is not None, ragged=query_lens is not None, rope=rope,
-        output_by_tma=output_by_tma, interpret=interpret,
+        rope=rope, first_rows=results.first_rows, output_by_tma=output_by_tma,
+        interpret=interpret,
     )  # fmt: skip
-    kernel = plgpu.kernel(
-        functools.partial(body, results.first_rows),
-        out_type=results.lse_types,
-        scratch_types=scratch_types(dtype, page_size, rope, interpret),
+    written = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="mla_decode",
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
-        grid=(parts, tiles),
-        grid_names=("part", "tile"),
-        num_threads=3,
-        thread_name="wg",
-        kernel_name="mla_decode",
+        grid={"part": parts, "tile": tiles},
+        inputs={
+            "q_ref": queries,
+            "q_rope_ref": q_rope,
+            "kv_ref": kv_cache,
+            "layer_ref": layer,
+            "table_ref": block_tables,
+            "lens_ref": seq_lens,
+            "cuts_ref": schedule.cuts,
+            "order_ref": schedule.order,
+            "query_lens_ref": query_lens,
+            **results.inputs,
+        },
+        outputs=results.outputs,
+        scratch=scratch_types(dtype, page_size, rope, interpret),
+        warpgroups=3,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # row reductions stay inside a warp
@@ -168,8 +173,7 @@ def mla_decode_mosaic(
             # copy takes the place of what they have read. More costs a tenth of the softmax.
             unsafe_no_auto_barriers=True,
         ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        lses = kernel(*operands, *results.refs)
-    return results.finish(lses, interpret=interpret, detect_races=detect_races)
+    return results.finish(written, interpret=interpret, detect_races=detect_races)

@@ -5,7 +5,7 @@ for a row that was cut its partial results, which `mla_combine` then merges into
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,12 +19,14 @@ from jaxattn.kernels.mla_decode.scratch import spec_of
 
 
 class Results:
-    """The kernel's last operands, `refs`, and the types of what it returns, `lse_types`.
+    """Where a launch writes.
 
     Attributes:
         rows: packed rows that are kept of a request.
         first_rows: of the output, and of the partial results, in the arrays of `refs`.
         split: whether there are partial results.
+        refs: those arrays.
+        inputs, outputs: of the launch. What concerns partial results is None where there are none.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Results:
         self.names, self.first_rows = names, [first for _, first in lanes]
         self.refs = [jax.new_ref(lane) for lane, _ in lanes]
         counts = [batch, *([2 * parts] if self.split else [])]
-        self.lse_types = tuple(
-            jax.ShapeDtypeStruct((count, self.rows), jnp.float32) for count in counts
-        )
+        types = [jax.ShapeDtypeStruct((count, self.rows), jnp.float32) for count in counts]
+        self.inputs: dict[str, Any] = {"out_ref": self.refs[0], "partial_ref": None}
+        self.outputs: dict[str, Any] = {"lse_ref": types[0], "partial_lse_ref": None}
+        if self.split:
+            self.inputs["partial_ref"], self.outputs["partial_lse_ref"] = self.refs[1], types[1]
 
     def in_whole_tiles(self) -> bool:
         """Whether the output begins and ends with tiles of 8 rows, as TMA writes them; regions of
@@ -59,22 +63,25 @@ class Results:
         return self.first_rows[0] % 8 == 0 and self.refs[0].shape[0] % 8 == 0
 
     def finish(
-        self, lses: Sequence[jax.Array], *, interpret: bool, detect_races: bool
+        self, written: Mapping[str, jax.Array], *, interpret: bool, detect_races: bool
     ) -> tuple[Any, ...]:
-        """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one."""
+        """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one.
+
+        `written` is what the launch returned.
+        """
         (batch, q_len, num_heads), arena = self.shape, self.arena
         used = q_len * num_heads
-        lse = lses[0]
+        lse = written["lse_ref"]
         if self.split:
             lse = combine(
-                self.refs, self.first_rows, lse, lses[1], self.schedule,
+                self.refs, self.first_rows, lse, written["partial_lse_ref"], self.schedule,
                 used=used, interpret=interpret, detect_races=detect_races,
             )  # fmt: skip
-        written = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
+        lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
         if arena is None:
-            out = written["out"].reshape(batch, self.rows, RANK)
+            out = lanes["out"].reshape(batch, self.rows, RANK)
         else:
-            for name, lane in written.items():
+            for name, lane in lanes.items():
                 arena = arena.with_lane(self.spec, name, lane)
             out = arena.read(self.spec, "out")
         out = out[:, :used].reshape(batch, q_len, num_heads, RANK)

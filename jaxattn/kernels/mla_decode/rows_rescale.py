@@ -11,11 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
 
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, scf
 from jaxattn.kernels.hopper.registers import asm_word, element, fragmented, i32, number, word
 
 

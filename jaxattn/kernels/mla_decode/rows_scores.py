@@ -1,29 +1,10 @@
-"""The body of `mla_decode`: what its three warpgroups do, page by page.
+"""Warpgroup 0 of `mla_decode`: scores and softmax of a piece's pages.
 
-    0    scores = Q K^T, softmax; P and the rescaling of the rows to shared memory
-    1    left  = rescale left  + P K[:, :256]
-    2    right = rescale right + P K[:, 256:512]
-
-The tensor cores take their work in the order
-
-    Q K^T of page i + 1,   P K of page i, both halves,   Q K^T of page i + 2
-
-so that the softmax of page i + 1 runs beside the second: warpgroups 1 and 2 hold their products
-back until the next page's scores are done, the rest follows from who waits for what. A page is
-needed for its scores, and then through those of the next page, until it was multiplied by P: three
-are in shared memory, in quarters of 128 columns,
-
-    columns 0:128      2 pages    warpgroup 1 reads them last, and then copies the page after next
-    the others         3 pages    warpgroup 1 or 2 likewise, three pages on
-    rope columns       3 pages    warpgroup 2, then; P takes their place once the scores are there
-
-(a model without rotated dims has none of the last, and P has their place to itself). The first
-quarter, for which there is no third place, comes last in Q K^T and first in P K. To have room for
-so much, three quarters of Q live in warpgroup 0's registers.
+rows_body.py says what is where in shared memory, and in which order the tensor cores work.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,23 +12,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import swizzled
-from jaxattn.kernels.mla_decode.part import Part, Place, visible_keys
-from jaxattn.kernels.mla_decode.rows_values import (
-    FIRST_SLOT,
-    PAGES,
-    QUARTER,
-    RANK,
-    ROPE,
-    SLOTS,
-    Shared,
-    multiply,
-    shared_types,
-)
+from jaxattn.kernels.mla_decode.part import Place, visible_keys
+from jaxattn.kernels.mla_decode.rows_values import FIRST_SLOT, PAGES, QUARTER, RANK, ROPE, SLOTS
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
 
+if TYPE_CHECKING:
+    from jaxattn.kernels.mla_decode.rows_body import Block
+
 LOG2E = math.log2(math.e)
-REGISTERS = 168  # of a thread: three warpgroups share 65,536
 # The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
 # it by more than this, in powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
 SLACK = 8.0
@@ -55,228 +27,180 @@ SLACK = 8.0
 # seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
 EMPTY, MASKED = -3e38, -math.inf
 
-
-def scratch_types(dtype: Any, page_size: int, rope: bool, interpret: bool) -> list[Any]:
-    tiled = swizzled(dtype)
-    # The interpreter has no register operands: there all of Q is in shared memory.
-    others = [plgpu.SMEM((3, TILE, QUARTER), dtype, transforms=tiled)] if interpret else []
-    return [
-        *others,
-        # TMA wants its destination in one piece: the columns of Q and of pages lie apart.
-        plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),  # Q's first quarter
-        plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),  # Q's rope columns
-        plgpu.Barrier(num_arrivals=3 * len(others) + 1 + rope),  # Q loaded
-        shared_types(dtype, page_size),
-    ]
+LAYOUT = plgpu.Layout.WGMMA
+BY_ROW = LAYOUT.reduce(1)
 
 
-def make_body(
-    *,
-    q_len: int,
-    num_heads: int,
-    tiles: int,
-    parts: int,
-    scale: float,
-    dtype: Any,
-    page_size: int,
-    split: bool,
-    apart: bool,
-    ordered: bool,
-    ragged: bool,
-    rope: bool,
-    output_by_tma: bool,
-    interpret: bool,
-) -> Any:
-    """The kernel's function of (first rows of the lanes, *refs in `mla_decode_mosaic`'s order).
+def _over_keys(vector: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(vector, (TILE, PAGE), [0])
 
-    Args:
-        page_size: tokens of a page of the cache; a "page" below is 64 tokens.
-        split: whether there are partial results.
-        apart: whether Q comes as the absorbed product and the rotation write it, two refs
-            [H, B, S, R] and [B, S, H, P] with whole tiles of heads, or as one [B, rows, D].
-        ordered: whether the schedule has an order.
-        ragged: whether rows have lengths of their own among the S tokens.
-        rope: whether there are rope columns: D 576, or 512.
-        output_by_tma: whether a whole row's output leaves through its last page's slot, or by
-            stores of four bytes from registers.
-    """
-    layout = plgpu.Layout.WGMMA
-    row_layout = layout.reduce(1)
-    factor = scale * LOG2E
 
-    def over_keys(vector: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(vector, (TILE, PAGE), [0])
+def _iota(dimension: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (TILE, PAGE), dimension, layout=LAYOUT)
 
-    def iota(dimension: int) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, (TILE, PAGE), dimension, layout=layout)
 
-    def body(first_rows, *every):
-        refs = iter(every)
-        q_refs = [next(refs) for _ in range(1 + apart)]
-        kv_ref, layer_ref, table_ref, lens_ref, cuts_ref = (next(refs) for _ in range(5))
-        order_ref: Any = next(refs) if ordered else None
-        query_lens_ref: Any = next(refs) if ragged else None
-        out_ref = next(refs)
-        partial_ref: Any = next(refs) if split else None
-        lse_ref = next(refs)
-        partial_lse_ref: Any = next(refs) if split else None
-        q_others_smem: Any = next(refs) if interpret else None
-        q_smem, q_rope_smem, q_loaded, shared = refs
-        assert isinstance(shared, Shared)
-        wg, tile, part_index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        part = Part.of(cuts_ref, order_ref, part_index, lens_ref, table_ref, kv_ref, layer_ref)
-        packed = pl.ds(tile * TILE, TILE)
+class Scores:
+    """What the warpgroup does: a piece's queries, then page by page P and the rescaling."""
 
-        def each_empty_row(write: Any) -> None:
-            """Calls write(row) for this block's share of the rows without tokens."""
+    def __init__(self, block: "Block"):
+        self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
+        self.shared = block.refs.shared
+        self.factor = block.cut.scale * LOG2E
 
-            @pl.loop(part_index, lens_ref.shape[0], step=parts)
-            def _each(row):
-                pl.when(part.pages_of(row) <= 0)(lambda: write(row))
+    def run(self) -> None:
+        zero = jnp.int32(0)
+        queries = self._load_queries(self.part.first())
+        taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
 
-        def q_columns(row: jax.Array, first: int, width: int) -> Any:
-            if not apart:
-                return q_refs[0].at[row, packed, pl.ds(first, width)]
-            token = lax.div(tile, num_heads // TILE)
-            heads = pl.ds(lax.rem(tile, num_heads // TILE) * TILE, TILE)
-            if first == RANK:
-                return q_refs[1].at[row, token, heads]
-            return q_refs[0].at[heads, row, token, pl.ds(first, width)]
+        @pl.when(taken > 0)
+        def _():
+            plgpu.barrier_wait(self.shared.sums_read)
 
-        def load_q(at: Any) -> Any:
-            """The queries of the part's first row from there on, if there is one. Returns the
-            quarters in registers; if there is none, those of some row."""
-            place, page, stop = part.settle(at)
-            row = place.row
+        self.block.each_empty_row(self._write_nothing)
 
-            @pl.when(page < stop)
-            def _():
-                plgpu.commit_smem()  # all four warps have read the last ones
-                plgpu.copy_gmem_to_smem(q_columns(row, 0, QUARTER), q_smem, q_loaded)
-                if rope:
-                    plgpu.copy_gmem_to_smem(q_columns(row, RANK, ROPE), q_rope_smem, q_loaded)
-                for i in range(3) if interpret else ():
-                    some = q_columns(row, (1 + i) * QUARTER, QUARTER)
-                    plgpu.copy_gmem_to_smem(some, q_others_smem.at[i], q_loaded)
+    def _columns_of(self, row: jax.Array, first: int, width: int) -> Any:
+        """Some columns of the tile's queries."""
+        refs, tiles_of_heads = self.refs, self.cut.num_heads // TILE
+        if refs.q_rope_ref is None:
+            return refs.q_ref.at[row, self.block.packed, pl.ds(first, width)]
+        token = lax.div(self.block.tile, tiles_of_heads)
+        heads = pl.ds(lax.rem(self.block.tile, tiles_of_heads) * TILE, TILE)
+        if first == RANK:
+            return refs.q_rope_ref.at[row, token, heads]
+        return refs.q_ref.at[heads, row, token, pl.ds(first, width)]
 
-            if interpret:
-                return ()
-            row = part.some_row(row)
-            some = [q_columns(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
-            return tuple(plgpu.load(x, layout=layout, optimized=False) for x in some)
+    def _load_queries(self, at: Any) -> Any:
+        """The queries of the part's first row from there on, if there is one. Returns the quarters
+        in registers; if there is none, those of some row."""
+        refs, interpret = self.refs, self.cut.interpret
+        place, page, stop = self.part.settle(at)
+        row = place.row
 
-        def piece(place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
-            """Scores and P of a piece's pages."""
-            row = place.row
-            pages_before, pieces_before, q = carry
-            plgpu.barrier_wait(q_loaded)
-            others = q or tuple(q_others_smem.at[i] for i in range(3))
-            length = lens_ref[row]
-            queries = query_lens_ref[row] if ragged else None
-            visible = visible_keys(
-                tile * TILE + iota(0), length, queries,
-                q_len=q_len, num_heads=num_heads, layout=layout,
-            )  # fmt: skip
+        @pl.when(page < stop)
+        def _():
+            plgpu.commit_smem()  # all four warps have read the last ones
+            first = self._columns_of(row, 0, QUARTER)
+            plgpu.copy_gmem_to_smem(first, refs.q_smem, refs.q_loaded)
+            if self.cut.rope:
+                some = self._columns_of(row, RANK, ROPE)
+                plgpu.copy_gmem_to_smem(some, refs.q_rope_smem, refs.q_loaded)
+            for i in range(3) if interpret else ():
+                some = self._columns_of(row, (1 + i) * QUARTER, QUARTER)
+                plgpu.copy_gmem_to_smem(some, refs.q_others_smem.at[i], refs.q_loaded)
 
-            def page_step(i, carry):
-                top, total = carry
-                slot = lax.rem(pages_before + i, PAGES)
+        if interpret:
+            return ()
+        row = self.part.some_row(row)
+        quarters = [self._columns_of(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
+        return tuple(plgpu.load(x, layout=LAYOUT, optimized=False) for x in quarters)
 
-                def product(acc):
-                    def add(q, columns, loaded):
-                        plgpu.barrier_wait(loaded)
-                        plgpu.wgmma(acc, q, columns.transpose((1, 0)))
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        """Scores and P of a piece's pages."""
+        pages_before, pieces_before, q = carry
+        plgpu.barrier_wait(self.refs.q_loaded)
+        others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
+        pages = Pages(self, place.row, start, pages_before, others)
 
-                    for quarter in (3, 2, 1):
-                        at = FIRST_SLOT[quarter] + slot
-                        add(others[quarter - 1], shared.kv.at[at], shared.kv_loaded.at[at])
-                    if rope:
-                        add(q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
-                    at = lax.rem(pages_before + i, SLOTS[0])
-                    add(q_smem, shared.kv.at[at], shared.kv_loaded.at[at])
-                    return acc[...]
+        zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
+        top, total = lax.fori_loop(0, steps, pages.step, (zero_rows + EMPTY, zero_rows))
+        # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
+        # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
+        empty = total == 0
+        total = jnp.where(empty, -1.0, total)
 
-                scores = pl.run_scoped(product, plgpu.ACC((TILE, PAGE), jnp.float32))
+        @pl.when(pieces_before > 0)
+        def _():
+            plgpu.barrier_wait(self.shared.sums_read)
 
-                @pl.when(i > 0)
-                def _():
-                    plgpu.barrier_arrive(shared.scores_done.at[slot])
+        self.shared.sums[...] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.shared.sums_written)
+        stop = start + steps
+        q = self._load_queries((place, stop, stop))
+        lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
+        whole = steps == self.part.pages_in(pages.length)
+        refs, packed = self.refs, self.block.packed
+        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole, lse)
+        return pages_before + steps, pieces_before + 1, q
 
-                def reference(largest):
-                    return jnp.where(largest > top + SLACK, largest, top)
+    def _write_nothing(self, row: jax.Array) -> None:
+        nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), BY_ROW)
+        self.refs.lse_ref[row, self.block.packed] = nothing
 
-                def plain(scores):
-                    new_top = reference(scores.max(axis=1) * factor)
-                    return new_top, jnp.exp2(scores * factor - over_keys(new_top))
 
-                def masked(scores):
-                    mask = iota(1) + (start + i) * PAGE < visible
-                    scores = jnp.where(mask, scores * factor, MASKED)
-                    new_top = reference(scores.max(axis=1))
-                    return new_top, jnp.exp2(scores - over_keys(new_top))
+class Pages:
+    """A piece's pages, one after another."""
 
-                all_see_it = (start + i + 1) * PAGE <= length - (q_len - 1)
-                if queries is not None:
-                    all_see_it &= queries == q_len
-                plain = plain if factor > 0 else masked
-                new_top, p = lax.cond(all_see_it, plain, masked, scores)
-                rescale = jnp.exp2(top - new_top)
-                # Over the keys' rope columns: a warp that has waited for its products knows that
-                # the warpgroup's are done.
-                shared.rope[slot] = p.astype(dtype)
-                shared.rescale[slot] = rescale
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(shared.p_written.at[slot])
-                return new_top, total * rescale + p.sum(axis=1)
+    def __init__(
+        self, scores: Scores, row: jax.Array, start: jax.Array, before: jax.Array, others: Any
+    ):
+        """`before`: pages of earlier pieces; `others`: the queries' second quarter and on."""
+        self.scores, self.start, self.before, self.others = scores, start, before, others
+        cut, refs = scores.cut, scores.refs
+        self.length = refs.lens_ref[row]
+        self.queries = None if refs.query_lens_ref is None else refs.query_lens_ref[row]
+        self.visible = visible_keys(
+            scores.block.tile * TILE + _iota(0), self.length, self.queries,
+            q_len=cut.q_len, num_heads=cut.num_heads, layout=LAYOUT,
+        )  # fmt: skip
 
-            zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), row_layout)
-            top, total = lax.fori_loop(0, steps, page_step, (zero_rows + EMPTY, zero_rows))
-            # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
-            # sees no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
-            empty = total == 0
-            total = jnp.where(empty, -1.0, total)
+    def step(self, i: jax.Array, carry: Any) -> Any:
+        """Page i's P and rescaling, for warpgroups 1 and 2; its maxima and sums."""
+        top, total = carry
+        shared, slot = self.scores.shared, lax.rem(self.before + i, PAGES)
+        product = pl.run_scoped(
+            lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
+        )
 
-            @pl.when(pieces_before > 0)
-            def _():
-                plgpu.barrier_wait(shared.sums_read)
+        @pl.when(i > 0)
+        def _():
+            plgpu.barrier_arrive(shared.scores_done.at[slot])
 
-            shared.sums[...] = total
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(shared.sums_written)
-            stop = start + steps
-            q = load_q((place, stop, stop))
-            lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
-            whole = steps == part.pages_in(length)
-            part.write_lse(lse_ref, partial_lse_ref, packed, row, whole, lse)
-            return pages_before + steps, pieces_before + 1, q
+        new_top, p = self._softmax(product, i, top)
+        rescale = jnp.exp2(top - new_top)
+        # Over the keys' rope columns: a warp that has waited for its products knows that the
+        # warpgroup's are done.
+        shared.rope[slot] = p.astype(self.scores.cut.dtype)
+        shared.rescale[slot] = rescale
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.p_written.at[slot])
+        return new_top, total * rescale + p.sum(axis=1)
 
-        def write_nothing(row: jax.Array) -> None:
-            nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), row_layout)
-            lse_ref[row, packed] = nothing
+    def _product(self, acc: Any, i: jax.Array, slot: jax.Array) -> jax.Array:
+        """Q K^T, each quarter once it is there."""
+        shared, refs = self.scores.shared, self.scores.refs
 
-        @pl.when(wg == 0)
-        def _scores():
-            plgpu.set_max_registers(REGISTERS, action="decrease")
-            zero = jnp.int32(0)
-            taken = part.each_piece(piece, (zero, zero, load_q(part.first())))[1]
+        def add(q: Any, columns: Any, loaded: Any) -> None:
+            plgpu.barrier_wait(loaded)
+            plgpu.wgmma(acc, q, columns.transpose((1, 0)))
 
-            @pl.when(taken > 0)
-            def _():
-                plgpu.barrier_wait(shared.sums_read)
+        for quarter in (3, 2, 1):
+            at = FIRST_SLOT[quarter] + slot
+            add(self.others[quarter - 1], shared.kv.at[at], shared.kv_loaded.at[at])
+        if self.scores.cut.rope:
+            add(refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
+        at = lax.rem(self.before + i, SLOTS[0])
+        add(refs.q_smem, shared.kv.at[at], shared.kv_loaded.at[at])
+        return acc[...]
 
-            each_empty_row(write_nothing)
+    def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
+        """The new maxima, and P; a mask is applied to pages that not every row sees whole."""
+        cut, factor, start = self.scores.cut, self.scores.factor, self.start
 
-        @pl.when((wg == 1) | (wg == 2))
-        def _values():
-            plgpu.set_max_registers(REGISTERS, action="increase")
-            multiply(
-                part, shared, wg - 1, out_ref, partial_ref,
-                rows_of=lambda row: pl.ds(first_rows[0] + (row * tiles + tile) * TILE, TILE),
-                partial_rows_of=lambda row: pl.ds(
-                    first_rows[1] + (part.partial_slot(row) * tiles + tile) * TILE, TILE
-                ),
-                each_empty_row=each_empty_row, dtype=dtype, rope=rope,
-                output_by_tma=output_by_tma, interpret=interpret,
-            )  # fmt: skip
+        def reference(largest: jax.Array) -> jax.Array:
+            return jnp.where(largest > top + SLACK, largest, top)
 
-    return body
+        def plain(scores: jax.Array) -> Any:
+            new_top = reference(scores.max(axis=1) * factor)
+            return new_top, jnp.exp2(scores * factor - _over_keys(new_top))
+
+        def masked(scores: jax.Array) -> Any:
+            mask = _iota(1) + (start + i) * PAGE < self.visible
+            scores = jnp.where(mask, scores * factor, MASKED)
+            new_top = reference(scores.max(axis=1))
+            return new_top, jnp.exp2(scores - _over_keys(new_top))
+
+        all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
+        if self.queries is not None:
+            all_see_it &= self.queries == cut.q_len
+        return lax.cond(all_see_it, plain if factor > 0 else masked, masked, scores)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import interpret_mode
+from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.moe.product import Panels
 
 THREADS = 128
@@ -60,17 +60,15 @@ def combine(
             total += jnp.where(full(place) >= 0, share, full(jnp.float32(0)))
         out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
 
-    kernel = plgpu.kernel(
+    weights = weights.astype(jnp.float32)
+    return launch(
         body,
-        out_type=jax.ShapeDtypeStruct((tokens, features), jnp.float32),
+        name="moe_combine",
         # Pallas turns the axes round: CUDA's x, the last, has room for more than 65,535 tokens.
-        grid=(features // columns, tokens),
-        grid_names=("piece", "token"),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="moe_combine",
+        grid={"piece": features // columns, "token": tokens},
+        inputs={"y_ref": y, "positions_ref": positions, "weights_ref": weights},
+        outputs={"out_ref": jax.ShapeDtypeStruct((tokens, features), jnp.float32)},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
-    )
-    with jax.enable_x64(False):
-        return kernel(y, positions, weights.astype(jnp.float32))
+        interpret=interpret,
+        detect_races=detect_races,
+    )["out_ref"]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import interpret_mode, meet
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.moe.config import GROUP
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, Work, stay
 
@@ -50,13 +51,13 @@ def work_of_few(
         value = jnp.asarray(value, jnp.int32)
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (PAIRS,), []), layout)
 
-    def body(ids_ref, *refs):
-        x_ref: Any = refs[0] if copied else None
-        tiles_ref, total_ref, positions_ref, *rows_ref, first_smem, slot_smem = refs[copied:]
+    def body(
+        ids_ref, x_ref, tiles_ref, total_ref, positions_ref, rows_ref, first_smem, slot_smem
+    ):  # fmt: skip
         if copied:
             for t in range(tokens):
                 row = plgpu.load(x_ref.at[t], layout=of_token, optimized=False)
-                rows_ref[0].at[t][...] = row
+                rows_ref.at[t][...] = row
         pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=layout)
         nobody = full(experts)
 
@@ -94,20 +95,22 @@ def work_of_few(
         total_ref[...] = total
 
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
-    numbers = ints(len((EXPERT, FROM, TO, GROUPS)), PAIRS), ints(PAIRS), ints(PAIRS)
-    rows = (jax.ShapeDtypeStruct((GROUP, features), x.dtype),)
-    kernel = plgpu.kernel(
+    smem = plgpu.SMEM((PAIRS,), jnp.int32)
+    out = launch(
         body,
-        out_type=(*numbers, *rows[:copied]),
-        scratch_types=[plgpu.SMEM((PAIRS,), jnp.int32), plgpu.SMEM((PAIRS,), jnp.int32)],
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="moe_list",
+        name="moe_list",
+        grid={"block": 1},
+        inputs={"ids_ref": ids, "x_ref": x if copied else None},
+        outputs={
+            "tiles_ref": ints(len((EXPERT, FROM, TO, GROUPS)), PAIRS),
+            "total_ref": ints(PAIRS),
+            "positions_ref": ints(PAIRS),
+            "rows_ref": jax.ShapeDtypeStruct((GROUP, features), x.dtype) if copied else None,
+        },
+        scratch={"first_smem": smem, "slot_smem": smem},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        tiles, total, positions, *rows_of_x = kernel(ids, *(x,)[:copied])
-    return Work(tiles, total, positions, None), rows_of_x[0] if copied else x
+    work = Work(out["tiles_ref"], out["total_ref"], out["positions_ref"], None)
+    return work, out.get("rows_ref", x)

@@ -13,11 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm_word,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.moe.combine import combine
 from jaxattn.kernels.moe.config import (
@@ -57,24 +58,24 @@ def scratch(
 
 
 def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
-    """Raises `NotImplementedError` with the reason where the kernels do not serve."""
+    """Raises `Refusal` with the reason where the kernels do not serve."""
     require_hopper(OP, interpret=interpret)
     features, width = gate_up.shape[-1], gate_up.shape[-2] // 2
     quantized = gate_up.dtype == FP8
     least = BLOCK if quantized else ROWS
     if features % BLOCK or width % least:
-        raise NotImplementedError(
+        raise Refusal(
             f"{OP}: the kernels have F a multiple of {BLOCK} and I of {least}, and got F = "
             f"{features}, I = {width}"
         )
     operands = x.dtype.name if quantized else gate_up.dtype.name
     if operands not in HALVES:
-        raise NotImplementedError(
+        raise Refusal(
             f"{OP}: the kernels multiply bfloat16 and float16 numbers, and got x {x.dtype.name}, "
             f"gate_up {gate_up.dtype.name}"
         )
     if x.shape[0] == 0:
-        raise NotImplementedError(f"{OP}: the kernels want some tokens, and got x {x.shape}")
+        raise Refusal(f"{OP}: the kernels want some tokens, and got x {x.shape}")
 
 
 def mixture_of_experts_mosaic(

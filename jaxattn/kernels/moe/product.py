@@ -23,6 +23,7 @@ Reference and tests: `jaxattn.ops.moe` (implementation="xla"), tests/kernels/moe
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import interpret_mode, swizzled
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.moe.config import BLOCK, GROUP, ROWS, Product, stages_of
 from jaxattn.kernels.moe.fp8 import SWIZZLED, widened
@@ -103,229 +105,298 @@ def grouped_product(
     height, depth = weights.shape[-2:]
     dtype, out_dtype = tokens.dtype, jnp.dtype(target.dtype)
     stages = stages_of(product, columns, dtype.name, out_dtype.name, weights.dtype.name)
-    # Rows of weights from a part to the next, and how many pieces there are of each.
-    apart = height // 2 if gated else product.rows
     pieces = height // (product.rows * product.parts)
     blocks = min(product.blocks, work.tiles.shape[1] * pieces)
-    body = _body(
-        product, columns=columns, stages=stages, steps=depth // product.depth, apart=apart,
-        pieces=pieces, blocks=blocks, affine=affine, gated=gated, quantized=scales is not None,
-        source=source, results=results, interpret=interpret,
-    )  # fmt: skip
+    cut = Cut(
+        product=product,
+        columns=columns,
+        stages=stages,
+        steps=depth // product.depth,
+        apart=height // 2 if gated else product.rows,
+        pieces=pieces,
+        blocks=blocks,
+        affine=affine,
+        gated=gated,
+        source=source,
+        results=results,
+        interpret=interpret,
+    )
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        scratch_types=[
-            plgpu.SMEM((stages, parts, consumers, ROWS, product.depth), weights.dtype,
-                       transforms=of_weights),
-            plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),
-            plgpu.SMEM((consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)),
-            plgpu.Barrier(num_arrivals=parts * consumers + 1, num_barriers=stages),  # loaded
-            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),  # read
-        ],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        kernel_name=name,
+    ring = (stages, parts, consumers, ROWS, product.depth)
+    launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name=name,
+        grid={"block": blocks},
+        inputs={
+            "tokens": tokens,
+            "weights": weights,
+            "tiles": work.tiles,
+            "total": work.total,
+            "layer": layer,
+            "scales": scales,
+            "target": target,
+        },
+        scratch={
+            "weights_smem": plgpu.SMEM(ring, weights.dtype, transforms=of_weights),
+            "tokens_smem": plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),
+            "out_smem": plgpu.SMEM(
+                (consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)
+            ),
+            "loaded": plgpu.Barrier(num_arrivals=parts * consumers + 1, num_barriers=stages),
+            "read": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        },
+        warpgroups=consumers + 1,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
-    )  # fmt: skip
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        some = () if scales is None else (scales,)
-        kernel(tokens, weights, work.tiles, work.total, layer, *some, target)
+        interpret=interpret,
+        detect_races=detect_races,
+    )
 
 
-def _body(
-    product: Product,
-    *,
-    columns: int,
-    stages: int,
-    steps: int,
-    apart: int,
-    pieces: int,
-    blocks: int,
-    affine: tuple[int, int],
-    gated: bool,
-    quantized: bool,
-    source: Panels,
-    results: Panels,
-    interpret: bool,
-) -> Any:
-    consumers, parts, depth = product.consumers, product.parts, product.depth
-    # An item's rows of a part follow one another, and so do down's parts.
-    piece = product.rows * (1 if gated else parts)
-    # 232 + 232 + 40 = 504, the most that three warpgroups may have. Two have enough as they are.
-    many_registers = columns >= 64 and consumers == 2
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
 
-    def body(tokens_ref, weights_ref, tiles_ref, total_ref, layer_ref, *others):
-        scales_ref: Any = others[0] if quantized else None
-        target_ref, weights_smem, tokens_smem, out_smem, loaded, read = others[quantized:]
-        layer = layer_ref[0] * affine[0] + affine[1]
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        last = total_ref[0] * pieces
-        mine = lax.div(last - block + (blocks - 1), blocks)
+    Attributes:
+        stages: places of the ring.
+        steps: of K.
+        apart: rows of weights from a part to the next.
+        pieces: of an expert's rows.
+        blocks: that walk over the items.
+    """
 
-        def item(i: Any) -> Item:
-            """The block's i-th, of which it may have none: then any. How many there are is not
-            waited for."""
-            number = jnp.minimum(block + i * blocks, tiles_ref.shape[1] * pieces - 1)
-            tile = lax.div(number, pieces)
-            # h lies where it was written, and x may have stayed where it was.
-            source = tiles_ref[FROM if gated else TO, tile]
-            expert, target, groups = (tiles_ref[j, tile] for j in (EXPERT, TO, GROUPS))
-            return Item(expert, source, target, groups, number - tile * pieces)
+    product: Product
+    columns: int
+    stages: int
+    steps: int
+    apart: int
+    pieces: int
+    blocks: int
+    affine: tuple[int, int]
+    gated: bool
+    source: Panels
+    results: Panels
+    interpret: bool
 
-        def each(function: Any) -> jax.Array:
-            """`function(item, steps before it)` for each item, the next one's numbers read ahead;
-            the steps of all."""
+    @property
+    def piece(self) -> int:
+        """Rows of an item: those of a part follow one another, and so do down's parts."""
+        return self.product.rows * (1 if self.gated else self.product.parts)
 
-            def one(i, carry):
-                done, now = carry
-                following = item(i + 1)
-                function(now, done)
-                return done + steps, following
+    @property
+    def many_registers(self) -> bool:
+        """232 + 232 + 40 = 504, the most that three warpgroups may have. Two have enough."""
+        return self.columns >= 64 and self.product.consumers == 2
 
-            return lax.fori_loop(0, mine, one, (jnp.int32(0), item(0)))[0]
 
-        @pl.when(wg == consumers)
-        def _load():
-            if many_registers:
-                plgpu.set_max_registers(40, action="decrease")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands, then its shared memory and barriers."""
 
-            def load(now: Item, done: jax.Array) -> None:
-                of_expert = weights_ref.at[layer, now.expert]
+    tokens: Any
+    weights: Any  # [L, E, rows, K]
+    tiles: Any
+    total: Any
+    layer: Any
+    scales: Any  # of FP8 weights, else None
+    target: Any
+    weights_smem: Any  # [stage, part, warpgroup, 64, depth]
+    tokens_smem: Any  # [stage, N, depth]
+    out_smem: Any  # [warpgroup, N, 64]
+    loaded: Any  # of each stage
+    read: Any  # by every warpgroup that multiplies
 
-                @pl.loop(0, steps)
-                def _step(s):
-                    slot = lax.rem(done + s, stages)
-                    pl.when(done + s >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
-                    there = loaded.at[slot]
-                    some = pl.ds(pl.multiple_of(s * depth, depth), depth)
-                    for part in range(parts):
-                        for warpgroup in range(consumers):
-                            row = now.place * piece + (part * apart + warpgroup * ROWS)
-                            rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
-                            to = weights_smem.at[slot, part, warpgroup]
-                            plgpu.copy_gmem_to_smem(rows, to, there)
-                    rows = source.at(tokens_ref, now.source, columns, s * depth, depth)
-                    plgpu.copy_gmem_to_smem(rows, tokens_smem.at[slot], there)
 
-            done = each(load)
+class Block:
+    """A block's items: its last warpgroup loads, the others multiply and store."""
 
-            @pl.loop(jnp.maximum(done - stages, 0), done)
-            def _drain(s):
-                plgpu.barrier_wait(read.at[lax.rem(s, stages)])
+    def __init__(self, cut: Cut, refs: Refs):
+        self.cut, self.refs = cut, refs
+        self.layer = refs.layer[0] * cut.affine[0] + cut.affine[1]
+        self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
+        last = refs.total[0] * cut.pieces
+        self.mine = lax.div(last - self.block + (cut.blocks - 1), cut.blocks)
 
-        @pl.when(wg < consumers)
-        def _multiply():
-            if many_registers:
-                plgpu.set_max_registers(232, action="increase")
+    def run(self) -> None:
+        consumers = self.cut.product.consumers
+        pl.when(self.wg == consumers)(self.load)
+        pl.when(self.wg < consumers)(self.multiply)
 
-            def arrived(step: jax.Array) -> tuple[jax.Array, Any]:
-                """The slot of a step, once it is loaded, and its tokens as columns."""
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(loaded.at[slot])
-                return slot, tokens_smem.at[slot].transpose((1, 0))
+    def item(self, i: Any) -> Item:
+        """The block's i-th, of which it may have none: then any. How many there are is not waited
+        for."""
+        tiles, pieces = self.refs.tiles, self.cut.pieces
+        number = jnp.minimum(self.block + i * self.cut.blocks, tiles.shape[1] * pieces - 1)
+        tile = lax.div(number, pieces)
+        # h lies where it was written, and x may have stayed where it was.
+        source = tiles[FROM if self.cut.gated else TO, tile]
+        expert, target, groups = (tiles[j, tile] for j in (EXPERT, TO, GROUPS))
+        return Item(expert, source, target, groups, number - tile * pieces)
 
-            def sums(done: jax.Array) -> list[jax.Array]:
-                """Of each part over all of K."""
+    def each(self, function: Any) -> jax.Array:
+        """`function(item, steps before it)` for each item, the next one's numbers read ahead; the
+        steps of all."""
 
-                def accumulate(*accs: Any) -> list[jax.Array]:
-                    @pl.loop(0, steps)
-                    def _step(s):
-                        slot, turned = arrived(done + s)
-                        for part, acc in enumerate(accs):
-                            plgpu.wgmma(acc, weights_smem.at[slot, part, wg], turned)
-                        plgpu.wgmma_wait(parts)  # all but this step's are done
+        def one(i, carry):
+            done, now = carry
+            following = self.item(i + 1)
+            function(now, done)
+            return done + self.cut.steps, following
 
-                        @pl.when(s > 0)
-                        def _before():
-                            plgpu.barrier_arrive(read.at[lax.rem(done + s - 1, stages)])
+        return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
 
-                    every = [acc[...] for acc in accs]
-                    plgpu.barrier_arrive(read.at[lax.rem(done + steps - 1, stages)])
-                    return every
+    def load(self) -> None:
+        """The copying warpgroup: steps of K into the ring, as its places become free."""
+        stages, read = self.cut.stages, self.refs.read
+        if self.cut.many_registers:
+            plgpu.set_max_registers(40, action="decrease")
+        done = self.each(self._load_item)
 
-                return pl.run_scoped(accumulate, *accumulators)
+        @pl.loop(jnp.maximum(done - stages, 0), done)
+        def _drain(s):
+            plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
-            accumulators = [plgpu.ACC((ROWS, columns), jnp.float32)] * parts
+    def _load_item(self, now: Item, done: jax.Array) -> None:
+        cut, refs = self.cut, self.refs
+        product, depth = cut.product, cut.product.depth
+        of_expert = refs.weights.at[self.layer, now.expert]
 
-            def scaled_sums(now: Item, done: jax.Array) -> list[jax.Array]:
-                """The same of FP8 weights; a step's scales are read a step ahead."""
-                first = now.place * piece + wg * ROWS
-                blocks = [
-                    lax.div(first + (0 if gated else part * apart), BLOCK)
-                    + (part * (scales_ref.shape[2] // 2) if gated else 0)
-                    for part in range(parts)
-                ]
+        @pl.loop(0, cut.steps)
+        def _step(s):
+            slot = lax.rem(done + s, cut.stages)
+            pl.when(done + s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
+            there = refs.loaded.at[slot]
+            some = pl.ds(pl.multiple_of(s * depth, depth), depth)
+            for part in range(product.parts):
+                for warpgroup in range(product.consumers):
+                    row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
+                    rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    to = refs.weights_smem.at[slot, part, warpgroup]
+                    plgpu.copy_gmem_to_smem(rows, to, there)
+            rows = cut.source.at(refs.tokens, now.source, cut.columns, s * depth, depth)
+            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot], there)
 
-                def scales(s: Any) -> list[jax.Array]:
-                    s = jnp.minimum(s, steps - 1)
-                    return [scales_ref[layer, now.expert, of_rows, s] for of_rows in blocks]
+    def multiply(self) -> None:
+        """A multiplying warpgroup: its rows of each item."""
+        if self.cut.many_registers:
+            plgpu.set_max_registers(232, action="increase")
+        sums = self._sums if self.refs.scales is None else ScaledSums(self)
+        self.each(partial(self._multiply_item, sums))
+        plgpu.wait_smem_to_gmem(0)
 
-                def step(s, carry):
-                    totals, factors = carry
-                    slot, turned = arrived(done + s)
-                    following = scales(s + 1)
+    def _multiply_item(self, sums: Any, now: Item, done: jax.Array) -> None:
+        cut, out = self.cut, self.refs.out_smem
+        every = sums(now, done)
+        if cut.gated:
+            gate, up = every
+            every = [gate / (1.0 + jnp.exp(-gate)) * up]
+        for part, result in enumerate(every):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_turned(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
+            plgpu.commit_smem()
+            self._write(now, now.place * cut.piece + part * cut.apart + self.wg * ROWS)
 
-                    def products(*accs: Any) -> list[jax.Array]:
-                        for part, acc in enumerate(accs):
-                            tile = weights_smem.at[slot, part, wg]
-                            plgpu.wgmma(acc, widened(tile, tokens_ref.dtype), turned)
-                        return [
-                            plgpu.wgmma_accumulator_load(acc, wait_n=parts - 1 - part)
-                            for part, acc in enumerate(accs)
-                        ]
+    def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
+        """The slot of a step, once it is loaded, and its tokens as columns."""
+        slot = lax.rem(step, self.cut.stages)
+        plgpu.barrier_wait(self.refs.loaded.at[slot])
+        return slot, self.refs.tokens_smem.at[slot].transpose((1, 0))
 
-                    if interpret:
-                        every = [
-                            _plain(weights_smem[slot, part, wg], tokens_smem[slot])
-                            for part in range(parts)
-                        ]
-                    else:
-                        every = pl.run_scoped(products, *accumulators)
-                    plgpu.barrier_arrive(read.at[slot])
-                    totals = [
-                        total + one * factor
-                        for total, one, factor in zip(totals, every, factors, strict=True)
-                    ]
-                    return totals, following
+    @property
+    def accumulators(self) -> list[Any]:
+        shape = (ROWS, self.cut.columns)
+        return [plgpu.ACC(shape, jnp.float32)] * self.cut.product.parts
 
-                zero = plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), PRODUCT)
-                return lax.fori_loop(0, steps, step, ([zero] * parts, scales(0)))[0]
+    def _sums(self, now: Item, done: jax.Array) -> list[jax.Array]:
+        """Of each part over all of K, of 16-bit weights."""
+        del now
+        cut, refs = self.cut, self.refs
 
-            def multiply(now: Item, done: jax.Array) -> None:
-                every = scaled_sums(now, done) if quantized else sums(done)
-                if gated:
-                    gate, up = every
-                    every = [gate / (1.0 + jnp.exp(-gate)) * up]
-                for part, result in enumerate(every):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    result = result.astype(out_smem.dtype)
-                    store_turned(out_smem.at[wg], result, interpret=interpret)
-                    plgpu.commit_smem()
-                    write(now, now.place * piece + part * apart + wg * ROWS)
+        def accumulate(*accs: Any) -> list[jax.Array]:
+            @pl.loop(0, cut.steps)
+            def _step(s):
+                slot, turned = self.arrived(done + s)
+                for part, acc in enumerate(accs):
+                    plgpu.wgmma(acc, refs.weights_smem.at[slot, part, self.wg], turned)
+                plgpu.wgmma_wait(cut.product.parts)  # all but this step's are done
 
-            def write(now: Item, column: jax.Array) -> None:
-                """A tile whose first `now.groups` groups of rows are somebody's."""
-                for group in range(columns // GROUP):
+                @pl.when(s > 0)
+                def _before():
+                    plgpu.barrier_arrive(refs.read.at[lax.rem(done + s - 1, cut.stages)])
 
-                    @pl.when(group < now.groups)
-                    def _some(group=group):
-                        to = results.at(target_ref, now.target + group * GROUP, GROUP, column, ROWS)
-                        of_group = out_smem.at[wg, pl.ds(group * GROUP, GROUP)]
-                        plgpu.copy_smem_to_gmem(of_group, to)
+            every = [acc[...] for acc in accs]
+            plgpu.barrier_arrive(refs.read.at[lax.rem(done + cut.steps - 1, cut.stages)])
+            return every
 
-            each(multiply)
-            plgpu.wait_smem_to_gmem(0)
+        return pl.run_scoped(accumulate, *self.accumulators)
 
-    return body
+    def _write(self, now: Item, column: jax.Array) -> None:
+        """A tile whose first `now.groups` groups of rows are somebody's."""
+        for group in range(self.cut.columns // GROUP):
+
+            @pl.when(group < now.groups)
+            def _some(group=group):
+                row = now.target + group * GROUP
+                to = self.cut.results.at(self.refs.target, row, GROUP, column, ROWS)
+                of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
+                plgpu.copy_smem_to_gmem(of_group, to)
+
+
+class ScaledSums:
+    """`Block`'s sums of FP8 weights: each step's product has a scale, read a step ahead."""
+
+    def __init__(self, block: Block):
+        self.block = block
+
+    def __call__(self, now: Item, done: jax.Array) -> list[jax.Array]:
+        block, cut, refs = self.block, self.block.cut, self.block.refs
+        parts = range(cut.product.parts)
+        first = now.place * cut.piece + block.wg * ROWS
+        of_parts = [
+            lax.div(first + (0 if cut.gated else part * cut.apart), BLOCK)
+            + (part * (refs.scales.shape[2] // 2) if cut.gated else 0)
+            for part in parts
+        ]
+
+        def scales(s: Any) -> list[jax.Array]:
+            s = jnp.minimum(s, cut.steps - 1)
+            return [refs.scales[block.layer, now.expert, rows, s] for rows in of_parts]
+
+        def step(s, carry):
+            totals, factors = carry
+            slot, turned = block.arrived(done + s)
+            following = scales(s + 1)
+            every = self._products(slot, turned)
+            plgpu.barrier_arrive(refs.read.at[slot])
+            totals = [
+                total + one * factor
+                for total, one, factor in zip(totals, every, factors, strict=True)
+            ]
+            return totals, following
+
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
+        return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
+
+    def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
+        """A step's, of each part, without its scale."""
+        block, refs, parts = self.block, self.block.refs, self.block.cut.product.parts
+        if block.cut.interpret:
+            tokens = refs.tokens_smem[slot]
+            return [_plain(refs.weights_smem[slot, i, block.wg], tokens) for i in range(parts)]
+
+        def products(*accs: Any) -> list[jax.Array]:
+            for part, acc in enumerate(accs):
+                tile = refs.weights_smem.at[slot, part, block.wg]
+                plgpu.wgmma(acc, widened(tile, refs.tokens.dtype), turned)
+            return [
+                plgpu.wgmma_accumulator_load(acc, wait_n=parts - 1 - part)
+                for part, acc in enumerate(accs)
+            ]
+
+        return pl.run_scoped(products, *block.accumulators)
 
 
 def _plain(weights: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -15,7 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import interpret_mode, meet, require_hopper
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import meet, require_hopper
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
@@ -23,11 +25,11 @@ COPIED = 256  # scores of a TMA copy
 
 
 def refuse(logits: jax.Array, *, interpret: bool) -> None:
-    """Raises `NotImplementedError` with the reason where the kernel does not serve."""
+    """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper("route", interpret=interpret)
     experts = logits.shape[-1]
     if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
-        raise NotImplementedError(
+        raise Refusal(
             f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
             f"some tokens; got logits {tuple(logits.shape)}"
         )
@@ -57,9 +59,7 @@ def route_mosaic(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
 
-    def body(logits_ref, *refs):
-        bias_ref: Any = refs[0] if bias is not None else None
-        ids_ref, weights_ref, scores_smem, bias_smem, loaded = refs[bias is not None :]
+    def body(logits_ref, bias_ref, ids_ref, weights_ref, scores_smem, bias_smem, loaded):
         token = lax.axis_index("token")
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
@@ -152,22 +152,24 @@ def route_mosaic(
             kept = jnp.where(inside(group) & is_kept, choice, kept)
         return kept
 
-    kernel = plgpu.kernel(
+    copies = -(-experts // COPIED) * (1 if bias is None else 2)
+    out = launch(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
-            jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
-        ),
-        scratch_types=[
-            plgpu.SMEM((width,), jnp.float32),
-            plgpu.SMEM((width,), jnp.float32),
-            plgpu.Barrier(num_arrivals=-(-experts // COPIED) * (1 if bias is None else 2)),
-        ],
-        grid=(tokens,),
-        grid_names=("token",),
-        kernel_name="moe_route",
+        name="moe_route",
+        grid={"token": tokens},
+        inputs={"logits_ref": logits, "bias_ref": bias},
+        outputs={
+            "ids_ref": jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
+            "weights_ref": jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+        },
+        scratch={
+            "scores_smem": plgpu.SMEM((width,), jnp.float32),
+            "bias_smem": plgpu.SMEM((width,), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=copies),
+        },
+        warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        return kernel(*(x for x in (logits, bias) if x is not None))
+    return out["ids_ref"], out["weights_ref"]

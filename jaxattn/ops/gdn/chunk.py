@@ -79,7 +79,7 @@ def chunk_gated_delta_rule(
         TypeError: an argument is no array, its dtype does not fit, or a size is no integer; or it
             is differentiated in forward mode.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
-        NotImplementedError: the named implementation refuses; the message says why.
+        Refusal: the named implementation refuses; the message says why.
     """
     op = "chunk_gated_delta_rule"
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)

@@ -78,7 +78,7 @@ def gated_delta_rule_decode(
     Raises:
         TypeError: an argument is no array, or its dtype does not fit.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        NotImplementedError: the named implementation refuses; the message says why.
+        Refusal: the named implementation refuses; the message says why.
     """
     op = "gated_delta_rule_decode"
     q, k, v, a, b, state = floats(op, q=q, k=k, v=v, a=a, b=b, state=state)

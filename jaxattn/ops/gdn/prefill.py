@@ -113,7 +113,7 @@ def gated_delta_rule_prefill(
         TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
         ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
             slots leave the pool or collide.
-        NotImplementedError: the named implementation refuses; the message says why.
+        Refusal: the named implementation refuses; the message says why.
     """
     q, k, v, g, beta, state = floats(OP, q=q, k=k, v=v, g=g, beta=beta, state=state)
     initial = None if has_initial_state is None else jnp.asarray(has_initial_state)

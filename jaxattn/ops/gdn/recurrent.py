@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import as_given, check_dtype, floats, maybe_floats, output_scale
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_xla
 from jaxattn.core.slots import as_offsets, check_cu_seqlens
 from jaxattn.core.varying import vary_alike
 from jaxattn.ops.gdn.chunk_xla import l2norm
@@ -61,7 +61,8 @@ def recurrent_gated_delta_rule(
     """The same function one token at a time, in float32: the definition, and for a few tokens.
 
     Arguments, results and errors are those of `chunk_gated_delta_rule`; `scale` may be traced.
-    Differentiable in both modes; in reverse at the cost of one saved state a token.
+    Differentiable in both modes; in reverse at the cost of one saved state a token. It has no
+    kernel: "mosaic_gpu" is refused, as by an op whose kernel does not serve.
     """
     op = "recurrent_gated_delta_rule"
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
@@ -80,7 +81,7 @@ def recurrent_gated_delta_rule(
             )
         return o, final if output_final_state else None
 
-    return dispatch(op, implementation, {"xla": xla})
+    return dispatch_xla(op, implementation, xla)
 
 
 def _recurrent(

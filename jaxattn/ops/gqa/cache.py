@@ -2,16 +2,22 @@
 
     kv_cache [L, N, 2, C, Hk, D]    keys at 0, values at 1 of a page's axis of two
 
-Keys are stored as queries meet them, normed and rotated. Numbers are stored as they are.
+Keys are stored as queries meet them, normed and rotated. Floats are stored as they are. In a cache
+of float8_e4m3fn a number times its scale is the value: `kv_scale` is a Python number for all,
+float32 [2] for keys and for values, or float32 [2, Hk] for each of their heads.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import FLOATS, Arguments
+from jaxattn.core.formats import FP8, KVFormat
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.varying import refuse_explicit_axes
 
@@ -29,7 +35,7 @@ def check_cache(
     """
     arguments.check_layer(kv_cache, number_to_check(layer), "N 2 C Hk D")
     axes = "N two C Hk D" if layer is None else "L N two C Hk D"
-    cache = arguments.check("kv_cache", kv_cache, axes, FLOATS)
+    cache = arguments.check("kv_cache", kv_cache, axes, (*FLOATS, FP8.name))
     num_pages, two, page = cache.shape[-5:-2]
     if two != 2:
         raise ValueError(
@@ -37,6 +43,39 @@ def check_cache(
             f"{cache.shape}"
         )
     return cache, *arguments.check_tables(block_tables, seq_lens, num_pages, page)
+
+
+def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | None:
+    """The scales of an FP8 cache as float32 [2, Hk]; None with another cache, which has none.
+
+    Raises:
+        TypeError, ValueError: they are missing, superfluous, or of another dtype or shape.
+    """
+    described = f"kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype.name}"
+    heads = kv_cache.shape[-2]
+    if kv_cache.dtype != FP8:
+        if kv_scale is not None:
+            raise ValueError(
+                f"{op}: kv_scale is of a {FP8.name} cache, and {described} has none; drop kv_scale"
+            )
+        return None
+    if kv_scale is None:
+        raise ValueError(
+            f"{op}: {described} needs kv_scale=, by which its numbers are multiplied: a Python "
+            f"number, or float32 [2] or [2, Hk = {heads}] of keys and values"
+        )
+    if isinstance(kv_scale, int | float | np.floating) and not isinstance(kv_scale, bool):
+        if not (math.isfinite(kv_scale) and kv_scale > 0):
+            raise ValueError(f"{op}: kv_scale must be positive and finite, got {kv_scale}")
+        return jnp.full((2, heads), kv_scale, jnp.float32)
+    found = str(getattr(kv_scale, "dtype", type(kv_scale).__name__))
+    shape = getattr(kv_scale, "shape", None)
+    if found != "float32" or shape not in ((2,), (2, heads)):
+        raise TypeError(
+            f"{op}: kv_scale must be a Python number, or float32 [2] or [2, Hk = {heads}], got "
+            f"{found} {'' if shape is None else shape}".rstrip()
+        )
+    return jnp.broadcast_to(jnp.asarray(kv_scale).reshape(2, -1), (2, heads))
 
 
 @jax.named_scope("gqa_cache_write")
@@ -49,6 +88,7 @@ def gqa_cache_write(
     *,
     query_lens: Int[Array, "B"] | None = None,
     layer: Array | int | LayerOf | None = None,
+    kv_scale: Array | float | None = None,
 ) -> Array:
     """The cache with the new tokens' keys and values written; in place, where it is donated.
 
@@ -62,11 +102,14 @@ def gqa_cache_write(
 
     Args:
         kv_cache: a stack with `layer`, or one layer's pages.
-        k, v: of the new tokens, keys normed and rotated; cast to the cache's dtype.
+        k, v: of the new tokens, keys normed and rotated; cast to the cache's dtype. Finite numbers
+            saturate in FP8, and Inf is NaN there.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
+        kv_scale: for a float8_e4m3fn cache, and needed there: positive, a Python number, float32
+            [2] or [2, Hk]. k / kv_scale[0] and v / kv_scale[1] are stored.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
@@ -84,11 +127,14 @@ def gqa_cache_write(
     else:
         query_lens = arguments.check_query_lens(query_lens, "k", k)
     arguments.check_written(*given, k.shape[1], kv_cache.shape[-3])
-    refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens)
-    return _write(kv_cache, k, v, block_tables, seq_lens, query_lens, taken_apart(layer)[2])
+    kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
+    refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens, kv_scale)
+    format = KVFormat.of(kv_cache.dtype, k.shape[-1])
+    addressing = (block_tables, seq_lens, query_lens, taken_apart(layer)[2])
+    return _write(kv_cache, k, v, *addressing, kv_scale, format=format)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="format")
 def _write(
     kv_cache: jax.Array,
     k: jax.Array,
@@ -97,6 +143,9 @@ def _write(
     seq_lens: jax.Array,
     query_lens: jax.Array,
     layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    *,
+    format: KVFormat,
 ) -> jax.Array:
     num_pages, page = kv_cache.shape[-5], kv_cache.shape[-3]
     tokens = jnp.arange(k.shape[1])
@@ -109,7 +158,7 @@ def _write(
     pages = jnp.where(written & (pages >= 0), pages, num_pages)[..., None]
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
     place = (position % page)[..., None]
-    both = jnp.stack([k, v], axis=2).astype(kv_cache.dtype)
+    both = format.pack(jnp.stack([k, v], axis=2), kv_scale)
     return kv_cache.at[(*layers, pages, jnp.arange(2), place)].set(
         both, mode="drop", wrap_negative_indices=False
     )

@@ -10,13 +10,14 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.checks import Arguments, check_arena
 from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule
-from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     Scores,
     check_heads,
@@ -29,8 +30,6 @@ from jaxattn.ops.gqa.scores import (
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
-# What runs where nothing is named. "mosaic_gpu" has not run on a GPU yet.
-UNNAMED: Implementation = "xla"
 
 
 @overload
@@ -41,6 +40,7 @@ def gqa_decode(
     seq_lens: Array,
     *,
     scale: float | None = ...,
+    kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
     layer: Array | int | LayerOf | None = ...,
     window: int | None = ...,
@@ -61,6 +61,7 @@ def gqa_decode(
     seq_lens: Array,
     *,
     scale: float | None = ...,
+    kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
     layer: Array | int | LayerOf | None = ...,
     window: int | None = ...,
@@ -81,6 +82,7 @@ def gqa_decode(
     seq_lens: Array,
     *,
     scale: float | None = ...,
+    kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
     layer: Array | int | LayerOf | None = ...,
     window: int | None = ...,
@@ -100,6 +102,7 @@ def gqa_decode(
     seq_lens: Int[Array, "B"],
     *,
     scale: float | None = None,
+    kv_scale: Array | float | None = None,
     query_lens: Int[Array, "B"] | None = None,
     layer: Array | int | LayerOf | None = None,
     window: int | None = None,
@@ -131,6 +134,8 @@ def gqa_decode(
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
         scale: factor of the scores; D**-0.5, if None.
+        kv_scale: for a float8_e4m3fn cache, and needed there: positive, a Python number, float32
+            [2] (keys, values) or [2, Hk]. The stored numbers times it are keys and values.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
         window: keys that a token sees, its own included, as Hugging Face counts them; None is all.
@@ -143,10 +148,10 @@ def gqa_decode(
             in one or two dozen small kernels. XLA does not read it.
         arena: where the kernel's output goes, region "out" of `scratch`; `out` is then a view of
             it, good until the arena is written again. It comes back as it was where XLA runs.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
-            has run in JAX's interpreter and not on a GPU yet. "xla" is the reference: any shape,
-            float32 throughout (float64 for float64), differentiable. The kernel has D 64, 128 and
-            256, pages of 16, 32, 64 and 128 tokens, and a cache of q's dtype, bfloat16 or float16.
+        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
+            the reference: any shape, float32 throughout (float64 for float64), differentiable. The
+            kernel has D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, q of bfloat16 or
+            float16, and a cache of q's dtype or FP8, whose numbers it widens in registers.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
@@ -155,7 +160,7 @@ def gqa_decode(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
@@ -165,6 +170,7 @@ def gqa_decode(
     check_heads(arguments, q, kv_cache.shape[-2], "kv_cache", kv_cache.shape)
     scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
     sinks = check_sinks(arguments, sinks)
+    kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
@@ -175,7 +181,9 @@ def gqa_decode(
             f"{type(schedule).__name__}"
         )
     check_arena("gqa_decode", arena)
-    refuse_explicit_axes("gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
+    refuse_explicit_axes(
+        "gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale
+    )
 
     number = taken_apart(layer)[2]
 
@@ -186,6 +194,7 @@ def gqa_decode(
             block_tables,
             seq_lens,
             scale=scores.scale,
+            kv_scale=kv_scale,
             layer=number,
             query_lens=query_lens,
             window=scores.window,
@@ -199,13 +208,13 @@ def gqa_decode(
 
     def xla() -> tuple[Any, ...]:
         addressing = (block_tables, seq_lens, query_lens, number)
-        out, lse = _decode_xla(q, kv_cache, *addressing, sinks, gate, scores=scores)
+        out, lse = _decode_xla(q, kv_cache, *addressing, sinks, gate, kv_scale, scores=scores)
         return (out, lse) if arena is None else (out, lse, arena)
 
     with jax.named_scope("gqa_decode"):
         return dispatch(
             "gqa_decode",
-            implementation or UNNAMED,
+            implementation,
             {
                 "mosaic_gpu": lambda: mosaic(interpret=False),
                 "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
@@ -224,14 +233,17 @@ def _decode_xla(
     layer: jax.Array | int | None,
     sinks: jax.Array | None,
     gate: jax.Array | None,
+    kv_scale: jax.Array | None,
     *,
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
-    q, kv_cache, sinks, gate = vary_alike(
-        (q, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
+    q, kv_cache, sinks, gate, kv_scale = vary_alike(
+        (q, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
     )
     (_, q_len, heads, dim), kv_heads = q.shape, kv_cache.shape[-2]
-    wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_cache.dtype), jnp.float32)
+    format = KVFormat.of(kv_cache.dtype, dim)
+    read = jnp.dtype(jnp.float32) if format.scaled else kv_cache.dtype
+    wide = jnp.promote_types(jnp.promote_types(q.dtype, read), jnp.float32)
     token = jnp.arange(q_len)
     new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
     # A token without any key has position -1. A padding row's length may be so negative that the
@@ -240,7 +252,7 @@ def _decode_xla(
     real = (token < new[:, None]) & (seq_lens > 0)[:, None] & (position >= 0)
     position = jnp.where(real, position, -1)
     # The product of two narrow numbers is exact in float32: keys need not be widened before it.
-    narrow = q.dtype if q.dtype == kv_cache.dtype else wide
+    narrow = q.dtype if q.dtype == read else wide
     queries = grouped(jnp.where(real[..., None, None], q, 0).astype(narrow), kv_heads)
     row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
 
@@ -259,6 +271,7 @@ def _decode_xla(
         lengths,
         layer=layer,
         block=DECODE_BLOCK,
+        unpack=functools.partial(format.unpack, kv_scale=kv_scale),
         begins=window_begins(scores, seq_lens - new, lengths),
     )
     out, lse = finish(state, real, sinks, gate)

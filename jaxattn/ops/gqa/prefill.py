@@ -16,12 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.gqa_prefill.launch import UNNAMED, refuse
-from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
     Scores,
@@ -69,7 +70,7 @@ def gqa_attention(
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("gqa_attention")
     q, k, v = _check_new(arguments, q, k, v)
@@ -84,7 +85,7 @@ def gqa_attention(
         but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
-    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate
+    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate, None
     return _dispatch(arguments.op, implementation, scores, *operands)
 
 
@@ -99,6 +100,7 @@ def gqa_prefill(
     query_lens: Int[Array, "B"],
     *,
     scale: float | None = None,
+    kv_scale: Array | float | None = None,
     layer: Array | int | LayerOf | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
@@ -123,7 +125,7 @@ def gqa_prefill(
         seq_lens: int32 tokens of each row, the new ones included, at most M * C. 0 is a padding
             row.
         query_lens: int32 new tokens of each row, at most T.
-        scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
+        scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
             has run in JAX's interpreter and not on a GPU yet. The kernel has D 64, 128 and 256,
             pages of 16, 32, 64 and 128 tokens, q, k, v and cache of one dtype, bfloat16 or
@@ -140,7 +142,7 @@ def gqa_prefill(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("gqa_prefill")
     q, k, v = _check_new(arguments, q, k, v)
@@ -149,15 +151,16 @@ def gqa_prefill(
     )
     query_lens = arguments.check_query_lens(query_lens, "q", q)
     scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
     sinks = check_sinks(arguments, sinks)
     if gate is not None:
         gate = arguments.check("gate", gate, "B T H D")
     refuse_explicit_axes(
-        arguments.op, q, k, v, kv_cache, block_tables, seq_lens, query_lens, sinks, gate
+        arguments.op, q, k, v, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale
     )
 
     addressing = block_tables, seq_lens, query_lens, taken_apart(layer)[2]
-    operands = q, k, v, kv_cache, *addressing, sinks, gate
+    operands = q, k, v, kv_cache, *addressing, sinks, gate, kv_scale
     return _dispatch(arguments.op, implementation, scores, *operands)
 
 
@@ -170,7 +173,11 @@ def _dispatch(
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         q, k, v, kv_cache = operands[:4]
         refuse(op, q, k, v, kv_cache, interpret=interpret)
-        forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
+
+        def forward(*operands: Any) -> tuple[jax.Array, jax.Array]:
+            *floats, _ = operands  # a cache with scales was refused
+            return prefill_mosaic(*floats, scores=scores, interpret=interpret)
+
         return with_gradient_of(xla, forward)(*operands)
 
     return dispatch(
@@ -209,12 +216,13 @@ def _attend(
     layer: jax.Array | int | None,
     sinks: jax.Array | None,
     gate: jax.Array | None,
+    kv_scale: jax.Array | None = None,
     *,
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """Queries in blocks, one after another; without a cache no row has a prefix."""
-    q, k, v, kv_cache, sinks, gate = vary_alike(
-        (q, k, v, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
+    q, k, v, kv_cache, sinks, gate, kv_scale = vary_alike(
+        (q, k, v, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
     )
     tokens = q.shape[1]
     query_lens = jnp.where(seq_lens > 0, query_lens, 0)
@@ -250,7 +258,16 @@ def _attend(
             assert block_tables is not None
             with jax.named_scope("cached_prefix"):
                 state = _add_prefix(
-                    state, rows, own, first, kv_cache, block_tables, prefix, layer, scores
+                    state,
+                    rows,
+                    own,
+                    first,
+                    kv_cache,
+                    block_tables,
+                    prefix,
+                    layer,
+                    kv_scale,
+                    scores,
                 )
         with jax.named_scope("new_tokens"):
             state = _add_new(state, rows, own, first, keys, scores)
@@ -275,10 +292,12 @@ def _add_prefix(
     block_tables: jax.Array,
     prefix: Int[Array, "B"],
     layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
     scores: Scores,
 ) -> Softmax:
     """Adds the cached tokens before the new ones, to queries that are the `own`-th new tokens."""
     position = prefix[:, None] + own
+    format = KVFormat.of(kv_cache.dtype, kv_cache.shape[-1])
 
     def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
         keys, values = kv[:, :, 0].astype(rows.dtype), kv[:, :, 1].astype(rows.dtype)
@@ -294,6 +313,7 @@ def _add_prefix(
         prefix,
         layer=layer,
         block=PREFIX_BLOCK,
+        unpack=functools.partial(format.unpack, kv_scale=kv_scale),
         begins=window_begins(scores, prefix + first, prefix),
     )
 

@@ -139,7 +139,7 @@ def mla_decode(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_decode")
     parts = q if isinstance(q, tuple) else None

@@ -105,7 +105,7 @@ def causal_attention(
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("causal_attention")
     q = arguments.check("q", q, "B T H Dqk")
@@ -219,7 +219,7 @@ def mla_prefill(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("mla_prefill")
     q = arguments.check("q", q, "B T H Dqk")

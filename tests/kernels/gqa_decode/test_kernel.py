@@ -104,6 +104,24 @@ def test_the_ops_own_schedule_and_an_arena_with_poison(implementation):
     arena.check(scratch(batch=3, **expected_shape(case)))
 
 
+SCALES = [[1.0, 0.01], [40.0, 0.5]]  # of two heads' keys, and values
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "dim, options",
+    [
+        (64, dict(group=5, page=128, window=70, sinks=True)),
+        (128, dict(group=4, q_len=2, page=16, soft_cap=5.0, query_lens=[2, 0, 1])),
+        (256, dict(group=8, gate=True, sinks=True, dtype=jnp.float16)),
+    ],
+)
+def test_an_fp8_cache_has_scales_of_each_head(dim, options, implementation):
+    case = gqa_case([200, 0, 70], kv_heads=2, dim=dim, scales=SCALES, **options)
+    cuts = [(0, 0), (0, 2)] if options.get("window") is None else [(0, 0)]
+    assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
+
+
 def test_a_nan_that_a_row_sees_stays_in_it():
     case = gqa_case([70, 70], group=4, kv_heads=1, dim=64)
     page = int(case.block_tables[0, 0])
@@ -150,6 +168,9 @@ def test_pairs_have_the_parts_that_their_steps_ask_for(window):
         ([8192, 3000, 129], 8, 8, 64, dict(sinks=True)),
         ([8192, 3000, 129, 1] * 16, 8, 8, 64, dict(sinks=True, window=128)),
         ([300] * 300, 7, 4, 128, dict(dtype=jnp.float16, page=32)),
+        ([8192] * 8, 4, 8, 128, dict(scales=[[0.1] * 8, [3.0] * 8])),
+        ([5000, 0, 8192, 1], 8, 2, 256, dict(gate=True, scales=SCALES)),
+        ([8192, 3000, 129], 8, 2, 64, dict(sinks=True, scales=SCALES, page=16)),
     ],
 )
 def test_real_shapes(lens, group, kv_heads, dim, options):

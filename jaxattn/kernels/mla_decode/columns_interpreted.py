@@ -1,10 +1,17 @@
-"""What the interpreter runs in place of fp8_fragments.py; sums are in another order."""
+"""What the interpreter runs in place of wgmma and fp8_fragments.py; sums are in another order.
+
+JAX 0.11.2's interpreter knows no operands in registers and no stores to an accumulator.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.core.formats import BLOCK, BYTES, FP8
+from jaxattn.kernels.mla_decode.columns_fp8 import FP8Pages
+from jaxattn.kernels.mla_decode.columns_pages import Accumulators, Pages, over_keys
 from jaxattn.kernels.mla_decode.fp8_fragments import (
     BLOCKS,
     FLOAT_BIAS,
@@ -73,3 +80,53 @@ def plain_scores(page: jax.Array, queries: jax.Array, of_rope: jax.Array) -> jax
     if page.dtype == BYTES:
         products *= plain_scales(page).T[:, :, None]
     return products.sum(axis=0) + rope @ of_rope.astype(jnp.float32).T
+
+
+class InterpretedPages(Pages):
+    def _add_values(
+        self, accs: Accumulators, p: jax.Array, rescale: jax.Array, slot: jax.Array
+    ) -> Accumulators:
+        wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
+        accs, values = self._share_p(accs, p, rescale), self.block.kv_smem.at[slot]
+        return tuple(
+            acc + jnp.dot(wide(values)[:, i * BLOCK : (i + 1) * BLOCK].T, wide(self._turned_p(0)))
+            for i, acc in enumerate(accs)
+        )
+
+
+class InterpretedFP8Pages(FP8Pages):
+    as_values = False
+    blocks_ahead = 0
+
+    def take_queries(self) -> None:
+        both = jnp.concatenate([x[0] for x in self.block.q_loads], axis=1)
+        *self.queries, of_rows = half_queries(both, self.scaled)
+        self.of_rows = over_keys(of_rows * self.block.factor)
+
+    def _values(self, slot: jax.Array, block: int) -> Any:
+        """None is begun while the scores are exchanged."""
+
+    def _scores_of(self, slot: jax.Array, left: jax.Array) -> jax.Array:
+        del left
+        return plain_scores(self.block.kv_smem[self.wg, slot], *self.queries)
+
+    def _scales(self, slot: jax.Array, unit: jax.Array, left: jax.Array) -> Any:
+        inside = jnp.arange(PAGE)[:, None] < left
+        numbers = jnp.where(inside, plain_scales(self.block.kv_smem[self.wg, slot]), 0)
+        wide = [jnp.broadcast_to(x, (self.cut.columns, PAGE)) for x in numbers.T]
+        return wide, jnp.full_like(unit, jnp.nanmax(numbers))
+
+    def _add_scaled(
+        self, accs: Accumulators, p: jax.Array, rescale: jax.Array,
+        scales: list[jax.Array] | None, begun: list[jax.Array], slot: jax.Array, left: jax.Array,
+    ) -> Accumulators:  # fmt: skip
+        inside = jnp.arange(PAGE)[:, None] < left
+        numbers, _ = plain_numbers(self.block.kv_smem[self.wg, slot])
+        numbers = jnp.where(inside, numbers, 0)
+        out: list[jax.Array] = []
+
+        def add(i: int, p_here: Any) -> None:
+            out[i] += jnp.dot(numbers[i].T, p_here[...].astype(jnp.float32))
+
+        self._each_block(accs, p, rescale, scales, lambda: 0, out.extend, add)
+        return tuple(out)

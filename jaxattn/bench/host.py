@@ -1,0 +1,214 @@
+"""`python -m jaxattn.bench host`: what the engine's host side adds to a decode step.
+
+`round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
+decode. `executable ms` is that of the same executables on the same shapes, queued one after
+another, of which nothing is read. `exposed us` is the difference: the time per step for which the
+device waits for its host. Both are run in turn, and each column is the median of the runs; `spread
+us` is the largest exposed time of a run less the smallest. `host us` is what the host takes for a
+round beside its waiting for the device: hidden while it is shorter than a step.
+
+Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxattn.bench.card import card, commit
+from jaxattn.bench.model.named import UnknownModel, find
+from jaxattn.bench.model.weights import random_params
+from jaxattn.bench.tables import show, store
+from jaxattn.bench.timing import device_facts
+from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.request import Completion, FinishReason, Request
+from jaxattn.engine.rows import INTEGERS, STOPS, Places, Rows
+from jaxattn.engine.sampling import Level
+from jaxattn.engine.steps import EntryPoint, Sample, row_shapes
+from jaxattn.memory.limits import Limits
+from jaxattn.models import Hybrid, HybridConfig
+from jaxattn.models.base import Model
+from jaxattn.models.checkpoint import EMBEDDED, load
+
+PROMPT = b"def f("
+WARM = 32  # rounds after the last prompt that do not count
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} host",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="a shipped configuration")
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 64, 256], help="that decode")
+    parser.add_argument("--steps", type=int, default=2000, help="that count, of each run")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of either kind")
+    parser.add_argument(
+        "--small", action="store_true", help="a model of one layer, to compare hosts on a CPU"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    args = parser.parse_args(argv)
+    for option, value in (("--rows", min(args.rows)), ("--steps", args.steps)):
+        if value < 1:
+            parser.error(f"{option} must be positive; got {value}")
+    if args.repeats < 1:
+        parser.error(f"--repeats must be positive; got {args.repeats}")
+    if args.small and args.name:
+        parser.error("--small has a model of its own; give no MODEL")
+    if args.json and not os.access(args.json.parent, os.W_OK):
+        parser.error(f"--json {args.json}: cannot be written there")
+    if args.name:
+        try:
+            args.name, _, args.model = find(args.name)
+        except UnknownModel as error:
+            parser.error(str(error))
+    return args
+
+
+def model_of(args: argparse.Namespace) -> tuple[str, Model, Any]:
+    """(its name, the model, its parameters)."""
+    if args.small:
+        config = HybridConfig(
+            vocab_size=256, hidden_size=16, intermediate_size=16, num_repeats=1, gdn_per_repeat=0,
+            num_attention_heads=1, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+            v_head_dim=8, rope=RopeConfig(dim=8), max_position_embeddings=8192,
+        )  # fmt: skip
+        return "one layer", Hybrid(config), Hybrid(config).init_params(jax.random.key(0))
+    if args.name:
+        return args.name, args.model, random_params(args.model)
+    config, params = load(EMBEDDED)
+    return "embedded", Hybrid(config), params
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Seconds per step.
+
+    Attributes:
+        whole: of a round.
+        waited: of it, while the host waited for tokens.
+    """
+
+    whole: float
+    waited: float
+
+
+def rounds(engine: Engine, rows: int, steps: int) -> Run:
+    """Rounds of `generate` in which all rows decode, with callbacks."""
+    first = WARM + 1
+    at: dict[int, tuple[float, float]] = {}
+    seen = 0
+
+    def on_token(request: Request, token: int) -> None:
+        nonlocal seen
+        if request.id == rows - 1:  # the last to read its prompt
+            seen += 1
+            if seen in (first, first + steps):
+                at[seen] = time.perf_counter(), engine.stats.waited_seconds
+
+    def on_finish(completion: Completion) -> None:
+        if completion.finish_reason != FinishReason.LENGTH:
+            raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
+
+    requests = [
+        Request(PROMPT, max_tokens=longest(rows, steps) - len(PROMPT) - place)
+        for place in range(rows)
+    ]
+    engine.generate(requests, on_token=on_token, on_finish=on_finish)
+    begin, end = at[first], at[first + steps]
+    return Run((end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps)
+
+
+def longest(rows: int, steps: int) -> int:
+    """Tokens of the longest row: the first goes on until the last to begin has its steps."""
+    return len(PROMPT) + WARM + steps + rows + 8
+
+
+def queued(engine: Engine, rows: int, steps: int) -> float:
+    """Seconds per step of the decode and sampling executables, of which nothing is read."""
+    engine.start()
+    runner = engine._runner
+    assert runner is not None
+    decode = engine.executables[str(EntryPoint("decode", rows, 1))]
+    sample = engine.executables[str(Sample(rows, Level.GREEDY))]
+    on_device = jax.device_put(begun(engine, rows))
+    places = jax.device_put(np.arange(rows, dtype=np.int32))
+    runner.rows, kept = on_device, runner.rows
+    start = 0.0
+    for step in range(WARM + steps):
+        if step == WARM:
+            jax.block_until_ready((runner.state, runner.rows))
+            start = time.perf_counter()
+        batch = Places(runner.rows, places)
+        logits, runner.state = decode(runner.weights, runner.state, batch)
+        _, runner.rows = sample(runner.rows, logits, places)
+    jax.block_until_ready((runner.state, runner.rows))
+    spent = time.perf_counter() - start
+    runner.rows = kept
+    return spent / steps
+
+
+def begun(engine: Engine, rows: int) -> Rows:
+    """Rows that have read their prompts, with all the pages that they will need."""
+    limits = engine.limits
+    arrays: Any = jax.tree.map(lambda shape: np.zeros(shape.shape, np.int32), row_shapes(limits))
+    arrays.cursor[:] = 0, len(PROMPT), 1
+    arrays.controls[:, INTEGERS.index("slot")] = np.arange(rows)
+    arrays.controls[:, INTEGERS.index("last")] = limits.max_model_len
+    arrays.controls[:, -STOPS:] = -1
+    arrays.tables[:] = np.arange(rows * limits.table_width).reshape(rows, -1)
+    return arrays
+
+
+def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> dict[str, Any]:
+    """A row of the table."""
+    length = longest(rows, steps)
+    limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16)
+    with Engine(model, params, limits) as engine:
+        rounds(engine, rows, min(steps, 64))
+        runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
+        seal = dict(engine.seal.counts)
+    exposed = [run.whole - alone for alone, run in runs]
+    return {
+        "B": rows,
+        "executable ms": statistics.median(alone for alone, _ in runs) * 1e3,
+        "round ms": statistics.median(run.whole for _, run in runs) * 1e3,
+        "exposed us": statistics.median(exposed) * 1e6,
+        "spread us": (max(exposed) - min(exposed)) * 1e6,
+        "host us": statistics.median(run.whole - run.waited for _, run in runs) * 1e6,
+        "tokens/s": rows / statistics.median(run.whole for _, run in runs),
+        "sealed": str(seal or "yes"),
+    }
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    args = parse(argv, program)
+    name, model, params = model_of(args)
+    result: dict[str, Any] = {"what": "host", "model": name, "commit": commit(), **device_facts()}
+    result |= {"card": card(), "steps": args.steps, "repeats": args.repeats, "rows": []}
+    for rows in args.rows:
+        needed = longest(rows, args.steps)
+        if needed > model.max_position_embeddings:
+            print(
+                f"{program} host: {rows} rows of {args.steps} steps take {needed:,} tokens, and "
+                f"the model has {model.max_position_embeddings:,}; use fewer --steps",
+                file=sys.stderr,
+            )
+            return 2
+        row = measure(model, params, rows, args.steps, args.repeats)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        result["rows"].append(row)
+        store(result, args.json)
+    show(f"jaxattn host, {name} on {result['device']}", result["rows"])
+    return 0

@@ -1,0 +1,115 @@
+"""One streamed request, and when each of its chunks came."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from jaxattn.bench.load.lengths import Ask
+
+DATA, DONE = b"data:", b"[DONE]"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a request. Times are of `time.perf_counter`.
+
+    Attributes:
+        due: when it should have been sent.
+        chunks: when each chunk with a choice came; the first one is the first token's.
+        prompt, answer: tokens, as the server counts them; else chunks stand for tokens.
+        error: what went wrong, or None.
+    """
+
+    due: float
+    sent: float = 0.0
+    ended: float = 0.0
+    chunks: list[float] = dataclasses.field(default_factory=list)
+    prompt: int = 0
+    answer: int = 0
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token, from when it was due."""
+        return self.chunks[0] - self.due
+
+    @property
+    def whole(self) -> float:
+        """Seconds to the end, from when it was due."""
+        return self.ended - self.due
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between chunks."""
+        return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server that is measured.
+
+    Attributes:
+        url: of its root, without /v1.
+        chat: requests go to /v1/chat/completions.
+    """
+
+    session: aiohttp.ClientSession
+    url: str
+    model: str
+    chat: bool
+
+    async def ask(self, ask: Ask, due: float) -> Outcome:
+        """Sends a request and reads its stream."""
+        outcome = Outcome(due, sent=time.perf_counter())
+        path = "/v1/chat/completions" if self.chat else "/v1/completions"
+        try:
+            async with self.session.post(self.url + path, json=self._body(ask)) as response:
+                if response.status != 200:
+                    text = (await response.text())[:200]
+                    outcome.error = f"status {response.status}: {text}"
+                else:
+                    await _read(response, outcome)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.ended = time.perf_counter()
+        if outcome.error is None and not outcome.chunks:
+            outcome.error = "an answer without a token"
+        outcome.answer = outcome.answer or len(outcome.chunks)
+        return outcome
+
+    def _body(self, ask: Ask) -> Mapping[str, Any]:
+        body = {
+            "model": self.model,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+        if self.chat:
+            messages = [{"role": "user", "content": ask.prompt}]
+            return body | {"messages": messages, "max_completion_tokens": ask.answer}
+        return body | {"prompt": ask.prompt, "max_tokens": ask.answer}
+
+
+async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    async for line in response.content:
+        if not line.startswith(DATA):
+            continue
+        now, data = time.perf_counter(), line[len(DATA) :].strip()
+        if data == DONE:
+            return
+        event = json.loads(data)
+        if event.get("error"):
+            outcome.error = str(event["error"].get("message", event["error"]))[:200]
+            return
+        if event.get("choices"):
+            outcome.chunks.append(now)
+        if usage := event.get("usage"):
+            outcome.prompt = usage.get("prompt_tokens", 0)
+            outcome.answer = usage.get("completion_tokens", 0)
+    if outcome.error is None:
+        outcome.error = "the stream ended without [DONE]"

@@ -1,0 +1,97 @@
+"""The step between two forward passes: each row's next token, and whether the row goes on."""
+
+import dataclasses
+import enum
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.engine.logprobs import logprobs
+from jaxattn.engine.penalties import biased, penalized
+from jaxattn.engine.rows import Read, Rows, read
+from jaxattn.engine.sampling import NOT_FINITE, Level, sample
+
+
+class End(enum.IntEnum):
+    """What a step says of a row. IDLE: it was padding, or had ended before."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    NOT_FINITE = 3
+    IDLE = 4
+
+
+def advance(
+    rows: Rows, logits: Float[Array, "b vocab"], places: Int[Array, "b"], *, level: Level
+) -> tuple[Int[Array, "b n"], Rows]:
+    """Chooses the next token of each row at `places`, and freezes the rows that end with it.
+
+    Returns:
+        (int32 [b, 2]: the token and an `End`; at `Level.LOGPROBS` followed by `logprobs`;
+        the rows).
+    """
+    found = read(rows, places)
+    active = found.cursor.active > 0
+    position = found.cursor.length + 1
+    raw = logits
+    if level >= Level.CONTROLS:
+        logits = _controlled(rows, found, logits, position)
+    tokens = sample(logits, found.sampling, position, level)
+    end = jnp.where(position >= found.integer("last"), End.LENGTH, End.NONE)
+    end = jnp.where((tokens[:, None] == found.stops).any(1), End.STOP, end)
+    end = jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
+    end = jnp.where(active, end, End.IDLE)
+    told = jnp.stack([tokens, end], axis=1)
+    if level >= Level.LOGPROBS:
+        told = jnp.concatenate([told, logprobs(raw, tokens)], axis=1)
+
+    at = jnp.where(active, found.at, len(rows.cursor))
+    cursor = jnp.stack([tokens, position, (end == End.NONE).astype(jnp.int32)], axis=1)
+    rows = dataclasses.replace(rows, cursor=rows.cursor.at[at].set(cursor, mode="drop"))
+    if level >= Level.CONTROLS:  # a row with penalties has had no lower level since it joined
+        history = rows.history.at[at, position].set(tokens, mode="drop")
+        rows = dataclasses.replace(rows, history=history)
+    return told, rows
+
+
+def _controlled(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
+) -> Float[Array, "b vocab"]:
+    """The logits with biases and penalties."""
+    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
+    logits = penalized(
+        logits,
+        rows.history,
+        found.at,
+        found.integer("prompt"),
+        position,
+        repetition=found.number("repetition_penalty"),
+        presence=found.number("presence_penalty"),
+        frequency=found.number("frequency_penalty"),
+    )
+    values = lax.bitcast_convert_type(biases[:, 1], jnp.float32)
+    return biased(logits, biases[:, 0], values)
+
+
+def remember(
+    rows: Rows,
+    tokens: Int[Array, "P T"],
+    places: Int[Array, "P"],
+    lengths: Int[Array, "P"],
+    news: Int[Array, "P"],
+) -> Rows:
+    """Writes the chunk of a prompt into the histories of its rows.
+
+    Args:
+        places: -1 is padding.
+        lengths: of each row after the chunk.
+        news: tokens of the chunk.
+    """
+    column = jnp.arange(tokens.shape[1])
+    keeps = (places >= 0)[:, None] & (column < news[:, None])
+    row = jnp.where(keeps, places[:, None], len(rows.cursor))
+    at = (lengths - news)[:, None] + column
+    history = rows.history.at[row, at].set(tokens, mode="drop")
+    return dataclasses.replace(rows, history=history)

@@ -1,0 +1,120 @@
+"""What becomes of tokens that come back: events, and rows that end with them."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxattn.engine.advance import End
+from jaxattn.engine.logprobs import told
+from jaxattn.engine.request import (
+    Clock,
+    Completion,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Logprobs,
+    Request,
+    Stats,
+    TokenEvent,
+)
+from jaxattn.engine.scheduler import Queued, Row, Scheduler
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+class Endings:
+    """Takes what steps told, and makes events of it.
+
+    Args:
+        detokenize: tokens to text, for requests with stop strings.
+
+    Attributes:
+        events: that nobody has seen yet.
+        clocks: of each request that is not done, by its id.
+        stats: what it counts in.
+    """
+
+    def __init__(self, scheduler: Scheduler, detokenize: Detokenize | None):
+        self.scheduler, self.detokenize = scheduler, detokenize
+        self.events: list[Event] = []
+        self.clocks: dict[int, Clock] = {}
+        self.stats = Stats()
+
+    def take(self, rows: Sequence[Row | None], lines: np.ndarray) -> int:
+        """The tokens of a step, a line for each row: int32 [b, n] of `advance`.
+
+        Returns:
+            How many rows it told of. One that had ended is none of them.
+        """
+        now, taken = time.perf_counter(), 0
+        pairs = lines[:, :2].tolist()
+        for line, (row, (token, end)) in enumerate(zip(rows, pairs, strict=False)):
+            if row is None or row.ended or end == End.IDLE:
+                continue
+            taken += 1
+            chances = None
+            if row.request.logprobs is not None:
+                chances = told(lines[line, 2:], row.request.logprobs)
+            self._accept(row, token, end, chances, now)
+        return taken
+
+    def _accept(self, row: Row, token: int, end: int, chances: Logprobs | None, now: float) -> None:
+        """A row's next token; it may be the last."""
+        if end == End.NOT_FINITE:
+            self.end(row, FinishReason.NOT_FINITE, "the model's logits held NaN or infinity")
+            return
+        if end == End.STOP or (row.late_stops and token in row.request.stops):
+            self.end(row, FinishReason.STOP, token)
+            return
+        row.tokens.append(token)
+        if chances is not None:
+            row.logprobs.append(chances)
+        assert row.request.id is not None
+        if len(row.tokens) == 1:
+            self.clocks[row.request.id].first(now)
+        self.events.append(TokenEvent(row.request, token, chances))
+        if row.request.stop_strings and (text := self._stop_string(row)):
+            self.end(row, FinishReason.STOP, text)
+        elif end == End.LENGTH:
+            cut = row.max_tokens < row.request.max_tokens
+            self.end(row, FinishReason.LENGTH, "max_model_len" if cut else "max_tokens")
+
+    def _stop_string(self, row: Row) -> str | None:
+        """The stop string that the last token completed."""
+        if self.detokenize is None:
+            return None
+        # Of one byte each, so many tokens hold the longest of them; others give no text at all.
+        longest = max(len(text.encode()) for text in row.request.stop_strings)
+        text = self.detokenize(row.tokens[-longest - 16 :])
+        return next((stop for stop in row.request.stop_strings if stop in text), None)
+
+    def end(self, row: Row, reason: FinishReason, detail: str | int | None = None) -> None:
+        """Frees a row; its request is done."""
+        self.scheduler.release(row)
+        self.finish(row.request, reason, detail, row)
+
+    def end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
+        """Ends every row with what it generated."""
+        for row in self.scheduler.drop_rows():
+            if row.request.id in self.clocks:
+                self.finish(row.request, reason, detail, row)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        detail: str | int | None = None,
+        of: Row | Queued | None = None,
+    ) -> None:
+        """A request is done, with what a row of it, or its place in the queue, has generated."""
+        assert request.id is not None
+        first, seconds = self.clocks.pop(request.id).read(time.perf_counter())
+        tokens, chances = ((), ()) if of is None else (tuple(of.tokens), tuple(of.logprobs))
+        done = Completion(request, tokens, reason, detail, first, seconds, chances)
+        self.events.append(FinishEvent(done))
+
+    def clear(self) -> None:
+        """Forgets events and requests."""
+        self.events.clear()
+        self.clocks.clear()

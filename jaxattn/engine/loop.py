@@ -1,0 +1,210 @@
+"""One round after another: steps are sent before the ones before them are read.
+
+    deltas    rows that came, pages that they need
+    prefill   a chunk of a prompt, or of several; the first token of those that end with it
+    decode    a token of each row that has read its prompt
+    read      what the round before told
+
+So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
+tokens, the limit) the device sees by itself; stop strings and aborts reach it one step late, and
+what that step told of the row is dropped.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxattn.engine.batches import Chunk, packed_chunks
+from jaxattn.engine.endings import Endings
+from jaxattn.engine.request import Stats
+from jaxattn.engine.runner import Runner
+from jaxattn.engine.sampling import Level
+from jaxattn.engine.scheduler import Row, Scheduler
+from jaxattn.engine.steps import EntryPoint, sampled_rows
+
+# Rounds that are sent and not read when the next one is sent.
+ROUNDS_AHEAD = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flight:
+    """What a step in flight will tell.
+
+    Attributes:
+        told: of `advance`, or logits that nobody samples.
+        rows: those that it is about, by their line; None is padding.
+        decodes: whether it is a decode step.
+    """
+
+    told: jax.Array
+    rows: Sequence[Row | None]
+    decodes: bool
+
+
+class Loop:
+    """Rounds over a scheduler's rows.
+
+    Args:
+        endings: takes tokens, and ends rows.
+        runner: sends the steps.
+
+    Attributes:
+        stats: what it counts in.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, endings: Endings):
+        self.scheduler, self.runner, self.endings = scheduler, runner, endings
+        self._flights: deque[list[Flight]] = deque()
+        self._round = 0
+        self._running: tuple[np.ndarray, list[Row]] | None = None
+        self._read_at = time.perf_counter()
+        self._decode_seconds = 0.0
+
+    @property
+    def stats(self) -> Stats:
+        return self.endings.stats
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._flights)
+
+    def round(self) -> None:
+        """Sends the next steps, then reads those of the round before."""
+        if not self._flights:
+            self._read_at = time.perf_counter()
+        seal = self.runner.seal
+        counts = seal.counts_next
+        if counts:
+            self._settle()
+        with seal.watch():
+            self._flights.append([])
+            self.scheduler.admit()
+            self._read_prompts()
+            self._decode()
+            if counts or seal.strict:
+                self.runner.check()
+            if counts:
+                self._settle()
+                self._flights.append([])
+        if not self._flights[-1]:
+            self._flights.pop()
+            self.drain()
+        while len(self._flights) > ROUNDS_AHEAD:
+            self._read_round()
+        if not self.scheduler.rows:
+            self.drain()  # what is left tells of nobody
+
+    def drain(self) -> None:
+        """Reads all that is in flight."""
+        while self._flights:
+            self._read_round()
+
+    def drop(self) -> None:
+        """Forgets what is in flight."""
+        self._flights.clear()
+        self._running = None
+        self.runner.forget()
+
+    def _settle(self) -> None:
+        """Leaves no array on the device beside state and rows, so that they can be counted."""
+        self.drain()
+        self.runner.forget()
+
+    # --- sending
+
+    def _read_prompts(self) -> None:
+        limits = self.scheduler.limits
+        rows = self.scheduler.next_prompts(min(limits.prefill_rows, limits.batch))
+        self._round += 1
+        if not rows:
+            return
+        waiting = [len(row.prompt) - int(self.scheduler.cached[row.index]) for row in rows]
+        size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
+        together = 1 if len(rows) == 1 else min(limits.prefill_rows, limits.batch)
+        entry = EntryPoint("prefill", together, size)
+        chunks, done = [], np.full(sampled_rows(limits, together), -1, np.int32)
+        ended: list[Row | None] = [None] * len(done)
+        for line, row in enumerate(rows):
+            chunk = self._next_chunk(row, size)
+            chunks.append(chunk)
+            row.read_last = self._round
+            self.stats.prompt_tokens += len(chunk.tokens)
+            if self.scheduler.read(row, len(chunk.tokens)):
+                done[line], ended[line] = row.index, row
+        self._send_deltas()
+        packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
+        remember = any(chunk.place >= 0 for chunk in chunks)
+        told = self.runner.prefill(entry, packed, remember=remember)
+        if found := [row for row in ended if row is not None]:
+            told = self.runner.first(told, done, max(row.level for row in found))
+        self.stats.prefill_steps += 1
+        self._flights[-1].append(Flight(told, ended, decodes=False))
+
+    def _next_chunk(self, row: Row, size: int) -> Chunk:
+        cached = int(self.scheduler.cached[row.index])
+        tokens = row.prompt[cached : cached + size]
+        place = row.index if row.request.penalized else -1
+        pages = self.scheduler.block_tables[row.index]
+        return Chunk(tokens, cached + len(tokens), row.slot, place, pages)
+
+    def _decode(self) -> None:
+        places = self._grown()
+        self._send_deltas()
+        if not len(places):
+            return
+        if self._running is None or not np.array_equal(self._running[0], places):
+            self._running = places, [self.scheduler.rows[index] for index in places.tolist()]
+        level = Level(int(self.scheduler.levels[places].max()))
+        told = self.runner.decode(places, level)
+        self.scheduler.sent(places)
+        self.stats.decode_steps += 1
+        self._flights[-1].append(Flight(told, self._running[1], decodes=True))
+
+    def _grown(self) -> np.ndarray:
+        """The rows to decode, with the pages of their next token. Where the pool is empty, what
+        is in flight is read first: rows may have ended, and the one that goes loses no token.
+        """
+        places = self.scheduler.next_decode()
+        while not self.scheduler.grow(places):
+            if any(self._flights):
+                self.drain()
+                self._flights.append([])
+            else:
+                self.scheduler.preempt()
+                self.stats.preemptions += 1
+                self._running = None
+            places = self.scheduler.next_decode()
+        return places
+
+    def _send_deltas(self) -> None:
+        if self.scheduler.deltas:
+            self._running = None  # another row may have come to where one was
+            for packed in self.scheduler.deltas.drain():
+                self.runner.update(packed)
+
+    # --- reading
+
+    def _read_round(self) -> None:
+        flights = self._flights.popleft()
+        for flight in flights:
+            before = time.perf_counter()
+            flight.told.block_until_ready()
+            self.stats.waited_seconds += time.perf_counter() - before
+            if all(row is None for row in flight.rows):
+                continue
+            told = np.array(flight.told)  # a view would keep the array
+            taken = self.endings.take(flight.rows, told)
+            if flight.decodes:
+                self.stats.decoded_tokens += taken
+        now = time.perf_counter()
+        spent, self._read_at = now - self._read_at, now
+        kinds = {flight.decodes for flight in flights}
+        if kinds == {True}:
+            self._decode_seconds = spent
+        elif False in kinds:
+            beside = self._decode_seconds if True in kinds else 0.0
+            self.stats.prefill_seconds += max(spent - beside, 0.0)

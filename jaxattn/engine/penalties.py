@@ -1,0 +1,79 @@
+"""What a request takes from or adds to its logits before a token is chosen."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+# Tokens of the histories that are counted at a time: scratch does not grow with their length.
+BLOCK = 1024
+
+
+@jax.named_scope("penalties")
+def penalized(
+    logits: Float[Array, "b vocab"],
+    history: Int[Array, "B L"],
+    at: Int[Array, "b"],
+    prompts: Int[Array, "b"],
+    lengths: Int[Array, "b"],
+    *,
+    repetition: Float[Array, "b"],
+    presence: Float[Array, "b"],
+    frequency: Float[Array, "b"],
+) -> Float[Array, "b vocab"]:
+    """The logits of rows with penalties; those of other rows stay as they are, bit for bit.
+
+    Args:
+        history: tokens of all rows.
+        at: which of them these rows are; B is none.
+        prompts: how many of a row's tokens are the prompt's.
+        lengths: how many it has.
+        repetition: divides a positive logit of a token that is there, and multiplies a negative
+            one; 1 for none.
+        presence: is taken from the logit of a token that is there behind the prompt.
+        frequency: is taken from it once per time.
+    """
+    some = (repetition != 1) | (presence != 0) | (frequency != 0)
+    in_prompt, behind = _counts(logits.shape, history, at, prompts, jnp.where(some, lengths, 0))
+    by = repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / by, logits * by)
+    repeated = jnp.where(in_prompt + behind > 0, repeated, logits)
+    taken = presence[:, None] * (behind > 0) + frequency[:, None] * behind
+    return jnp.where(some[:, None], repeated - taken, logits)
+
+
+def _counts(
+    shape: tuple[int, ...], history: Array, at: Array, prompts: Array, lengths: Array
+) -> tuple[Int[Array, "b vocab"], Int[Array, "b vocab"]]:
+    """How often each token is in the prompt, and behind it."""
+    longest = history.shape[1]
+    size, row = min(BLOCK, longest), jnp.arange(shape[0])[:, None]
+
+    def block(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
+        # The last block begins before its turn where the blocks do not fill the length.
+        first = jnp.minimum(i * size, longest - size)
+        places = first + jnp.arange(size)
+        tokens = lax.dynamic_slice_in_dim(history, first, size, axis=1)
+        tokens = tokens.at[at].get(mode="fill", fill_value=shape[1])
+        there = (places >= i * size) & (places < lengths[:, None])
+        generated = places >= prompts[:, None]
+
+        def with_these(count: Array, which: Array) -> Array:
+            return count.at[row, jnp.where(which, tokens, shape[1])].add(1, mode="drop")
+
+        return (
+            with_these(counts[0], there & ~generated),
+            with_these(counts[1], there & generated),
+        )
+
+    none = jnp.zeros(shape, jnp.int32)
+    return lax.fori_loop(0, -(-longest // size), block, (none, none))
+
+
+@jax.named_scope("logit_bias")
+def biased(
+    logits: Float[Array, "B vocab"], tokens: Int[Array, "B K"], biases: Float[Array, "B K"]
+) -> Float[Array, "B vocab"]:
+    """Adds each row's biases to the logits of these tokens; one behind the vocabulary is none."""
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, tokens].add(biases, mode="drop")

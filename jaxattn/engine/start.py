@@ -1,0 +1,108 @@
+"""How an engine begins: the trial, the last look at the device's memory, and the warm-up."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxattn.engine.prepare import Prepared, on_device
+from jaxattn.engine.rows import Places, Rows
+from jaxattn.engine.steps import EntryPoint, Sample, Step, all_steps, new_rows, new_state
+from jaxattn.memory import device
+from jaxattn.memory.budget import check_allocated
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import DecodeState, Model, line_name
+
+
+def check_arrays(params: Any) -> None:
+    """Raises TypeError for parameters that are shapes."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise TypeError(
+            "params are shapes; an engine needs arrays. To compile before they are loaded, use "
+            "Engine.of(prepare(model, shapes, limits)) and start(params)"
+        )
+
+
+def tried(prepared: Prepared, params: Any) -> Prepared:
+    """Runs the trial's steps, so that drivers and libraries have what they want."""
+    if not prepared.trial:
+        return prepared
+    limits, steps = prepared.trial
+    state, rows = new_state(prepared.model, limits), new_rows(limits)
+    warmed(prepared.model, limits, steps.executables, params, state, rows)
+    return dataclasses.replace(prepared, trial=None)
+
+
+def measured(prepared: Prepared, params: Any) -> Prepared:
+    """Plans again with what the device has now; fewer pages are found where it has less.
+
+    Raises:
+        PlanError: it does not fit.
+    """
+    compiler, known = prepared.compiler, prepared.known
+    memory = device.device_memory(prepared.devices[0])
+    own = on_device(params, prepared.devices)
+    if prepared.wanted.utilization is not None and memory is not None:
+        filled = compiler.fill(prepared.wanted, known, memory, own)
+        if filled.pages < prepared.limits.pages:
+            limits, steps, known = compiler.fit(prepared.wanted, known, memory, own)
+            prepared = dataclasses.replace(prepared, limits=limits, steps=steps, known=known)
+    plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
+    return dataclasses.replace(prepared, plan=plan)
+
+
+def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
+    """State and rows, as they were planned, beside which every step has run.
+
+    Raises:
+        PlanError: what was allocated is not what was planned.
+    """
+    limits, plan = prepared.limits, prepared.plan
+    state, rows = new_state(prepared.model, limits), new_rows(limits)
+    check_allocated("arena", state.arena, plan["arena"])
+    check_allocated("rows", rows, plan["rows"])
+    for arrays in state.caches.values():
+        for name, array in arrays.items():
+            check_allocated(line_name(name), array, plan[line_name(name)])
+    return warmed(prepared.model, limits, prepared.steps.executables, params, state, rows)
+
+
+def warmed(
+    model: Model,
+    limits: Limits,
+    executables: Mapping[str, Any],
+    params: Any,
+    state: DecodeState,
+    rows: Rows,
+) -> tuple[DecodeState, Rows]:
+    """State and rows after each step has run twice beside them, on padding: nothing is written.
+
+    The first two runs are special on a GPU: one loads the modules, one records the command
+    buffer.
+    """
+    weights = tuple(jax.tree.leaves(params))
+    for step in all_steps(limits) * 2:
+        given = step.padding(model, limits)
+        state, rows, told = run_padding(step, executables[str(step)], given, weights, state, rows)
+        jax.block_until_ready((told, rows))
+    return state, rows
+
+
+def run_padding(
+    step: Step,
+    executable: Any,
+    given: Any,
+    weights: tuple[jax.Array, ...],
+    state: DecodeState,
+    rows: Rows,
+) -> tuple[DecodeState, Rows, Any]:
+    """Runs a step on padding, with arrays where serving has them; gives what it tells as well."""
+    if isinstance(step, EntryPoint):
+        batch = Places(rows, jax.device_put(given)) if step.reads_rows else given
+        told, state = executable(weights, state, batch)
+        return state, rows, told
+    if isinstance(step, Sample):
+        told, rows = executable(rows, *jax.device_put(given))
+        return state, rows, told
+    return state, executable(rows, given), ()

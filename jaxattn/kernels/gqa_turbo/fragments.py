@@ -1,0 +1,235 @@
+"""A step's codes as operands in registers, and P as two e4m3 terms; the interpreter's way beside.
+
+A number x is two e4m3 ones, x rounded and 16 times what is left. They stand as columns n and N + n
+of one product, and `joined_terms` adds them up: 2**-8 of x is lost at most, as of a bfloat16.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
+from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
+from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
+from jaxattn.kernels.hopper.registers import (
+    Thread,
+    asm,
+    asm_word,
+    element,
+    f32,
+    fragmented,
+    i32,
+    joined,
+    load,
+    number,
+    plus,
+    times,
+    word,
+)
+from jaxattn.kernels.mla_decode.columns_memory import SCORES
+from jaxattn.kernels.mla_decode.schedule import PAGE
+
+SECOND_TERM = 16.0
+TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
+FLOAT_BIAS = 127
+
+
+def two_terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 number, at most 448, as two e4m3 ones, the second SECOND_TERM times too large."""
+    first = x.astype(E4M3)
+    return first, ((x - first.astype(jnp.float32)) * SECOND_TERM).astype(E4M3)
+
+
+def query_terms(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Both terms of queries [..., D], and float32 [...]: what their scores are to be multiplied by,
+    a power of two."""
+    largest = jnp.max(jnp.abs(q), axis=-1)
+    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), 23)
+    # Inf and NaN, and float32's largest and smallest, are divided by less.
+    exponent = jnp.clip(exponent, TERM_EXPONENT + 1, 2 * FLOAT_BIAS)
+
+    def power(biased: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(lax.shift_left(biased, 23), jnp.float32)
+
+    wide = q * power(2 * FLOAT_BIAS + TERM_EXPONENT - exponent)[..., None]
+    return *two_terms(wide), power(exponent - TERM_EXPONENT)
+
+
+class _Registers:
+    """`codes.Words` of this thread; `ref` is a step's codes."""
+
+    def __init__(self, ref: Any):
+        place = Thread()
+        self.ref, self.warp, self.g, self.t = ref, place.warp, place.g, place.t
+
+    def plus(self, *terms: Any) -> Any:
+        return plus(*terms)
+
+    def times(self, x: Any, by: int) -> Any:
+        return times(x, by)
+
+    def both(self, x: Any, mask: int) -> Any:
+        return arith.andi(x, word(mask))
+
+    def either(self, x: Any, y: Any) -> Any:
+        return arith.ori(x, y)
+
+    def right(self, x: Any, by: int) -> Any:
+        return arith.shrui(x, word(by))
+
+    def left(self, x: Any, by: int) -> Any:
+        return arith.shli(x, word(by))
+
+    def constant(self, value: int) -> Any:
+        return word(value)
+
+    def permute(self, low: Any, high: Any, selectors: Any) -> Any:
+        return asm_word("prmt.b32 $0, $1, $2, $3;", low, high, selectors, movable=True)
+
+    def choose(self, x: Any, equals: int, this: Any, that: Any) -> Any:
+        return arith.select(arith.cmpi(arith.CmpIPredicate.eq, x, word(equals)), this, that)
+
+    def load(self, at: Any, fixed: int, count: int) -> list[Any]:
+        return load(self.ref, at, fixed, count)
+
+
+class Fragments:
+    """Operands out of a step's codes, as `Memory.codes` has them.
+
+    Args:
+        form: the cache's format.
+        pitch: bytes from a group of 16 tokens to the next.
+        interpret: whether the interpreter runs; its operands are float32, and its products plain.
+    """
+
+    def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool):
+        self.form, self.pitch, self.interpret = form, pitch, interpret
+        self.middle = middle(form.value_bits)
+
+    def keys(self, codes: Any) -> jax.Array:
+        """[64 tokens, D], without their norms."""
+        if self.interpret:
+            stored = self._stored(codes)
+            if not self.form.rotated:
+                return lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
+            return of_levels(self.form.key_bits, stored.keys)
+        return self._operands(codes, key_registers, (PAGE, self.form.head_dim), 1)[0]
+
+    def values(self, codes: Any) -> tuple[jax.Array, ...]:
+        """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""
+        blocks = self.form.head_dim // PAGE
+        if self.interpret:
+            wide = (self._stored(codes).values.astype(jnp.float32) - self.middle).T
+            return tuple(wide[i * PAGE : (i + 1) * PAGE] for i in range(blocks))
+        return self._operands(codes, value_registers, (PAGE, PAGE), blocks)
+
+    def numbers(self, codes: Any, scores: jax.Array) -> tuple[jax.Array | None, Any, Any]:
+        """Each token's (norm or None, scale, value of the middle code), as `scores` [N, 64]."""
+        if self.interpret:
+            stored = self._stored(codes)
+            kinds = [stored.norm] if stored.norm is not None else []
+            kinds += [stored.scale, stored.minimum]
+            wide = [jnp.broadcast_to(x.astype(jnp.float32), scores.shape) for x in kinds]
+        else:
+            count = self.form.meta_bytes // 2
+            out = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, SCORES)
+            run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCORES), return_type=(out,) * count)
+            wide = run(lambda ctx, *args: self._numbers(*args, count))(codes, scores)
+        *norm, scale, minimum = wide
+        return (norm[0] if norm else None), scale, minimum + scale * self.middle
+
+    def _stored(self, codes: Any) -> Any:
+        groups = codes[...].reshape(GROUPS, -1)[:, : GROUP * self.form.slot_bytes]
+        return unpack(self.form, ungroup(self.form, groups).reshape(PAGE, -1))
+
+    def _operands(
+        self, codes: Any, made: Any, shape: tuple[int, int], count: int
+    ) -> tuple[jax.Array, ...]:
+        def run(ctx: Any, ref: Any) -> Any:
+            four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+            words = made(_Registers(ref), self.form, self.pitch)
+            registers = [vector.bitcast(four, joined([x])) for x in words]
+            size = len(registers) // count
+            parts = [registers[i * size : (i + 1) * size] for i in range(count)]
+            return tuple(fragmented(some, shape, mgpu.WGMMA_LAYOUT_8BIT) for some in parts)
+
+        out = plgpu.ShapeDtypeStruct(shape, E4M3, plgpu.Layout.WGMMA_8BIT)
+        types = (plgpu.RefType(),)
+        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes)
+
+    def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
+        """A thread has the same four tokens of each row."""
+        four = arith.andi(utils.thread_idx(), word(15))
+        at = plus(times(arith.shrui(four, word(2)), self.pitch), times(arith.andi(four, word(3)), 8))
+        first = GROUP * (self.form.key_bytes + self.form.value_bytes)
+        halves = ir.VectorType.get((4,), ir.F16Type.get())
+        wide = ir.VectorType.get((4,), f32())
+        found = []
+        for kind in range(count):
+            words = joined(load(codes, at, first + 2 * GROUP * kind, 2))
+            some = arith.extf(wide, vector.bitcast(halves, words))
+            found.append(
+                fragmented([some] * scores.registers.size, scores.shape, scores.layout)
+            )
+        return tuple(found)
+
+
+def joined_terms(product: jax.Array, *, interpret: bool) -> jax.Array:
+    """[M, N] of a product [M, 2 N] whose columns are both terms."""
+    rows, columns = product.shape[0], product.shape[1] // 2
+    if interpret:
+        return product[:, :columns] + product[:, columns:] * (1 / SECOND_TERM)
+
+    def run(ctx: Any, x: Any) -> Any:
+        return x[:, :columns] + x[:, columns:] * number(1 / SECOND_TERM)
+
+    layout = plgpu.Layout.WGMMA
+    out = plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(run)(product)
+
+
+def store_terms(target: Any, x: jax.Array, *, interpret: bool) -> None:
+    """Both terms of x [N, 64], as scores lie in registers, to `target` [2 N, 64]."""
+    columns = x.shape[0]
+    if interpret:
+        terms: Any = two_terms(x)
+    else:
+        out = plgpu.ShapeDtypeStruct(x.shape, E4M3, SCORES)
+        run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=(out, out))
+        terms = run(lambda ctx, x: _terms(x))(x)
+    for i, term in enumerate(terms):
+        target[i * columns : (i + 1) * columns, :] = term
+
+
+def _terms(x: Any) -> Any:
+    four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+    code = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+    )
+    back = (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
+        "cvt.rn.f16x2.e4m3x2 $1, high; }"
+    )
+    pair = ir.VectorType.get((2,), ir.F16Type.get())
+    first, second = [], []
+    for register in x.registers.flat:
+        numbers = [element(register, i) for i in range(4)]
+        (packed,) = asm(code, [i32()], numbers, "=r,f,f,f,f", movable=True)
+        first.append(vector.bitcast(four, joined([packed])))
+        halves = asm(back, [i32(), i32()], [packed], "=r,=r,r", movable=True)
+        kept = [vector.bitcast(pair, joined([half])) for half in halves]
+        rest = []
+        for i, one in enumerate(numbers):
+            rounded = arith.extf(f32(), element(kept[i // 2], i % 2))
+            rest.append(arith.mulf(arith.subf(one, rounded), number(SECOND_TERM)))
+        (packed,) = asm(code, [i32()], rest, "=r,f,f,f,f", movable=True)
+        second.append(vector.bitcast(four, joined([packed])))
+    return tuple(fragmented(some, x.shape, x.layout) for some in (first, second))

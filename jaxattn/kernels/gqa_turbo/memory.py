@@ -1,0 +1,140 @@
+"""What a block of `turbo_decode` keeps in shared memory, and how its threads are divided."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.turbo_slots import GROUP
+from jaxattn.core.turboquant import E4M3, TurboFormat
+from jaxattn.kernels.gqa_decode.memory import BARRIER_BYTES, QUERIES
+from jaxattn.kernels.gqa_turbo.codes import GROUPS
+from jaxattn.kernels.hopper.machine import RESERVED_BYTES, SHARED_BYTES, swizzled
+from jaxattn.kernels.mla_decode.columns_memory import MARGIN
+from jaxattn.kernels.mla_decode.schedule import PAGE
+
+TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
+ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
+LINE = 128  # and what copies and their places in shared memory are multiples of
+# Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
+# have 152 registers each, two have 232.
+MOST_CONSUMERS, LEAST_CONSUMERS = 3, 2
+REGISTERS = {3: 152, 2: 232}
+MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """
+    Attributes:
+        consumers: w, warpgroups that compute; one more loads.
+        steps: of each of them, whose codes are in shared memory or on their way there.
+        pitch: bytes from a group of 16 tokens to the next.
+    """
+
+    consumers: int
+    steps: int
+    pitch: int
+
+
+def whole_steps(page_size: int) -> bool:
+    """Whether a page has all tokens of a step, so that one copy brings them."""
+    return page_size >= PAGE
+
+
+def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
+    """How a block's memory is divided, of so many packed rows."""
+    pitch = GROUP * form.slot_bytes
+    if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
+        pitch = -(-pitch // LINE) * LINE
+    queries = QUERIES * TERMS * columns * form.head_dim
+    free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - queries
+    for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
+        exchanged = columns * ((PAGE + form.head_dim + 2 * MARGIN + 6) * 4 + TERMS * PAGE)
+        steps = (free // consumers - exchanged) // (GROUPS * pitch)
+        if steps >= 2 or consumers == LEAST_CONSUMERS:
+            return Room(consumers, min(steps, MOST_STEPS), pitch)
+    raise AssertionError
+
+
+def step_shape(room: Room, page_size: int) -> tuple[int, ...]:
+    """Of the bytes of a step's codes: one copy's, or those of one for each group."""
+    if whole_steps(page_size):
+        return (GROUPS * room.pitch // LINE, LINE)
+    return (GROUPS, room.pitch // ROW, ROW)
+
+
+def coded_view(
+    kv_cache: jax.Array, form: TurboFormat, page_size: int, *, interpret: bool
+) -> jax.Array:
+    """A cache [L, N, Hk, bytes] as the copies take it: [L, N Hk, C / 64, lines, 128], or of pages
+    of fewer than 64 tokens rows of bytes [L, all of them, 32].
+
+    A copy of the latter is some rows longer than what it brings, and reads behind the last page:
+    TMA gives zeros there, and the interpreter some rows more.
+    """
+    layers = kv_cache.shape[0]
+    if whole_steps(page_size):
+        return kv_cache.reshape(layers, -1, page_size // PAGE, PAGE * form.slot_bytes // LINE, LINE)
+    rows = kv_cache.reshape(layers, -1, ROW)
+    return jnp.pad(rows, ((0, 0), (0, LINE // ROW), (0, 0))) if interpret else rows
+
+
+class Memory(NamedTuple):
+    """A block's shared memory; w is a warpgroup, N its columns.
+
+    Attributes:
+        codes: uint8 [w, steps, *`step_shape`], as they come.
+        queries: e4m3 [2, 2 N, D], both terms, of this piece and the next.
+        scores: float32 [w, N, 64 and a margin].
+        p: e4m3 [w, 2 N, 64], both terms.
+        outputs: float32 [w, N, D and a margin], at a piece's end.
+        stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
+        units: float32 [2, w, N]: what 1 stands for in P, and at a piece's end the minima's share.
+        codes_loaded, queries_loaded: barriers of what has come.
+        codes_read, queries_read: and of what may be overwritten.
+        both_there: of the warpgroups.
+    """
+
+    codes: Any
+    queries: Any
+    scores: Any
+    p: Any
+    outputs: Any
+    stats: Any
+    units: Any
+    codes_loaded: Any
+    queries_loaded: Any
+    codes_read: Any
+    queries_read: Any
+    both_there: Any
+
+
+def scratch_types(form: TurboFormat, columns: int, page_size: int) -> list[Any]:
+    """Of `Memory`, in its order."""
+    room, dim = room_of(form, columns, page_size), form.head_dim
+    w, terms = room.consumers, TERMS * columns
+
+    def barriers(arrivals: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(w, room.steps))
+
+    return [
+        *Memory(
+            codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
+            queries=plgpu.SMEM(
+                (QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))
+            ),
+            scores=plgpu.SMEM((w, columns, PAGE + MARGIN), jnp.float32),
+            p=plgpu.SMEM((w, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
+            outputs=plgpu.SMEM((w, columns, dim + MARGIN), jnp.float32),
+            stats=plgpu.SMEM((3, w, columns), jnp.float32),
+            units=plgpu.SMEM((2, w, columns), jnp.float32),
+            codes_loaded=barriers(1 if whole_steps(page_size) else GROUPS),
+            queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
+            codes_read=barriers(1),
+            queries_read=plgpu.Barrier(num_arrivals=w, num_barriers=QUERIES),
+            both_there=plgpu.Barrier(num_arrivals=w),
+        )
+    ]

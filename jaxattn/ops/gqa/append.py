@@ -1,0 +1,191 @@
+"""New tokens on their way into the cache: norms, rotation, quantisation and write in one op.
+
+Between the projections of queries, keys and values and the cache lie the norms of each head's query
+and key, their rotation, and the write. Each is a few microseconds of little work.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Num
+
+from jaxattn.core.checks import Arguments, finite
+from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.norms import rms_norm
+from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.kernels.gqa_append import gqa_append_mosaic, heads_together, line_width
+from jaxattn.ops.gqa.cache import check_cache, check_kv_scale, gqa_cache_write
+from jaxattn.ops.gqa.scores import check_heads
+
+
+def pack_gqa_weights(
+    q_norm: Float[Array, "*L D"], k_norm: Float[Array, "*L D"], *, zero_centered: bool = False
+) -> Float[Array, "*L W"]:
+    """A layer's norm weights as `gqa_append` reads them, float32, W = 2 max(D, 128).
+
+    Heads of fewer than 128 dims are taken several at a time, and so their weights are repeated.
+    Pack a stack of layers once, on loading: the op indexes it, and nothing is copied out of it in a
+    loop over layers.
+
+    Args:
+        zero_centered: the weights are w of 1 + w, as checkpoints of Qwen3-Next store them.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+    """
+    arguments = Arguments("pack_gqa_weights")
+    axes = " ".join("LMNK"[: max(getattr(q_norm, "ndim", 1) - 1, 0)]) + " D"
+    norms = [
+        arguments.check(name, x, axes).astype(jnp.float32)
+        for name, x in (("q_norm", q_norm), ("k_norm", k_norm))
+    ]
+    if zero_centered:
+        norms = [1 + x for x in norms]
+    repeats = (*[1] * (norms[0].ndim - 1), heads_together(norms[0].shape[-1]))
+    return jnp.concatenate([jnp.tile(x, repeats) for x in norms], axis=-1)
+
+
+def gqa_append(
+    q: Float[Array, "B S H E"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk D"],
+    weights: Float[Array, "*L W"] | None,
+    kv_cache: Num[Array, "L N 2 C Hk D"] | Num[Array, "N 2 C Hk D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    rotation: Rotation,
+    config: RopeConfig,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    query_lens: Int[Array, "B"] | None = None,
+    kv_scale: Array | float | None = None,
+    layer: Array | int | LayerOf | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B S H D"], Array]:
+    """Norms and rotates each row's new queries and keys, and caches keys and values.
+
+    Args:
+        q: the projection's queries, not normed and not rotated; E is D, or 2 D where each head's
+            gate follows its queries, of which only these are read.
+        k, v: the projections' keys and values.
+        weights: `pack_gqa_weights(...)` of this layer, or of a stack that `layer` indexes; None
+            where neither queries nor keys are normed.
+        kv_cache: a stack with `layer`, or one layer's pages, of any dtype that `gqa_cache_write`
+            writes; donate it to update it in place.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1, and no
+            two rows may share a page that is written.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; for 0 nothing
+            is written.
+        rotation: `jaxattn.rotation` of the tokens' positions [B, S].
+        config: the first `config.dim` of D dims are rotated; its layout says which are a pair.
+        eps: of both norms.
+        dtype: of the queries that are returned; q's, if None.
+        query_lens: int32 new tokens of each row, the first of its S; S, if None.
+        kv_scale: for a float8_e4m3fn cache, as for `gqa_cache_write`.
+        layer: index into the stacks, a Python int, a traced scalar or a `LayerOf`.
+        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
+            has D 64, 128 and 256 and a cache of bfloat16, float16 or FP8.
+
+    Returns:
+        (queries [B, S, H, D], the cache). A row with seq_lens 0 writes nothing, nor does a traced
+        one that `gqa_cache_write` would not write; its queries are normed like any other's.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
+            page, or two tokens are written to one place; it is named.
+        NotImplementedError: the named implementation refuses, and says why.
+    """
+    op = "gqa_append"
+    arguments = Arguments(op)
+    q = arguments.check("q", q, "B S H E")
+    k = arguments.check("k", k, "B S Hk D")
+    v = arguments.check("v", v, "B S Hk D")
+    given = block_tables, seq_lens, query_lens
+    kv_cache, block_tables, seq_lens = check_cache(
+        arguments, kv_cache, block_tables, seq_lens, layer
+    )
+    if query_lens is not None:
+        query_lens = arguments.check_query_lens(query_lens, "k", k)
+    arguments.check_written(*given, k.shape[1], kv_cache.shape[-3])
+    check_heads(arguments, q, k.shape[2], "k", k.shape)
+    batch, q_len, _, dim = k.shape
+    if q.shape[-1] not in (dim, 2 * dim):
+        raise ValueError(
+            f"{op}: q {q.shape} must have D = {dim} dims per head, as k {k.shape} has, or with "
+            f"gates 2 D = {2 * dim}"
+        )
+    check_config(op, config)
+    if config.dim > dim:
+        raise ValueError(f"{op}: {config.dim=} dims are to be rotated of D = {dim} of k {k.shape}")
+    check_rotation(op, rotation, config, (batch, q_len))
+    if weights is not None:
+        axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
+        weights = arguments.check("weights", weights, axes, ("float32",))
+        if weights.ndim == 2 and layer is None:
+            raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
+        if weights.shape[-1] != 2 * line_width(dim):
+            raise ValueError(
+                f"{op}: weights {weights.shape} must be float32 of W = {2 * line_width(dim)}, as "
+                f"pack_gqa_weights returns them of D = {dim}"
+            )
+    eps = finite(op, "eps", eps)
+    kv_scale = check_kv_scale(op, kv_cache, kv_scale)
+    refuse_explicit_axes(
+        op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens, kv_scale
+    )
+    out_dtype = jnp.dtype(q.dtype if dtype is None else dtype)
+    number = taken_apart(layer)[2]
+
+    def mosaic(interpret: bool) -> tuple[Array, Array]:
+        return gqa_append_mosaic(
+            q,
+            k,
+            v,
+            weights,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            angles=rotation.angles,
+            interleaved=config.interleaved,
+            eps=eps,
+            dtype=out_dtype,
+            query_lens=query_lens,
+            layer=number,
+            kv_scale=kv_scale,
+            interpret=interpret,
+        )
+
+    def xla() -> tuple[Array, Array]:
+        own = weights if weights is None or weights.ndim == 1 else weights[number]
+
+        def turned(x: jax.Array, first: int) -> jax.Array:
+            if own is not None:
+                x = rms_norm(x, own[first : first + dim], eps)
+            rotated = rope(x[..., : config.dim].astype(jnp.float32), rotation, config)
+            return jnp.concatenate([rotated, x[..., config.dim :].astype(jnp.float32)], axis=-1)
+
+        written = gqa_cache_write(
+            kv_cache,
+            turned(k, line_width(dim)),
+            v,
+            block_tables,
+            seq_lens,
+            query_lens=query_lens,
+            layer=number,
+            kv_scale=kv_scale,
+        )
+        return turned(q[..., :dim], 0).astype(out_dtype), written
+
+    with jax.named_scope(op):
+        return dispatch(
+            op,
+            implementation,
+            {
+                "mosaic_gpu": lambda: mosaic(False),
+                "mosaic_gpu_interpret": lambda: mosaic(True),
+                "xla": xla,
+            },
+        )

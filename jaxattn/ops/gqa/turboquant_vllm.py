@@ -1,0 +1,84 @@
+"""Reads the slots of vLLM's TurboQuant cache (0.33.0) into pages of this library's.
+
+    cache uint8 [N, C, Hk, slot], a slot [key | value], and one byte more if that makes it even
+
+    key, k8v4      D bytes, e4m3                        value, 4 bits   D / 2 bytes, low nibble first
+    key, 4 bits    D / 2 bytes, low nibble first        value, 3 bits   3 D / 8 bytes
+    key, 3 bits    3 D / 8 bytes, 8 codes in 24 bits    then            scale, minimum, float16
+    then           norm, float16
+
+Numbers of several bytes have their lowest first. vLLM stores a key's own norm and, as it reads,
+divides by the length of its levels; here the norm is stored so divided.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, UInt8
+
+from jaxattn.core.checks import Arguments
+from jaxattn.core.turbo_slots import GROUP, pack, slot_pages
+from jaxattn.core.turboquant import LARGEST_F16, Codes, TurboFormat, level_length
+
+
+def import_vllm_slots(
+    cache: UInt8[Array, "N C Hk slot"], *, form: TurboFormat
+) -> UInt8[Array, "N Hk bytes"]:
+    """One layer of vLLM's cache as one of this library's.
+
+    Codes, scales and minima carry over bit by bit, and so do e4m3 keys. Levels are e4m3 numbers
+    here and float32 ones there, so that a key differs by 1.5 % of its length at most; its length
+    is the same within a float16 rounding.
+
+    Args:
+        cache: of `turboquant_` + `form.preset` there; C a multiple of 16.
+        form: the format.
+
+    Raises:
+        TypeError, ValueError: the cache's dtype or shape does not fit; it is named.
+    """
+    arguments = Arguments("import_vllm_slots")
+    cache = arguments.check("cache", cache, "N C Hk slot", ("uint8",))
+    if cache.shape[1] % GROUP or cache.shape[-1] != form.slot_bytes:
+        raise ValueError(
+            f"import_vllm_slots: cache must be [N, C, Hk, {form.slot_bytes}] for {form.preset} at "
+            f"head_dim {form.head_dim}, C a multiple of {GROUP}, got {cache.shape}"
+        )
+    return _imported(cache, form)
+
+
+def _imported(cache: jax.Array, form: TurboFormat) -> jax.Array:
+    sizes: list[Any] = [form.key_bytes, 2 if form.rotated else 0, form.value_bytes]
+    at, parts = 0, []
+    for size in (*sizes, 4):
+        parts.append(cache[..., at : at + size])
+        at += size
+    stored, norm_bytes, values, numbers = parts
+    keys = _codes(stored, form.key_bits)
+    norm = None
+    if form.rotated:
+        lengths = _halves(norm_bytes)[..., 0].astype(jnp.float32)
+        divided = lengths / level_length(form.key_bits, keys)
+        norm = jnp.clip(divided, -LARGEST_F16, LARGEST_F16).astype(jnp.float16)
+    both = _halves(numbers)
+    codes = Codes(keys, _codes(values, form.value_bits), norm, both[..., 0], both[..., 1])
+    return slot_pages(form, pack(form, codes).swapaxes(1, 2))
+
+
+def _codes(stored: jax.Array, bits: int) -> jax.Array:
+    if bits == 8:
+        return stored
+    if bits == 4:
+        some = jnp.stack([stored & 15, stored >> 4], axis=-1)
+        return some.reshape(*stored.shape[:-1], -1)
+    triples = stored.reshape(*stored.shape[:-1], -1, 3).astype(jnp.uint32)
+    word = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
+    some = jnp.stack([word >> 3 * i & 7 for i in range(8)], axis=-1).astype(jnp.uint8)
+    return some.reshape(*stored.shape[:-1], -1)
+
+
+def _halves(stored: jax.Array) -> jax.Array:
+    pairs = stored.reshape(*stored.shape[:-1], -1, 2).astype(jnp.uint16)
+    return lax.bitcast_convert_type(pairs[..., 0] | pairs[..., 1] << 8, jnp.float16)

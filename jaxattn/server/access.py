@@ -1,0 +1,62 @@
+"""The access log: one JSON line for each request, without prompts, answers, queries and keys."""
+
+import logging
+import secrets
+import time
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOG = logging.getLogger("jaxattn.access")
+LEFT = 499  # nginx's status of a client that left
+MOST_ID_CHARACTERS = 128
+
+
+class AccessLog:
+    """Writes the line when a request ends, and gives each one an id.
+
+    Args:
+        written: whether lines are written; ids are given all the same.
+    """
+
+    def __init__(self, app: ASGIApp, *, written: bool):
+        self._app, self._written = app, written
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began, status = time.perf_counter(), 0
+        id = _id(Headers(scope=scope).get("x-request-id", ""))
+        more: dict[str, Any] = {}
+        scope.setdefault("state", {})["log"] = more
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            if self._written:
+                line = {
+                    "time": round(time.time(), 3),
+                    "client": (scope.get("client") or ("",))[0],
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": LEFT if more.pop("left", False) else status,
+                    "ms": round(1e3 * (time.perf_counter() - began), 1),
+                    "id": id,
+                    **more,
+                }
+                LOG.info(orjson.dumps(line, default=str).decode())
+
+
+def _id(given: str) -> str:
+    """The client's own id of a request, if it can stand in a log; else a new one."""
+    plain = given.isascii() and given.isprintable() and given
+    return given if plain and len(given) <= MOST_ID_CHARACTERS else secrets.token_hex(12)

@@ -1,0 +1,95 @@
+"""The ASGI application: its paths, and what every request passes before it reaches one.
+
+Everything around the routes is plain ASGI. Starlette's BaseHTTPMiddleware would hide a leaving
+client from the handlers.
+"""
+
+import functools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jaxattn.server import status
+from jaxattn.server.access import AccessLog
+from jaxattn.server.chat import chat_completions
+from jaxattn.server.completions import completions
+from jaxattn.server.errors import ApiError
+from jaxattn.server.exchange import Endpoint, Exchange
+from jaxattn.server.keys import KeyGate
+from jaxattn.server.refusal import response
+from jaxattn.server.service import Service
+from jaxattn.server.sites import SiteGate
+from jaxattn.server.tokens import detokenize, tokenize
+
+Call = Callable[[Service, Exchange], Awaitable[None]]
+PAGE = Path(__file__).with_name("page")
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+}
+GET: dict[str, Call] = {
+    "/v1/models": status.models,
+    "/health": status.health,
+    "/ping": status.ping,
+    "/version": status.version,
+    "/load": status.load,
+    "/metrics": status.metrics,
+    "/stats": status.stats,
+}
+POST: dict[str, Call] = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+def build(service: Service) -> ASGIApp:
+    """The application of one service."""
+    settings = service.settings
+
+    def route(path: str, handler: Callable[[Exchange], Awaitable[None]], method: str) -> Route:
+        endpoint = Endpoint(handler, settings, service.metrics.refused)
+        return Route(path, endpoint, methods=[method])
+
+    routes = [route(path, functools.partial(call, service), "GET") for path, call in GET.items()]
+    routes += [route(path, functools.partial(call, service), "POST") for path, call in POST.items()]
+    routes += [route(path, functools.partial(_file, *file), "GET") for path, file in FILES.items()]
+    app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _of_starlette})
+    app = KeyGate(app, settings.keys)
+    if settings.origins:
+        app = CORSMiddleware(
+            app, settings.origins, ("GET", "POST"), ("*",), expose_headers=("x-request-id",)
+        )
+    app = SiteGate(app, settings.origins, local=settings.local)
+    return AccessLog(app, written=settings.access_log)
+
+
+async def _file(name: str, kind: str, exchange: Exchange) -> None:
+    """A file of the page."""
+    data = (PAGE / name).read_bytes()
+    await exchange.whole(data, 200, {"content-type": kind, **PAGE_HEADERS})
+
+
+def _of_starlette(request: Request, error: Exception) -> Response:
+    """Its 404 and 405 in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"there is no {request.url.path[:200]!r} here"
+    else:
+        message = f"{request.method} {request.url.path[:200]!r}: {error.detail}"
+    return response(ApiError(error.status_code, message, headers=error.headers))

@@ -1,0 +1,118 @@
+"""POST /v1/completions: a text or tokens are continued."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxattn.server.answer import Answer
+from jaxattn.server.errors import bad
+from jaxattn.server.exchange import Exchange
+from jaxattn.server.fields import Fields, is_integer
+from jaxattn.server.form import Form, Text, read_streaming
+from jaxattn.server.generation import Piece
+from jaxattn.server.sampling import read_sampling
+from jaxattn.server.service import Service
+from jaxattn.server.settings import MOST_CHOICES
+from jaxattn.server.unsupported import refuse_unsupported
+
+MAX_TOKENS = 16  # OpenAI's default
+MOST_ID = 2**31 - 1
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    """Answers one request."""
+    arrived = time.perf_counter()
+    with service.entered() as ticket:
+        fields = await exchange.fields()
+        service.check_model(fields)
+        refuse_unsupported(fields)
+        if fields.given("logprobs"):
+            raise bad("logprobs", "logprobs are not supported by this engine; leave them out")
+        most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
+        sampling = read_sampling(fields, service.served.defaults, most)
+        if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
+            raise bad("best_of", "best_of must be n; leave it out")
+        streaming = read_streaming(fields)
+        given = read_prompts(fields)
+        if len(given) * sampling.choices > MOST_CHOICES:
+            raise bad("prompt", f"prompts times n must be at most {MOST_CHOICES}")
+        prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
+        rooms = [service.room(prompt, "prompt") for prompt in prompts]
+        echoes = [""] * len(prompts)
+        if fields.flag("echo"):
+            echoes = [_text(service, each) for each in given]
+        await Answer(
+            service=service,
+            exchange=exchange,
+            ticket=ticket,
+            generation=service.generation(prompts, rooms, sampling, continues=True),
+            form=CompletionForm(
+                service.settings.names[0],
+                service.fingerprint,
+                sum(map(len, prompts)),
+                [echo for echo in echoes for _ in range(sampling.choices)],
+            ),
+            streaming=streaming,
+            arrived=arrived,
+        ).give()
+
+
+def read_prompts(fields: Fields) -> Sequence[str | list[int]]:
+    """The field `prompt`: a text, a list of tokens, or a list of either."""
+    prompt = fields.values.get("prompt")
+    wanted = "a text, a list of texts, a list of tokens or a list of lists of tokens"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise fields.wrong("prompt", wanted)
+    if all(map(is_integer, prompt)):
+        return [prompt]
+    if len(prompt) > MOST_CHOICES:
+        raise bad("prompt", f"prompt must have at most {MOST_CHOICES} prompts")
+    for each in prompt:
+        tokens = isinstance(each, list) and each and all(map(is_integer, each))
+        if not tokens and not isinstance(each, str):
+            raise fields.wrong("prompt", wanted)
+    return prompt
+
+
+def _tokens(service: Service, prompt: str | list[int]) -> Sequence[int]:
+    return service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _text(service: Service, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
+
+
+class CompletionForm(Form):
+    """`text_completion`, for the whole and for chunks.
+
+    Args:
+        echoes: what stands before each choice's text.
+    """
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(
+        self, model: str, fingerprint: str, prompt_tokens: int, echoes: Sequence[str]
+    ) -> None:
+        super().__init__(model, fingerprint, prompt_tokens)
+        self._echoes, self._begun = echoes, set[int]()
+
+    def whole_choice(self, number: int, text: Text) -> dict[str, Any]:
+        echoed = dataclasses.replace(text, text=self._echoes[number] + text.text)
+        return _choice(number, echoed.text, text.finish) | {"stop_reason": text.stop}
+
+    def choices(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        text, first = piece.text, piece.choice not in self._begun
+        if first:
+            self._begun.add(piece.choice)
+            text = self._echoes[piece.choice] + text
+        if text or first or piece.finish:
+            yield _choice(piece.choice, text, piece.finish)
+
+
+def _choice(number: int, text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": number, "text": text, "logprobs": None, "finish_reason": finish}

@@ -1,0 +1,200 @@
+"""The rows of one HTTP request: queued together, read as pieces of text, ended when they are left.
+
+Tokens become text here, on the asyncio side. A piece is what a token added to a choice's text, or
+what several added, where the client reads slowly.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from jaxattn.engine.request import (
+    Completion,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Request,
+)
+from jaxattn.server.errors import ApiError
+from jaxattn.server.stop import StopStrings
+from jaxattn.text import TokenStream
+
+PROMPT = 4  # events of a choice that a client who reads at once may find
+ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of a choice.
+
+    Attributes:
+        text: final; often empty, while a character or a stop string is incomplete.
+        tokens: that it took.
+        finish: "stop" or "length" in the last piece.
+        stop: the string or token that ended it.
+    """
+
+    choice: int
+    text: str
+    tokens: int
+    finish: str | None = None
+    stop: str | int | None = None
+
+
+class Choice:
+    """One row's text.
+
+    Attributes:
+        tokens: that were generated.
+        stopped: whether a stop string ended it.
+        done: whether its last piece was made.
+    """
+
+    def __init__(self, number: int, stream: TokenStream, stops: StopStrings):
+        self.number, self.tokens = number, 0
+        self.stopped = self.done = False
+        self._stream, self._stops = stream, stops
+
+    def push(self, token: int) -> Piece:
+        """The piece of a token; the last one if it completes a stop string."""
+        self.tokens += 1
+        text, stop = self._stops.push(self._stream.push(token))
+        self.stopped = self.done = stop is not None
+        return Piece(self.number, text, 1, "stop" if self.done else None, stop)
+
+    def end(self, completion: Completion) -> Piece:
+        """The last piece of a row that ended.
+
+        Raises:
+            ApiError: it did not end as it should.
+        """
+        self.done = True
+        finish = ENDS.get(completion.finish_reason)
+        if finish is None:
+            raise failure(completion)
+        text, stop = self._stops.push(self._stream.end())
+        if stop is not None:
+            return Piece(self.number, text, 0, "stop", stop)
+        text += self._stops.end()
+        found = completion.detail if finish == "stop" else None
+        return Piece(self.number, text, 0, finish, found)
+
+
+def failure(completion: Completion) -> ApiError:
+    """The error of a row that was not served to its end."""
+    match completion.finish_reason:
+        case FinishReason.REFUSED:
+            return ApiError(400, str(completion.detail), code="request_refused")
+        case FinishReason.ABORTED | FinishReason.INTERRUPTED:
+            return ApiError(503, "the server is shutting down; the answer is cut", code="draining")
+        case FinishReason.NOT_FINITE:
+            return ApiError(500, f"{completion.detail}", code="not_finite")
+    return ApiError(500, "the engine failed; the answer is cut", code="engine_error")
+
+
+class Generation:
+    """Rows of the engine, and their text.
+
+    Args:
+        requests: one for each choice, in their order.
+        choices: their texts.
+
+    Attributes:
+        abort: called with rows that a stop string ended, which the engine knows nothing of.
+    """
+
+    def __init__(self, requests: Sequence[Request], choices: Sequence[Choice]):
+        self.requests = requests
+        self.abort: Callable[[Sequence[int]], None] = lambda ids: None
+        self._choices: Mapping[int | None, Choice] = {
+            request.id: choice for request, choice in zip(requests, choices, strict=True)
+        }
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        stream: Callable[[], TokenStream],
+        stops: Sequence[str],
+        *,
+        stop_included: bool = False,
+    ) -> Self:
+        """A generation whose choices have streams and stop strings of their own."""
+        choices = [
+            Choice(number, stream(), StopStrings(stops, included=stop_included))
+            for number in range(len(requests))
+        ]
+        return cls(requests, choices)
+
+    def put(self, events: Sequence[Event]) -> None:
+        """What a step gave for these rows."""
+        self._events.extend(events)
+        self._arrived.set()
+
+    def stopped(self, id: int) -> bool:
+        """Whether a row's text ended at a stop string."""
+        return self._choices[id].stopped
+
+    @property
+    def done(self) -> bool:
+        return all(choice.done for choice in self._choices.values())
+
+    @property
+    def tokens(self) -> int:
+        """Generated, of all choices."""
+        return sum(choice.tokens for choice in self._choices.values())
+
+    @property
+    def open(self) -> list[int]:
+        """The ids of rows whose end has not been read."""
+        return [id for id, choice in self._choices.items() if id is not None and not choice.done]
+
+    async def pieces(self, seconds: float | None) -> list[Piece]:
+        """What has come since the last call, a piece for each token; none after `seconds`.
+
+        A client that reads slowly gets what has come for a choice in one piece.
+
+        Raises:
+            ApiError: a row did not end as it should.
+        """
+        if not self._events:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return []
+        events, self._events = self._events, []
+        found = [piece for event in events if (piece := self._piece(event)) is not None]
+        return _joined(found, all=len(events) > PROMPT * len(self._choices))
+
+    def _piece(self, event: Event) -> Piece | None:
+        request = event.completion.request if isinstance(event, FinishEvent) else event.request
+        choice = self._choices[request.id]
+        if choice.done:  # at a stop string, while another step ran
+            return None
+        if isinstance(event, FinishEvent):
+            return choice.end(event.completion)
+        piece = choice.push(event.token)
+        if choice.stopped and request.id is not None:
+            self.abort([request.id])
+        return piece
+
+
+def _joined(pieces: Sequence[Piece], *, all: bool) -> list[Piece]:
+    """The pieces, with a row's end in that of its last token; with `all` one for each choice."""
+    found: list[Piece] = []
+    places: dict[int, int] = {}
+    for piece in pieces:
+        place = places.get(piece.choice)
+        if place is not None and (all or not piece.tokens):
+            before = found[place]
+            text, tokens = before.text + piece.text, before.tokens + piece.tokens
+            found[place] = Piece(piece.choice, text, tokens, piece.finish, piece.stop)
+        else:
+            places[piece.choice] = len(found)
+            found.append(piece)
+    return found

@@ -1,0 +1,78 @@
+"""What a server says of itself: health, version, models, metrics, and the numbers of its page."""
+
+import dataclasses
+import time
+from typing import Any
+
+from jaxattn import __version__
+from jaxattn.server.exchange import Exchange
+from jaxattn.server.metrics import CONTENT_TYPE
+from jaxattn.server.phase import Phase, unavailable
+from jaxattn.server.service import Service
+
+
+async def health(service: Service, exchange: Exchange) -> None:
+    """200 where requests are served; else 503 with the reason."""
+    if service.phase is not Phase.READY:
+        raise unavailable(service.phase)
+    await exchange.json({"status": str(service.phase)})
+
+
+async def ping(service: Service, exchange: Exchange) -> None:
+    """200 for as long as the process answers."""
+    await exchange.json({"status": str(service.phase)})
+
+
+async def version(service: Service, exchange: Exchange) -> None:
+    await exchange.json({"version": __version__})
+
+
+async def load(service: Service, exchange: Exchange) -> None:
+    """How many requests are open."""
+    await exchange.json({"server_load": service.admission.open})
+
+
+async def models(service: Service, exchange: Exchange) -> None:
+    """The list of names that requests may give."""
+    data = [_model(service, name) for name in service.settings.names]
+    await exchange.json({"object": "list", "data": data})
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "jaxattn",
+        "root": service.settings.names[0],
+        "parent": None,
+        "max_model_len": service.limits.max_model_len,
+    }
+
+
+async def metrics(service: Service, exchange: Exchange) -> None:
+    """Everything that is counted, for Prometheus."""
+    await exchange.whole(service.metrics.text(), 200, {"content-type": CONTENT_TYPE})
+
+
+async def stats(service: Service, exchange: Exchange) -> None:
+    """The numbers of the page's gauges; those that only grow are sums since the start."""
+    held, plan = service.metrics.snapshot, service.metrics.plan
+    await exchange.json(
+        {
+            "now": time.perf_counter(),
+            "phase": str(service.phase),
+            "model": service.settings.names[0],
+            "chat": service.tokenizer.has_chat_template,
+            "max_model_len": service.limits.max_model_len,
+            "rows": {"used": held.rows, "of": service.limits.batch},
+            "waiting": service.metrics.waiting,
+            "pages": {"used": held.pages, "of": service.limits.pages},
+            "slots": {"used": held.slots, "of": service.limits.batch},
+            "totals": dataclasses.asdict(service.metrics.totals),
+            "plan": [
+                {"name": item.name, "bytes": item.nbytes, "why": item.why}
+                for item in (plan.items if plan else ())
+            ],
+        }
+    )

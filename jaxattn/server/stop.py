@@ -1,0 +1,42 @@
+"""Stop strings: text that may be the beginning of one waits until it is known."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Cuts a text, which comes in pieces, at the first stop string.
+
+    Args:
+        stops: the strings, none of them empty.
+        included: the text keeps the one that ended it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, included: bool = False):
+        self._stops, self._included = tuple(stops), included
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(the text that is final now, the stop string that it ended at)."""
+        if not self._stops:
+            return text, None
+        held = self._held + text
+        places = [(held.find(stop), stop) for stop in self._stops]
+        found = min(((at, stop) for at, stop in places if at >= 0), default=None)
+        if found is not None:
+            at, stop = found
+            self._held = ""
+            return held[: at + len(stop) if self._included else at], stop
+        kept = max(map(_begun, [held] * len(self._stops), self._stops))
+        self._held = held[len(held) - kept :]
+        return held[: len(held) - kept], None
+
+    def end(self) -> str:
+        """What waited, after the last piece."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text can be the beginning of a stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,43 @@
+"""POST /tokenize and /detokenize: what a prompt is to the model, and back."""
+
+from jaxattn.server.chat import encoded, read_tools
+from jaxattn.server.exchange import Exchange
+from jaxattn.server.sampling import MOST_ID
+from jaxattn.server.service import Service
+from jaxattn.server.unsupported import refuse_unsupported
+
+MOST_TOKENS = 2**20
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    """Answers with the tokens of `prompt`, or of `messages` in the model's template."""
+    fields = await exchange.fields()
+    service.check_model(fields)
+    refuse_unsupported(fields)
+    prompt = fields.text("prompt")
+    if prompt is not None:
+        tokens = await service.in_thread(lambda: service.tokenizer.encode(prompt))
+    elif fields.given("messages"):
+        tokens = await encoded(service, fields, read_tools(fields))
+    else:
+        raise fields.wrong("prompt", "a text, or there must be messages")
+    await exchange.json(
+        {
+            "count": len(tokens),
+            "max_model_len": service.limits.max_model_len,
+            "tokens": list(tokens),
+        }
+    )
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    """Answers with the text of `tokens`, special ones included."""
+    fields = await exchange.fields()
+    service.check_model(fields)
+    if not fields.given("tokens"):
+        raise fields.wrong("tokens", "a list of integers")
+    tokens = fields.integers("tokens", MOST_TOKENS, MOST_ID)
+    text = await service.in_thread(
+        lambda: service.tokenizer.decode(tokens, skip_special_tokens=False)
+    )
+    await exchange.json({"prompt": text})

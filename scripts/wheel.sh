@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Builds the sdist and the wheel, checks what an index would show of them, and uses the wheel outside of
+# the checkout: its import, its commands, an example, a test.
+#
+#     bash scripts/wheel.sh            # the wheel's dependencies are installed too, which takes minutes
+#     bash scripts/wheel.sh PYTHON     # ... are those that PYTHON's environment has
+#
+# The Python needs `build`, `hatchling` and `twine`, which the extra `release` brings.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${1:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export JAX_PLATFORMS=cpu PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONPATH
+
+"$python" -m build --no-isolation --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+"$python" -m twine check --strict "$work"/dist/*
+
+"$python" -m venv "$work/venv"
+if [ $# -gt 0 ]; then
+    # The environment's own packages come first, so the wheel hides a jaxattn that PYTHON has.
+    shared=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    own=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "$shared" >"$own/shared.pth"
+    "$work/venv/bin/python" -m pip install -q --no-deps --force-reinstall "$work"/dist/*.whl
+else
+    "$work/venv/bin/python" -m pip install -q "$(echo "$work"/dist/*.whl)[test]"
+fi
+
+mkdir "$work/elsewhere"
+cp "$root/examples/kernel.py" "$root/tests/core/test_dispatch.py" "$work/elsewhere"
+cd "$work/elsewhere"
+bin=$work/venv/bin
+"$bin/python" -c '
+import pathlib, sys, jaxattn
+from importlib.metadata import entry_points, version
+from jaxattn.models import load
+from jaxattn.models.checkpoint import EMBEDDED
+place = pathlib.Path(jaxattn.__file__)
+assert place.is_relative_to(sys.prefix), f"{place} is not the wheel in {sys.prefix}"
+assert version("jaxattn") == jaxattn.__version__, version("jaxattn")
+commands = {each.name: each.load() for each in entry_points(group="console_scripts") if each.name.startswith("jaxattn-")}
+assert all(map(callable, commands.values())) and len(commands) >= 3, commands
+load(EMBEDDED)
+print("jaxattn", jaxattn.__version__, "from the wheel, with", *sorted(commands))'
+"$bin/jaxattn-serve" --plan >plan.txt && head -1 plan.txt
+"$bin/python" kernel.py
+"$bin/python" -m pytest -q -p no:cacheprovider test_dispatch.py

@@ -1,0 +1,71 @@
+"""Code on the docs' pages runs as it is printed, without a warning; sentences are short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import prose
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# Its blocks are one program, which tests/models/test_adding_a_model.py runs.
+ELSEWHERE = ("adding-a-model.md",)
+README = (ROOT / "README.md").read_text()  # what it has too is run by tests/test_readme.py
+BLOCKS = [
+    (page.name, number, text)
+    for page in sorted(DOCS.glob("*.md"))
+    if page.name not in ELSEWHERE
+    for number, text in enumerate(
+        re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL), 1
+    )
+    if text not in README
+]
+READ = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "LOG.md"]
+
+
+@pytest.mark.parametrize(("page", "number", "text"), BLOCKS, ids=lambda x: str(x)[:24])
+def test_a_block_runs(page, number, text, monkeypatch):
+    monkeypatch.chdir(ROOT)  # blocks may name a folder of the clone
+    exec(compile(text, f"docs/{page}, block {number}", "exec"), {"__name__": "__main__"})
+
+
+def test_there_are_blocks():
+    assert len(BLOCKS) >= 4
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_is_longer_than_thirty_words(page):
+    long = prose.too_long(page.read_text())
+    assert not long, "\n".join(
+        f"line {each.line}, {each.words} words: {each.text}" for each in long
+    )
+
+
+def test_sentences_are_counted():
+    page = """# A heading
+
+One two. `a.b.c` is `one word`. See [two words](x.md), 1.5 of 3!
+
+- An item
+  goes on.
+
+```
+no prose
+```
+
+| a cell. And | another |
+|---|---|
+"""
+    found = [
+        (sentence.line, sentence.words) for sentence in prose.sentences(page) if sentence.words
+    ]
+    assert found == [(3, 2), (3, 3), (3, 6), (5, 4), (12, 2), (12, 1), (12, 1)]
+
+
+def test_a_long_sentence_is_found(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("Short.\n\n" + "word " * 30 + "end.\n")
+    assert prose.main([str(page)]) == 1
+    assert "page.md:3: 31 words" in capsys.readouterr().out
+    assert prose.main([str(page), "--most", "31"]) == 0

@@ -1,0 +1,97 @@
+"""The docs' tables are those of the stored runs, and the losses stay in them."""
+
+import json
+
+import pytest
+
+from scripts.performance import cells, pages, picture
+from scripts.performance.pages import PAGES, PLACE, stale, written
+from scripts.performance.tables import CLAIMS, TABLES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_stale(page):
+    assert stale(page.read_text()) == [], "run `python -m scripts.performance`"
+
+
+def test_the_picture_is_of_the_stored_runs():
+    drawn = pages.PICTURE.read_text()
+    assert picture.digest() in drawn, "run `python -m scripts.performance --picture`"
+    for row in cells.rows_of("mla-flashmla"):
+        assert picture.described(row["B,H,T,S"]) in drawn
+
+
+def test_every_table_is_on_a_page():
+    shown = {place[2] for page in PAGES for place in PLACE.finditer(page.read_text())}
+    assert shown == set(TABLES)
+
+
+def test_every_stored_run_is_shown_or_named():
+    log = (pages.ROOT / "benchmarks" / "log").glob("*.md")
+    text = "\n".join(page.read_text() for page in (*PAGES, *log))
+    shown = {table.run for table in TABLES.values() if hasattr(table, "run")}
+    for path in cells.RESULTS.glob("*.json"):
+        by_name = any(path.match(f"{run}.json") for run in shown)
+        assert by_name or path.name in text, f"{path.name} is in no table and not in the log"
+
+
+def test_a_table_whose_run_changed_is_stale(tmp_path, monkeypatch):
+    page = PAGES[1].read_text()
+    for path in cells.RESULTS.glob("*.json"):
+        run = json.loads(path.read_text())
+        if path.name == "mla-flashmla.json":
+            run["rows"][0]["us"] += 0.1
+        (tmp_path / path.name).write_text(json.dumps(run))
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    assert stale(page) == ["mla-flashmla"]
+    assert stale(written(page)) == []
+
+
+def test_columns_without_figures_are_left_out_and_a_run_may_be_missing(tmp_path, monkeypatch):
+    rows = [{"B": "1", "us": 2.0, "fa3 us": ""}, {"B": "2", "us": 3.0}]
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    columns = {"B": cells.text("B"), "us": cells.number("us")}
+    empty = {"FA3": cells.number("fa3 us")}
+    table = cells.Table(run="some", columns=columns | empty)
+    assert table().splitlines() == ["| B | us |", "| --- | --- |", "| 1 | 2.0 |", "| 2 | 3.0 |"]
+    missing = cells.Table(run="none", columns=columns, missing="Not timed.")
+    assert missing() == "Not timed."
+    with pytest.raises(FileNotFoundError, match="no stored run .*none.json"):
+        cells.Table(run="none", columns=columns)()
+
+
+def test_check_changes_nothing_and_fails_where_a_table_is_stale(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    text = "before\n\n<!-- table: claims -->\n| old |\n<!-- end -->\n\nafter\n"
+    page.write_text(text)
+    monkeypatch.setattr(pages, "PAGES", (page,))
+    drawn = tmp_path / "drawn.svg"
+    drawn.write_text(picture.digest())
+    monkeypatch.setattr(pages, "PICTURE", drawn)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.main(["--check"]) == 1
+    assert "page.md: claims is stale" in capsys.readouterr().out
+    assert page.read_text() == text
+    assert pages.main([]) == 0
+    assert page.read_text().startswith("before\n\n<!-- table: claims -->\n\n| what |")
+    assert page.read_text().endswith("<!-- end -->\n\nafter\n")
+    assert pages.main(["--check"]) == 0
+    drawn.write_text("of another run")
+    assert pages.main(["--check"]) == 1
+
+
+def test_the_readme_has_eight_rows_and_says_where_we_lose():
+    rows = [claim.cells() for claim in CLAIMS]
+    assert len(rows) == 8
+    lost = [row for row in rows if not row[-1].startswith("jaxattn")]
+    assert len(lost) >= 3
+    for row in rows:
+        ours, theirs = float(row[2]), float(row[3].partition(": ")[2])
+        assert row[-1].startswith("jaxattn") == (ours < theirs)
+
+
+def test_a_time_of_one_method_stands_beside_no_time_of_another():
+    for claim in CLAIMS:
+        both = (claim.ours.startswith("call"), "call" in claim.theirs)
+        assert both in ((True, True), (False, False)), claim.what

@@ -1,0 +1,298 @@
+"""Which row does what when: pages as rows grow, preemption, turns, priorities, prompts together."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.engine.request import FinishEvent, TokenEvent
+from jaxattn.engine.scheduler import AHEAD, Scheduler
+from jaxattn.models import Hybrid
+from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
+
+MODEL = Hybrid(SMALLEST)
+# A row that is computed again reads in chunks what it had decoded: the same only up to rounding.
+EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
+# Room for one row at full length and a page more, for four rows.
+TIGHT = Limits(batch=4, max_model_len=256, num_pages=5, prefill_chunk=16, prefill_rows=2)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return params_of(SMALLEST)
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    kept_steps(LIMITS)
+    return Engine(MODEL, params, LIMITS)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    return Engine(Hybrid(EXACT), params_of(EXACT), TIGHT, strict=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_use(engine, tight):
+    yield
+    for each in (engine, tight):
+        assert each.scheduler.pages.in_use == each.scheduler.slots.in_use == 0
+        assert not each.busy and not each.seal.counts
+
+
+def alone(engine, request):
+    return engine.generate([request])[0].tokens
+
+
+def order_of_tokens(engine, requests):
+    order = []
+    done = engine.generate(requests, on_token=lambda request, token: order.append(request.id))
+    return order, done
+
+
+def scheduler(**limits):
+    return Scheduler(Limits(**{"batch": 4, "max_model_len": 256} | limits), vocab_size=256)
+
+
+# --- pages
+
+
+def test_rows_that_outgrow_the_pool_lose_nothing(tight):
+    """Four rows of up to four pages each in five: all but the oldest are computed again."""
+    requests = [Request(bytes([65 + i]) * (9 * i + 3), max_tokens=150) for i in range(4)]
+    wanted = [alone(tight, request) for request in requests]
+    done = tight.generate(requests)
+    assert tight.stats.preemptions > 0
+    assert [each.tokens for each in done] == wanted
+    assert {each.finish_reason for each in done} == {"length"}
+
+
+def test_a_row_that_is_computed_again_draws_and_counts_as_before(tight):
+    options = dict(temperature=0.9, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3)
+    requests = [
+        Request(bytes([65 + i]) * 9, max_tokens=150, seed=i, logprobs=1, **options)
+        for i in range(4)
+    ]
+    wanted = [tight.generate([request])[0] for request in requests]
+    done = tight.generate(requests)
+    assert tight.stats.preemptions > 0
+    for found, whole in zip(done, wanted, strict=True):
+        assert found.tokens == whole.tokens and len(found.logprobs) == len(found.tokens)
+
+
+def test_the_youngest_of_the_lowest_priority_gives_its_pages_back():
+    found = scheduler(num_pages=4)
+    for priority in (0, 1, 0, 1):
+        found.submit(Request(b"x" * 30, max_tokens=200, priority=priority))
+    found.admit()
+    assert [row.request.priority for row in found.rows.values()] == [0, 0, 1, 1]
+    orders = []
+    for _ in range(3):
+        before = set(found.rows.values())
+        found.preempt()
+        (gone,) = before - set(found.rows.values())
+        orders.append(gone.order)
+    assert orders == [3, 1, 2] and found.preemptions == 3
+    # They wait in the order in which they came, before anything younger.
+    found.submit(Request(b"y", priority=0))
+    assert [queued.order for queued in found.waiting] == [2, 4, 1, 3]
+
+
+def test_a_row_has_pages_for_its_prompt_alone_until_it_grows():
+    found = scheduler(num_pages=9)
+    found.submit(Request(b"x" * 60, max_tokens=190))
+    found.admit()
+    (row,) = found.rows.values()
+    assert len(row.pages) == 1
+    found.read(row, 60)
+    places = np.array([row.index])
+    for length in range(61, 250):
+        assert found.grow(places)
+        assert len(row.pages) == -(-length // 64)
+        found.sent(places)
+    assert len(row.pages) == 4 and found.cached[row.index] == 249
+
+
+def test_rows_that_need_a_page_soon_get_it_with_one_that_needs_it_now():
+    found = scheduler(num_pages=9)
+    for tokens in (64 - AHEAD, 64, 64 - AHEAD - 1):
+        found.submit(Request(b"x" * (tokens - 1), max_tokens=190))
+    found.admit()
+    for row in found.rows.values():
+        found.read(row, len(row.prompt))
+        found.sent(np.array([row.index]))
+    assert found.grow(np.array([0, 1, 2]))
+    assert [len(row.pages) for row in found.rows.values()] == [1, 2, 1]
+    found.sent(np.array([0]))
+    found.cached[1] = 128
+    assert found.grow(np.array([0, 1, 2]))
+    assert [len(row.pages) for row in found.rows.values()] == [2, 3, 1]
+
+
+def test_no_row_gets_a_page_that_another_has():
+    """Whatever comes, grows, loses its pages and ends, over 2,000 rounds."""
+    draw, found = random.Random(0), scheduler(num_pages=7)
+    for _ in range(2000):
+        if draw.random() < 0.3:
+            tokens = draw.randint(1, 120)
+            found.submit(Request(b"x" * tokens, max_tokens=draw.randint(1, 130)))
+        found.admit()
+        for row in found.next_prompts(1):
+            found.read(row, min(32, len(row.prompt) - int(found.cached[row.index])))
+        while not found.grow(found.next_decode()):
+            found.preempt()
+        places = found.next_decode()
+        found.sent(places)
+        for index in places.tolist():
+            row = found.rows[index]
+            row.tokens.append(1)
+            assert found.cached[index] <= found.room[index] == 64 * len(row.pages)
+        ends = [row for row in found.rows.values() if found.decoding[row.index]]
+        for row in ends:
+            if found.left[row.index] == 0 or draw.random() < 0.05:
+                found.release(row)
+        held = [page for row in found.rows.values() for page in row.pages]
+        assert len(held) == len(set(held)) == found.pages.in_use
+        assert len(found.rows) == found.slots.in_use
+
+
+# --- turns
+
+
+def test_a_long_prompt_does_not_block_a_short_one(engine):
+    order, _ = order_of_tokens(
+        engine, [Request(b"long" * 30, max_tokens=1), Request(b"short", max_tokens=1)]
+    )
+    assert order == [1, 0]
+
+
+def test_a_row_decodes_in_every_round_in_which_others_read(engine):
+    """However many prompts are read beside it."""
+    engine.add(Request(b"a", max_tokens=60, id=0))
+    engine.step()
+    for id in (1, 2):
+        engine.add(Request(b"b" * 60, max_tokens=1, id=id))
+    rounds, ended = 0, set()
+    while len(ended) < 2:
+        events = engine.step()
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        rounds += sum(token.request.id == 0 for token in tokens)
+        ended |= {e.completion.request.id for e in events if isinstance(e, FinishEvent)}
+    assert rounds >= 8  # two prompts of four chunks
+    engine.abort(0)
+    while engine.busy:
+        engine.step()
+
+
+def test_a_lower_priority_number_is_served_first(engine):
+    requests = [Request(b"x", max_tokens=2, priority=p) for p in (5, 5, 5, 5, -1)]
+    order, _ = order_of_tokens(engine, requests)
+    assert order.index(4) < order.index(3)
+
+
+def test_prompts_are_read_together(tight):
+    requests = [Request(bytes([65 + i]) * 40, max_tokens=2, id=i) for i in range(4)]
+    wanted = [alone(tight, request) for request in requests]
+    assert tight.stats.prefill_steps == 3
+    done = tight.generate(requests)
+    assert tight.stats.prefill_steps == 6  # twelve chunks, two at a time
+    assert [each.tokens for each in done] == wanted
+
+
+# --- one round ahead
+
+
+def test_the_next_step_is_sent_before_the_last_one_is_read(engine, monkeypatch):
+    engine.generate([Request(b"warm", max_tokens=2)])
+    log, loop = [], engine._loop
+    decode, take = loop.runner.decode, loop.endings.take
+    monkeypatch.setattr(loop.runner, "decode", lambda *a: log.append("send") or decode(*a))
+    monkeypatch.setattr(loop.endings, "take", lambda *a: log.append("read") or take(*a))
+    engine.add(Request(b"ahead", max_tokens=6))
+    while engine.busy:
+        engine.step()
+    # The first read is of the prompt's step, which is sent in the first round too.
+    assert log == [
+        "send",
+        "send",
+        "read",
+        "read",
+        "send",
+        "read",
+        "send",
+        "read",
+        "send",
+        *["read"] * 2,
+    ]
+
+
+def test_a_stop_token_costs_no_step_that_writes(engine):
+    """The device freezes the row: the step that is sent before the host knows leaves its cursor."""
+    whole = alone(engine, Request(b"stop", max_tokens=12))
+    stop = whole[6]
+    [done] = engine.generate([Request(b"stop", max_tokens=12, stop_tokens=[stop])])
+    token, length, active = np.asarray(engine._runner.rows.cursor)[0].tolist()
+    assert done.tokens == whole[: whole.index(stop)]
+    assert (token, active) == (stop, 0) and length == len(b"stop") + len(done.tokens)
+
+
+def test_more_stop_tokens_than_the_device_knows_end_a_row_all_the_same(engine):
+    whole = alone(engine, Request(b"stop", max_tokens=12))
+    unused = [token for token in range(256) if token not in whole][:20]
+    request = Request(b"stop", max_tokens=12, stop_tokens=[*unused, whole[6]])
+    [done] = engine.generate([request])
+    assert done.tokens == whole[: whole.index(whole[6])] and done.detail == whole[6]
+
+
+def test_a_row_that_ends_late_gives_no_token_of_its_own_to_the_next(params):
+    """One row and its slot, handed over where stop strings end rows: each text is its own."""
+    limits = dataclasses.replace(LIMITS, batch=1)
+    text_of = lambda tokens: bytes(tokens).decode("latin-1")  # noqa: E731
+    engine = Engine(MODEL, params, limits, detokenize=text_of, strict=True)
+    requests = [Request(bytes([70 + i] * 3), max_tokens=20) for i in range(5)]
+    whole = [alone(engine, request) for request in requests]
+    stops = [text_of(tokens[5 : 7 + i]) for i, tokens in enumerate(whole)]
+    stopping = [
+        dataclasses.replace(request, stop_strings=[stop])
+        for request, stop in zip(requests, stops, strict=True)
+    ]
+    for done, tokens, stop in zip(engine.generate(stopping), whole, stops, strict=True):
+        assert text_of(done.tokens) == text_of(tokens)[: text_of(tokens).index(stop) + len(stop)]
+
+
+def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
+    draw = random.Random(1)
+    requests = [
+        Request(
+            bytes(draw.randrange(256) for _ in range(draw.randint(1, 60))),
+            max_tokens=draw.randint(1, 60),
+            temperature=draw.choice([0, 0, 0.8]),
+            seed=i,
+            id=i,
+        )
+        for i in range(30)
+    ]
+    wanted = {request.id: alone(tight, request) for request in requests}
+    aborted, found, done = set(), {}, {}
+    waiting = list(requests)
+    while waiting or tight.busy:
+        if waiting and draw.random() < 0.4:
+            tight.add(waiting.pop())
+        if draw.random() < 0.05:
+            id = draw.randrange(30)
+            if tight.abort(id):
+                aborted.add(id)
+        for event in tight.step():
+            if isinstance(event, TokenEvent):
+                found.setdefault(event.request.id, []).append(event.token)
+            else:
+                id = event.completion.request.id
+                assert id not in done
+                done[id] = event.completion
+    assert done.keys() == wanted.keys() and aborted
+    for id, completion in done.items():
+        assert tuple(found.get(id, ())) == completion.tokens == wanted[id][: len(completion.tokens)]
+        assert id in aborted or completion.tokens == wanted[id]

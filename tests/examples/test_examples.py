@@ -1,0 +1,61 @@
+"""Each program of examples/ runs, and what it prints is true."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def main_of(name: str):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.?\d*(?:e-\d+)?", text)]
+
+
+def test_no_example_is_without_a_test_and_a_line_in_the_readme():
+    tested = set(re.findall(r'main_of\("(\w+)"\)', Path(__file__).read_text()))
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+    listed = re.findall(r"\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(tested)
+
+
+def test_a_kernel_is_near_the_softmax_and_its_padding_row_is_zero(capsys):
+    main_of("kernel")()
+    _, near, padding = capsys.readouterr().out.splitlines()
+    [_, error] = numbers(near)
+    assert 0 < error < 2e-2
+    assert padding == "the padding row is 0, and its log-sum-exp -inf"
+
+
+def test_a_flax_model_decodes_what_it_says_of_whole_texts(capsys):
+    main_of("flax_model")()
+    [_, _, error] = numbers(capsys.readouterr().out)
+    assert 0 < error < 2e-2
+
+
+def test_the_engine_serves_a_request_that_came_later(capsys):
+    main_of("serve")()
+    planned, *done, rounds = capsys.readouterr().out.splitlines()
+    assert numbers(planned.replace(",", ""))[0] > 1e6
+    assert sorted(line[:3] for line in done) == ["[1]", "[2]", "[3]"]
+    assert rounds.endswith("rounds for three requests in two rows")
+
+
+def test_finetuning_lowers_the_loss(capsys):
+    pytest.importorskip("optax")
+    main_of("finetune")(["--steps", "12"])
+    first, *_, last = re.findall(r": (\S+) nats per byte", capsys.readouterr().out)
+    assert float(last) < 0.4 * float(first)
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(SystemExit, match="2"):
+        main_of("finetune")(["--data", str(short)])
+    assert "9 bytes are too few, give at least 100" in capsys.readouterr().err

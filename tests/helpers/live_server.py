@@ -1,0 +1,183 @@
+"""A server in a thread of this process, on a free port: uvicorn, sockets and all."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from jaxattn.server.app import build
+from jaxattn.server.run import Server, listen
+from jaxattn.server.service import Served, Service
+from jaxattn.server.settings import Settings
+from jaxattn.server.worker import Engine
+from jaxattn.text import ByteTokenizer, SamplingDefaults, Tokenizer
+from jaxattn.text.chat import ChatTemplate
+from jaxattn.text.config import Settings as TextSettings
+from jaxattn.text.config import Template
+from tests.helpers.scripted_engine import LIMITS
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class ChatBytes(ByteTokenizer):
+    """Bytes, with a chat template."""
+
+    has_chat_template = True
+
+    def __init__(self) -> None:
+        template = Template(source=TEMPLATE, path=Path("chat_template.jinja"))
+        settings = TextSettings(
+            folder=Path("folder"),
+            named={},
+            more=(),
+            add_bos=None,
+            eos_ids=(),
+            defaults=SamplingDefaults(),
+            vocab_size=256,
+            added={},
+            tokenizer_class=None,
+            templates={"default": template},
+        )
+        self._template = ChatTemplate(settings)
+
+    def chat(self, messages, *, tools=None, add_generation_prompt=True, **variables):
+        return self.encode(
+            self._template.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
+        )
+
+
+CHAT = ChatBytes()  # its process is started once
+
+
+def served(
+    make: Callable[[], Engine], tokenizer: Tokenizer = CHAT, limits=LIMITS, **defaults: float
+) -> Served:
+    return Served(
+        make=make,
+        tokenizer=tokenizer,
+        limits=limits,
+        vocab_size=256,
+        defaults=SamplingDefaults(**{"temperature": 0.0, **defaults}),
+    )
+
+
+class LiveServer:
+    """What a test knows of a running server.
+
+    Attributes:
+        url: of its root.
+        client: for its paths.
+    """
+
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, port: int):
+        self.service, self.port, self._loop = service, port, loop
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+
+    def call(self, work):
+        """Runs a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def post(self, path: str, body: object, **options) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def complete(self, prompt, **fields) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    def talk(self, text: str, **fields) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        return self.post("/v1/chat/completions", {"messages": messages, **fields})
+
+    def stream(self, path: str, body: dict) -> list[dict]:
+        """The objects of a whole stream; the last line has to be [DONE]."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        return objects(response.text)
+
+    def quiet(self) -> bool:
+        """Whether nothing runs or waits, after what was asked for has ended."""
+
+        async def settled() -> bool:
+            for _ in range(500):
+                busy = self.service.worker.engine is not None and self.service.worker.engine.busy
+                if not (self.service.admission.open or self.service._generations or busy):
+                    return True
+                await asyncio.sleep(0.01)
+            return False
+
+        return self.call(settled())
+
+
+def objects(text: str) -> list[dict]:
+    """The objects of a stream's lines."""
+    lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextlib.contextmanager
+def live(
+    given: Served, *, wait: bool = True, buffered: int | None = None, **settings
+) -> Iterator[LiveServer]:
+    """A server that runs while the block does.
+
+    Args:
+        wait: until it is ready.
+        buffered: bytes that the system keeps of what a client has not read.
+    """
+    started: list[LiveServer] = []
+    ready, end = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        bound = listen("127.0.0.1", 0)
+        if buffered is not None:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffered)
+        service = Service(given, Settings(**{"access_log": False, **settings}))
+        config = uvicorn.Config(
+            build(service),
+            log_config=None,
+            log_level="critical",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        server = Server(config)
+        serving = asyncio.create_task(server.serve([bound]))
+        service.start()
+        while not server.started:
+            await asyncio.sleep(0.005)
+        started.append(LiveServer(service, asyncio.get_running_loop(), bound.getsockname()[1]))
+        ready.set()
+        while not end.is_set():
+            await asyncio.sleep(0.01)
+        service.stop()
+        server.should_exit = True
+        await serving
+        service.worker.join(10)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        [server] = started
+        if wait:
+            server.call(server.service.ready())
+        with server.client:
+            yield server
+    finally:
+        end.set()
+        thread.join(30)
+    assert not thread.is_alive()

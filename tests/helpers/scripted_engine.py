@@ -1,0 +1,145 @@
+"""An engine that says what it was told to, with the face that the server uses."""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxattn.engine.request import Completion, Event, FinishEvent, FinishReason, Request, TokenEvent
+from jaxattn.memory.budget import Item, MemoryPlan
+from jaxattn.memory.limits import Limits
+
+LIMITS = Limits(batch=4, max_model_len=256, prefill_chunk=32)
+PAGE = 64
+Script = Callable[[Request], Sequence[int]]
+
+
+def echo(request: Request) -> Sequence[int]:
+    """Says its prompt, again and again."""
+    return tuple(request.prompt) * (request.max_tokens // len(request.prompt) + 1)
+
+
+@dataclasses.dataclass
+class Pool:
+    size: int
+    in_use: int = 0
+
+
+@dataclasses.dataclass
+class Row:
+    request: Request
+    most: int
+    pages: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Rows, and how many pages and slots are in use, so that a test can see what is left."""
+
+    def __init__(self, limits: Limits):
+        self.pages, self.slots = Pool(limits.pages), Pool(limits.batch)
+        self.rows: dict[int, Row] = {}
+        self.waiting: collections.deque[Request] = collections.deque()
+
+    def admit(self, request: Request, most: int) -> None:
+        assert request.id is not None
+        row = Row(request, most, -(-(len(request.prompt) + most) // PAGE))
+        self.rows[request.id] = row
+        self.slots.in_use += 1
+        self.pages.in_use += row.pages
+
+    def release(self, id: int) -> Row:
+        row = self.rows.pop(id)
+        self.slots.in_use -= 1
+        self.pages.in_use -= row.pages
+        return row
+
+
+class Seal:
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+
+
+class ScriptedEngine:
+    """Gives each row one token in each step.
+
+    Attributes:
+        script: what a request is answered with; then its row ends by itself.
+        step_seconds: that a step takes.
+        failures: steps that fail from now on, as on a device error.
+        hold: a step waits while it is clear.
+        added: every request so far.
+    """
+
+    def __init__(self, script: Script = echo, limits: Limits = LIMITS, step_seconds: float = 0.0):
+        self.script, self.limits, self.step_seconds = script, limits, step_seconds
+        self.plan = MemoryPlan((Item("weights", 1000, "of a test"),))
+        self.seal, self.scheduler = Seal(), Scheduler(limits)
+        self.failures = 0
+        self.hold = threading.Event()
+        self.hold.set()
+        self.added: list[Request] = []
+        self.closed = False
+        self._events: list[Event] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.rows or self.scheduler.waiting or self._events)
+
+    def add(self, request: Request) -> int:
+        assert request.id is not None
+        waiting = [each.id for each in self.scheduler.waiting]
+        if request.id in self.scheduler.rows or request.id in waiting:
+            raise ValueError(f"a request with id {request.id} is running or waiting")
+        self.added.append(request)
+        self.scheduler.waiting.append(request)
+        return request.id
+
+    def abort(self, id: int) -> bool:
+        if id in self.scheduler.rows:
+            self._end(id, FinishReason.ABORTED)
+            return True
+        for request in self.scheduler.waiting:
+            if request.id == id:
+                self.scheduler.waiting.remove(request)
+                self._events.append(FinishEvent(Completion(request, (), FinishReason.ABORTED)))
+                return True
+        return False
+
+    def step(self) -> list[Event]:
+        self.hold.wait()
+        time.sleep(self.step_seconds)
+        while self.scheduler.waiting and len(self.scheduler.rows) < self.limits.batch:
+            request = self.scheduler.waiting.popleft()
+            room = self.limits.max_model_len - len(request.prompt)
+            self.scheduler.admit(request, min(request.max_tokens, room))
+        if self.failures:
+            self.failures -= 1
+            for id in list(self.scheduler.rows):
+                self._end(id, FinishReason.FAILED, "the device is lost")
+            raise RuntimeError("the device is lost")
+        for id, row in list(self.scheduler.rows.items()):
+            self._advance(id, row)
+        events, self._events = self._events, []
+        return events
+
+    def _advance(self, id: int, row: Row) -> None:
+        script, stops = self.script(row.request), row.request.stop_tokens
+        token = script[len(row.tokens)] if len(row.tokens) < len(script) else None
+        assert not isinstance(stops, int)
+        if token is None or token in stops:
+            self._end(id, FinishReason.STOP, token)
+            return
+        row.tokens.append(token)
+        self._events.append(TokenEvent(row.request, token))
+        if len(row.tokens) == row.most:
+            self._end(id, FinishReason.LENGTH, "max_tokens")
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _end(self, id: int, reason: FinishReason, detail: str | int | None = None) -> None:
+        row = self.scheduler.release(id)
+        done = Completion(row.request, tuple(row.tokens), reason, detail)
+        self._events.append(FinishEvent(done))

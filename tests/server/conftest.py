@@ -1,0 +1,66 @@
+"""One engine of the embedded model for all tests here, and servers that say what they are told."""
+
+import pytest
+
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.request import Request
+from jaxattn.models import load
+from jaxattn.models.checkpoint import EMBEDDED
+from tests.helpers.live_server import live, served
+from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
+
+
+class Kept:
+    """An engine that goes on when a server ends."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def close(self) -> None:
+        assert not self.engine.busy
+
+
+@pytest.fixture(scope="session")
+def engine():
+    model, params = load(EMBEDDED)
+    with Engine(model, params, LIMITS) as engine:
+        engine.start()
+        yield engine
+
+
+PROMPTS = ("def add(", "import ", "class Stack:\n", "x")
+
+
+@pytest.fixture(scope="session")
+def generated(engine):
+    """Prompt -> what the engine continues it with, 12 bytes, before it has a server."""
+    done = engine.generate([Request(prompt.encode(), max_tokens=12) for prompt in PROMPTS])
+    return {each.request.prompt.decode(): bytes(each.tokens).decode() for each in done}
+
+
+@pytest.fixture(scope="module")
+def real(engine, generated):
+    """A server on the embedded model."""
+    with live(served(lambda: Kept(engine))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """A server whose model repeats the prompt."""
+    with live(served(ScriptedEngine)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """After each test no request, row, page or slot is in use."""
+    yield
+    for name in {"real", "scripted"} & set(request.fixturenames):
+        server = request.getfixturevalue(name)
+        assert server.quiet()
+        scheduler = server.service.worker.engine.scheduler
+        assert scheduler.pages.in_use == scheduler.slots.in_use == 0

@@ -1,0 +1,137 @@
+"""/v1/chat/completions: the template, tools, and what a conversation may hold."""
+
+import json
+
+import pytest
+
+from jaxattn.memory.limits import Limits
+from tests.helpers.live_server import live, served
+from tests.helpers.scripted_engine import ScriptedEngine
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def says():
+    """A server that says the text after "say " of the last message."""
+
+    def script(request):
+        return bytes(request.prompt).rpartition(b"say ")[2].rpartition(b"\nassistant: ")[0]
+
+    limits = Limits(batch=2, max_model_len=1024)
+    with live(served(lambda: ScriptedEngine(script, limits), limits=limits)) as server:
+        yield server
+
+
+def test_the_form(scripted):
+    found = scripted.talk("hi", max_tokens=6).json()
+    assert found["id"].startswith("chatcmpl-") and found["object"] == "chat.completion"
+    assert found["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "user: "},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert found["usage"] == {"prompt_tokens": 20, "completion_tokens": 6, "total_tokens": 26}
+
+
+def test_an_answer_ends_at_the_model_length_where_no_limit_is_given(scripted):
+    assert scripted.talk("hi").json()["usage"]["completion_tokens"] == 256 - 20
+
+
+def test_max_completion_tokens_wins(scripted):
+    usage = scripted.talk("hi", max_completion_tokens=3, max_tokens=9).json()["usage"]
+    assert usage["completion_tokens"] == 3
+
+
+def test_parts_of_text_are_joined_and_other_roles_reach_the_template(scripted):
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+    ]
+    body = {"messages": messages, "max_tokens": 40}
+    text = scripted.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert text.startswith("system: a\nuser: bc\nassistant: ")
+
+
+def test_a_call_is_no_content(says):
+    found = says.talk(f"say Let me look.\n{CALL}", tools=[WEATHER]).json()["choices"][0]
+    message = found["message"]
+    assert message["content"] == "Let me look." and found["finish_reason"] == "tool_calls"
+    [call] = message["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Ulm"}
+
+
+def test_only_calls_leave_no_content(says):
+    message = says.talk(f"say {CALL}{CALL}", tools=[WEATHER]).json()["choices"][0]["message"]
+    assert message["content"] is None and len(message["tool_calls"]) == 2
+
+
+def test_calls_in_a_stream(says):
+    messages = [{"role": "user", "content": f"say So: {CALL}\n{CALL}"}]
+    events = says.stream("/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "So:"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_tools_a_call_is_text(says):
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        message = says.talk(f"say {CALL}", **more).json()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": CALL}
+
+
+def test_tools_reach_the_template(scripted):
+    count = scripted.talk("hi", max_tokens=1).json()["usage"]["prompt_tokens"]
+    asked = scripted.talk("hi", max_tokens=1, tools=[WEATHER]).json()["usage"]["prompt_tokens"]
+    assert asked == count + len("tool weather\n")
+
+
+def test_tokens_of_a_conversation_and_back(scripted):
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    found = scripted.post("/tokenize", body).json()
+    assert found == {"count": 20, "max_model_len": 256, "tokens": found["tokens"]}
+    text = scripted.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"]
+    assert text == "user: hi\nassistant: "
+    assert scripted.post("/tokenize", {"prompt": "ab"}).json()["tokens"] == [97, 98]
+
+
+@pytest.mark.parametrize(
+    "fields, param, said",
+    [
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "no robots"),
+        ({"messages": [{"content": "x"}]}, "messages", "messages[0] must be an object with"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+            "'image_url'",
+        ),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "is not supported"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "and none of"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0] must be a function with a name"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "one of text"),
+    ],
+)  # fmt: skip
+def test_a_bad_conversation_names_its_field(scripted, fields, param, said):
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    response = scripted.post("/v1/chat/completions", body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == param and said in error["message"]

@@ -1,0 +1,130 @@
+"""python -m jaxattn.serve --port: what starts it, what it refuses in a line, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+import jaxattn.server.run
+from jaxattn.cli.serve import main
+from tests.helpers.live_server import objects
+
+ROOT = Path(__file__).parents[2]
+OF_EXTRA = ("starlette", "uvicorn", "prometheus_client", "orjson", "llguidance")
+# As tests/conftest.py has it: this process need not be fast, it has to be compiled in little time.
+QUICK = {
+    "XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAXATTN_API_KEY": "sesame",
+}
+
+
+@pytest.fixture
+def command():
+    """(process, url) of a server in a process of its own."""
+    options = ["--port", "0", "--batch", "2", "--max-model-len", "128", "--served-name", "snake"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxattn.serve", *options],
+        env=os.environ | QUICK | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if found := re.match(r"serving snake at (http://127\.0\.0\.1:\d+)/v1", line):
+            break
+    else:
+        raise AssertionError("".join(said))
+    yield process, found[1]
+    process.kill()
+    process.communicate()
+
+
+def test_a_server_serves_and_sigterm_lets_its_answers_end(command):
+    process, url = command
+    headers = {"authorization": "Bearer sesame"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        assert client.get("/health").json() == {"status": "ready"}
+        assert client.get("/v1/models").json()["data"][0]["id"] == "snake"
+        body = {"prompt": "def add(", "max_tokens": 100, "stream": True, "temperature": 0}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_text()
+            begun = next(pieces)
+            process.send_signal(signal.SIGTERM)
+            events = objects(begun + "".join(pieces))
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert len("".join(event["choices"][0]["text"] for event in events)) == 100
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    [line] = [line for line in said.splitlines() if "/v1/completions" in line]
+    assert json.loads(line)["tokens"] == 100 and "def add" not in said
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield str(other.getsockname()[1])
+
+
+def refused(capsys, *arguments) -> str:
+    assert main(list(arguments)) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_port_in_use_is_known_before_anything_is_compiled(taken, capsys):
+    line = refused(capsys, "--port", taken)
+    assert line.endswith(f"--host 127.0.0.1 --port {taken}: Address already in use")
+
+
+@pytest.mark.parametrize(
+    "option", [["--prompt", "x"], ["--chat"], ["--json"], ["--max-tokens", "5"]]
+)
+def test_options_of_the_terminal_do_not_go_with_a_port(option, capsys):
+    assert f"{option[0]} is for the terminal" in refused(capsys, "--port", "0", *option)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_what_is_no_port(port, capsys):
+    assert "is not a port: use 0 to 65535" in refused(capsys, "--port", port)
+
+
+def test_a_key_file_without_a_key(tmp_path, capsys):
+    file = tmp_path / "keys"
+    file.touch()
+    assert "has no key" in refused(capsys, "--port", "0", "--api-key-file", str(file))
+    line = refused(capsys, "--port", "0", "--api-key-file", str(tmp_path / "none"))
+    assert "No such file" in line
+
+
+def test_without_the_extra_a_port_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "jaxattn.server.run")
+    monkeypatch.delattr(jaxattn.server, "run")
+    line = refused(capsys, "--port", "0")
+    assert line.endswith(
+        "--port needs uvicorn, which is not installed: pip install 'jaxattn[server]'"
+    )
+
+
+def test_importing_the_package_or_its_commands_imports_nothing_of_the_extra():
+    code = (
+        "import sys, jaxattn, jaxattn.cli.serve, jaxattn.bench.__main__;"
+        f"print(*[name for name in {OF_EXTRA} if name in sys.modules])"
+        "; print(*[name for name in sys.modules if name.startswith('jaxattn.server')])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == []

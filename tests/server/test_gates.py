@@ -1,0 +1,91 @@
+"""Keys, other web sites, the access log: who gets in, and what is written of it."""
+
+import json
+import logging
+
+import pytest
+
+from jaxattn.server.keys import read_keys
+from tests.helpers.live_server import live, served
+from tests.helpers.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def locked():
+    with live(served(ScriptedEngine), keys=("sesame", "simsim")) as server:
+        yield server
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_key_is_asked_for(locked):
+    for headers in ({}, bearer("wrong"), bearer("sesam"), {"authorization": "sesame"}):
+        for path in ("/v1/models", "/stats", "/load", "/v1/nothing"):
+            response = locked.client.get(path, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert locked.client.post(path, content=b"{").status_code == 401
+    for key in ("sesame", "simsim"):
+        assert locked.client.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+def test_health_metrics_and_the_page_are_open(locked):
+    for path in ("/health", "/ping", "/version", "/metrics", "/", "/page.js", "/page.css"):
+        assert locked.client.get(path).status_code == 200
+
+
+def test_keys_come_from_the_environment_and_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# of the team\none\n\n  two \n")
+    assert read_keys(file, {"JAXATTN_API_KEY": "zero"}) == ("zero", "one", "two")
+    assert read_keys(None, {"JAXATTN_API_KEY": " "}) == ()
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="has no key"):
+        read_keys(file, {})
+    with pytest.raises(ValueError, match="printable ASCII"):
+        read_keys(None, {"JAXATTN_API_KEY": "schlüssel"})
+
+
+def test_pages_of_other_sites_are_refused(scripted):
+    origin = {"origin": "https://evil.example"}
+    assert scripted.client.get("/v1/models", headers=origin).status_code == 403
+    assert scripted.client.get("/v1/models", headers={"origin": scripted.url}).status_code == 200
+    # A name that was made to point here.
+    assert scripted.client.get("/stats", headers={"host": "evil.example"}).status_code == 403
+    response = scripted.client.get("/v1/models")
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_site_that_was_named_may_call():
+    with live(served(ScriptedEngine), origins=("https://chat.example",), keys=("k",)) as server:
+        asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+        response = server.client.options("/v1/completions", headers=asked)
+        assert response.headers["access-control-allow-origin"] == "https://chat.example"
+        headers = {**bearer("k"), "origin": "https://chat.example"}
+        response = server.client.post("/v1/completions", json={"prompt": "ab"}, headers=headers)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://chat.example"
+        other = server.client.get("/v1/models", headers={"origin": "https://other.example"})
+        assert other.status_code == 403
+
+
+def test_the_access_log_has_a_line_for_each_request_and_no_word_of_it(caplog):
+    with live(served(ScriptedEngine), access_log=True, keys=("sesame",)) as server:
+        with caplog.at_level(logging.INFO, "jaxattn.access"):
+            headers = {**bearer("sesame"), "x-request-id": "mine-1"}
+            body = {"prompt": "secret words", "max_tokens": 5, "user": "someone"}
+            response = server.client.post("/v1/completions?q=hush", json=body, headers=headers)
+            assert response.headers["x-request-id"] == "mine-1"
+            wild = {**bearer("sesame"), "x-request-id": "a" * 500}
+            assert len(server.client.get("/version", headers=wild).headers["x-request-id"]) == 24
+            server.client.get("/v1/models", headers=bearer("wrong-key"))
+        for word in ("secret", "secr", "hush", "sesame", "someone", "wrong-key"):
+            assert word not in caplog.text
+        first, _, last = (json.loads(record.message) for record in caplog.records)
+    assert first["path"] == "/v1/completions" and first["status"] == 200 and first["id"] == "mine-1"
+    assert first["prompt_tokens"] == 12 and first["tokens"] == 5 and first["first_token_ms"] > 0
+    assert last["status"] == 401

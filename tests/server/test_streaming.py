@@ -1,0 +1,87 @@
+"""Streams as they stand on the wire: headers, chunks, usage, comments, errors and the end."""
+
+import threading
+
+import pytest
+
+from tests.helpers.live_server import live, objects, served
+from tests.helpers.scripted_engine import ScriptedEngine
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def test_headers_and_lines(scripted):
+    response = scripted.complete("ab", stream=True, max_tokens=3)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    lines = response.text.split("\n\n")
+    assert lines.pop() == "" and lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+
+
+def test_one_chunk_for_each_token_and_the_role_with_the_first(scripted):
+    events = scripted.stream("/v1/chat/completions", CHAT)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": "u"}
+    assert deltas[1:] == [{"content": text} for text in "ser"]
+    assert [event["choices"][0]["finish_reason"] for event in events][-2:] == [None, "length"]
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+    assert all("usage" not in event for event in events)
+
+
+def test_the_usage_chunk_has_no_choices(scripted):
+    options = {"stream_options": {"include_usage": True}}
+    *events, last = scripted.stream("/v1/chat/completions", CHAT | options)
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}
+    assert all(event["usage"] is None for event in events)
+
+
+def test_usage_in_every_chunk(scripted):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "ab", "max_tokens": 3, "stream_options": options}
+    events = scripted.stream("/v1/completions", body)
+    assert [event["usage"]["completion_tokens"] for event in events][-1] == 3
+    assert all(event["usage"]["prompt_tokens"] == 2 for event in events)
+
+
+def test_a_first_token_without_a_character_has_a_chunk(scripted):
+    events = scripted.stream("/v1/completions", {"prompt": "é", "max_tokens": 4})
+    assert [event["choices"][0]["text"] for event in events] == ["", "é", "é"]
+
+
+def test_a_row_that_fails_in_a_stream_gives_an_error_and_the_end():
+    engine = ScriptedEngine(step_seconds=0.02)
+    with live(served(lambda: engine)) as server:
+        body = {"prompt": "ab", "max_tokens": 200, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_text()
+            begun = next(pieces)
+            engine.failures = 1
+            *events, error = objects(begun + "".join(pieces))
+        assert events and error["error"]["code"] == "engine_error"
+        assert server.complete("ab").status_code == 200  # the engine goes on
+        assert server.quiet()
+
+
+def test_a_row_that_fails_at_once_has_a_status():
+    engine = ScriptedEngine()
+    engine.failures = 1
+    with live(served(lambda: engine)) as server:
+        response = server.complete("ab", stream=True)
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "the engine failed; the answer is cut"
+        assert "device" not in response.text  # no internals
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_comments_keep_a_waiting_stream_open(choices):
+    engine = ScriptedEngine()
+    engine.hold.clear()
+    with live(served(lambda: engine), ping_seconds=0.05) as server:
+        threading.Timer(0.3, engine.hold.set).start()
+        response = server.complete("ab", stream=True, n=choices, max_tokens=2)
+        assert response.text.startswith(": ping\n\n: ping\n\n")
+        assert len(objects(response.text)) == 2 * choices
