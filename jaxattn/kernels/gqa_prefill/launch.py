@@ -157,6 +157,9 @@ def gqa_prefill_mosaic(
         interpret=interpret,
     )  # fmt: skip
     whole_rows = -(-rows // ROWS) * ROWS
+    # 0, which XLA does not know, so that it is no constant. The kernel counts in it, and leaves it as
+    # it was: a ref instead could not be in a scan that is differentiated.
+    drawn = (bounds[0, :1] > tokens).astype(jnp.int32) if items > blocks else None
     results = launch(
         block.run,
         name="gqa_prefill",
@@ -172,7 +175,7 @@ def gqa_prefill_mosaic(
             "bounds": bounds.astype(jnp.int32),
             "sinks": sinks,
             "gate": None if gate is None else pack(gate.astype(dtype)),
-            "drawn": jax.new_ref(jnp.zeros(1, jnp.int32)) if items > blocks else None,
+            "drawn": drawn,
         },
         outputs={
             "out": jax.ShapeDtypeStruct((batch, -(-rows // 8) * 8, tiles.heads, dim), dtype),
