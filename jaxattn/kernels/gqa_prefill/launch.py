@@ -157,8 +157,8 @@ def gqa_prefill_mosaic(
         interpret=interpret,
     )  # fmt: skip
     whole_rows = -(-rows // ROWS) * ROWS
-    # 0, which XLA does not know, so that it is no constant. The kernel counts in it, and leaves it as
-    # it was: a ref instead could not be in a scan that is differentiated.
+    # 0, but XLA does not know, so that it is no constant. The kernel counts in it, and leaves it at
+    # 0: a ref in its place could not be in a scan that is differentiated.
     drawn = (bounds[0, :1] > tokens).astype(jnp.int32) if items > blocks else None
     results = launch(
         block.run,
