@@ -3,9 +3,9 @@
 WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
-jaxattn.bench dense` the dense products of a decode step, `python -m jaxattn.bench host` what the
-engine's host adds to a step, and `python -m jaxattn.bench serve` a server under load. Each has a
---help of its own.
+jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
+products of a decode step, `python -m jaxattn.bench host` what the engine's host adds to a step, and
+`python -m jaxattn.bench serve` a server under load. Each has a --help of its own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
@@ -38,6 +38,7 @@ from jaxattn.bench import (
     mla_prefill,
     moe,
     moe_cuts,
+    parallel,
     peers,
     plot,
     step,
@@ -62,6 +63,7 @@ MODULES: dict[str, list[Any]] = {
 # What has options of its own: (argv after its name, the program's name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
+    "parallel": parallel.main,
     "dense": dense.main,
     "host": host.main,
     "serve": load_command.main,

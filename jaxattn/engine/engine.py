@@ -21,9 +21,10 @@ import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compiling import OnCompile
+from jaxattn.engine.devices import everywhere, group_of
 from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.loop import Loop
-from jaxattn.engine.prepare import Prepared, checked_params, placed_params, prepare
+from jaxattn.engine.prepare import Prepared, checked_params, packed_params, prepare
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import (
     Clock,
@@ -45,6 +46,7 @@ from jaxattn.engine.steps import entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model
+from jaxattn.parallel import ALONE, Parallel
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
@@ -62,7 +64,7 @@ class Engine:
     Args:
         model: a `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
         params: its parameters; an argument of the steps, never captured.
-        limits, devices, implementation, on_compile, workers: see `prepare`.
+        limits, devices, implementation, on_compile, workers, parallel: see `prepare`.
         strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
             it is counted in `seal`.
         detokenize: tokens to text, for requests with stop strings.
@@ -90,6 +92,7 @@ class Engine:
         strict: bool = False,
         workers: int = 1,
         detokenize: Detokenize | None = None,
+        parallel: Parallel = ALONE,
     ):
         check_arrays(params)
         prepared = prepare(
@@ -100,8 +103,9 @@ class Engine:
             implementation=implementation,
             on_compile=on_compile,
             workers=workers,
+            parallel=parallel,
         )
-        packed = prepared.model.pack(placed_params(params, prepared.devices))
+        packed = packed_params(prepared.model, params, prepared.devices)
         self._open(prepared, packed, strict, detokenize)
 
     @classmethod
@@ -193,7 +197,7 @@ class Engine:
                     raise RuntimeError("start: this engine runs already; make another one")
                 check_arrays(params)
                 checked_params(self.model, params)
-                self._params = self.model.pack(placed_params(params, self._prepared.devices))
+                self._params = packed_params(self.model, params, self._prepared.devices)
             self._start()
 
     def _start(self) -> None:
@@ -213,7 +217,8 @@ class Engine:
             state, rows = allocated(self._prepared, self._params)
         weights = tuple(jax.tree.leaves(self._params))
         executables = self._prepared.steps.executables
-        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal)
+        where = everywhere(group_of(self.model, self._prepared.devices))
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, where)
         self._loop = Loop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.deltas import Deltas, device_stops
 from jaxattn.engine.logprobs import Logprobs
 from jaxattn.engine.pool import PagePool, SlotPool
@@ -126,7 +125,7 @@ class Scheduler:
         if needed > self.pages.size:
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
-                f"{PAGE_SIZE} tokens, and the pool has {self.pages.size:,}"
+                f"{self.limits.page_tokens} tokens, and the pool has {self.pages.size:,}"
             )
         return None
 
@@ -253,7 +252,7 @@ class Scheduler:
         self.drop_rows()
 
     def _new_pools(self) -> None:
-        self.pages = PagePool(self.limits.pages, PAGE_SIZE)
+        self.pages = PagePool(self.limits.pages, self.limits.page_tokens)
         self.slots = SlotPool(self.limits.batch)
 
     def _queue(self, queued: Queued) -> None:
@@ -286,7 +285,7 @@ class Scheduler:
         assert pages is not None, "whoever calls this has looked"
         first = len(row.pages)
         row.pages += pages
-        self.room[row.index] = len(row.pages) * PAGE_SIZE
+        self.room[row.index] = len(row.pages) * self.limits.page_tokens
         self.block_tables[row.index, first : first + len(pages)] = pages
         self.deltas.pages(row.index, first, pages)
 
