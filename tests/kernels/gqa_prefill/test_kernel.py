@@ -13,6 +13,7 @@ import pytest
 from jaxattn import gqa
 from jaxattn.kernels.gqa_prefill import launch
 from jaxattn.kernels.gqa_prefill.memory import CONFIGS
+from jaxattn.kernels.hopper import launch as hopper_launch
 from jaxattn.kernels.hopper.machine import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op
 from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case
@@ -121,7 +122,7 @@ def test_a_cut_prompt_is_the_whole_prompt(implementation):
 @pytest.mark.parametrize("dim, options", [(64, {}), (128, dict(window=60)), (256, dict(gate=True))])
 def test_no_race_in_the_interpreter(dim, options, monkeypatch):
     forced = functools.partial(interpret_mode, True, detect_races=True)
-    monkeypatch.setattr(launch, "interpret_mode", lambda *args, **kwargs: forced())
+    monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
     monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], blocks=2))
     # Without what other tests have traced of it.
