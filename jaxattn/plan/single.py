@@ -79,6 +79,17 @@ class Single:
         check_row(made, limits, lambda: helps(limits, known), wanted=asked)
         return made
 
+    def filled(self, limits: Limits) -> int | None:
+        """The pages that weights and state leave room for, with nothing traced; None for none.
+
+        Args:
+            limits: with `utilization`, and without `num_pages`.
+        """
+        least = self._plan(dataclasses.replace(limits, num_pages=1), {})
+        if least.reserve is None or least.reserve < 0:
+            return None
+        return fill(self.model, limits, self.memory, self.params, {}, **self.beside).pages
+
     def _growing(self, limits: Limits) -> Iterator[dict[str, Executable]]:
         """What is known of the executables, of one more each time; the largest come first."""
         known: dict[str, Executable] = {}
