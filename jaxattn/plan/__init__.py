@@ -47,7 +47,7 @@ def plan(
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.
         placement: how several GPUs hold a decoder or a known model.
-        parallel: how several GPUs run a decoder; the limits are then of a data group.
+        parallel: how several GPUs run a decoder; data groups share the batch of the limits.
 
     Raises:
         TypeError: the model is neither, or a placement or layout is given for one that is no

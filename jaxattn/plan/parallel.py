@@ -31,7 +31,7 @@ class OneOfGroup(Single):
 def plan_parallel(
     name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, parallel: Parallel
 ) -> MemoryPlan:
-    """The plan of each GPU of a layout; `limits` are of a data group.
+    """The plan of each GPU of a layout; the data groups share the batch of `limits`.
 
     Raises:
         CannotDivide: the model has no such layout.
@@ -49,7 +49,7 @@ def _one(
     name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, parallel: Parallel
 ) -> tuple[Single, Limits]:
     own: Any = divided(model.with_cache_format(limits.cache_format, limits.native_layers), parallel)
-    limits = dataclasses.replace(limits, spread=parallel.context)
+    limits = dataclasses.replace(limits, spread=parallel.context, groups=parallel.data)
 
     def dress(made: MemoryPlan, tried: Limits) -> MemoryPlan:
         pages, groups = tried.pages, parallel.data
@@ -61,7 +61,7 @@ def _one(
             ("rows at full length", f"{pages // tried.pages_per_row * groups:,}"),
         )
         gpus = f"each of {parallel.gpus} GPUs ({parallel.flags})"
-        title = f"{name} on {gpus}, {memory.name}: {limits.batch:,} rows of a data group"
+        title = f"{name} on {gpus}, {memory.name}: {limits.batch:,} rows in all"
         return dataclasses.replace(made, title=title, facts=facts)
 
     one = OneOfGroup(model=own, params=packed_shapes(own), traced=own, memory=memory, dress=dress)
