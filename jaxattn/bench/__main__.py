@@ -1,4 +1,6 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gqa,gdn,moe,moe-cuts,step}`: checks, times, JSON.
+"""`python -m jaxattn.bench WHAT`: checks, times, JSON.
+
+WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
 jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
@@ -29,6 +31,7 @@ from jaxattn.bench import (
     gdn_norm,
     gdn_prefill,
     gqa,
+    gqa_prefill,
     host,
     mla,
     mla_fp8,
@@ -52,6 +55,7 @@ MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gqa": [gqa],
+    "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "moe": [moe],
     "moe-cuts": [moe_cuts],

@@ -152,7 +152,7 @@ def queued(engine: Engine, rows: int, steps: int) -> float:
             start = time.perf_counter()
         batch = Places(runner.rows, places)
         logits, runner.state = decode(runner.weights, runner.state, batch)
-        _, runner.rows = sample(runner.rows, logits, places)
+        runner.rows, _ = sample(runner.rows, logits, places)
     jax.block_until_ready((runner.state, runner.rows))
     spent = time.perf_counter() - start
     runner.rows = kept
@@ -178,7 +178,7 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
     with Engine(model, params, limits) as engine:
         rounds(engine, rows, min(steps, 64))
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
-        seal = dict(engine.seal.counts)
+        seal = list(engine.seal.what)
     exposed = [run.whole - alone for alone, run in runs]
     return {
         "B": rows,
@@ -188,7 +188,7 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
         "spread us": (max(exposed) - min(exposed)) * 1e6,
         "host us": statistics.median(run.whole - run.waited for _, run in runs) * 1e6,
         "tokens/s": rows / statistics.median(run.whole for _, run in runs),
-        "sealed": str(seal or "yes"),
+        "sealed": "; ".join(seal) or "yes",
     }
 
 

@@ -25,12 +25,13 @@ class End(enum.IntEnum):
 
 def advance(
     rows: Rows, logits: Float[Array, "b vocab"], places: Int[Array, "b"], *, level: Level
-) -> tuple[Int[Array, "b n"], Rows]:
+) -> tuple[Rows, Int[Array, "b n"]]:
     """Chooses the next token of each row at `places`, and freezes the rows that end with it.
 
     Returns:
-        (int32 [b, 2]: the token and an `End`; at `Level.LOGPROBS` followed by `logprobs`;
-        the rows).
+        (the rows; int32 [b, 2]: the token and an `End`; at `Level.LOGPROBS` followed by
+        `logprobs`). The rows come first: JAX gives a donated buffer to the first result of its
+        shape, and block tables of two pages have the shape of the second.
     """
     found = read(rows, places)
     active = found.cursor.active > 0
@@ -53,7 +54,7 @@ def advance(
     if level >= Level.CONTROLS:  # a row with penalties has had no lower level since it joined
         history = rows.history.at[at, position].set(tokens, mode="drop")
         rows = dataclasses.replace(rows, history=history)
-    return told, rows
+    return rows, told
 
 
 def _controlled(

@@ -95,7 +95,7 @@ class Runner:
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
         step = self._step(Sample(len(places), level))
-        told, self.rows = self._sent(step(self.rows, logits, places))
+        self.rows, told = self._sent(step(self.rows, logits, places))
         told.copy_to_host_async()
         return told
 

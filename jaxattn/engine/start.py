@@ -116,7 +116,7 @@ def run_padding(
         told, state = executable(weights, state, batch)
         return state, rows, told
     if isinstance(step, Sample):
-        told, rows = executable(rows, *map(_put, given))
+        rows, told = executable(rows, *map(_put, given))
         return state, rows, told
     return state, executable(rows, given), ()
 

@@ -571,3 +571,11 @@ def test_a_second_engine_leaves_alone_what_the_first_holds(params, whole, alone,
     # What it holds but for the weights, which are the second's too, and what a step of it takes.
     assert second.plan["others"] == held - nbytes(params) + first.plan["xla temp"]
     assert second.plan.reserve == total - second.plan.inside
+
+
+def test_a_row_of_two_pages_keeps_its_block_table_in_place(params):
+    """What a step tells has the shape of these tables: a donated buffer must not go to it."""
+    limits = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
+    engine = Engine(Hybrid(SMALLEST), params, limits, strict=True)
+    engine.generate(prompts(3))
+    assert engine.limits.table_width == 2 and not engine.seal.counts

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.checks import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch, dispatch_xla
+from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.turbo_slots import GROUP, pack, page_slots, places, unpack
