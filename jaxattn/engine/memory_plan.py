@@ -316,8 +316,10 @@ def advice(
     pages = fill(model, one_row, memory, params, executables, **beside).pages
     if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
         found.append(f"at most {pages:,} pages")
-    for name, least in (("batch", 1), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1)):
-        value = getattr(limits, name) // 2
+    sizes = (("batch", limits.groups), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1))
+    for name, least in sizes:
+        step = limits.groups if name == "batch" else 1  # as many rows in each data group
+        value = getattr(limits, name) // 2 // step * step
         while value >= least:
             smaller = dataclasses.replace(
                 limits, **{name: value}, num_pages=None, decode_buckets=(), prefill_buckets=()
@@ -325,7 +327,7 @@ def advice(
             if fits(smaller):
                 found.append(f"{name} {value:,} with {smaller.pages:,} pages")
                 break
-            value //= 2
+            value = value // 2 // step * step
     return tuple(found) or ("a device with more memory",)
 
 

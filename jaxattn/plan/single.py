@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxattn.core.checks import MOST
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.memory_plan import (
     Executable,
     bound_of,
@@ -115,7 +114,7 @@ def _bound_in(model: Model, step: Step, limits: Limits) -> Executable:
     if isinstance(step, EntryPoint | Sample):
         rows = sampled_rows(limits, step.rows)
     if isinstance(step, EntryPoint):  # its tables decide, and advice asks for many lengths
-        longest = min(limits.table_width * PAGE_SIZE, MOST)
+        longest = min(limits.table_width * limits.page_tokens, MOST)
     return _bound(model, step, rows, limits.table_width, longest)
 
 
@@ -129,6 +128,8 @@ def _bound(model: Model, step: Step, rows: int, width: int, longest: int) -> Exe
         max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
+        spread=model.parallel.context,
+        groups=model.parallel.data,
     )
     return bound_of(model, step, limits, packed_shapes(model), None)
 
