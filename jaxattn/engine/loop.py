@@ -24,7 +24,7 @@ from jaxattn.engine.request import Stats
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.scheduler import Row, Scheduler
-from jaxattn.engine.steps import EntryPoint, sampled_rows
+from jaxattn.engine.steps import EntryPoint, prompts_together, sampled_rows
 
 # Rounds that are sent and not read when the next one is sent.
 ROUNDS_AHEAD = 1
@@ -60,7 +60,7 @@ class Loop:
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
         self._flights: deque[list[Flight]] = deque()
         self._round = 0
-        self._running: tuple[np.ndarray, list[Row]] | None = None
+        self._running: tuple[np.ndarray, np.ndarray, list[Row | None]] | None = None
         self._read_at = time.perf_counter()
         self._decode_seconds = 0.0
 
@@ -118,26 +118,29 @@ class Loop:
 
     def _read_prompts(self) -> None:
         limits = self.scheduler.limits
-        rows = self.scheduler.next_prompts(min(limits.prefill_rows, limits.batch))
+        buckets = prompts_together(limits)
+        rows = self.scheduler.next_prompts(buckets[-1])
         self._round += 1
         if not rows:
             return
         waiting = [len(row.prompt) - int(self.scheduler.cached[row.index]) for row in rows]
         size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
-        together = 1 if len(rows) == 1 else min(limits.prefill_rows, limits.batch)
+        places, together = self.scheduler.lines([row.index for row in rows], buckets)
         entry = EntryPoint("prefill", together, size)
-        chunks, done = [], np.full(sampled_rows(limits, together), -1, np.int32)
+        done = np.full(sampled_rows(limits, together), -1, np.int32)
+        read, sampled = together // limits.groups, len(done) // limits.groups
+        chunks: list[Chunk | None] = [None] * together
         ended: list[Row | None] = [None] * len(done)
-        for line, row in enumerate(rows):
-            chunk = self._next_chunk(row, size)
-            chunks.append(chunk)
+        for (group, line), row in zip(places, rows, strict=True):
+            chunk = chunks[group * read + line] = self._next_chunk(row, size)
             row.read_last = self._round
             self.stats.prompt_tokens += len(chunk.tokens)
             if self.scheduler.read(row, len(chunk.tokens)):
-                done[line], ended[line] = row.index, row
+                at = group * sampled + line
+                done[at], ended[at] = row.index, row
         self._send_deltas()
         packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
-        remember = any(chunk.place >= 0 for chunk in chunks)
+        remember = any(chunk.place >= 0 for chunk in chunks if chunk)
         told = self.runner.prefill(entry, packed, remember=remember)
         if found := [row for row in ended if row is not None]:
             told = self.runner.first(told, done, max(row.level for row in found))
@@ -157,12 +160,26 @@ class Loop:
         if not len(places):
             return
         if self._running is None or not np.array_equal(self._running[0], places):
-            self._running = places, [self.scheduler.rows[index] for index in places.tolist()]
+            lines = self._lines(places)
+            rows = [self.scheduler.rows.get(index) for index in lines.tolist()]
+            self._running = places, lines, rows
+        _, lines, rows = self._running
         level = Level(int(self.scheduler.levels[places].max()))
-        told = self.runner.decode(places, level)
+        told = self.runner.decode(lines, level)
         self.scheduler.sent(places)
         self.stats.decode_steps += 1
-        self._flights[-1].append(Flight(told, self._running[1], decodes=True))
+        self._flights[-1].append(Flight(told, rows, decodes=True))
+
+    def _lines(self, places: np.ndarray) -> np.ndarray:
+        """The rows as the lines of a step, those of each data group together; -1 is padding."""
+        limits = self.scheduler.limits
+        if limits.groups == 1:
+            return places
+        found, bucket = self.scheduler.lines(places.tolist(), limits.batches)
+        lines = np.full(bucket, -1, np.int32)
+        for (group, line), index in zip(found, places.tolist(), strict=True):
+            lines[group * (bucket // limits.groups) + line] = index
+        return lines
 
     def _grown(self) -> np.ndarray:
         """The rows to decode, with the pages of their next token. Where the pool is empty, what

@@ -5,7 +5,7 @@ numbers. A freed page or slot is given out again as it is: a row reads no token 
 write, and a row's first chunk starts from zero states, so nothing has to be cleared.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PoolError(ValueError):
@@ -93,3 +93,23 @@ class SlotPool(_Pool):
             PoolError: it is not in use.
         """
         self._give_back([slot])
+
+
+class Together:
+    """The pools of several groups, to look at: a row has pages of one of them."""
+
+    def __init__(self, pools: Sequence[PagePool] | Sequence[SlotPool]):
+        self._pools = pools
+
+    @property
+    def size(self) -> int:
+        """Of all of them."""
+        return sum(pool.size for pool in self._pools)
+
+    @property
+    def in_use(self) -> int:
+        return sum(pool.in_use for pool in self._pools)
+
+    @property
+    def available(self) -> int:
+        return sum(pool.available for pool in self._pools)

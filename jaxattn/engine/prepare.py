@@ -219,7 +219,7 @@ def prepare(
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
-    model, limits = divided(model, parallel), dataclasses.replace(limits, spread=parallel.context)
+    model, limits = divided(model, parallel), _laid_out(limits, parallel)
     compiler = Compiler(
         model=model,
         params=checked_params(model, params),
@@ -267,6 +267,11 @@ def prepare(
         compiler=compiler,
         trial=trial,
     )
+
+
+def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
+    """The limits with what the layout says of rows and pages."""
+    return dataclasses.replace(limits, spread=parallel.context, groups=parallel.data)
 
 
 def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
