@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
+from jaxattn.core.rounding import rounded
 from jaxattn.ops.linear import kernel_serves, linear_layer
 
 # The kernel of the product wants columns in eights, of each half.
@@ -29,7 +30,7 @@ def split_router(
         none = [(0, 0)] * (gates.ndim - 1)
         gates = jnp.pad(gates, (*none, (0, GATE_COLUMNS - 1)))
         router = jnp.concatenate([router, gates], axis=-1)
-    high = router.astype(jnp.bfloat16)
+    high = rounded(router, jnp.bfloat16)
     low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.concatenate([high, low], axis=-1)
 
