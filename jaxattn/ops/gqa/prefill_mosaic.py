@@ -92,7 +92,7 @@ def prefill_mosaic(
         visible = jnp.clip(prefix - firsts[i], 0, positions.shape[0])
         bounds = zero, query_lens, zero, visible, prefix - firsts[i]
         out, lse = attend(keys, values, bounds, None, None, None)
-        return _merged(*state, out, lse)
+        return _merged(state[0], state[1], out, lse)
 
     def all_tokens() -> tuple[jax.Array, jax.Array]:
         # The sink is a key of the new tokens alone, and the gate comes when all are merged.
