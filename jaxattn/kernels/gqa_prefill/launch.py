@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.kernels.gqa_prefill.body import Block, Scores
 from jaxattn.kernels.gqa_prefill.memory import (
+    PAGE_SIZES,
     ROWS,
     Config,
     config_of,
@@ -42,24 +43,26 @@ UNNAMED: Implementation | None = "xla"
 FEW_TOKENS = 256
 
 
-def refuse(
-    op: str, q: Any, k: Any, v: Any, kv_cache: Any | None = None, *, interpret: bool
-) -> None:
+def refuse(op: str, q: Any, k: Any, v: Any, *, interpret: bool) -> None:
     """Raises `Refusal`, with the reason, where the kernel does not serve.
 
     Args:
-        q: [B, T, H, D]; k, v, and kv_cache [..., N, 2, C, Hk, D] if there is one, likewise arrays
-            or their shapes.
+        q: [B, T, H, D]; k and v likewise arrays or their shapes.
     """
     require_hopper(op, interpret=interpret)
-    reason = refusal(q.dtype, q.shape[-1], None if kv_cache is None else kv_cache.shape[-3])
-    for name, x in (("k", k), ("v", v), ("kv_cache", kv_cache)):
-        if reason is None and x is not None and x.dtype != q.dtype:
+    reason = refusal(q.dtype, q.shape[-1])
+    for name, x in (("k", k), ("v", v)):
+        if reason is None and x.dtype != q.dtype:
             reason = f"{name} of the dtype of q, {q.dtype.name}, and it has {x.dtype.name}"
     if reason is None and q.size == 0:
         reason = f"at least one token, and got q {q.shape}"
     if reason is not None:
         raise Refusal(f"{op}: the kernel wants {reason}")
+
+
+def reads_pages(q: Any, kv_cache: Any) -> bool:
+    """Whether the kernel reads these pages [..., N, 2, C, Hk, D] itself."""
+    return kv_cache.dtype == q.dtype and kv_cache.shape[-3] in PAGE_SIZES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
