@@ -24,7 +24,13 @@ from jaxattn.engine.compiling import OnCompile
 from jaxattn.engine.devices import everywhere, group_of
 from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.loop import Loop
-from jaxattn.engine.prepare import Prepared, checked_params, packed_params, prepare
+from jaxattn.engine.prepare import (
+    Prepared,
+    checked_params,
+    of_this_process,
+    packed_params,
+    prepare,
+)
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import (
     Clock,
@@ -207,7 +213,7 @@ class Engine:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
         self._runner = self._loop = None
-        with jax.default_device(self._prepared.devices[0]):
+        with jax.default_device(of_this_process(self._prepared.devices)[0]):
             self._prepared = tried(self._prepared, self._params)
             PROCESS.closed(self)  # its own temp is a line of its plan
             try:

@@ -332,9 +332,14 @@ def on_device(params: Any, devices: Sequence[jax.Device]) -> int:
     return nbytes_each([leaf for leaf in leaves if leaf.devices() & set(devices)])
 
 
+def of_this_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Those of the devices that this process holds."""
+    return [each for each in devices if each.process_index == jax.process_index()]
+
+
 def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
     """What the device with the least free memory has: all of a group hold as many pages."""
-    memories = [device.device_memory(each) for each in devices]
+    memories = [device.device_memory(each) for each in of_this_process(devices)]
     known = [memory for memory in memories if memory is not None]
     if len(known) < len(memories):
         return None

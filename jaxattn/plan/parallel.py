@@ -78,6 +78,8 @@ def best_layout(
     """
     best: tuple[int, Parallel] | None = None
     for parallel in layouts(model, gpus):
+        if any(rows % parallel.data for rows in limits.batches):
+            continue  # each data group has as many rows
         one, own = _one("", model, memory, limits, parallel)
         own = dataclasses.replace(own, utilization=own.utilization or 0.9, num_pages=None)
         filled = one.filled(own)
