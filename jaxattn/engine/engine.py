@@ -21,7 +21,7 @@ import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compiling import OnCompile
-from jaxattn.engine.devices import everywhere, group_of
+from jaxattn.engine.devices import group_of
 from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.prepare import (
@@ -223,8 +223,8 @@ class Engine:
             state, rows = allocated(self._prepared, self._params)
         weights = tuple(jax.tree.leaves(self._params))
         executables = self._prepared.steps.executables
-        where = everywhere(group_of(self.model, self._prepared.devices))
-        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, where)
+        group = group_of(self.model, self._prepared.devices)
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, group)
         self._loop = Loop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
 

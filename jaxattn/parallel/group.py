@@ -111,6 +111,15 @@ class Group:
 
         return over_all
 
+    def put(self, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        """An array of the host's over the group; every process has to have the same.
+
+        `jax.device_put` compares the processes' arrays first, by a collective of its own.
+        """
+        return jax.make_array_from_callback(
+            array.shape, self.sharding(spec), lambda part: array[part]
+        )
+
     def make(self, make: Callable[[], Any], specs: Any) -> Any:
         """What each GPU makes for itself, as one tree over the group."""
         return jax.jit(self.step(make, (), specs))()
