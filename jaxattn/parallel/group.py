@@ -69,12 +69,6 @@ class Group:
 
         return jax.tree.map(whole, specs, local, is_leaf=_is_spec)
 
-    def local_shapes(self, tree: Any) -> Any:
-        """What one GPU has of a tree over the group."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
-        )
-
     def step(
         self, step: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any
     ) -> Callable[..., Any]:
