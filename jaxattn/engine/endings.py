@@ -1,5 +1,6 @@
 """What becomes of tokens that come back: events, and rows that end with them."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -110,8 +111,14 @@ class Endings:
         """A request is done, with what a row of it, or its place in the queue, has generated."""
         assert request.id is not None
         first, seconds = self.clocks.pop(request.id).read(time.perf_counter())
-        tokens, chances = ((), ()) if of is None else (tuple(of.tokens), tuple(of.logprobs))
-        done = Completion(request, tokens, reason, detail, first, seconds, chances)
+        done = Completion(request, (), reason, detail, first, seconds)
+        if of is not None:
+            done = dataclasses.replace(
+                done,
+                tokens=tuple(of.tokens),
+                logprobs=tuple(of.logprobs),
+                cached_tokens=of.cached_tokens,
+            )
         self.events.append(FinishEvent(done))
 
     def clear(self) -> None:

@@ -41,7 +41,7 @@ from jaxattn.engine.runner import Runner
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.seal import Seal
 from jaxattn.engine.start import allocated, check_arrays, measured, tried
-from jaxattn.engine.steps import entry_points
+from jaxattn.engine.steps import entry_points, recurrent
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model
@@ -123,7 +123,7 @@ class Engine:
         self._busy = threading.Lock()
         self._next_id = 0
         self.seal = Seal(strict=strict)
-        self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
+        self.scheduler = _scheduler(prepared)
         self._endings = Endings(self.scheduler, detokenize)
         self._closed = False
         PROCESS.opened(self)
@@ -222,7 +222,7 @@ class Engine:
         before, self._prepared = self._prepared, prepared
         if prepared.limits != before.limits:
             waiting = self.scheduler.waiting
-            self.scheduler = Scheduler(prepared.limits, prepared.model.vocab_size)
+            self.scheduler = _scheduler(prepared)
             self._endings.scheduler = self.scheduler
             for queued in waiting:
                 self._submit(queued.request)
@@ -455,3 +455,8 @@ class Engine:
         self._endings.clear()
         if self._loop is not None:
             self._loop.drop()
+
+
+def _scheduler(prepared: Prepared) -> Scheduler:
+    model = prepared.model
+    return Scheduler(prepared.limits, model.vocab_size, recurrent=recurrent(model))

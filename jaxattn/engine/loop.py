@@ -126,6 +126,7 @@ class Loop:
         size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
         together = 1 if len(rows) == 1 else min(limits.prefill_rows, limits.batch)
         entry = EntryPoint("prefill", together, size)
+        self._send_copies()  # states of prefixes, to the rows that begin with them
         chunks, done = [], np.full(sampled_rows(limits, together), -1, np.int32)
         ended: list[Row | None] = [None] * len(done)
         for line, row in enumerate(rows):
@@ -139,6 +140,7 @@ class Loop:
         packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
         remember = any(chunk.place >= 0 for chunk in chunks)
         told = self.runner.prefill(entry, packed, remember=remember)
+        self._send_copies()  # those behind what was read now, to their checkpoints
         if found := [row for row in ended if row is not None]:
             told = self.runner.first(told, done, max(row.level for row in found))
         self.stats.prefill_steps += 1
@@ -185,6 +187,11 @@ class Loop:
             self._running = None  # another row may have come to where one was
             for packed in self.scheduler.deltas.drain():
                 self.runner.update(packed)
+
+    def _send_copies(self) -> None:
+        for source, target in self.scheduler.copies:
+            self.runner.copy(source, target)
+        self.scheduler.copies.clear()
 
     # --- reading
 

@@ -39,6 +39,8 @@ class Request:
             as an integer.
         stop_strings: the row ends with the token that completes one of them. The engine needs a
             `detokenize` for them.
+        cache_salt: prompts share what is cached of them only with those of the same salt, so that
+            nobody can tell by the time what others asked.
         id: names the request in events and callbacks; None lets the engine number it.
 
     Raises:
@@ -61,6 +63,7 @@ class Request:
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
     stop_strings: Sequence[str] = ()
+    cache_salt: str = ""
     id: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +101,8 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not len(self.prompt):
             raise ValueError("prompt is empty; it needs at least one token")
         if self.max_tokens < 1:
@@ -235,6 +240,7 @@ class Completion:
         detail: of the finish reason, see `FinishReason`; None if there is nothing to add.
         seconds_to_first_token: since the request was added; None if there was none.
         seconds: until it was done.
+        cached_tokens: of the prompt, that were not read again.
     """
 
     request: Request
@@ -244,6 +250,7 @@ class Completion:
     seconds_to_first_token: float | None = None
     seconds: float = 0.0
     logprobs: tuple["Logprobs", ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import EntryPoint, Remember, Sample, Update, sampled_rows
+from jaxattn.engine.steps import Copy, EntryPoint, Remember, Sample, Update, sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState
 
@@ -47,6 +47,12 @@ class Runner:
         """Rows that come, and pages: of `Deltas.drain`."""
         with self.seal.allowed():
             self.rows = self._step(Update())(self.rows, packed)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies the states of one slot to another."""
+        with self.seal.allowed():
+            slots = np.array([source, target], np.int32)
+            self.state = self._step(Copy())(self.state, slots)
 
     def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
         """Reads chunks of prompts, of `packed_chunks`; gives the logits behind them.

@@ -15,6 +15,7 @@ What a step needs to know of all rows at once (lengths, room, tokens left) is in
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.deltas import Deltas, device_stops
 from jaxattn.engine.logprobs import Logprobs
 from jaxattn.engine.pool import PagePool, SlotPool
+from jaxattn.engine.prefix import Counts, Entering, Hit, PrefixCache
 from jaxattn.engine.request import Request
 from jaxattn.engine.sampling import Level, level_of
 from jaxattn.memory.limits import Limits
@@ -33,12 +35,18 @@ AHEAD = 16
 
 @dataclasses.dataclass(eq=False)
 class Queued:
-    """A request that waits, and what it has generated if it ran before."""
+    """A request that waits, and what it has generated if it ran before.
+
+    Attributes:
+        keys: of the blocks of its prompt, once they were looked for.
+    """
 
     request: Request
     order: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    keys: list[bytes] | None = None
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -56,6 +64,8 @@ class Row:
         ended: it has left its row; what steps in flight say of it is not its own.
         read_last: the number of the round that last read of its prompt.
         late_stops: whether the host has to look for its stop tokens.
+        cached_tokens: of its prompt, that it found in the cache of prefixes.
+        prefix: what it enters there; None if it does not.
     """
 
     request: Request
@@ -71,6 +81,8 @@ class Row:
     late_stops: bool
     ended: bool = False
     read_last: int = -1
+    cached_tokens: int = 0
+    prefix: Entering | None = None
 
     @property
     def last(self) -> int:
@@ -92,10 +104,16 @@ class Scheduler:
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
         preemptions: rows that lost their pages so far.
+        prefixes: the cache of prompts' beginnings; None without one.
+        copies: slots whose states go to others before the next step: (from, to).
+        recurrent: whether rows have states, so that a prefix wants its own.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int):
-        self.limits, self.vocab_size = limits, vocab_size
+    def __init__(self, limits: Limits, vocab_size: int, *, recurrent: bool = False):
+        self.limits, self.vocab_size, self.recurrent = limits, vocab_size, recurrent
+        self.prefixes: PrefixCache | None = None
+        self.copies: list[tuple[int, int]] = []
+        self._prefix_counts = Counts()
         self.waiting: list[Queued] = []
         self.rows: dict[int, Row] = {}
         self.deltas = Deltas(limits.batch)
@@ -150,13 +168,20 @@ class Scheduler:
             request = queued.request
             prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
             last = len(request.prompt) + self._max_tokens(request) - 1
-            pages = self.pages.allocate(min(len(prompt) + 1, last))
+            entering, hit = self._found(queued, prompt)
+            self.pages.share(hit.pages)  # before others are asked for, which may evict
+            rest = min(len(prompt) + 1, last) - len(hit.pages) * PAGE_SIZE
+            pages = self.pages.allocate(rest)
             if pages is None:
+                self.pages.free(hit.pages)
                 return
             slot = self.slots.allocate()
             assert slot is not None, "there are as many slots as rows"
             del self.waiting[0]
-            self._place(queued, prompt, pages, slot)
+            row = self._place(queued, prompt, [*hit.pages, *pages], slot)
+            row.prefix = entering
+            if self.prefixes is not None and entering is not None:
+                self._goes_on(row, hit)
 
     # --- rows
 
@@ -178,6 +203,10 @@ class Scheduler:
         Then the row joins those on the device, and is sampled after this step.
         """
         self.cached[row.index] += tokens
+        if self.prefixes is not None and row.prefix is not None:
+            state = self.prefixes.enter(row.prefix, int(self.cached[row.index]), row.pages)
+            if state is not None:
+                self.copies.append((row.slot, state))
         if self.cached[row.index] < len(row.prompt):
             return False
         self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
@@ -248,18 +277,47 @@ class Scheduler:
         return dropped
 
     def clear(self) -> None:
-        """Drops all that waits and runs."""
+        """Drops all that waits and runs. What is cached stays where all rows have ended."""
         self.waiting.clear()
-        self.drop_rows()
+        if self.rows or self.pages.in_use or self.slots.in_use:
+            self.drop_rows()
 
     def _new_pools(self) -> None:
-        self.pages = PagePool(self.limits.pages, PAGE_SIZE)
-        self.slots = SlotPool(self.limits.batch)
+        """Pools of which everything is free, and nothing cached in them."""
+        limits = self.limits
+        self.pages = PagePool(limits.pages, PAGE_SIZE)
+        self.slots = SlotPool(limits.batch)
+        self.copies.clear()
+        checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
+        if limits.prefix_cache and (checkpoints or not self.recurrent):
+            block = math.lcm(limits.chunks[-1], PAGE_SIZE)
+            self.prefixes = PrefixCache(
+                self.pages, block, checkpoints, self._prefix_counts, recurrent=self.recurrent
+            )
+
+    def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
+        """What a prompt may enter in the cache of prefixes, and what is there of it."""
+        # The history of a row with penalties has to be read.
+        if self.prefixes is None or queued.request.penalized:
+            return None, Hit()
+        if queued.keys is None:
+            queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
+        hit = self.prefixes.find(queued.keys)
+        return Entering(queued.keys, hit), hit
+
+    def _goes_on(self, row: Row, hit: Hit) -> None:
+        """A row begins behind what was found of its prompt."""
+        assert self.prefixes is not None
+        self.prefixes.used(hit, len(row.prompt))
+        row.cached_tokens = len(hit.pages) * PAGE_SIZE
+        self.cached[row.index] = row.cached_tokens
+        if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
+            self.copies.append((state, row.slot))
 
     def _queue(self, queued: Queued) -> None:
         bisect.insort(self.waiting, queued, key=lambda each: each.turn)
 
-    def _place(self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int) -> None:
+    def _place(self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int) -> Row:
         """A row of its own for a request, with no pages yet but those given."""
         request = queued.request
         index = next(i for i in range(self.limits.batch) if i not in self.rows)
@@ -280,6 +338,7 @@ class Scheduler:
         self.left[index] = row.max_tokens - len(row.tokens)
         self.levels[index] = row.level
         self._give(row, pages)
+        return row
 
     def _give(self, row: Row, pages: list[int] | None) -> None:
         """More pages for a row, on the host and, with the next deltas, on the device."""
