@@ -85,6 +85,22 @@ def grouped(
     return op, (q, cache, ints(rows, width), ints(rows), *more, scales)
 
 
+def grouped_prefill(
+    rows: int, heads: tuple[int, int, int], page: int, tokens: int, **options: Any
+) -> Launch:
+    """Grouped-query prefill of (H, Hk, D) on a prefix; gated where D is 256, with sinks where it
+    is 64."""
+    count, kv_heads, dim = heads
+
+    def op(*args: Any) -> Any:
+        more: Any = {"sinks": args[-2], "gate": args[-1], **options, **MOSAIC}
+        return jaxattn.gqa.gqa_prefill(*args[:-2], layer=1, **more)
+
+    q, kv = (x(rows, tokens, h, dim) for h in (count, kv_heads))
+    paged = x(2, 64, 2, page, kv_heads, dim), ints(rows, 32768 // page), ints(rows), ints(rows)
+    return op, (q, kv, kv, *paged, f32(count) if dim == 64 else None, q if dim == 256 else None)
+
+
 def append(width: int, interleaved: bool, made: Any) -> Launch:
     """In a stack of layers; of queries of that width, 0 for none, and a cache so `made`."""
     config = jaxattn.RopeConfig(interleaved=interleaved)
@@ -214,6 +230,11 @@ EXTRA: dict[str, Launch] = {
     "gqa_append": heads_append((32, 8, 128), 128),
     "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),
     "gqa_append_pairs_of_heads": heads_append((64, 8, 64), 64, fp8=True),
+    "gqa_prefill_128": grouped_prefill(1, (32, 8, 128), 64, 8192),
+    "gqa_prefill_pages_of_16": grouped_prefill(1, (32, 8, 128), 16, 8192, soft_cap=30.0),
+    "gqa_prefill_few_tokens": grouped_prefill(8, (40, 8, 128), 128, 16),
+    "gqa_prefill_gate": grouped_prefill(1, (16, 2, 256), 64, 8192),
+    "gqa_prefill_sinks": grouped_prefill(1, (64, 8, 64), 64, 8192, window=128),
     "mla_append_halves": append(1536, False, x),
     "mla_append_no_queries": append(0, True, f16),
     "mla_prefill_resident": attention(x, 2100),

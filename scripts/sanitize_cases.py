@@ -16,6 +16,7 @@ from jaxattn import (
     gated_delta_net_decode,
     gated_delta_rule_decode,
     gated_delta_rule_prefill,
+    gqa,
     mla,
     mla_append,
     mla_decode,
@@ -141,6 +142,23 @@ def prefill_with_a_prefix(implementation: Implementation) -> Any:
     inputs = normal(*rows, heads, 192), normal(*rows, DIM)
     weights = normal(heads, 128, RANK), normal(heads, RANK, 128)
     return op, (*inputs, *weights, normal(pages, PAGE, DIM), tables, ints(lens), ints(new))
+
+
+def grouped_prefill(dim: int, page: int, window: int | None = None) -> Case:
+    """Two query heads to a key-value head, prefixes of some pages and of none, and padding."""
+
+    def case(implementation: Implementation) -> Any:
+        lens, new = [300, 277, 200, 0], [270, 277, 8, 0]
+        tables, pages = pages_of(lens, page)
+        rows = len(lens), max(new)
+
+        def op(*args: Any) -> Any:
+            return gqa.gqa_prefill(*args, window=window, implementation=implementation)
+
+        inputs = normal(*rows, 4, dim), normal(*rows, 2, dim), normal(*rows, 2, dim)
+        return op, (*inputs, normal(pages, 2, page, 2, dim), tables, ints(lens), ints(new))
+
+    return case
 
 
 def delta_rule(
@@ -341,6 +359,9 @@ CASES: dict[str, Case] = {
     "mla_append": append,
     "mla_prefill": prefill,
     "mla_prefill_prefix": prefill_with_a_prefix,
+    "gqa_prefill": grouped_prefill(128, 64),
+    "gqa_prefill_window": grouped_prefill(64, 16, window=100),
+    "gqa_prefill_256": grouped_prefill(256, 128),
     "gdn_prefill_short": delta_rule([63, 0, 1, 200]),
     "gdn_prefill_pool": delta_rule([63, 130], pool=True),
     "gdn_prefill_checkpoints": delta_rule([63, 0, 130, 200], pool=True, checkpoint_tokens=64),

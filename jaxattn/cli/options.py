@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxattn import __version__, interrupt
 from jaxattn.cli import server_options

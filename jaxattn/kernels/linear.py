@@ -8,10 +8,11 @@ the K numbers of 128 columns, and each has `stages` copies under way from the st
 of a cluster add up their sums, each some of the tokens', in the order of the blocks.
 
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
-silu(gate) * up is stored. A token's result does not depend on the other tokens.
+silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
+their own, [L * heads, K, N]. A token's result does not depend on the other tokens.
 
-Limits: 32 tokens, 4 of matrices above 32 MiB; K a multiple of 64; N at least 128 and a multiple of
-8; bfloat16 or float16.
+Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64, N at least 128; bfloat16
+or float16.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
 """
 
@@ -37,6 +38,8 @@ from jaxattn.kernels.hopper.machine import (
     swizzled,
 )
 from jaxattn.kernels.hopper.turned import store_turned
+
+type Shaped = jax.Array | jax.ShapeDtypeStruct
 
 OP = "linear_layer"
 ROWS = 128  # columns of a matrix that a cluster has
@@ -72,7 +75,7 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
 
 
 def refuse(
-    x: jax.Array, weights: Sequence[jax.Array], *, gated: bool = False, interpret: bool = False
+    x: Shaped, weights: Sequence[Shaped], *, gated: bool = False, interpret: bool = False
 ) -> None:
     """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper(OP, interpret=interpret)
@@ -81,7 +84,7 @@ def refuse(
 
 
 def refusal(
-    x: tuple[int, ...], dtype: Any, weights: Sequence[jax.Array], *, gated: bool = False
+    x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped], *, gated: bool = False
 ) -> str | None:
     """Why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
@@ -91,9 +94,9 @@ def refusal(
         size = " of so large matrices" if large else ""
         return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
     for weight in weights:
-        if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % 8:
+        if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % STEP:
             return (
-                f"the kernel has K a multiple of {STEP} and N of 8, at least {ROWS}; got weights "
+                f"the kernel has K and N multiples of {STEP}, and N at least {ROWS}; got weights "
                 f"{weight.shape}"
             )
         if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:
@@ -112,6 +115,7 @@ def linears_mosaic(
     affine: tuple[int, int] = (1, 0),
     out_dtypes: Sequence[Any],
     gated: bool = False,
+    heads: int = 1,
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -119,34 +123,37 @@ def linears_mosaic(
     """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
 
     Args:
-        x: [T, K].
-        weights: [L, K, N] each; with `gated`, two of one shape.
+        x: [T, K], or with heads [T, heads * K].
+        weights: [L, K, N] each; with `gated`, two of one shape; with heads, one [L * heads, K, N].
         affine: (a, b), for the layer `a * layer + b`.
-        out_dtypes: of the results.
+        out_dtypes: of the results, [T, N] or with heads [T, heads * N].
+        heads: each multiplies K numbers of x by a matrix of its own.
     """
-    refuse(x, weights, gated=gated, interpret=interpret)
-    tokens, inner = x.shape
+    tokens, inner = x.shape[0], x.shape[1] // heads
+    refuse(
+        jax.ShapeDtypeStruct((tokens, inner), x.dtype), weights, gated=gated, interpret=interpret
+    )
     columns = -(-tokens // 8) * 8
     steps = inner // STEP
     sizes = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
     tiles = [-(-size // ROWS) for size in sizes]
-    config = config or choose(tiles=sum(tiles), steps=steps, columns=columns, gated=gated)
+    config = config or choose(tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated)
     parts, stages = config.parts, config.stages
     body = _body(
-        config, tokens=tokens, steps=steps, sizes=sizes, affine=affine, gated=gated,
+        config, tokens=tokens, steps=steps, sizes=sizes, affine=affine, gated=gated, heads=heads,
         columns=columns, interpret=interpret,
     )  # fmt: skip
     tiled, many = swizzled(x.dtype), 1 + gated
     apart = None
     if interpret and parts > 1:  # whose blocks have no shared memory in common
-        apart = jnp.zeros((parts, sum(tiles), many, columns, ROWS), jnp.float32)
+        apart = jnp.zeros((parts, heads * sum(tiles), many, columns, ROWS), jnp.float32)
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     out = launch(
         body,
         name="linear_layer",
-        grid={"tile": sum(tiles)},
+        grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},
         inputs={
             "x_ref": x,
@@ -156,7 +163,7 @@ def linears_mosaic(
         },
         outputs={
             "out_refs": tuple(
-                jax.ShapeDtypeStruct((tokens, size), dtype)
+                jax.ShapeDtypeStruct((tokens, heads * size), dtype)
                 for size, dtype in zip(sizes, out_dtypes, strict=True)
             )
         },
@@ -184,6 +191,7 @@ def _body(
     sizes: Sequence[int],
     affine: tuple[int, int],
     gated: bool,
+    heads: int,
     columns: int,
     interpret: bool,
 ) -> Any:
@@ -197,7 +205,13 @@ def _body(
     ):  # fmt: skip
         zero = jnp.minimum(layer_ref[0], 0)
         layer = layer_ref[0] * affine[0] + affine[1]
-        tile = lax.axis_index("tile")
+        block = tile = lax.axis_index("tile")
+        first_of_x = first_of_out = jnp.int32(0)
+        if heads > 1:
+            per_head = -(-sizes[0] // ROWS)
+            head, tile = lax.div(tile, per_head), lax.rem(tile, per_head)
+            layer = layer * heads + head
+            first_of_x, first_of_out = head * (steps * STEP), head * sizes[0]
         part = block_of_cluster(parts, interpret=interpret) if parts > 1 else jnp.int32(0)
         begin, end = (lax.div((part + more) * steps, parts) for more in (0, 1))
         mine = end - begin
@@ -217,7 +231,11 @@ def _body(
         def load(step: Any) -> None:
             slot = lax.rem(step, stages)
             some = pl.ds(pl.multiple_of((begin + step) * STEP, STEP), STEP)
-            tokens_of_x = x_ref.at[pl.ds(zero, columns), some]
+            of_x = some
+            if heads > 1:
+                first = first_of_x + (begin + step) * STEP
+                of_x = pl.ds(pl.multiple_of(first, STEP), STEP)
+            tokens_of_x = x_ref.at[pl.ds(zero, columns), of_x]
             plgpu.copy_gmem_to_smem(tokens_of_x, x_smem.at[slot], loaded.at[slot])
 
             def of_matrix(matrix: int, place: int, first: Any) -> None:
@@ -253,7 +271,7 @@ def _body(
         for place, total in enumerate(sums):
             store_turned(sums_smem.at[place], total, interpret=interpret)
         if apart_ref is not None:
-            apart_ref[part, tile] = sums_smem[...]
+            apart_ref[part, block] = sums_smem[...]
         together = partial(meet_in_cluster, met, interpret=interpret)
         if parts > 1:
             together()
@@ -265,7 +283,7 @@ def _body(
             rows = []
             for other in range(parts):
                 if apart_ref is not None:
-                    source = apart_ref.at[other, tile, place]
+                    source = apart_ref.at[other, block, place]
                 elif parts > 1:
                     source = plgpu.cluster_ref(sums_smem.at[place], {"part": jnp.int32(other)})
                 else:
@@ -276,6 +294,7 @@ def _body(
         def store(result: int, first: Any) -> None:
             """The block's tokens, a few at a time: all their rows are on their way together."""
             out = out_refs[result]
+            first = first_of_out + first if heads > 1 else first
             for start in range(0, tokens, TOGETHER * parts):
                 some = range(start, min(start + TOGETHER * parts, tokens), parts)
                 mine = [part + token for token in some]

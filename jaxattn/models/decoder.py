@@ -385,9 +385,13 @@ def _loop[Carry](
 
 
 def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
-    """The weights of a segment's linears, [repeats, in, out] each, by the place of the linear."""
-    modules = nnx.iter_modules(pattern)
-    return {path: each.weight[...] for path, each in modules if isinstance(each, Linear)}
+    """The weights of a segment that its modules read in their stacks, [repeats, ...] each, by the
+    module's place and the weight's name."""
+    return {
+        (path, name): getattr(module, name)[...]
+        for path, module in nnx.iter_modules(pattern)
+        for name in getattr(module, "stacked", ())
+    }
 
 
 def _leave_in_stacks(
@@ -396,10 +400,11 @@ def _leave_in_stacks(
     repeat: Array,
     implementation: Implementation | None,
 ) -> None:
-    """Tells the linears of one repeat where the weights of all of them lie."""
+    """Tells the modules of one repeat where the weights of all of them lie."""
     for path, module in nnx.iter_modules(pattern):
-        if isinstance(module, Linear):
-            module.in_stack = InStack(stacks[path], LayerOf(repeat, 1, 0), implementation)
+        for name, place in getattr(module, "stacked", {}).items():
+            found = InStack(stacks[path, name], LayerOf(repeat, 1, 0), implementation)
+            setattr(module, place, found)
 
 
 def _norm(stream: Stream) -> RMSNorm:

@@ -6,7 +6,9 @@ rounded once to the compute dtype by the product itself, which halves what a dec
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.varying import vary_alike
-from jaxattn.ops.linear import kernel_serves, linear_layer
+from jaxattn.ops.linear import heads_layer, heads_serve, kernel_serves, linear_layer
 
 
 def matmul(
@@ -74,19 +76,25 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InStack:
-    """Where a decode step finds a linear's weight.
+    """Where a decode step finds a weight of a module.
 
     The kernel takes what it serves, and XLA the rest, whatever implementation is named.
 
     Attributes:
-        weights: of all layers, [L, in_features, out_features].
-        layer: this linear's.
+        weights: of all layers, [L, in_features, out_features], or [L, H, K, N] of heads.
+        layer: this module's.
         implementation: of the product.
     """
 
-    weights: Float[Array, "L K N"]
+    weights: Float[Array, "L *H K N"]
     layer: LayerOf
     implementation: Implementation | None
+
+    def of_heads(self, x: Float[Array, "*T H K"]) -> Float[Array, "*T H N"] | None:
+        """The product of each head by the kernel, or None where the kernel does not serve."""
+        if self.implementation == "xla" or not heads_serve(x, self.weights):
+            return None
+        return heads_layer(x, self.weights, layer=self.layer, implementation=self.implementation)
 
     def serves(self, x: Array, dtype: jnp.dtype, *beside: "InStack", gated: bool = False) -> bool:
         """Whether the kernel takes x, to be rounded to `dtype`, and these weights."""
@@ -106,6 +114,9 @@ class Linear(nnx.Module):
         TypeError: x has no dtype of floats.
         ValueError: x has another last axis, or a size is not a positive integer; it is named.
     """
+
+    # Its parameters that a step reads where they lie in their stacks, and what says where.
+    stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack"}
 
     def __init__(
         self,

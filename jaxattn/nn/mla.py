@@ -5,8 +5,9 @@ together. Training and prefill expand it to keys and values; decoding moves the 
 query and the output (weight absorption), so that the heads attend over the latents themselves.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.checks import FLOATS, Arguments, as_given, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
-from jaxattn.nn.linear import Linear, linears, matmul, normal
+from jaxattn.nn.linear import InStack, Linear, linears, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
@@ -47,6 +48,9 @@ class MultiHeadLatentAttention(nnx.Module):
         ValueError: a size is not a positive integer, or the RoPE configuration rotates another
             number of dimensions than `qk_rope_head_dim`.
     """
+
+    # Its parameters that a step reads where they lie in their stacks, and what says where.
+    stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
 
     def __init__(
         self,
@@ -84,6 +88,8 @@ class MultiHeadLatentAttention(nnx.Module):
         self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
         self.q_lora_rank = q_lora_rank
         self.dtype = jnp.dtype(dtype)
+        self.w_uk_in_stack: InStack | None = None
+        self.w_uv_in_stack: InStack | None = None
         qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.scale = softmax_scale(qk_head_dim, self.rope)
 
@@ -260,7 +266,9 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         q_nope, q_pe = self._queries(x, rotation, q if compressed is None else compressed)
         dtype = self._dtype_beside(kv_cache)
-        q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
+        q_latent = self._absorbed(q_nope, self.w_uk_in_stack)
+        if q_latent is None:
+            q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
         queries: Any = (q_latent.astype(dtype), q_pe.astype(dtype))
         out, _, *rest = mla.mla_decode(
             queries,
@@ -276,9 +284,19 @@ class MultiHeadLatentAttention(nnx.Module):
             arena=arena,
             implementation=implementation,
         )
-        out = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
+        values = self._absorbed(out, self.w_uv_in_stack)
+        if values is None:
+            values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
+        out = values
         y = self._output(out, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
+
+    def _absorbed(self, x: Array, place: InStack | None) -> Array | None:
+        """A product of each head out of the stack of all layers, where a kernel has it."""
+        if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
+            return None
+        with jax.named_scope("absorb"):
+            return place.of_heads(x)
 
     def decode_rotation(
         self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None

@@ -2,6 +2,7 @@
 
     q, kv = linear_layer(x, (q_proj, kv_a_proj), layer=l)      x @ q_proj[l], x @ kv_a_proj[l]
     h = gated_layer(x, gate_proj, up_proj, layer=l)            silu(x @ gate) * (x @ up)
+    y = heads_layer(x, weights, layer=l)                       x[:, h] @ weights[l, h] of each head
 
 In a loop over layers XLA's products take a layer's matrix out of the stack, some by a copy. For a
 few tokens a product is as fast as its weights are read; the kernel is made for those. More tokens
@@ -9,7 +10,8 @@ go to XLA. So a row's last bits depend on how many rows a step is compiled for, 
 is beside it in the step. The gradient is XLA's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
 from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.products import dot
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal
 
 type Layer = int | Int[Array, ""] | LayerOf
@@ -41,8 +44,8 @@ def linear_layer(
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
-            32 tokens (1 to 4 where a matrix is above 32 MiB), K a multiple of 64, N a multiple of 8
-            and at least 128, in bfloat16 or float16. It is not differentiable.
+            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, N at least
+            128, in bfloat16 or float16. It is not differentiable.
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
@@ -68,6 +71,45 @@ def gated_layer(
     if gate.shape != up.shape:
         raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
     return _linears(x, [gate, up], layer, [jnp.dtype(out_dtype)], True, implementation)[0]
+
+
+def heads_layer(
+    x: Float[Array, "*T H K"],
+    weights: Float[Array, "L H K N"],
+    *,
+    layer: Layer,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T H N"]:
+    """`x[..., h, :] @ weights[layer, h]` of each head, summed in float32, in x's dtype.
+
+    Arguments, limits and errors are those of `linear_layer`, with K and N of a head.
+    """
+    arguments = Arguments("heads_layer")
+    arguments.check("weights", weights, "L H K N", FLOATS)
+    heads, inner, size = weights.shape[1:]
+    if x.shape[-2:] != (heads, inner):
+        raise ValueError(
+            f"heads_layer: x {tuple(x.shape)} must end in [H, K] of weights {tuple(weights.shape)}"
+        )
+    first, affine, number = taken_apart(layer)
+    check_layer(arguments.op, "weights", weights.shape, number)
+
+    def reference(tokens: Array, first: Array, weights: Array) -> list[Array]:
+        weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
+        by_head = tokens.reshape(-1, heads, inner)
+        return [dot("thk,hkn->thn", by_head, weight).astype(x.dtype).reshape(len(tokens), -1)]
+
+    def kernel(tokens: Array, first: Array, weights: Array, interpret: bool) -> list[Array]:
+        stack = weights.reshape(-1, inner, size)
+        return linears_mosaic(
+            tokens, [stack], layer=first, affine=affine, out_dtypes=[x.dtype], heads=heads,
+            interpret=interpret,
+        )  # fmt: skip
+
+    tokens = x.reshape(-1, heads * inner).astype(weights.dtype)
+    operands = (tokens, jnp.asarray(first, jnp.int32), weights)
+    found = _dispatch("heads_layer", implementation, kernel, reference, operands)
+    return found[0].reshape(*x.shape[:-1], size)
 
 
 def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
@@ -96,14 +138,11 @@ def _linears(
 
     operands = (tokens, jnp.asarray(first, jnp.int32), *weights)
 
-    def mosaic(interpret: bool) -> list[Array]:
-        def kernel(tokens: Array, first: Array, *weights: Array) -> list[Array]:
-            return linears_mosaic(
-                tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
-                interpret=interpret,
-            )  # fmt: skip
-
-        return with_gradient_of(reference, kernel)(*operands)
+    def kernel(tokens: Array, first: Array, *weights: Array, interpret: bool) -> list[Array]:
+        return linears_mosaic(
+            tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
+            interpret=interpret,
+        )  # fmt: skip
 
     def reference(tokens: Array, first: Array, *weights: Array) -> list[Array]:
         layer = affine[0] * first + affine[1]
@@ -112,9 +151,31 @@ def _linears(
             products = [jax.nn.silu(products[0]) * products[1]]
         return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
 
-    with jax.named_scope(OP):
-        found = dispatch(
-            OP,
+    found = _dispatch(OP, implementation, kernel, reference, operands)
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def heads_serve(x: Array, weights: Array) -> bool:
+    """Whether the kernel has the shapes and dtypes of `heads_layer`."""
+    tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
+    inner, size = weights.shape[-2:]
+    stack = jax.ShapeDtypeStruct((1, inner, size), weights.dtype)
+    return refusal((tokens, inner), x.dtype, [stack]) is None
+
+
+def _dispatch(
+    op: str,
+    implementation: Implementation | None,
+    kernel: Callable[..., list[Array]],
+    reference: Callable[..., list[Array]],
+    operands: tuple[Array, ...],
+) -> list[Array]:
+    def mosaic(interpret: bool) -> list[Array]:
+        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
+
+    with jax.named_scope(op):
+        return dispatch(
+            op,
             implementation,
             {
                 "mosaic_gpu": lambda: mosaic(False),
@@ -122,7 +183,6 @@ def _linears(
                 "xla": lambda: reference(*operands),
             },
         )
-    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
 
 def _product(x: Array, weights: Array, layer: Array | int) -> Array:

@@ -13,8 +13,8 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.ops.linear import kernel_serves, linear_layer
 
-# The kernel of the product wants columns in eights, of each half.
-GATE_COLUMNS = 8
+# The kernel of the product wants columns by 64, and two halves are side by side.
+HALF = 32
 
 
 def split_router(
@@ -23,12 +23,13 @@ def split_router(
     """Float32 weights as two of bfloat16, side by side: as many bytes.
 
     Args:
-        gates: a column more, of the shared experts' gate. With it N is E + 8: behind it are zeros.
+        gates: a column more, of the shared experts' gate. With it N is E + 1 and zeros behind it,
+            up to a multiple of 32.
     """
     if gates is not None:
         none = [(0, 0)] * (gates.ndim - 1)
-        gates = jnp.pad(gates, (*none, (0, GATE_COLUMNS - 1)))
         router = jnp.concatenate([router, gates], axis=-1)
+        router = jnp.pad(router, (*none, (0, -router.shape[-1] % HALF)))
     high = router.astype(jnp.bfloat16)
     low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.concatenate([high, low], axis=-1)

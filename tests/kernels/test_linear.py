@@ -10,7 +10,7 @@ import pytest
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels import linear
 from jaxattn.kernels.linear import Config, choose, linears_mosaic
-from jaxattn.ops.linear import gated_layer, linear_layer
+from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 
 
 def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
@@ -42,7 +42,7 @@ def close(found, expected, limit=2e-3):
     "tokens, inner, sizes, config",
     [
         (1, 256, (256,), Config(parts=4, stages=2)),
-        (3, 320, (128, 136), Config(parts=2, stages=2)),  # parts of unequal shares, a tail of N
+        (3, 320, (128, 192), Config(parts=2, stages=2)),  # parts of unequal shares, a tail of N
         (9, 128, (256, 128), Config(parts=1, stages=2)),
         (17, 512, (128,), Config(parts=8, stages=1)),
     ],
@@ -54,6 +54,30 @@ def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
         out_dtypes=[jnp.float32] * len(sizes), detect_races=all(n % 128 == 0 for n in sizes),
     )  # fmt: skip
     close(found, wanted(x, weights, 1))
+
+
+@pytest.mark.parametrize("config", [Config(parts=1, stages=2), Config(parts=2, stages=1)])
+def test_heads_have_matrices_of_their_own(config):
+    x, (weights,) = case(3, 128, 192, layers=6)  # two layers of three heads
+    x = jnp.concatenate([x, 2 * x, 3 * x], axis=-1)
+    (found,) = linears_mosaic(
+        x, [weights], layer=jnp.int32(1), heads=3, config=config, interpret=True,
+        out_dtypes=[jnp.float32],
+    )  # fmt: skip
+    expected = [wanted(x[:, 128 * h : 128 * (h + 1)], [weights], 3 + h)[0] for h in range(3)]
+    close([found], [np.concatenate(expected, axis=-1)])
+
+
+def test_the_op_of_heads_in_the_interpreter_gives_the_references_result():
+    x, (weights,) = case(8, 64, 128, layers=6)
+    x, weights = x.reshape(4, 1, 2, 64), weights.reshape(3, 2, 64, 128)
+    op = partial(heads_layer, x, weights, layer=2)
+    np.testing.assert_allclose(
+        *(np.asarray(op(implementation=by), np.float32) for by in ("mosaic_gpu_interpret", "xla")),
+        rtol=1e-2, atol=1e-2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="must end in"):
+        heads_layer(x[:, :, :1], weights, layer=2)
 
 
 def test_gate_and_up_are_one_launch():
@@ -104,8 +128,9 @@ def test_the_gradient_is_the_references():
     [
         ((33, 128), (2, 128, 128), "1 to 32 tokens"),
         ((5, 1024), (1, 1024, 16512), "1 to 4 tokens of so large matrices"),
-        ((4, 100), (2, 100, 128), "K a multiple of 64"),
-        ((4, 128), (2, 128, 100), "N of 8, at least 128"),
+        ((4, 100), (2, 100, 128), "K and N multiples of 64"),
+        ((4, 128), (2, 128, 136), "K and N multiples of 64"),
+        ((4, 128), (2, 128, 64), "N at least 128"),
     ],
 )
 def test_what_the_kernel_has_not_is_refused_by_name(x, weight, message):
@@ -125,6 +150,7 @@ SHAPES = [  # DeepSeek-V2-Lite's, and the largest of Qwen3-Next and DeepSeek-V3
     (2048, (2816, 2816), True),
     (2816, (2048,), False),
     (2048, (12288, 64 * 2), False),
+    (2048, (2 * (256 + 32),), False),  # Qwen3.5's router and gate, in halves
     (7168, (1536, 576), False),
     (16384, (7168,), False),
 ]
@@ -185,3 +211,27 @@ def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
         close([y[layer] for y in found], wanted(x, weights, layer, gated), 4e-3 if gated else 1e-4)
     again = scanned(x, weights)
     jax.tree.map(np.testing.assert_array_equal, found, again)
+
+
+HEADS = [(16, 128, 512), (16, 512, 128), (20, 192, 512)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+@pytest.mark.parametrize("heads, inner, size", HEADS)
+def test_products_of_heads_on_a_gpu(heads, inner, size, tokens):
+    x, (weights,) = case(tokens, heads * inner, size, layers=3, seed=tokens)
+    x, weights = x.reshape(tokens, heads, inner), weights.reshape(3, heads, inner, size)
+    found = jax.jit(partial(heads_layer, layer=2, implementation="mosaic_gpu"))(x, weights)
+    x, weight = (np.asarray(each, np.float64) for each in (x, weights[2]))
+    close([found], [np.einsum("thk,hkn->thn", x, weight)], 4e-3)
+
+
+@pytest.mark.parametrize("heads, inner, size", HEADS)
+def test_products_of_heads_are_lowered_for_a_gpu(heads, inner, size, monkeypatch):
+    monkeypatch.setattr(linear, "require_hopper", lambda *args, **kwargs: None)
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    op = partial(heads_layer, layer=1, implementation="mosaic_gpu")
+    args = shape((4, 1, heads, inner)), shape((2, heads, inner, size))
+    text = jax.jit(op).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

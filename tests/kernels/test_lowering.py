@@ -1,4 +1,4 @@
-"""Without a GPU: the decode kernels lowered for one, whose rules differ from the interpreter's.
+"""Without a GPU: kernels lowered for one, whose rules differ from the interpreter's.
 
 What a kernel takes in place is an operand and a result of its launch; nothing else may be.
 """
@@ -17,19 +17,29 @@ from jaxattn.kernels.gdn_decode import launch as gdn_decode
 from jaxattn.kernels.gqa_decode import launch as gqa_decode
 from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa_decode.schedule import decode_schedule as gqa_schedule
+from jaxattn.kernels.gqa_prefill import launch as gqa_prefill
 from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla_decode.scratch import decode_schedule
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gqa.append import gqa_append
+from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.moe import mixture_of_experts
 
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch):
-    for module in (gdn_decode, gqa_append_kernel, gqa_decode, mla_append, mla_decode, moe):
+    for module in (
+        gdn_decode,
+        gqa_append_kernel,
+        gqa_decode,
+        gqa_prefill,
+        mla_append,
+        mla_decode,
+        moe,
+    ):
         monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
 
 
@@ -266,3 +276,34 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
     assert [line.count("output_operand_alias<") for line in (decode, *combine)] == (
         [1] if window else [2, 2]
     )
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, page, options",
+    [
+        (32, 8, 128, 16, dict(soft_cap=30.0)),
+        (64, 8, 64, 64, dict(window=128, sinks=True, dtype=jnp.float16)),
+        (16, 2, 256, 128, dict(gate=True)),
+        (20, 4, 128, 32, dict(tokens=12)),
+    ],
+    ids=str,
+)
+def test_gqa_prefill(heads, kv_heads, dim, page, options):
+    get = {"tokens": 2048, "dtype": jnp.bfloat16, **options}.get
+    batch, tokens, dtype = 2, get("tokens"), get("dtype")
+
+    def step(q, k, v, cache, tables, lens, new, sinks, gate):
+        return prefill_op(
+            q, k, v, cache, tables, lens, new, layer=1, window=get("window"),
+            soft_cap=get("soft_cap"), sinks=sinks, gate=gate, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    q = shape(batch, tokens, heads, dim, dtype=dtype)
+    kv = shape(batch, tokens, kv_heads, dim, dtype=dtype)
+    cache = shape(2, 9, 2, page, kv_heads, dim, dtype=dtype)
+    sinks = shape(heads, dtype=jnp.float32) if get("sinks") else None
+    args = (q, kv, kv, cache, ints(batch, 4096 // page), ints(batch), ints(batch))
+    (launch,) = launches(step, *args, sinks, get("gate") and q)
+    # The count of what blocks have drawn, where they draw more than the tile they begin with.
+    assert launch.count("output_operand_alias<") == (tokens == 2048)
+    assert f"tensor<2x18x{page}x{kv_heads * dim}x" in launch  # the whole cache, read where it lies

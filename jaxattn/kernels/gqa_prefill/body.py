@@ -69,16 +69,15 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        """Of `raw`. It is positive, so that the largest stays the largest."""
-        plain = self.soft_cap is None and self.scale > 0
-        return self.scale * LOG2E if plain else 1.0
+        """Of `capped`."""
+        return self.scale * LOG2E if self.soft_cap is None else self.soft_cap * LOG2E
 
-    def raw(self, scores: jax.Array) -> jax.Array:
-        if self.soft_cap is not None:
-            # tanh, whose approximate instruction is off by 2**-11 of the cap.
-            power = jnp.exp2(scores * (2 * LOG2E * self.scale / self.soft_cap))
-            return (1.0 - 2.0 / (power + 1.0)) * (self.soft_cap * LOG2E)
-        return scores if self.scale > 0 else scores * (self.scale * LOG2E)
+    def capped(self, scores: jax.Array) -> jax.Array:
+        if self.soft_cap is None:
+            return scores
+        # tanh, whose approximate instruction is off by 2**-11 of the cap.
+        power = jnp.exp2(scores * (2 * LOG2E * self.scale / self.soft_cap))
+        return 1.0 - 2.0 / (power + 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +136,7 @@ class Computer:
         """The output with a step's values, in the interpreter, whose wgmma takes no operand from
         registers."""
         values = self.memory.values[self.slot(number)].astype(jnp.float32)
+        plgpu.commit_smem()  # they are read as wgmma does not, before TMA writes over them
         return state.out + jnp.dot(state.p.astype(jnp.float32), values)
 
     def seen(self, tile: Tile, step: Step) -> jax.Array:
@@ -159,7 +159,7 @@ class Computer:
         """(weights float32, maxima, sums, what rescales the output) with step i's scores."""
         step, keys = self.tiles.step(tile, i), self.config.keys
         whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
-        scores = self.scores.raw(scores)
+        scores = self.scores.capped(scores)
         mask = lambda s: jnp.where(self.seen(tile, step), s, -jnp.inf)  # noqa: E731
         scores = lax.cond(whole, lambda s: s, mask, scores)
         factor = self.scores.factor
@@ -268,6 +268,12 @@ class Computer:
             out = gated(out, plgpu.load(self.stage, layout=TILE))
         out = jnp.where(share != 0, out, 0.0)
 
+        self.store(tile, lse, out)
+
+    def store(self, tile: Tile, lse: jax.Array, out: jax.Array) -> None:
+        mine = self.first_row(tile)
+        rows = pl.ds(mine, ROWS)
+
         @pl.when(mine < self.lse.shape[2])
         def _() -> None:
             self.lse[tile.row, tile.head, rows] = lse
@@ -311,26 +317,13 @@ class Computer:
 
         @pl.when(tile.steps == 0)
         def _see_nothing() -> None:
-            self.write_nothing(tile)
+            if not config.own_output:
+                plgpu.barrier_wait(memory.queries_loaded.at[self.wg])
+            self.store(tile, nothing - jnp.inf, zeros(ROWS, self.head_dim))
+            if not config.own_output:
+                plgpu.barrier_arrive(memory.queries_read.at[self.wg])
 
         return done + tile.steps
-
-    def write_nothing(self, tile: Tile) -> None:
-        mine = self.first_row(tile)
-        rows = pl.ds(mine, ROWS)
-
-        @pl.when(mine < self.lse.shape[2])
-        def _() -> None:
-            self.lse[tile.row, tile.head, rows] = zeros(ROWS) - jnp.inf
-
-        self.stage[...] = zeros(ROWS, self.head_dim).astype(self.dtype)
-        plgpu.commit_smem()
-
-        @pl.when(mine < self.out.shape[1])
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(self.stage, self.out.at[tile.row, rows, tile.head])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def make_body(

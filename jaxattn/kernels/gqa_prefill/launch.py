@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.gqa_prefill.body import Scores, make_body
 from jaxattn.kernels.gqa_prefill.memory import (
-    CONFIGS,
     ROWS,
     Config,
+    config_of,
     copies_of,
     refusal,
     scratch_types,
@@ -37,21 +38,24 @@ from jaxattn.kernels.mla_prefill.tile_order import head_group
 FEW_TOKENS = 256
 
 
-def refuse(op: str, q: Any, page_size: int | None, others: dict[str, Any]) -> None:
+def refuse(
+    op: str, q: Any, k: Any, v: Any, kv_cache: Any | None = None, *, interpret: bool
+) -> None:
     """Raises `NotImplementedError`, with the reason, where the kernel does not serve.
 
     Args:
-        q: [B, T, H, D], an array or its shape.
-        others: by name, arrays that must have its dtype.
+        q: [B, T, H, D]; k, v, and kv_cache [..., N, 2, C, Hk, D] if there is one, likewise arrays
+            or their shapes.
     """
-    reason = refusal(q.dtype, q.shape[-1], page_size)
-    for name, x in others.items():
-        if reason is None and x.dtype != q.dtype:
+    require_hopper(op, interpret=interpret)
+    reason = refusal(q.dtype, q.shape[-1], None if kv_cache is None else kv_cache.shape[-3])
+    for name, x in (("k", k), ("v", v), ("kv_cache", kv_cache)):
+        if reason is None and x is not None and x.dtype != q.dtype:
             reason = f"{name} of the dtype of q, {q.dtype.name}, and it has {x.dtype.name}"
     if reason is None and q.size == 0:
         reason = f"at least one token, and got q {q.shape}"
     if reason is not None:
-        raise NotImplementedError(f"{op}: the kernel wants {reason}")
+        raise Refusal(f"{op}: the kernel wants {reason}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,6 @@ class Paged:
 
 
 def gqa_prefill_mosaic(
-    op: str,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -87,7 +90,8 @@ def gqa_prefill_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each row's new tokens to its cached prefix and to new keys.
+    """Attention of each row's new tokens to its cached prefix and to new keys, of what `refuse`
+    lets pass.
 
     Args:
         q: [B, T, H, D] bfloat16 or float16, as all others.
@@ -103,14 +107,11 @@ def gqa_prefill_mosaic(
         out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
         for a token that sees nothing and for those outside of `first` and `queries`.
     """
-    require_hopper(op, interpret=interpret)
-    others = {"k": k, "v": v} if paged is None else {"k": k, "v": v, "kv_cache": paged.cache}
     page_size = None if paged is None else paged.cache.shape[3]
-    refuse(op, q, page_size, others)
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
-    config = config or CONFIGS[dim]
+    config = config or config_of(dim, window)
     packed = group if group > 1 and tokens < FEW_TOKENS else 1
 
     def pack(x: jax.Array) -> jax.Array:
@@ -139,8 +140,9 @@ def gqa_prefill_mosaic(
         # Of every packed row of a head, or of 64 that are alike.
         sinks = sinks.reshape(heads // packed, packed)
         sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
-        sinks = jnp.pad(sinks, ((0, 0), (0, -sinks.shape[1] % ROWS)))
-    operands = {
+        whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
+        sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
+    operands: dict[str, Any] = {
         "q": pack(q),
         "k": _whole(k),
         "v": _whole(v),

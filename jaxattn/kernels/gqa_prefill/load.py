@@ -49,9 +49,7 @@ class Sources:
         end = jnp.clip(lax.div(tile.prefix + (size - 1), size) - 1, 0, width - 1)
         begin = jnp.minimum(lax.div(tile.low, size), end)
         first = lax.div(step.first, size)
-        return [
-            self.table[tile.row, jnp.clip(first + j, begin, end)] for j in range(copies)
-        ]
+        return [self.table[tile.row, jnp.clip(first + j, begin, end)] for j in range(copies)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class Loader:
     copies: int
 
     def tile(self, tiles: Any, tile: Tile, carry: tuple[jax.Array, jax.Array]) -> Any:
-        """Starts the copies of a tile. `carry` counts steps and tiles that had any."""
+        """Starts the copies of a tile. `carry` counts steps, and tiles with queries."""
         done, loaded = carry
 
         def each(i: jax.Array, _: Any) -> None:
@@ -80,13 +78,17 @@ class Loader:
             self._load(VALUES, done + i, tile, step)
 
         lax.fori_loop(0, tile.steps, each, None)
-        return done + tile.steps, loaded + (tile.steps > 0).astype(jnp.int32)
+        if self.config.own_output:
+            return done + tile.steps, loaded + (tile.steps > 0).astype(jnp.int32)
+        # Zeros leave through the queries' memory, too: whose it is is known by what is loaded.
+        pl.when(tile.steps == 0)(functools.partial(self._load_queries, tile, loaded))
+        return done + tile.steps, loaded + 1
 
     def _load_queries(self, tile: Tile, loaded: jax.Array) -> None:
         memory = self.memory
         for wg in range(self.config.warpgroups):
-            # Waited for by number, so that a barrier's place is known.
-            pl.when(loaded > 0)(lambda wg=wg: plgpu.barrier_wait(memory.queries_read.at[wg]))
+            free = functools.partial(plgpu.barrier_wait, memory.queries_read.at[wg])
+            pl.when(loaded > 0)(free)
             rows = pl.ds(pl.multiple_of(tile.start, ROWS) + wg * ROWS, ROWS)
             mine = self.sources.q.at[tile.row, rows, tile.head]
             plgpu.copy_gmem_to_smem(mine, memory.queries.at[wg], memory.queries_loaded.at[wg])
@@ -119,9 +121,13 @@ class Loader:
             at = pl.ds(pl.multiple_of(step.first, keys), keys)
             whole = to.at[slot]
             if kind == VALUES:
-                plgpu.copy_gmem_to_smem(self.sources.v.at[tile.row, at, head], whole, there.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    self.sources.v.at[tile.row, at, head], whole, there.at[slot]
+                )
             elif self.sources.k_rest is None:
-                plgpu.copy_gmem_to_smem(self.sources.k.at[tile.row, at, head], whole, there.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    self.sources.k.at[tile.row, at, head], whole, there.at[slot]
+                )
             else:
                 own = self.sources.k.shape[-1]
                 first, rest = pl.ds(0, own), pl.ds(own, to.shape[-1] - own)

@@ -12,6 +12,7 @@ from jaxattn.kernels.hopper.machine import swizzled
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 PAGE_SIZES = (16, 32, 64, 128)
 ROWS = 64  # packed rows of a warpgroup
+NARROW, SHORT = 512, 64  # a window of so many keys, and the keys of its steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,14 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def config_of(head_dim: int, window: int | None) -> Config:
+    """Of a narrow window most steps are masked, and shorter ones have less to mask."""
+    config = CONFIGS[head_dim]
+    if window is None or window > NARROW or config.keys <= SHORT:
+        return config
+    return dataclasses.replace(config, keys=SHORT, stages=config.stages * config.keys // SHORT)
+
+
 def refusal(dtype: Any, head_dim: int, page_size: int | None) -> str | None:
     """What the kernel wants in the place of these; None where it takes them."""
     if jnp.dtype(dtype) not in DTYPES:
@@ -107,9 +116,7 @@ class Memory(NamedTuple):
     queue: Any
 
 
-def scratch_types(
-    config: Config, dtype: Any, head_dim: int, copies: int, pieces: int
-) -> Memory:
+def scratch_types(config: Config, dtype: Any, head_dim: int, copies: int, pieces: int) -> Memory:
     """Of `Memory`; `copies` are a step's boxes of values, and of the first of `pieces` of keys."""
     tiles = swizzled(dtype)
     count, stages = config.warpgroups, config.stages

@@ -1,7 +1,9 @@
 """Grouped-query attention of many new tokens of a row at once. `jaxattn.gqa` is the public face.
 
-Queries are taken `QUERY_BLOCK` at a time, each block against its row's cached prefix and then the
-new tokens, a block of keys at a time: scores of two blocks are all that is held of T x context.
+In plain JAX queries are taken `QUERY_BLOCK` at a time, each block against its row's cached prefix
+and then the new tokens, a block of keys at a time: scores of two blocks are all that is held of
+T x context. The kernel (kernels/gqa_prefill/launch.py) holds none. It goes forward only: its
+gradient is the plain JAX path's, which starts again from the inputs.
 """
 
 import functools
@@ -13,18 +15,19 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import Arguments
-from jaxattn.core.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.gqa_prefill.launch import refuse
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
+from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
     Scores,
     check_heads,
     check_sinks,
-    dispatch_xla,
     finish,
     grouped,
     weigh,
@@ -34,6 +37,8 @@ from jaxattn.ops.gqa.scores import (
 # New tokens, as queries and as keys, and cached tokens that are held at a time, of every row.
 QUERY_BLOCK = 512
 PREFIX_BLOCK = 1024
+# What runs where nothing is named. "mosaic_gpu" has not run on a GPU yet.
+UNNAMED: Implementation = "xla"
 
 
 @jax.named_scope("gqa_attention")
@@ -50,7 +55,9 @@ def gqa_attention(
     gate: Float[Array, "B T H D"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Causal attention of tokens to themselves, without a cache: for training. Differentiable.
+    """Causal attention of tokens to themselves, without a cache: for training.
+
+    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
@@ -58,7 +65,7 @@ def gqa_attention(
             with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
             it receives and causes no gradient.
         scale, window, sinks, soft_cap, gate: as for `gqa_decode`.
-        implementation: "xla", or None for the best.
+        implementation: as for `gqa_prefill`.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included.
@@ -80,10 +87,8 @@ def gqa_attention(
         but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
-    def xla() -> tuple[jax.Array, jax.Array]:
-        return _attend(q, k, v, None, None, lengths, lengths, None, sinks, gate, scores=scores)
-
-    return dispatch_xla(arguments.op, implementation, xla)
+    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate
+    return _dispatch(arguments.op, implementation, scores, *operands)
 
 
 @jax.named_scope("gqa_prefill")
@@ -105,7 +110,9 @@ def gqa_prefill(
     gate: Float[Array, "B T H D"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Attention of new tokens to themselves and to their row's cached prefix. Differentiable.
+    """Attention of new tokens to themselves and to their row's cached prefix.
+
+    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
 
     The prefix, positions below seq_lens - query_lens, is read from the cache a block of pages at a
     time. The new tokens' keys and values come from `k` and `v`, so the cache may hold them already
@@ -121,8 +128,12 @@ def gqa_prefill(
             row.
         query_lens: int32 new tokens of each row, at most T.
         scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
-        implementation: "xla", or None for the best. It holds B * H * 512 * 1024 * 4 bytes of
-            scores at most.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
+            has run in JAX's interpreter and not on a GPU yet. The kernel has D 64, 128 and 256,
+            pages of 16, 32, 64 and 128 tokens, q, k, v and cache of one dtype, bfloat16 or
+            float16, and needs no memory beside its results; with fewer than 256 new tokens a row
+            and several query heads to a key-value head it copies queries and output. "xla" takes
+            any shape, and holds B * H * 512 * 1024 * 4 bytes of scores at most.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens
@@ -150,12 +161,36 @@ def gqa_prefill(
         arguments.op, q, k, v, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale
     )
 
-    def xla() -> tuple[jax.Array, jax.Array]:
-        number = taken_apart(layer)[2]
-        addressing = (block_tables, seq_lens, query_lens, number)
-        return _attend(q, k, v, kv_cache, *addressing, sinks, gate, kv_scale, scores=scores)
+    addressing = block_tables, seq_lens, query_lens, taken_apart(layer)[2]
+    operands = q, k, v, kv_cache, *addressing, sinks, gate, kv_scale
+    return _dispatch(arguments.op, implementation, scores, *operands)
 
-    return dispatch_xla(arguments.op, implementation, xla)
+
+def _dispatch(
+    op: str, implementation: Implementation | None, scores: Scores, *operands: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Runs what `_attend` takes by the implementation."""
+    xla = functools.partial(_attend, scores=scores)
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        q, k, v, kv_cache = operands[:4]
+        refuse(op, q, k, v, kv_cache, interpret=interpret)
+
+        def forward(*operands: Any) -> tuple[jax.Array, jax.Array]:
+            *floats, _ = operands  # a cache with scales was refused
+            return prefill_mosaic(*floats, scores=scores, interpret=interpret)
+
+        return with_gradient_of(xla, forward)(*operands)
+
+    return dispatch(
+        op,
+        implementation or UNNAMED,
+        {
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": lambda: xla(*operands),
+        },
+    )
 
 
 def _check_new(arguments: Arguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:

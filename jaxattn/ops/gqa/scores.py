@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import Arguments, finite, is_integer
-from jaxattn.core.dispatch import Implementation, Refusal, dispatch
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 
@@ -138,10 +137,3 @@ def window_begins(
     if scores.window is None:
         return None
     return jnp.minimum(scores.first_seen(jnp.maximum(first_query, 0)), lengths)
-
-
-def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callable[[], T]) -> T:
-    """Runs an op that has no kernel; a kernel that is asked for by name is refused."""
-    if implementation in ("mosaic_gpu", "mosaic_gpu_interpret"):
-        raise Refusal(f"{op}: it has no Mosaic GPU kernel; use implementation='xla'")
-    return dispatch(op, implementation, {"xla": xla})

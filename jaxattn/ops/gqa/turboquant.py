@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.checks import Arguments
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
 from jaxattn.core.softmax import Softmax
@@ -27,7 +27,6 @@ from jaxattn.ops.gqa.scores import (
     Scores,
     check_heads,
     check_sinks,
-    dispatch_xla,
     finish,
     grouped,
     weigh,

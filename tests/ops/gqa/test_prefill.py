@@ -177,7 +177,11 @@ def test_a_real_rows_bits_do_not_depend_on_the_rows_beside_it():
         (dict(v=normal(1, 2, 2, 8)), ValueError, "v .* so T = 2"),
         (dict(k=normal(1, 3, 2, 8).astype(np.float16)), TypeError, "q, k and v must have one dtyp"),
         (dict(query_lens=[4]), ValueError, "query_lens .* holds 4"),
-        (dict(implementation="mosaic_gpu"), NotImplementedError, "no Mosaic GPU kernel; use"),
+        (
+            dict(implementation="mosaic_gpu_interpret"),
+            NotImplementedError,
+            "the kernel wants q of bfloat16 or float16, and got float32; use",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change, error, message):

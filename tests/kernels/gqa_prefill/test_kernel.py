@@ -1,0 +1,193 @@
+"""The Mosaic GPU kernel of grouped-query prefill against float64, in the interpreter and on a
+Hopper GPU. What is poison is in tests/helpers/gqa_prefill_cases.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import gqa
+from jaxattn.kernels.gqa_prefill import launch
+from jaxattn.kernels.gqa_prefill.memory import CONFIGS
+from jaxattn.kernels.hopper.machine import interpret_mode
+from jaxattn.ops.gqa import prefill as prefill_op
+from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case
+from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
+
+
+def attend(case: PrefillCase, implementation, layer=1):
+    arrays = {name: case.options.pop(name) for name in ("sinks", "gate") if name in case.options}
+    fixed = dict(case.options)
+    case.options |= arrays
+    op = functools.partial(gqa.gqa_prefill, implementation=implementation, **fixed)
+    return jax.jit(op)(*case.args, layer=jnp.int32(layer), **arrays)
+
+
+def run(case: PrefillCase, implementation) -> None:
+    assert_prefill_close(case, *attend(case, implementation))
+
+
+@both_devices
+@pytest.mark.parametrize("group, kv_heads", [(1, 3), (4, 1), (5, 1), (8, 2)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_groups_at_each_head_dim(dim, group, kv_heads, implementation):
+    # A prefix that ends in a page, one that ends with it, none, and padding.
+    case = prefill_case([37, 21, 9, 0], [9, 5, 9, 0], group=group, kv_heads=kv_heads, dim=dim)
+    run(case, implementation)
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(window=7, sinks=True),
+        dict(window=140, page=64),
+        dict(soft_cap=2.0, gate=True, group=3),
+        dict(dim=64, window=1, sinks=True, gate=True),
+        dict(dim=256, gate=True, sinks=True, page=128),
+        dict(scale=0.3, page=32),
+    ],
+    ids=str,
+)
+def test_masks_and_epilogues(options, implementation):
+    # The last has more new tokens than the row has: the first two have no position.
+    run(prefill_case([150, 200, 3], [10, 3, 5], **options), implementation)
+
+
+@both_devices
+@pytest.mark.parametrize("dim, window", [(64, None), (128, 100), (256, None)])
+def test_heads_are_not_packed_where_tokens_are_many(dim, window, implementation, monkeypatch):
+    monkeypatch.setattr(launch, "FEW_TOKENS", 0)
+    jax.clear_caches()
+    options = dict(dim=dim, window=window, gate=True, sinks=True)
+    run(prefill_case([390, 130, 70], [140, 130, 3], **options), implementation)
+
+
+@both_devices
+def test_float16_and_64_bit_numbers(implementation):
+    with x64():
+        run(prefill_case([50, 7], [20, 7], dtype=jnp.float16), implementation)
+
+
+@both_devices
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_resident_blocks_take_many_tiles(blocks, implementation, monkeypatch):
+    for dim in (64, 256):
+        config = dataclasses.replace(CONFIGS[dim], blocks=blocks, l2_bytes=1)
+        monkeypatch.setitem(CONFIGS, dim, config)
+        jax.clear_caches()
+        case = prefill_case([200, 70, 0], [200, 3, 0], dim=dim, group=1, kv_heads=2)
+        run(case, implementation)
+
+
+@both_devices
+def test_a_nan_among_a_rows_own_keys_stays_in_its_row(implementation):
+    case = prefill_case([40, 40], [40, 40], group=1, kv_heads=2)
+    q, k, v = case.new
+    case.new = q, k.at[0, 3, 1, 5].set(jnp.nan), v
+    out, lse = attend(case, implementation)
+    assert np.isnan(out[0, 3:, 1]).all() and np.isnan(lse[0, 3:, 1]).all()
+    for finite in (out[1], lse[1], out[0, :, 0], out[0, :3, 1], lse[0, :3, 1]):
+        assert np.isfinite(finite).all()
+
+
+@both_devices
+def test_a_cut_prompt_is_the_whole_prompt(implementation):
+    whole = prefill_case([90], [90], dim=64)
+    out, lse = attend(whole, implementation)
+    last = prefill_case([90], [41], dim=64)
+    assert np.array_equal(whole.keys[0], last.keys[0])
+    last.new = whole.new[0][:, 49:], *last.new[1:]
+    cut, cut_lse = attend(last, implementation)
+    assert relative(cut, np.asarray(out[:, 49:], np.float64)) < 4e-3
+    np.testing.assert_allclose(cut_lse, lse[:, 49:], atol=1e-5)
+
+
+@pytest.mark.parametrize("dim, options", [(64, {}), (128, dict(window=60)), (256, dict(gate=True))])
+def test_no_race_in_the_interpreter(dim, options, monkeypatch):
+    forced = functools.partial(interpret_mode, True, detect_races=True)
+    monkeypatch.setattr(launch, "interpret_mode", lambda *args, **kwargs: forced())
+    monkeypatch.setattr(launch, "FEW_TOKENS", 0)
+    monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], blocks=2))
+    # Without what other tests have traced of it.
+    monkeypatch.setattr(prefill_op, "prefill_mosaic", prefill_op.prefill_mosaic.__wrapped__)
+    case = prefill_case([330, 5], [200, 5], dim=dim, **options)
+    with no_races():
+        outs = jax.block_until_ready(attend(case, "mosaic_gpu_interpret"))
+    assert_prefill_close(case, *outs)
+
+
+@both_devices
+def test_attention_without_a_cache_and_its_gradient(implementation):
+    lengths = jnp.array([40, 3], jnp.int32)
+    case = prefill_case([40, 3], [40, 3], sinks=True, window=20)
+    real = (jnp.arange(40) < lengths[:, None])[..., None]
+
+    def loss(arrays, implementation):
+        *new, sinks = arrays
+        out, lse = gqa.gqa_attention(
+            *new, sinks=sinks, window=20, lengths=lengths, implementation=implementation
+        )
+        value = out.astype(jnp.float32).sum() + jnp.where(real, lse, 0).sum()
+        return value, (out, lse)
+
+    grad = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    arrays = (*case.new, case.options["sinks"])
+    got, outs = grad(arrays, implementation)
+    assert_prefill_close(case, *outs)
+    expected, _ = grad(arrays, "xla")
+    for a, b in zip(got, expected, strict=True):
+        assert np.isfinite(a).all() and relative(a, np.asarray(b, np.float64)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(dim=32), "head_dim 64, 128 or 256, and got 32"),
+        (dict(dtype=np.float32), "q of bfloat16 or float16, and got float32"),
+        (dict(page=8), "pages of 16, 32, 64 or 128 tokens, and got 8"),
+    ],
+)
+def test_refuses_what_it_does_not_serve(change, words):
+    case = prefill_case([5], [3], **change)
+    with pytest.raises(NotImplementedError, match=words):
+        attend(case, "mosaic_gpu_interpret")
+    assert attend(case, None)[0].shape == case.new[0].shape
+
+
+def test_refuses_a_cache_of_another_dtype():
+    case = prefill_case([5], [3])
+    case.cached = case.cached[0].astype(jnp.float32), case.cached[1]
+    with pytest.raises(NotImplementedError, match="kv_cache of the dtype of q, bfloat16"):
+        attend(case, "mosaic_gpu_interpret")
+
+
+REAL = [
+    ("32/8, D 128", dict(group=4, kv_heads=8, dim=128), [8192], [8192]),
+    ("16/2, D 256", dict(group=8, kv_heads=2, dim=256, gate=True), [8192], [8192]),
+    ("64/8, D 64", dict(group=8, kv_heads=8, dim=64, sinks=True), [8192], [8192]),
+    ("window", dict(group=8, kv_heads=8, dim=64, sinks=True, window=128), [8192, 300], [4096, 300]),
+    ("ragged", dict(group=4, kv_heads=8, dim=128), [2048, 1, 777, 0, 2000], [2048, 1, 777, 0, 1]),
+    ("prefix", dict(group=4, kv_heads=8, dim=128, page=64), [32768, 9000], [2048, 1000]),
+    ("page 16", dict(group=8, kv_heads=2, dim=256, page=16), [9000, 500], [1000, 500]),
+    ("few", dict(group=5, kv_heads=4, dim=128, page=128), [5000, 40], [16, 16]),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options, lens, new", [case[1:] for case in REAL], ids=[c[0] for c in REAL]
+)
+def test_real_shapes_repeat_bit_by_bit(options, lens, new):
+    case = prefill_case(lens, new, **options)
+    out, lse = attend(case, "mosaic_gpu")
+    assert_prefill_close(case, out, lse, slice(-1, None))
+    for _ in range(10):
+        for a, b in zip(attend(case, "mosaic_gpu"), (out, lse), strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)
+            )
