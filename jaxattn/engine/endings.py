@@ -9,17 +9,17 @@ import numpy as np
 from jaxattn.engine.advance import End
 from jaxattn.engine.logprobs import told
 from jaxattn.engine.request import (
-    Clock,
     Completion,
     Event,
     FinishEvent,
     FinishReason,
     Logprobs,
     Request,
-    Stats,
     TokenEvent,
 )
-from jaxattn.engine.scheduler import Queued, Row, Scheduler
+from jaxattn.engine.row import Queued, Row
+from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.stats import Clock, Stats
 
 Detokenize = Callable[[Sequence[int]], str]
 

@@ -20,10 +20,11 @@ import numpy as np
 
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
-from jaxattn.engine.request import Stats
+from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.scheduler import Row, Scheduler
+from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.stats import Stats
 from jaxattn.engine.steps import EntryPoint, sampled_rows
 
 # Rounds that are sent and not read when the next one is sent.

@@ -3,11 +3,12 @@
 import contextlib
 import dataclasses
 import enum
-import itertools
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from jaxattn.engine.stats import Stats as Stats
 
 # Bounds of what a row's state on the device holds.
 MOST_BIASES = 300
@@ -295,79 +296,3 @@ class GenerationInterrupted(KeyboardInterrupt):
     def __init__(self, completions: list[Completion]):
         super().__init__("interrupted")
         self.completions = completions
-
-
-@dataclasses.dataclass
-class Stats:
-    """Of one `generate`. A request's first token comes from prefill: it is not a decoded one.
-
-    Attributes:
-        prompt_tokens: that prefill has read; those of a row that lost its pages count again.
-        prefill_seconds: of rounds that read prompts, without what a round that decodes takes.
-        waited_seconds: for which the host waited for what steps tell: the rest is its own work.
-        preemptions: how often a row lost its pages to an older one, and was computed again.
-    """
-
-    prompt_tokens: int = 0
-    decoded_tokens: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    preemptions: int = 0
-    prefill_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decoded_tokens_per_second(self) -> float:
-        """Over all the time that was not prefill: steps, scheduler and callbacks."""
-        rest = self.seconds - self.prefill_seconds
-        return self.decoded_tokens / rest if rest > 0 else 0.0
-
-
-@dataclasses.dataclass
-class Clock:
-    """When a request was added, and when its first token came."""
-
-    added: float
-    first_token: float | None = None
-
-    def first(self, now: float) -> None:
-        if self.first_token is None:
-            self.first_token = now
-
-    def read(self, now: float) -> tuple[float | None, float]:
-        """(seconds to the first token, seconds) since it was added."""
-        first = None if self.first_token is None else self.first_token - self.added
-        return first, now - self.added
-
-
-def all_numbered(requests: Iterable[Any]) -> list[Request]:
-    """Requests with ids of their own: a place in the list, or a number that is free.
-
-    Raises:
-        ValueError: two requests were given the same id; the message has both places.
-    """
-    found = list(requests)
-    taken: dict[int, int] = {}
-    for place, request in enumerate(found):
-        id = getattr(request, "id", None)
-        if id is not None and taken.setdefault(id, place) != place:
-            raise ValueError(f"requests {taken[id]} and {place} have the same id {id}")
-    free = (number for number in itertools.count(len(found)) if number not in taken)
-    return [
-        numbered(request, next(free) if place in taken else place)
-        for place, request in enumerate(found)
-    ]
-
-
-def numbered(request: Any, number: int) -> Request:
-    if not isinstance(request, Request):
-        raise TypeError(
-            f"a request must be a jaxattn.Request, got {type(request).__name__}; write "
-            "Request(prompt)"
-        )
-    return dataclasses.replace(request, id=number) if request.id is None else request

@@ -13,7 +13,6 @@ What a step needs to know of all rows at once (lengths, room, tokens left) is in
 """
 
 import bisect
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,72 +21,15 @@ import numpy as np
 
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.deltas import Deltas, device_stops
-from jaxattn.engine.logprobs import Logprobs
 from jaxattn.engine.pool import PagePool, SlotPool
 from jaxattn.engine.prefix import Counts, Entering, Hit, PrefixCache
 from jaxattn.engine.request import Request
-from jaxattn.engine.sampling import Level, level_of
+from jaxattn.engine.row import Queued, Row
+from jaxattn.engine.sampling import level_of
 from jaxattn.memory.limits import Limits
 
 # Rows that need a page within so many tokens get it together, so that few steps have a delta.
 AHEAD = 16
-
-
-@dataclasses.dataclass(eq=False)
-class Queued:
-    """A request that waits, and what it has generated if it ran before.
-
-    Attributes:
-        keys: of the blocks of its prompt, once they were looked for.
-    """
-
-    request: Request
-    order: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
-    cached_tokens: int = 0
-    keys: list[bytes] | None = None
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        return self.request.priority, self.order
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A request that has been given row `index` of the batch.
-
-    Attributes:
-        prompt: what it reads before it generates: the request's prompt, and what it had generated
-            when it lost its pages.
-        tokens: what was generated and has come back from the device.
-        ended: it has left its row; what steps in flight say of it is not its own.
-        read_last: the number of the round that last read of its prompt.
-        late_stops: whether the host has to look for its stop tokens.
-        cached_tokens: of its prompt, that it found in the cache of prefixes.
-        prefix: what it enters there; None if it does not.
-    """
-
-    request: Request
-    index: int
-    slot: int
-    pages: list[int]
-    max_tokens: int
-    order: int
-    prompt: Sequence[int]
-    level: Level
-    tokens: list[int]
-    logprobs: list[Logprobs]
-    late_stops: bool
-    ended: bool = False
-    read_last: int = -1
-    cached_tokens: int = 0
-    prefix: Entering | None = None
-
-    @property
-    def last(self) -> int:
-        """Where the last token stands that it may generate."""
-        return len(self.request.prompt) + self.max_tokens - 1
 
 
 class Scheduler:
