@@ -63,7 +63,10 @@ class Endings:
     def _accept(self, row: Row, token: int, end: int, chances: Logprobs | None, now: float) -> None:
         """A row's next token; it may be the last."""
         if end == End.NOT_FINITE:
-            self.end(row, FinishReason.NOT_FINITE, "the model's logits held NaN or infinity")
+            detail = "the model's logits held NaN or infinity"
+            if row.request.grammar is not None:
+                detail += ", or its grammar allowed no token"
+            self.end(row, FinishReason.NOT_FINITE, detail)
             return
         if end == End.STOP or (row.late_stops and token in row.request.stops):
             self.end(row, FinishReason.STOP, token)
@@ -75,7 +78,10 @@ class Endings:
         if len(row.tokens) == 1:
             self.clocks[row.request.id].first(now)
         self.events.append(TokenEvent(row.request, token, chances))
-        if row.request.stop_strings and (text := self._stop_string(row)):
+        grammar = row.request.grammar
+        if grammar is not None and not grammar.accept(token):
+            self.end(row, FinishReason.STOP, "grammar")
+        elif row.request.stop_strings and (text := self._stop_string(row)):
             self.end(row, FinishReason.STOP, text)
         elif end == End.LENGTH:
             cut = row.max_tokens < row.request.max_tokens

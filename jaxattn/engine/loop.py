@@ -11,6 +11,7 @@ what that step told of the row is dropped.
 """
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import numpy as np
 
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
+from jaxattn.engine.grammar import masks
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
@@ -61,7 +63,7 @@ class Loop:
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
         self._flights: deque[list[Flight]] = deque()
         self._round = 0
-        self._running: tuple[np.ndarray, list[Row]] | None = None
+        self._running: tuple[np.ndarray, list[Row], bool] | None = None
         self._read_at = time.perf_counter()
         self._decode_seconds = 0.0
 
@@ -143,7 +145,8 @@ class Loop:
         told = self.runner.prefill(entry, packed, remember=remember)
         self._send_copies()  # those behind what was read now, to their checkpoints
         if found := [row for row in ended if row is not None]:
-            told = self.runner.first(told, done, max(row.level for row in found))
+            level = max(row.level for row in found)
+            told = self.runner.first(told, done, level, self._masks(ended, len(done)))
         self.stats.prefill_steps += 1
         self._flights[-1].append(Flight(told, ended, decodes=False))
 
@@ -160,12 +163,28 @@ class Loop:
         if not len(places):
             return
         if self._running is None or not np.array_equal(self._running[0], places):
-            self._running = places, [self.scheduler.rows[index] for index in places.tolist()]
+            running = [self.scheduler.rows[index] for index in places.tolist()]
+            self._running = places, running, any(row.request.grammar for row in running)
+        _, rows, grammars = self._running
         level = Level(int(self.scheduler.levels[places].max()))
-        told = self.runner.decode(places, level)
+        words = functools.partial(self._masks_after_all, rows) if grammars else None
         self.scheduler.sent(places)
+        told = self.runner.decode(places, level, words)
         self.stats.decode_steps += 1
-        self._flights[-1].append(Flight(told, self._running[1], decodes=True))
+        self._flights[-1].append(Flight(told, rows, decodes=True))
+
+    def _masks_after_all(self, rows: Sequence[Row], lines: int) -> np.ndarray:
+        """The masks of rows behind all tokens so far: what is in flight is read first."""
+        self.drain()
+        self._flights.append([])
+        self._running = None  # a row may have ended
+        return masks(rows, lines, self.scheduler.vocab_size)
+
+    def _masks(self, rows: Sequence[Row | None], lines: int) -> np.ndarray | None:
+        """The masks of rows that have no token in flight; None if none has a grammar."""
+        if not any(row is not None and row.request.grammar for row in rows):
+            return None
+        return masks(rows, lines, self.scheduler.vocab_size)
 
     def _grown(self) -> np.ndarray:
         """The rows to decode, with the pages of their next token. Where the pool is empty, what

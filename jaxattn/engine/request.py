@@ -6,13 +6,30 @@ import enum
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from jaxattn.engine.stats import Stats as Stats
 
 # Bounds of what a row's state on the device holds.
 MOST_BIASES = 300
 MOST_LOGPROBS = 20
+
+
+class Grammar(Protocol):
+    """The state of one row's grammar, such as one of llguidance."""
+
+    def mask(self, words: np.ndarray) -> None:
+        """Says which tokens may come next; at least one, which may be a stop token.
+
+        Args:
+            words: int32 [ceil(vocab / 32)] of zeros, written in place: bit t % 32 of word t // 32
+                is 1 where token t may come.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Goes on with a token. Returns False where the text is complete: the row ends with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Request:
             as an integer.
         stop_strings: the row ends with the token that completes one of them. The engine needs a
             `detokenize` for them.
+        grammar: says which tokens may come. It belongs to this request alone and goes on with its
+            tokens; a round of the engine with such a row waits for it.
         cache_salt: prompts share what is cached of them only with those of the same salt, so that
             nobody can tell by the time what others asked.
         id: names the request in events and callbacks; None lets the engine number it.
@@ -64,6 +83,7 @@ class Request:
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
     stop_strings: Sequence[str] = ()
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
     cache_salt: str = ""
     id: int | None = None
 
@@ -213,7 +233,8 @@ def _check_integer(name: str, value: Any) -> None:
 class FinishReason(enum.StrEnum):
     """Why a row ended. `Completion.detail` says more.
 
-    STOP: a stop token (the detail is the token) or a stop string (the detail is the string).
+    STOP: a stop token (the detail is the token), a stop string (the detail is the string), or a
+        grammar whose text is complete (the detail is "grammar").
     LENGTH: `max_tokens`, or the engine's `max_model_len`; the detail names it.
     NOT_FINITE: the logits held NaN or infinity, as with a damaged checkpoint.
     ABORTED: `Engine.abort`.

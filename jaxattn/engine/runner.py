@@ -1,7 +1,7 @@
 """The device's side of an engine: what its steps run on, and sending them without waiting."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import Copy, EntryPoint, Remember, Sample, Update, sampled_rows
+from jaxattn.engine.steps import Copy, EntryPoint, Mask, Remember, Sample, Update, sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState
 
@@ -66,20 +66,38 @@ class Runner:
                 self.rows = self._step(Remember(entry.rows, entry.tokens))(self.rows, packed)
         return logits
 
-    def first(self, logits: jax.Array, places: np.ndarray, level: Level) -> jax.Array:
-        """Samples rows that have read their prompts; `places` has -1 for others' logits."""
-        with self.seal.allowed():
-            return self._sample(logits, places, level)
+    def first(
+        self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
+    ) -> jax.Array:
+        """Samples rows that have read their prompts.
 
-    def decode(self, places: np.ndarray, level: Level) -> jax.Array:
-        """Decodes the rows at `places`, and samples them. What comes back is on its way."""
+        Args:
+            places: -1 for the logits of other rows.
+            words: `masks` of these rows, if one has a grammar.
+        """
+        with self.seal.allowed():
+            return self._sample(self._masked(logits, words), places, level)
+
+    def decode(
+        self,
+        places: np.ndarray,
+        level: Level,
+        words: Callable[[int], np.ndarray] | None = None,
+    ) -> jax.Array:
+        """Decodes the rows at `places`, and samples them. What comes back is on its way.
+
+        Args:
+            words: makes `masks` of so many lines, while the device decodes.
+        """
         bucket = sampled_rows(self.limits, len(places))
         entry = EntryPoint("decode", bucket, 1)
         with self.seal.allowed():
             on_device = self._on_device(places, bucket)
             batch = Places(self.rows, on_device)
             logits, self.state = self._step(entry)(self.weights, self.state, batch)
-            return self._sample(logits, on_device, level)
+        found = None if words is None else words(bucket)
+        with self.seal.allowed():
+            return self._sample(self._masked(logits, found), on_device, level)
 
     def forget(self) -> None:
         """Lets go of what it holds beside state and rows."""
@@ -100,6 +118,12 @@ class Runner:
         self.rows, told = step(self.rows, logits, places)
         told.copy_to_host_async()
         return told
+
+    def _masked(self, logits: jax.Array, words: np.ndarray | None) -> jax.Array:
+        if words is None:
+            return logits
+        found: jax.Array = self._step(Mask(len(words)))(logits, words)
+        return found
 
     def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
         """The places with padding; they stay on the device until rows come or go."""

@@ -8,7 +8,16 @@ import jax
 
 from jaxattn.engine.prepare import Prepared, on_device
 from jaxattn.engine.rows import Places, Rows
-from jaxattn.engine.steps import Copy, EntryPoint, Sample, Step, all_steps, new_rows, new_state
+from jaxattn.engine.steps import (
+    Copy,
+    EntryPoint,
+    Mask,
+    Sample,
+    Step,
+    all_steps,
+    new_rows,
+    new_state,
+)
 from jaxattn.memory import device
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
@@ -105,6 +114,9 @@ def run_padding(
     if isinstance(step, Sample):
         rows, told = executable(rows, *jax.device_put(given))
         return state, rows, told
+    if isinstance(step, Mask):
+        logits, words = given
+        return state, rows, executable(jax.device_put(logits), words)
     if isinstance(step, Copy):
         return executable(state, given), rows, ()
     return state, executable(rows, given), ()

@@ -4,6 +4,7 @@
                                prefix is walked page by page up to the whole block table), the last
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
+    mask of B rows             what grammars do not allow, out of the logits (grammar.py)
     sample of B rows: level    the rows' next tokens (advance.py)
     update of rows             rows that come, and pages (rows.py)
     history of P x T tokens    prompts of rows with penalties
@@ -30,6 +31,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.engine import rows as device_rows
 from jaxattn.engine.advance import advance, remember
 from jaxattn.engine.batches import kept_places, packed_chunks, prefill_batch, prefill_width
+from jaxattn.engine.grammar import masked, masks, words_of
 from jaxattn.engine.rows import Places, Rows, decode_batch
 from jaxattn.engine.sampling import Level
 from jaxattn.memory.limits import Limits
@@ -150,6 +152,30 @@ class Sample(Step):
     def padding(self, model: Model, limits: Limits) -> Any:
         logits = np.zeros((self.rows, model.vocab_size), np.float32)
         return logits, np.full(self.rows, -1, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(Step):
+    """Leaves out of the logits of `rows` rows what their grammars do not allow."""
+
+    rows: int
+
+    def __str__(self) -> str:
+        return f"mask of {self.rows} rows"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return masked
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        logits = jax.ShapeDtypeStruct((self.rows, model.vocab_size), jnp.float32)
+        return logits, self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows, words_of(model.vocab_size))
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        logits = np.zeros((self.rows, model.vocab_size), np.float32)
+        return logits, masks((), self.rows, model.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,8 +302,9 @@ def all_steps(limits: Limits) -> tuple[Step, ...]:
     entries = entry_points(limits)
     histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
     samples = (Sample(rows, level) for rows in limits.batches for level in Level)
+    grammars = (Mask(rows) for rows in limits.batches)
     copies = (Copy(),) if limits.prefix_cache and limits.checkpoints else ()
-    return *entries, *samples, *histories, Update(), *copies
+    return *entries, *samples, *grammars, *histories, Update(), *copies
 
 
 def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
