@@ -48,12 +48,16 @@ class Endings:
         Returns:
             How many rows it told of. One that had ended is none of them.
         """
-        now, taken = time.perf_counter(), 0
-        pairs = lines[:, :2].tolist()
-        for line, (row, (token, end)) in enumerate(zip(rows, pairs, strict=False)):
-            if row is None or row.ended or end == End.IDLE:
+        now, taken, announce = time.perf_counter(), 0, self.events.append
+        tokens, ends, idle = lines[:, 0].tolist(), lines[:, 1].tolist(), int(End.IDLE)
+        for line, (row, token, end) in enumerate(zip(rows, tokens, ends, strict=False)):
+            if row is None or row.ended or end == idle:
                 continue
             taken += 1
+            if row.plain and row.tokens and not end:  # nearly all: 256 of them take 0.2 ms
+                row.tokens.append(token)
+                announce(TokenEvent(row.request, token))
+                continue
             chances = None
             if row.request.logprobs is not None:
                 chances = told(lines[line, 2:], row.request.logprobs)

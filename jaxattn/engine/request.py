@@ -165,6 +165,11 @@ class Request:
         return biases
 
     @property
+    def watched(self) -> bool:
+        """Whether the host looks at each of its tokens, or tells more than what they are."""
+        return bool(self.stop_strings) or self.grammar is not None or self.logprobs is not None
+
+    @property
     def penalized(self) -> bool:
         """Whether its tokens depend on those before them by more than the model."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)

@@ -38,6 +38,7 @@ class Row:
         tokens: what was generated and has come back from the device.
         ended: it has left its row; what steps in flight say of it is not its own.
         read_last: the number of the round that last read of its prompt.
+        plain: whether the host has nothing to do with its tokens but to hand them on.
         late_stops: whether the host has to look for its stop tokens.
         cached_tokens: of its prompt, that it found in the cache of prefixes.
         prefix: what it enters there; None if it does not.
@@ -53,6 +54,7 @@ class Row:
     level: Level
     tokens: list[int]
     logprobs: list[Logprobs]
+    plain: bool
     late_stops: bool
     ended: bool = False
     read_last: int = -1

@@ -262,6 +262,7 @@ class Scheduler:
     def _place(self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int) -> Row:
         """A row of its own for a request, with no pages yet but those given."""
         request = queued.request
+        late_stops = len(device_stops(request)) < len(request.stops)
         index = next(i for i in range(self.limits.batch) if i not in self.rows)
         row = self.rows[index] = Row(
             request,
@@ -274,7 +275,8 @@ class Scheduler:
             level_of(request),
             queued.tokens,
             queued.logprobs,
-            late_stops=len(device_stops(request)) < len(request.stops),
+            plain=not (late_stops or request.watched),
+            late_stops=late_stops,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)
