@@ -250,6 +250,11 @@ class Engine(Lifecycle):
     def _step(self) -> list[Event]:
         assert self._loop is not None
         if self.scheduler.busy or self._loop.in_flight:
-            self._loop.round()
+            try:
+                self._loop.round()
+            except jax.errors.JaxRuntimeError:
+                assert self._runner is not None
+                self._runner.failed = True
+                raise
         events, self._endings.events = self._endings.events, []
         return events

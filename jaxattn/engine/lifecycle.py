@@ -8,6 +8,7 @@ import jax
 from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.owner import Owner
+from jaxattn.engine.prefix import Counts
 from jaxattn.engine.prepare import Prepared, checked_params, placed_params
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import FinishReason, Request
@@ -68,6 +69,11 @@ class Lifecycle:
         return self._prepared.steps.executables
 
     @property
+    def prefixes(self) -> Counts:
+        """Tokens of prompts that were looked up in the cache of prefixes, and found there."""
+        return self.scheduler.prefix_counts
+
+    @property
     def implementations(self) -> dict[str, str]:
         """Decode op -> what runs it: as it was named, or else as the compiled step shows."""
         named = self._prepared.compiler.implementation
@@ -120,6 +126,8 @@ class Lifecycle:
         if self._runner is not None and not self._runner.lost:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
+        if self._runner is not None:
+            self._runner.delete()
         self._runner = self._loop = None
         with jax.default_device(self._prepared.devices[0]):
             self._prepared = tried(self._prepared, self._params)

@@ -24,6 +24,7 @@ class Runner:
         weights: the leaves of the packed parameters.
         state: arena and caches, donated to each of the model's steps.
         rows: of the device, donated to each step that changes them.
+        failed: the device ended a step with an error: what is in the buffers is unknown.
     """
 
     limits: Limits
@@ -32,6 +33,7 @@ class Runner:
     state: DecodeState
     rows: Rows
     seal: Seal
+    failed: bool = False
 
     def __post_init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -40,8 +42,12 @@ class Runner:
 
     @property
     def lost(self) -> bool:
-        """Whether an interrupt between a step's call and its return left donated buffers behind."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.state, self.rows)))
+        """Whether the buffers have to be allocated again.
+
+        An interrupt between a step's call and its return leaves donated ones behind.
+        """
+        leaves = jax.tree.leaves((self.state, self.rows))
+        return self.failed or any(leaf.is_deleted() for leaf in leaves)
 
     def update(self, packed: np.ndarray) -> None:
         """Rows that come, and pages: of `Deltas.drain`."""
@@ -111,7 +117,8 @@ class Runner:
         """Gives the memory of state and rows back."""
         self.forget()
         for leaf in jax.tree.leaves((self.state, self.rows)):
-            leaf.delete()
+            if not leaf.is_deleted():
+                leaf.delete()
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
         step = self._step(Sample(len(places), level))

@@ -47,6 +47,7 @@ class Scheduler:
         levels: int32 [B], how each samples.
         preemptions: rows that lost their pages so far.
         prefixes: the cache of prompts' beginnings; None without one.
+        prefix_counts: what it found, since the scheduler was made.
         copies: slots whose states go to others before the next step: (from, to).
         recurrent: whether rows have states, so that a prefix wants its own.
     """
@@ -55,7 +56,7 @@ class Scheduler:
         self.limits, self.vocab_size, self.recurrent = limits, vocab_size, recurrent
         self.prefixes: PrefixCache | None = None
         self.copies: list[tuple[int, int]] = []
-        self._prefix_counts = Counts()
+        self.prefix_counts = Counts()
         self.waiting: list[Queued] = []
         self.rows: dict[int, Row] = {}
         self.deltas = Deltas(limits.batch)
@@ -234,7 +235,7 @@ class Scheduler:
         if limits.prefix_cache and (checkpoints or not self.recurrent):
             block = math.lcm(limits.chunks[-1], PAGE_SIZE)
             self.prefixes = PrefixCache(
-                self.pages, block, checkpoints, self._prefix_counts, recurrent=self.recurrent
+                self.pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
 
     def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
