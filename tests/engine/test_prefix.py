@@ -4,6 +4,7 @@ Each test of a fault is named for what must not happen; most have happened to ot
 """
 
 import dataclasses
+import itertools
 import random
 
 import jax
@@ -17,6 +18,7 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
 from jaxattn.engine.pool import PagePool
 from jaxattn.engine.prefix import Counts, Entering, PrefixCache
+from jaxattn.engine.scheduler import Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import SMALLEST, params_of, with_steps
 
@@ -26,12 +28,29 @@ KINDS = {"pages": ATTENTION, "states": SMALLEST}
 SYSTEM = bytes(range(1, 131))  # two blocks and a bit
 
 
+class Uncached:
+    """The engine as if it had no cache: each request has a salt of its own. It counts nothing."""
+
+    def __init__(self, engine):
+        self.engine, self.salts = engine, itertools.count()
+
+    def generate(self, requests):
+        kept = vars(counts(self.engine)).copy()
+        salted = [
+            dataclasses.replace(each, cache_salt=f"its own {next(self.salts)}") for each in requests
+        ]
+        done = self.engine.generate(salted)
+        assert not any(each.cached_tokens for each in done)
+        vars(counts(self.engine)).update(kept)
+        return done
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request):
-    """An engine with a cache, and the same without one."""
+    """An engine with a cache, and the same without."""
     config = KINDS[request.param]
-    params, without = params_of(config), dataclasses.replace(WITH, prefix_cache=False)
-    return [Engine(Hybrid(config), params, limits, strict=True) for limits in (WITH, without)]
+    engine = Engine(Hybrid(config), params_of(config), WITH, strict=True)
+    return engine, Uncached(engine)
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +59,13 @@ def forgotten(request):
     if "pair" not in request.fixturenames:
         yield
         return
-    engines = request.getfixturevalue("pair")
-    for engine in engines:
-        engine.scheduler.drop_rows()
-        engine.scheduler.prefixes and vars(engine.scheduler.prefixes.counts).update(vars(Counts()))
+    engine, _ = request.getfixturevalue("pair")
+    engine.scheduler.drop_rows()
+    vars(counts(engine)).update(vars(Counts()))
     yield
-    for engine in engines:
-        assert engine.scheduler.pages.in_use == engine.scheduler.slots.in_use == 0
-        assert engine.scheduler.pages.available == engine.limits.pages
-        assert not engine.busy and not engine.seal.counts
+    assert engine.scheduler.pages.in_use == engine.scheduler.slots.in_use == 0
+    assert engine.scheduler.pages.available == engine.limits.pages
+    assert not engine.busy and not engine.seal.counts
 
 
 def request(text, **options):
@@ -64,7 +81,7 @@ def texts(completions):
 
 
 def counts(engine):
-    return engine.scheduler.prefixes.counts
+    return engine.prefixes
 
 
 def has_states(engine):
@@ -76,10 +93,12 @@ def has_states(engine):
 
 def test_a_prompt_that_was_read_before_is_read_from_its_last_block_on(pair):
     cached, plain = pair
-    first, again = served(cached, request(SYSTEM), request(SYSTEM))
-    assert first.tokens == again.tokens == served(plain, request(SYSTEM))[0].tokens
-    assert (first.cached_tokens, again.cached_tokens) == (0, 128)
+    [first] = served(cached, request(SYSTEM))
+    assert first.tokens == served(plain, request(SYSTEM))[0].tokens
+    [again] = served(cached, request(SYSTEM))
     assert cached.stats.prompt_tokens == 2 and cached.stats.prefill_steps == 1
+    assert again.tokens == first.tokens
+    assert (first.cached_tokens, again.cached_tokens) == (0, 128)
     assert counts(cached) == Counts(asked=260, hits=128)
 
 
@@ -100,7 +119,7 @@ def test_the_bits_are_those_without_a_cache_for_random_conversations(pair):
         hits += sum(each.cached_tokens for each in done)
         for i, each in zip(turn, done, strict=True):
             talks[i] += bytes(each.tokens)
-    assert hits > 1000
+    assert hits > 300  # those without a cache take its room
     assert counts(cached).hits == hits
 
 
@@ -112,7 +131,7 @@ def test_what_is_sampled_does_not_depend_on_the_cache(pair):
 
 
 def test_a_row_that_loses_its_pages_finds_them_again(pair):
-    cached, plain = pair
+    cached, _ = pair
     requests = [request(bytes([i]) * 70, max_tokens=180) for i in range(2)]
     limits = dataclasses.replace(WITH, num_pages=5)
     tight = Engine(cached.model, cached._params, limits, strict=True)
@@ -231,22 +250,20 @@ def test_the_copy_of_states_copies_no_stack(pair):
 
 
 def test_the_plan_has_the_checkpoints(pair):
-    cached, plain = pair
+    cached, _ = pair
     if not has_states(cached):
         pytest.skip("it has no states")
-    assert cached.plan["ssm state"] == plain.plan["ssm state"] * 5 // 2  # 2 rows and 3 more
+    states = cached.state.array("ssm_state")
+    assert cached.plan["ssm state"] == states.nbytes and states.shape[1] == 5  # 2 rows and 3 more
     why = {item.name: item.why for item in cached.plan.items}
     assert "3 of the slots are for states at the ends of prefixes" in why["ssm state"]
     assert "checkpoint" not in why["kv cache"] and "3 checkpoints" in cached.plan.title
-    assert cached.plan["ssm state"] == cached.state.array("ssm_state").nbytes
 
 
 # --- the host's side alone
 
 
 def test_without_checkpoints_states_cannot_be_cached_and_nothing_is():
-    from jaxattn.engine.scheduler import Scheduler
-
     limits = dataclasses.replace(WITH, checkpoints=0)
     assert Scheduler(limits, 256, recurrent=True).prefixes is None
     assert Scheduler(limits, 256, recurrent=False).prefixes is not None
@@ -254,8 +271,6 @@ def test_without_checkpoints_states_cannot_be_cached_and_nothing_is():
 
 
 def test_a_block_is_whole_chunks_and_whole_pages():
-    from jaxattn.engine.scheduler import Scheduler
-
     for chunk, block in ((16, 64), (64, 64), (96, 192), (128, 128)):
         found = Scheduler(Limits(batch=1, max_model_len=512, prefill_chunk=chunk), 256)
         assert found.prefixes.block == block
