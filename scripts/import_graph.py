@@ -26,9 +26,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("models",),
     ("nn",),
+    ("parallel",),
     ("mla", "gdn", "gqa", "moe"),
     ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
-    ("kernels.gqa_prefill",),  # whose softmax and tiles are those of the kernels below
+    ("kernels.gqa_prefill",),  # which ends as gqa_decode does, and draws work as gdn_prefill
     ("kernels.gqa_turbo",),  # whose line of work, merging and end are those of gqa_decode
     ("kernels.gqa_decode",),  # whose line of work is cut as that of mla_decode
     (

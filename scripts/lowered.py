@@ -140,6 +140,16 @@ def attention(made: Any, tokens: int) -> Launch:
     return partial(jaxattn.mla.causal_attention, scale=0.1, **MOSAIC), (q, q, v)
 
 
+def wide_attention(tokens: int) -> Launch:
+    """Of 192 dims of a head and 64 that all share, and values of 256."""
+
+    def op(q: Any, k: Any, v: Any, k_pe: Any) -> Any:
+        return jaxattn.mla.causal_attention(q, k, v, k_pe=k_pe, scale=0.1, **MOSAIC)
+
+    of_heads = (x(1, tokens, 20, dims) for dims in (256, 192, 256))
+    return op, (*of_heads, x(1, tokens, 64))
+
+
 def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     """A layer in a pattern, of so many heads, its output in an arena."""
     channels = (2 * keys + values) * 128
@@ -238,6 +248,7 @@ EXTRA: dict[str, Launch] = {
     "mla_append_halves": append(1536, False, x),
     "mla_append_no_queries": append(0, True, f16),
     "mla_prefill_resident": attention(x, 2100),
+    "mla_prefill_wide": wide_attention(8192),
     "mla_prefill_float16": attention(f16, 300),
     "gdn_decode_eight_heads_a_key": delta_net(2, 1, 2, 16),
     "gdn_decode_sixteen_heads_a_key": delta_net(40, 2, 1, 16),

@@ -1,9 +1,11 @@
-"""`python -m jaxattn.bench {mla,mla-prefill,gqa,gdn,moe,moe-cuts,step}`: checks, times, JSON.
+"""`python -m jaxattn.bench WHAT`: checks, times, JSON.
+
+WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
-jaxattn.bench dense` the dense products of a decode step, `python -m jaxattn.bench host` what the
-engine's host adds to a step, and `python -m jaxattn.bench serve` a server under load. Each has a
---help of its own.
+jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
+products of a decode step, `python -m jaxattn.bench host` what the engine's host adds to a step, and
+`python -m jaxattn.bench serve` a server under load. Each has a --help of its own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
@@ -29,12 +31,14 @@ from jaxattn.bench import (
     gdn_norm,
     gdn_prefill,
     gqa,
+    gqa_prefill,
     host,
     mla,
     mla_fp8,
     mla_prefill,
     moe,
     moe_cuts,
+    parallel,
     peers,
     plot,
     step,
@@ -51,6 +55,7 @@ MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "gqa": [gqa],
+    "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "moe": [moe],
     "moe-cuts": [moe_cuts],
@@ -58,6 +63,7 @@ MODULES: dict[str, list[Any]] = {
 # What has options of its own: (argv after its name, the program's name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
+    "parallel": parallel.main,
     "dense": dense.main,
     "host": host.main,
     "serve": load_command.main,

@@ -212,6 +212,9 @@ PEERS = {
     ),
     "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", vllm_libraries.flashmla),
     "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", vllm_libraries.flash_attention_decode),
+    "fa3-prefill": Peer(
+        "fa3", "gqa_prefill", "vllm", "vllm", vllm_libraries.flash_attention_prefill
+    ),
     "fa3-mla-prefill": Peer(
         "fa3", "mla_prefill", "vllm", "vllm", vllm_libraries.flash_attention_mla_prefill
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxattn.bench import gqa, mla, mla_prefill
+from jaxattn.bench import gqa, gqa_prefill, mla, mla_prefill
 from jaxattn.bench.timing import rotation
 
 DEVICE = "cuda"
@@ -173,6 +173,11 @@ def flash_attention_mla_prefill(batch: int, tokens: int, heads: int, prefix: int
     return _packed(batch, tokens, heads, heads, dim, mla_prefill.VALUES)
 
 
-def flash_attention_prefill(count: int, tokens: int, heads: int, kv_heads: int, dim: int) -> Call:
-    """FlashAttention-3 at a shape of `bench gqa`'s prefill."""
-    return _packed(count, tokens, heads, kv_heads, dim, dim)
+def flash_attention_prefill(*numbers: int) -> Call:
+    """FlashAttention-3 at a shape of `bench gqa-prefill`; without a gate, which it lacks."""
+    shape = gqa_prefill.Shape(*numbers)
+    if shape.prefix:
+        raise ValueError("its call on a prefix in pages is not timed here")
+    if shape.window:
+        raise ValueError("its call with a window is not timed here")
+    return _packed(shape.batch, shape.tokens, shape.heads, shape.kv_heads, shape.dim, shape.dim)

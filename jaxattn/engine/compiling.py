@@ -13,10 +13,11 @@ from typing import Any
 import jax
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.devices import arguments, group_of, jitted_step
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.steps import EntryPoint, Step, all_steps
+from jaxattn.engine.steps import Step, all_steps
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import Model, compiler_options, jit_step
+from jaxattn.models.base import Model
 
 OnCompile = Callable[[str, float | None], None]
 
@@ -76,15 +77,17 @@ def _compile(
 ) -> Steps:
     # As shapes: no executable may keep an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    tree = jax.tree.structure(shapes)
+    tree, group = jax.tree.structure(shapes), group_of(model, devices)
 
     def build(step: Step) -> jax.stages.Compiled:
         if on_compile:
             on_compile(str(step), None)
         start = time.perf_counter()
-        jitted = jitted_step(step, model, limits, tree, implementation, devices[0].platform)
+        backend = devices[0].platform
+        jitted = jitted_step(step, model, limits, tree, implementation, backend, group)
         with jax.default_device(devices[0]):
-            executable = jitted.lower(*step.arguments(model, limits, shapes)).compile()
+            given = arguments(step, model, limits, shapes, group)
+            executable = jitted.lower(*given).compile()
         if on_compile:
             on_compile(str(step), time.perf_counter() - start)
         return executable
@@ -94,31 +97,3 @@ def _compile(
         return Steps({str(step): build(step) for step in steps})
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return Steps(dict(zip(map(str, steps), pool.map(build, steps), strict=True)))
-
-
-def jitted_step(
-    step: Step,
-    model: Model,
-    limits: Limits,
-    tree: Any,
-    implementation: Implementation | None,
-    backend: str,
-) -> Any:
-    """The step's function, jitted as the engine compiles it."""
-    function = step.function(model, limits, tree)
-    if isinstance(step, EntryPoint):
-        chosen = implementation_of(step, implementation)
-        return jit_step(function, implementation=chosen, backend=backend)
-    return jax.jit(
-        function, donate_argnums=step.donated, compiler_options=compiler_options(backend)
-    )
-
-
-def implementation_of(
-    entry: EntryPoint, implementation: Implementation | None
-) -> Implementation | None:
-    """What runs a step. What is named is for decoding: prefill's kernels refuse other models.
-
-    Unless XLA is named, prefill takes the best there is.
-    """
-    return implementation if entry.kind == "decode" or implementation == "xla" else None

@@ -23,7 +23,7 @@ from jaxattn.engine.endings import Detokenize
 from jaxattn.engine.lifecycle import Lifecycle
 from jaxattn.engine.numbering import MOST_IDS, all_numbered, numbered
 from jaxattn.engine.owner import EngineBusyError as EngineBusyError
-from jaxattn.engine.prepare import Prepared, placed_params, prepare
+from jaxattn.engine.prepare import Prepared, packed_params, prepare
 from jaxattn.engine.request import (
     Completion,
     Event,
@@ -36,6 +36,7 @@ from jaxattn.engine.start import check_arrays
 from jaxattn.engine.stats import Clock, Stats
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
+from jaxattn.parallel import ALONE, Parallel
 
 OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
@@ -47,7 +48,7 @@ class Engine(Lifecycle):
     Args:
         model: a `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
         params: its parameters; an argument of the steps, never captured.
-        limits, devices, implementation, on_compile, workers: see `prepare`.
+        limits, devices, implementation, on_compile, workers, parallel: see `prepare`.
         strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
             it is counted in `seal`.
         detokenize: tokens to text, for requests with stop strings.
@@ -75,6 +76,7 @@ class Engine(Lifecycle):
         strict: bool = False,
         workers: int = 1,
         detokenize: Detokenize | None = None,
+        parallel: Parallel = ALONE,
     ):
         check_arrays(params)
         prepared = prepare(
@@ -85,8 +87,9 @@ class Engine(Lifecycle):
             implementation=implementation,
             on_compile=on_compile,
             workers=workers,
+            parallel=parallel,
         )
-        packed = prepared.model.pack(placed_params(params, prepared.devices))
+        packed = packed_params(prepared.model, params, prepared.devices)
         self._open(prepared, packed, strict, detokenize)
 
     @classmethod

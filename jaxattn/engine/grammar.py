@@ -36,7 +36,10 @@ def masks(rows: Sequence[Row | None], lines: int, vocab: int) -> np.ndarray:
 def masked(
     logits: Float[Array, "b vocab"], words: Int[Array, "b words"]
 ) -> Float[Array, "b vocab"]:
-    """The logits with -inf for tokens that may not come. A row of all ones keeps its bits."""
+    """The logits with -inf for tokens that may not come. A row of all ones keeps its bits.
+
+    Columns behind the words are no tokens, and -inf already.
+    """
     token = jnp.arange(logits.shape[1])
-    bits = words[:, token // 32] >> (token % 32)
+    bits = words[:, jnp.minimum(token // 32, words.shape[1] - 1)] >> (token % 32)
     return jnp.where(bits & 1 > 0, logits, -jnp.inf)

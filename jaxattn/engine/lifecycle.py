@@ -5,11 +5,12 @@ from typing import Any, Self
 
 import jax
 
+from jaxattn.engine.devices import everywhere, group_of
 from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.owner import Owner
 from jaxattn.engine.prefix import Counts
-from jaxattn.engine.prepare import Prepared, checked_params, placed_params
+from jaxattn.engine.prepare import Prepared, checked_params, packed_params
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import FinishReason, Request
 from jaxattn.engine.runner import Runner
@@ -117,7 +118,7 @@ class Lifecycle:
                     raise RuntimeError("start: this engine runs already; make another one")
                 check_arrays(params)
                 checked_params(self.model, params)
-                self._params = self.model.pack(placed_params(params, self._prepared.devices))
+                self._params = packed_params(self.model, params, self._prepared.devices)
             self._start()
 
     def _start(self) -> None:
@@ -139,7 +140,8 @@ class Lifecycle:
             state, rows = allocated(self._prepared, self._params)
         weights = tuple(jax.tree.leaves(self._params))
         executables = self._prepared.steps.executables
-        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal)
+        where = everywhere(group_of(self.model, self._prepared.devices))
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, where)
         self._loop = Loop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
 

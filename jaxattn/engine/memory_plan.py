@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.engine.compiling import implementation_of
+from jaxattn.engine.devices import implementation_of
 from jaxattn.engine.steps import (
     EntryPoint,
     Step,
@@ -258,7 +258,7 @@ def plan_engine(
         f"{limits.batch} rows of up to {limits.max_model_len:,} tokens ({limits.pages:,} pages, "
         f"{limits.batch} state slots{_checkpoints(limits)})",
         facts=(
-            ("cache tokens", f"{limits.pages * PAGE_SIZE:,}"),
+            ("cache tokens", f"{limits.pages * limits.page_tokens:,}"),
             ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
         ),
     )

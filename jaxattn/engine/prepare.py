@@ -33,10 +33,12 @@ from jaxattn.engine.memory_plan import (
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory import device
-from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
+from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes, nbytes_each
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
+from jaxattn.models import divided
 from jaxattn.models.base import Model, check_caches, check_params
+from jaxattn.parallel import ALONE, Group, Parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,19 +190,22 @@ def prepare(
     on_compile: OnCompile | None = None,
     on_fits: Callable[[], None] | None = None,
     workers: int = 1,
+    parallel: Parallel = ALONE,
 ) -> Prepared:
     """Compiles and plans an engine. Allocates nothing on the device.
 
     Args:
         params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), packed or not.
         limits: of batch, lengths and cache; `Limits()` if None.
-        devices: that will run the steps; None is JAX's default device.
+        devices: that will run the steps; None is JAX's default device, or the first of its devices
+            that `parallel` asks for.
         implementation: of the decode kernels; None is the best for the device.
         on_compile: called with each executable's name and None before it is compiled, and with the
             seconds that it took after that.
         on_fits: called once, when the device is measured and the plan from shapes fits, before
             anything is compiled: parameters that were given as shapes may be loaded from then on.
         workers: executables that are compiled at a time.
+        parallel: how several devices divide the model; the plan is then of each of them.
 
     Raises:
         TypeError: an argument is of another type; the message names it.
@@ -214,16 +219,19 @@ def prepare(
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
+    model, limits = divided(model, parallel), dataclasses.replace(limits, spread=parallel.context)
+    if parallel.data > 1:  # each data group has pages of its own, which others cannot read
+        limits = dataclasses.replace(limits, prefix_cache=False)
     compiler = Compiler(
         model=model,
         params=checked_params(model, params),
-        devices=_devices(devices),
+        devices=_devices(devices, parallel),
         implementation=implementation,
         on_compile=on_compile,
         workers=workers,
     )
     memory, own, trial = (
-        device.device_memory(compiler.devices[0]),
+        smallest_memory(compiler.devices),
         on_device(params, compiler.devices),
         None,
     )
@@ -295,15 +303,53 @@ def checked_params(model: Model, params: Any) -> Any:
     packed = packed_shapes(model)
     if str(jax.tree.structure(params)) == str(jax.tree.structure(packed)):
         check_params(packed, params)
-    else:
-        check_params(model.param_shapes(), params)
+    elif not is_placed(model, params):
+        check_params(model.whole.param_shapes(), params)
     return packed
 
 
+def is_placed(model: Model, params: Any) -> bool:
+    """Whether the parameters are over a group already, each GPU's share on its device."""
+    if model.parallel.gpus == 1:
+        return False
+    local = model.param_shapes()
+    if str(jax.tree.structure(params)) != str(jax.tree.structure(local)):
+        return False
+    return all(
+        isinstance(leaf, jax.Array)
+        and len(leaf.sharding.device_set) == model.parallel.gpus
+        and leaf.sharding.shard_shape(leaf.shape) == own.shape
+        for leaf, own in zip(jax.tree.leaves(params), jax.tree.leaves(local), strict=True)
+    )
+
+
 def on_device(params: Any, devices: Sequence[jax.Device]) -> int:
-    """Bytes of the arrays among them that lie on these devices: shapes take none."""
+    """Bytes, on each device, of the arrays among them that lie on these: shapes take none."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    return nbytes([leaf for leaf in leaves if leaf.devices() & set(devices)])
+    return nbytes_each([leaf for leaf in leaves if leaf.devices() & set(devices)])
+
+
+def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
+    """What the device with the least free memory has: all of a group hold as many pages."""
+    memories = [device.device_memory(each) for each in devices]
+    known = [memory for memory in memories if memory is not None]
+    if len(known) < len(memories):
+        return None
+    return min(known, key=lambda memory: (memory.free or memory.total) - memory.in_use)
+
+
+def packed_params(model: Model, params: Any, devices: tuple[jax.Device, ...]) -> Any:
+    """The parameters on the engine's devices, as its steps read them.
+
+    Raises:
+        ValueError: see `placed_params`.
+    """
+    if len(devices) == 1:
+        return model.pack(placed_params(params, devices))
+    group = Group(model.parallel, devices)
+    if not is_placed(model, params):
+        params = model.place_params(params, group)
+    return group.join([model.pack(own) for own in group.split(params)], model.packed_specs())
 
 
 def placed_params(params: Any, devices: Sequence[jax.Device]) -> Any:
@@ -344,12 +390,12 @@ def others(memory: DeviceMemory | None, known: dict[str, Executable], own: int) 
     }
 
 
-def _devices(devices: Any) -> tuple[jax.Device, ...]:
+def _devices(devices: Any, parallel: Parallel) -> tuple[jax.Device, ...]:
     if devices is None:
-        return (jax.devices()[0],)
-    if isinstance(devices, jax.Device):
-        return (devices,)
-    found = tuple(devices)
-    if len(found) != 1:
-        raise ValueError(f"devices must be one device so far; got {len(found)}")
+        found = tuple(jax.devices()[: parallel.gpus])
+    elif isinstance(devices, jax.Device):
+        found = (devices,)
+    else:
+        found = tuple(devices)
+    parallel.check_devices(found)
     return found

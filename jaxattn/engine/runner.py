@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
@@ -24,6 +25,7 @@ class Runner:
         weights: the leaves of the packed parameters.
         state: arena and caches, donated to each of the model's steps.
         rows: of the device, donated to each step that changes them.
+        where: what the host sends goes; None is JAX's default device.
         failed: the device ended a step with an error: what is in the buffers is unknown.
     """
 
@@ -33,6 +35,7 @@ class Runner:
     state: DecodeState
     rows: Rows
     seal: Seal
+    where: Sharding | None = None
     failed: bool = False
 
     def __post_init__(self) -> None:
@@ -52,13 +55,13 @@ class Runner:
     def update(self, packed: np.ndarray) -> None:
         """Rows that come, and pages: of `Deltas.drain`."""
         with self.seal.allowed():
-            self.rows = self._step(Update())(self.rows, packed)
+            self.rows = self._sent(self._step(Update())(self.rows, packed))
 
     def copy(self, source: int, target: int) -> None:
         """Copies the states of one slot to another."""
         with self.seal.allowed():
             slots = np.array([source, target], np.int32)
-            self.state = self._step(Copy())(self.state, slots)
+            self.state = self._sent(self._step(Copy())(self.state, slots))
 
     def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
         """Reads chunks of prompts, of `packed_chunks`; gives the logits behind them.
@@ -67,9 +70,10 @@ class Runner:
             remember: some of the rows have a history.
         """
         with self.seal.allowed():
-            logits, self.state = self._step(entry)(self.weights, self.state, packed)
+            logits, self.state = self._sent(self._step(entry)(self.weights, self.state, packed))
             if remember:
-                self.rows = self._step(Remember(entry.rows, entry.tokens))(self.rows, packed)
+                remembered = self._step(Remember(entry.rows, entry.tokens))(self.rows, packed)
+                self.rows = self._sent(remembered)
         return logits
 
     def first(
@@ -100,7 +104,7 @@ class Runner:
         with self.seal.allowed():
             on_device = self._on_device(places, bucket)
             batch = Places(self.rows, on_device)
-            logits, self.state = self._step(entry)(self.weights, self.state, batch)
+            logits, self.state = self._sent(self._step(entry)(self.weights, self.state, batch))
         found = None if words is None else words(bucket)
         with self.seal.allowed():
             return self._sample(self._masked(logits, found), on_device, level)
@@ -122,22 +126,29 @@ class Runner:
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
         step = self._step(Sample(len(places), level))
-        self.rows, told = step(self.rows, logits, places)
+        self.rows, told = self._sent(step(self.rows, logits, places))
         told.copy_to_host_async()
         return told
 
     def _masked(self, logits: jax.Array, words: np.ndarray | None) -> jax.Array:
         if words is None:
             return logits
-        found: jax.Array = self._step(Mask(len(words)))(logits, words)
+        found: jax.Array = self._sent(self._step(Mask(len(words)))(logits, words))
         return found
+
+    def _sent[Result](self, result: Result) -> Result:
+        """What a step gives. Virtual devices of a CPU wait for one another for ever where several
+        steps are under way: there a step ends before the next is sent."""
+        if self.where is not None and jax.default_backend() == "cpu":
+            jax.block_until_ready(result)
+        return result
 
     def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
         """The places with padding; they stay on the device until rows come or go."""
         if self._placed is None or not np.array_equal(places, self._placed):
             padded = np.full(bucket, -1, np.int32)
             padded[: len(places)] = places
-            self._places, self._placed = jax.device_put(padded), places
+            self._places, self._placed = jax.device_put(padded, self.where), places
         assert self._places is not None
         return self._places
 

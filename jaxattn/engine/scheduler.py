@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.deltas import Deltas, device_stops
 from jaxattn.engine.pool import PagePool, SlotPool
 from jaxattn.engine.prefix import Counts, Entering, Hit, PrefixCache
@@ -87,7 +86,7 @@ class Scheduler:
         if needed > self.pages.size:
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
-                f"{PAGE_SIZE} tokens, and the pool has {self.pages.size:,}"
+                f"{self.limits.page_tokens} tokens, and the pool has {self.pages.size:,}"
             )
         return None
 
@@ -113,7 +112,7 @@ class Scheduler:
             last = len(request.prompt) + self._max_tokens(request) - 1
             entering, hit = self._found(queued, prompt)
             self.pages.share(hit.pages)  # before others are asked for, which may evict
-            rest = min(len(prompt) + 1, last) - len(hit.pages) * PAGE_SIZE
+            rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
             pages = self.pages.allocate(rest)
             if pages is None:
                 self.pages.free(hit.pages)
@@ -228,12 +227,12 @@ class Scheduler:
     def _new_pools(self) -> None:
         """Pools of which everything is free, and nothing cached in them."""
         limits = self.limits
-        self.pages = PagePool(limits.pages, PAGE_SIZE)
+        self.pages = PagePool(limits.pages, limits.page_tokens)
         self.slots = SlotPool(limits.batch)
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
         if limits.prefix_cache and (checkpoints or not self.recurrent):
-            block = math.lcm(limits.chunks[-1], PAGE_SIZE)
+            block = math.lcm(limits.chunks[-1], limits.page_tokens)
             self.prefixes = PrefixCache(
                 self.pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
@@ -252,7 +251,7 @@ class Scheduler:
         """A row begins behind what was found of its prompt."""
         assert self.prefixes is not None
         self.prefixes.used(hit, len(row.prompt))
-        row.cached_tokens = len(hit.pages) * PAGE_SIZE
+        row.cached_tokens = len(hit.pages) * self.limits.page_tokens
         self.cached[row.index] = row.cached_tokens
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
@@ -290,7 +289,7 @@ class Scheduler:
         assert pages is not None, "whoever calls this has looked"
         first = len(row.pages)
         row.pages += pages
-        self.room[row.index] = len(row.pages) * PAGE_SIZE
+        self.room[row.index] = len(row.pages) * self.limits.page_tokens
         self.block_tables[row.index, first : first + len(pages)] = pages
         self.deltas.pages(row.index, first, pages)
 

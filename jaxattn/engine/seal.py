@@ -102,7 +102,11 @@ class Seal:
         """Notes every buffer that is not where it was at `hold`."""
         now = _addresses(tree)
         if now != self._addresses:
-            leaves = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+            leaves = [
+                jax.tree_util.keystr(path)
+                for path, leaf in jax.tree.leaves_with_path(tree)
+                for _ in _addresses(leaf)
+            ]
             moved = [
                 name
                 for name, old, new in zip(leaves, self._addresses, now, strict=False)
@@ -131,7 +135,13 @@ def _nothing_runs(refused: bool) -> Iterator[None]:
 
 
 def _addresses(tree: Any) -> list[int]:
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.size]
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        if leaf.size and len(leaf.sharding.device_set) == 1:
+            found.append(leaf.unsafe_buffer_pointer())
+        elif leaf.size:
+            found += [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+    return found
 
 
 def _on_event(event: str, value: float | int, **details: Any) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxattn.engine.prepare import Prepared, on_device
+from jaxattn.engine.devices import group_of, new_rows_over, new_state_over, put_given
+from jaxattn.engine.prepare import Prepared, on_device, smallest_memory
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.steps import (
     Copy,
@@ -18,10 +19,10 @@ from jaxattn.engine.steps import (
     new_rows,
     new_state,
 )
-from jaxattn.memory import device
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, line_name
+from jaxattn.parallel import Group
 
 
 def check_arrays(params: Any) -> None:
@@ -38,8 +39,9 @@ def tried(prepared: Prepared, params: Any) -> Prepared:
     if not prepared.trial:
         return prepared
     limits, steps = prepared.trial
-    state, rows = new_state(prepared.model, limits), new_rows(limits)
-    warmed(prepared.model, limits, steps.executables, params, state, rows)
+    model, group = prepared.model, group_of(prepared.model, prepared.devices)
+    state, rows = _new(model, limits, group)
+    warmed(model, limits, steps.executables, params, state, rows, group)
     return dataclasses.replace(prepared, trial=None)
 
 
@@ -50,7 +52,7 @@ def measured(prepared: Prepared, params: Any) -> Prepared:
         PlanError: it does not fit.
     """
     compiler, known = prepared.compiler, prepared.known
-    memory = device.device_memory(prepared.devices[0])
+    memory = smallest_memory(prepared.devices)
     own = on_device(params, prepared.devices)
     if prepared.wanted.utilization is not None and memory is not None:
         filled = compiler.fill(prepared.wanted, known, memory, own)
@@ -68,13 +70,21 @@ def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
         PlanError: what was allocated is not what was planned.
     """
     limits, plan = prepared.limits, prepared.plan
-    state, rows = new_state(prepared.model, limits), new_rows(limits)
+    group = group_of(prepared.model, prepared.devices)
+    state, rows = _new(prepared.model, limits, group)
     check_allocated("arena", state.arena, plan["arena"])
     check_allocated("rows", rows, plan["rows"])
     for arrays in state.caches.values():
         for name, array in arrays.items():
             check_allocated(line_name(name), array, plan[line_name(name)])
-    return warmed(prepared.model, limits, prepared.steps.executables, params, state, rows)
+    executables = prepared.steps.executables
+    return warmed(prepared.model, limits, executables, params, state, rows, group)
+
+
+def _new(model: Model, limits: Limits, group: Group | None) -> tuple[DecodeState, Rows]:
+    if group is None:
+        return new_state(model, limits), new_rows(limits)
+    return new_state_over(model, limits, group), new_rows_over(limits, group)
 
 
 def warmed(
@@ -84,6 +94,7 @@ def warmed(
     params: Any,
     state: DecodeState,
     rows: Rows,
+    group: Group | None = None,
 ) -> tuple[DecodeState, Rows]:
     """State and rows after each step has run twice beside them, on padding: nothing is written.
 
@@ -93,6 +104,8 @@ def warmed(
     weights = tuple(jax.tree.leaves(params))
     for step in all_steps(limits) * 2:
         given = step.padding(model, limits)
+        if group is not None:
+            given = put_given(step, given, model, group)
         state, rows, told = run_padding(step, executables[str(step)], given, weights, state, rows)
         jax.block_until_ready((told, rows))
     return state, rows
@@ -108,15 +121,20 @@ def run_padding(
 ) -> tuple[DecodeState, Rows, Any]:
     """Runs a step on padding, with arrays where serving has them; gives what it tells as well."""
     if isinstance(step, EntryPoint):
-        batch = Places(rows, jax.device_put(given)) if step.reads_rows else given
+        batch = Places(rows, _put(given)) if step.reads_rows else given
         told, state = executable(weights, state, batch)
         return state, rows, told
     if isinstance(step, Sample):
-        rows, told = executable(rows, *jax.device_put(given))
+        rows, told = executable(rows, *map(_put, given))
         return state, rows, told
     if isinstance(step, Mask):
         logits, words = given
-        return state, rows, executable(jax.device_put(logits), words)
+        return state, rows, executable(_put(logits), words)
     if isinstance(step, Copy):
         return executable(state, given), rows, ()
     return state, executable(rows, given), ()
+
+
+def _put(array: Any) -> jax.Array:
+    """The array on JAX's default device, unless it is on devices already."""
+    return array if isinstance(array, jax.Array) else jax.device_put(array)

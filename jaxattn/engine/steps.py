@@ -147,10 +147,11 @@ class Sample(Step):
         return row_shapes(limits), *self.given(model, limits)
 
     def given(self, model: Model, limits: Limits) -> tuple[Any, ...]:
-        return jax.ShapeDtypeStruct((self.rows, model.vocab_size), jnp.float32), int32(self.rows)
+        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
+        return logits, int32(self.rows)
 
     def padding(self, model: Model, limits: Limits) -> Any:
-        logits = np.zeros((self.rows, model.vocab_size), np.float32)
+        logits = np.zeros((self.rows, model.logit_columns), np.float32)
         return logits, np.full(self.rows, -1, np.int32)
 
 
@@ -167,14 +168,14 @@ class Mask(Step):
         return masked
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        logits = jax.ShapeDtypeStruct((self.rows, model.vocab_size), jnp.float32)
+        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
         return logits, self.given(model, limits)
 
     def given(self, model: Model, limits: Limits) -> Any:
         return int32(self.rows, words_of(model.vocab_size))
 
     def padding(self, model: Model, limits: Limits) -> Any:
-        logits = np.zeros((self.rows, model.vocab_size), np.float32)
+        logits = np.zeros((self.rows, model.logit_columns), np.float32)
         return logits, masks((), self.rows, model.vocab_size)
 
 
@@ -329,7 +330,7 @@ def cache_size(limits: Limits) -> CacheSize:
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:
-    """The state of an engine; under `jax.eval_shape`, its shapes."""
+    """The state of one device of an engine; under `jax.eval_shape`, its shapes."""
     return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
 
 

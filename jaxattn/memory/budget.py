@@ -9,6 +9,7 @@ leaves fewer pages. `solve` finds the most pages of which both fit.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -180,9 +181,17 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
+def nbytes_each(tree: Any) -> int:
+    """Bytes of arrays on each of their devices."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def check_allocated(what: str, tree: Any, planned: int) -> None:
-    """Raises PlanError unless the arrays take exactly what the plan says."""
-    if (got := nbytes(tree)) != planned:
+    """Raises PlanError unless the arrays take exactly what the plan says, on each device."""
+    if (got := nbytes_each(tree)) != planned:
         raise PlanError(f"{what}: the plan says {planned:,} bytes and {got:,} were allocated")
 
 

@@ -33,6 +33,8 @@ class Limits:
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
         cache_format: what the cache stores, of `jaxattn.core.formats.CACHE_FORMATS`; "auto" is the
             model's own. The parameters are then those of `model.with_cache_format(...)`.
+        spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
+            `prepare` sets it, as `Parallel.context`.
         native_layers: so many first and so many last layers of attention keep the model's own.
         q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
             others: they are planned, compiled and warmed for callers of `Engine.executables` who
@@ -56,6 +58,7 @@ class Limits:
     q_lens: tuple[int, ...] = (1,)
     cache_format: str = "auto"
     native_layers: int = 0
+    spread: int = 1
 
     def __post_init__(self) -> None:
         if self.cache_format not in CACHE_FORMATS:
@@ -87,9 +90,14 @@ class Limits:
                 )
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, or of a page on each of the GPUs that share a row's."""
+        return PAGE_SIZE * self.spread
+
+    @property
     def pages_per_row(self) -> int:
         """Of a row at `max_model_len`."""
-        return -(-self.max_model_len // PAGE_SIZE)
+        return -(-self.max_model_len // self.page_tokens)
 
     @property
     def wanted_pages(self) -> int:

@@ -11,3 +11,4 @@ from jaxattn.models.decoder import DecoderModel as DecoderModel
 from jaxattn.models.decoder import DecoderSpec as DecoderSpec
 from jaxattn.models.hybrid import Hybrid as Hybrid
 from jaxattn.models.loading import load as load
+from jaxattn.models.sharding import divided as divided

@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.memory.budget import Item, nbytes
+from jaxattn.parallel import ALONE, Group, Parallel, Vocabulary
 
 type Arrays = dict[str, Array]
 
@@ -133,6 +135,10 @@ class LayerCache(abc.ABC):
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of each array, by a name that is unique within a model."""
 
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        """How an array lies over several GPUs; here, each GPU has its own layers of it."""
+        return PartitionSpec(parallel.axes("all"))
+
     @abc.abstractmethod
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         """What decides an array's bytes: the text of its line in the plan."""
@@ -201,6 +207,21 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def vocab_size(self) -> int:
         """Tokens are from 0 to `vocab_size` - 1."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """The layout of the GPUs of which this model is one's."""
+        return ALONE
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that the steps of one GPU return logits of."""
+        return Vocabulary(self.vocab_size)
+
+    @property
+    def logit_columns(self) -> int:
+        """Of the logits of all GPUs; what lies behind the last token is -inf."""
+        return self.vocabulary.columns * self.vocabulary.parts
 
     @property
     @abc.abstractmethod
@@ -272,6 +293,37 @@ class Model(abc.ABC):
     def copies(self, params: Any) -> Any:
         """Those leaves of packed parameters that `pack` holds a second time."""
         return ()
+
+    # --- on several GPUs, of the model that `models.divided` returns
+
+    @property
+    def whole(self) -> "Model":
+        """The model that the GPUs divide; on one GPU, this one."""
+        return self
+
+    def packed_specs(self) -> Any:
+        """The PartitionSpec of each packed parameter."""
+        return jax.tree.map(
+            lambda _: PartitionSpec(), jax.eval_shape(self.pack, self.param_shapes())
+        )
+
+    def param_specs(self) -> Any:
+        """The PartitionSpec of each parameter, before `pack`."""
+        return jax.tree.map(lambda _: PartitionSpec(), self.param_shapes())
+
+    def place_params(self, params: Any, group: Group) -> Any:
+        """The whole model's parameters over a group, each GPU's share on its device."""
+        raise TypeError(f"{type(self).__name__} runs on one GPU")
+
+    def state_specs(self) -> DecodeState:
+        """The PartitionSpec of each array of a `DecodeState`."""
+        arena: Any = PartitionSpec(self.parallel.axes("all"))
+        one = CacheSize(pages=1, slots=1)
+        caches: Any = {
+            cache.name: {name: cache.spec(name, self.parallel) for name in cache.shapes(one)}
+            for cache in self.caches
+        }
+        return DecodeState(arena, caches)
 
     @property
     def kernels(self) -> Mapping[str, str]:
@@ -373,8 +425,10 @@ def jit_step(
         step: a model's `decode` or `prefill`.
         backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
     """
+    if implementation is not None:
+        step = partial(step, implementation=implementation)
     return jax.jit(
-        partial(step, implementation=implementation),
+        step,
         donate_argnums=1,
         compiler_options=compiler_options(backend or jax.default_backend()),
     )

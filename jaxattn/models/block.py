@@ -17,6 +17,7 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
+from jaxattn.parallel import Dimension
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,11 @@ class FeedForward(abc.ABC):
     @property
     def stacked(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def summed_over(self) -> Dimension:
+        """The GPUs whose parts of the output add up: "tensor", or "experts"."""
+        return "tensor"
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...

@@ -4,10 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxattn.core.formats import LatentFormat
 from jaxattn.models.base import CacheSize, LayerCache
+from jaxattn.parallel import Parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,9 @@ class LatentPages(LayerCache):
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.layers, size.pages, size.page_size, self.format.width)
         return {"kv_cache": jax.ShapeDtypeStruct(shape, self.format.dtype)}
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        return PartitionSpec(None, _pages(parallel))
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         layers, pages, page_size, width = shape.shape
@@ -47,6 +52,9 @@ class KeyValuePages(LayerCache):
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.layers, size.pages, 2, size.page_size, self.heads, self.head_dim)
         return {self.array: jax.ShapeDtypeStruct(shape, self.dtype)}
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        return PartitionSpec(None, _pages(parallel), None, None, parallel.axes("heads"))
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         layers, pages, _, page_size, heads, dim = shape.shape
@@ -79,9 +87,20 @@ class RecurrentState(LayerCache):
             "ssm_state": jax.ShapeDtypeStruct((*rows, *self.state_shape), jnp.float32),
         }
 
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        rows, heads = parallel.axes("data"), parallel.axes("tensor")
+        if array == "conv_state":
+            return PartitionSpec(None, rows, None, heads)
+        return PartitionSpec(None, rows, heads)
+
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         layers, slots, *of_slot = shape.shape
         what = f"{layers} {self.kind} layers x {slots:,} slots x "
         if array == "conv_state":
             return f"{what}last {of_slot[0]} inputs x {of_slot[1]} {shape.dtype.name}"
         return f"{what}{'x'.join(map(str, of_slot))} {shape.dtype.name}"
+
+
+def _pages(parallel: Parallel) -> tuple[str, ...]:
+    """The mesh axes of pages: a data group has its own, and in it each GPU that shares rows."""
+    return (*parallel.axes("data"), *parallel.axes("context"))

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.arena import ArenaSpec
+from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.core.layers import LayerOf
@@ -38,6 +38,16 @@ from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.parallel import (
+    ALONE,
+    Dimension,
+    Parallel,
+    Vocabulary,
+    gathered,
+    own_part,
+    rank,
+    total,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +57,7 @@ class DecoderSpec:
     Attributes:
         blocks: one for each layer, in order.
         tie_embeddings: the output head is the embedding, transposed.
+        parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:
@@ -59,6 +70,7 @@ class DecoderSpec:
     blocks: tuple[Block, ...]
     max_position_embeddings: int
     tie_embeddings: bool = False
+    parallel: Parallel = ALONE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -75,6 +87,11 @@ class DecoderSpec:
                 )
         _ = self.segments
         check_caches(self.caches)
+
+    @property
+    def head_columns(self) -> int:
+        """Tokens that one GPU has logits of, padding of the last GPU included."""
+        return -(-self.vocab_size // self.parallel.tensor)
 
     @cached_property
     def segments(self) -> tuple[Segment[Block], ...]:
@@ -136,7 +153,8 @@ class Decoder(nnx.Module):
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
         stream = spec.stream
-        shape = (spec.vocab_size, stream.hidden_size)
+        rows = spec.head_columns if spec.tie_embeddings else spec.vocab_size
+        shape = (rows, stream.hidden_size)
         # A tied head wants logits of order 1 from a normed stream, a plain embedding a stream of
         # order 1.
         stddev = stream.hidden_size**-0.5 if spec.tie_embeddings else 1.0
@@ -146,7 +164,7 @@ class Decoder(nnx.Module):
         if not spec.tie_embeddings:
             self.lm_head = Linear(
                 stream.hidden_size,
-                spec.vocab_size,
+                spec.head_columns,
                 dtype=stream.dtype,
                 param_dtype=stream.param_dtype,
                 rngs=rngs,
@@ -198,13 +216,14 @@ class Decoder(nnx.Module):
                         index,
                         implementation,
                     )
-                    x, state = x + y, state.replace(name, arrays)
-                    y, _ = block.feed_forward.step(
+                    x, state = x + self._total(y), state.replace(name, arrays)
+                    y, _ = self._feed_forward(
+                        block,
                         layer.mlp,
                         layer.mlp_norm(x),
                         valid,
                         stacks[place],
-                        LayerOf(repeat, 1, 0),
+                        repeat,
                         None,
                         implementation,
                     )
@@ -262,13 +281,14 @@ class Decoder(nnx.Module):
                         shared[name],
                         implementation,
                     )
-                    x = x + y
-                    y, after = block.feed_forward.step(
+                    x = x + self._total(y)
+                    y, after = self._feed_forward(
+                        block,
                         layer.mlp,
                         mlp_norm(x),
                         valid,
                         stacks[place],
-                        LayerOf(repeat, 1, 0),
+                        repeat,
                         arena,
                         implementation,
                     )
@@ -304,6 +324,32 @@ class Decoder(nnx.Module):
                         module, state.caches[name], batch, implementation
                     )
         return found
+
+    def _total(self, y: Array, over: Dimension = "tensor") -> Array:
+        """The sum of what the GPUs have of a layer's output."""
+        return total(y, self.spec.parallel, over, self.spec.stream.dtype)
+
+    def _feed_forward(
+        self,
+        block: Block,
+        module: Any,
+        x: Array,
+        valid: Array,
+        stacks: dict[str, Array],
+        repeat: Array,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        """A layer's feed-forward, summed; tokens of all data groups meet where experts do."""
+        parallel, over = self.spec.parallel, block.feed_forward.summed_over
+        meets = over == "experts" and parallel.experts_meet
+        if meets:
+            x, valid = gathered((x, valid), parallel, "data")
+        y, arena = block.feed_forward.step(
+            module, x, valid, stacks, LayerOf(repeat, 1, 0), arena, implementation
+        )
+        y = self._total(y, over)
+        return (own_part(y, parallel, "data") if meets else y), arena
 
     def _norms_of(
         self,
@@ -350,8 +396,18 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             if valid is not None:
                 tokens = jnp.where(valid, tokens, 0)
-            x = self.embedding[...][tokens].astype(jnp.float32)
+            x = self._rows_of(tokens).astype(jnp.float32)
             return x if valid is None else jnp.where(valid[..., None], x, 0)
+
+    def _rows_of(self, tokens: Array) -> Array:
+        """Rows of the embedding; of a divided one, from the GPU that has them."""
+        rows, parallel = self.embedding[...], self.spec.parallel
+        if len(rows) == self.spec.vocab_size:
+            return rows[tokens]
+        place = tokens - rank(parallel, "tensor") * len(rows)
+        own = (place >= 0) & (place < len(rows))
+        found = jnp.where(own[..., None], rows[jnp.where(own, place, 0)], 0)
+        return total(found, parallel, "tensor", found.dtype)
 
     def _head(self, x: Array) -> Array:
         with jax.named_scope("lm_head"):
@@ -439,6 +495,15 @@ class DecoderModel(Model):
     @property
     def vocab_size(self) -> int:
         return self.tokens or self.spec.vocab_size
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.spec.parallel
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        columns = self.vocab_size if self.parallel.tensor == 1 else self.spec.head_columns
+        return Vocabulary.of(columns, self.parallel)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -541,5 +606,12 @@ class DecoderModel(Model):
         return self._of_tokens(logits[:, -1]), state
 
     def _of_tokens(self, logits: Array) -> Array:
-        """The logits [B, vocab] without those of padding rows of the embedding."""
-        return logits if self.tokens is None else logits[:, : self.tokens]
+        """The logits [B, vocab] without those of padding rows of the embedding.
+
+        Of several GPUs each has as many, and -inf at the padding.
+        """
+        parallel = self.spec.parallel
+        if parallel.tensor == 1:
+            return logits if self.tokens is None else logits[:, : self.tokens]
+        ids = Vocabulary.of(self.spec.head_columns, parallel).ids
+        return jnp.where(ids < self.vocab_size, logits, -jnp.inf)

@@ -15,9 +15,10 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.models.base import Arrays
 from jaxattn.models.block import FeedForward, Stream
 from jaxattn.nn import GatedMLP, MixtureOfExperts
-from jaxattn.nn.moe import WeightFormat, experts_of_shared, stacked_names
+from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.moe import Router
 from jaxattn.ops.router import split_router
+from jaxattn.parallel import ALONE, Dimension, Parallel, rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class MoE(FeedForward):
     Attributes:
         shared_gate: what is shared is times a sigmoid of the token.
         weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+        parallel: the layout of the GPUs of which one has these columns, and a part of the experts.
     """
 
     expert_size: int
@@ -44,10 +46,20 @@ class MoE(FeedForward):
     shared_size: int = 0
     shared_gate: bool = False
     weight_format: WeightFormat | None = None
+    parallel: Parallel = ALONE
+
+    @property
+    def own_experts(self) -> int:
+        """Routed experts that one GPU has."""
+        return self.router.experts // self.parallel.size("expert")
 
     @property
     def stacked(self) -> tuple[str, ...]:
         return stacked_names(self.weight_format, self.shared_gate)
+
+    @property
+    def summed_over(self) -> Dimension:
+        return "experts"
 
     @property
     def always(self) -> int:
@@ -71,6 +83,7 @@ class MoE(FeedForward):
             shared_size=self.shared_size,
             shared_gate=self.shared_gate,
             weight_format=self.weight_format,
+            own_experts=self.own_experts,
             **stream.dtypes,
             rngs=rngs,
         )
@@ -86,14 +99,30 @@ class MoE(FeedForward):
         implementation: Implementation | None,
     ) -> tuple[Array, Arena | None]:
         return module.step(
-            x, stacks, layer, valid=valid, arena=arena, implementation=implementation
+            x,
+            stacks,
+            layer,
+            valid=valid,
+            share=self._share(x.size // x.shape[-1]),
+            arena=arena,
+            implementation=implementation,
         )
 
+    def _share(self, tokens: int) -> Share | None:
+        """This GPU's experts, and of the tokens as many as any other's; None where it has all."""
+        groups = self.parallel.size("expert")
+        if groups == 1:
+            return None
+        number = rank(self.parallel, "expert")
+        own_tokens = jnp.arange(tokens) * groups // tokens == number
+        return Share(number * self.own_experts, own_tokens)
+
     def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        met = self.parallel.data if self.parallel.experts_meet else 1
         return moe.scratch(
-            tokens=tokens,
+            tokens=tokens * met,
             top_k=self.router.top_k + self.always,
-            experts=self.router.experts + self.always,
+            experts=self.own_experts + self.always,
             hidden=stream.hidden_size,
             expert_size=self.expert_size,
             dtype=jnp.dtype(stream.dtype),

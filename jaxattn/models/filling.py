@@ -115,7 +115,7 @@ def _programs(
     """What places each kind of block, compiled by threads in the order of the blocks."""
 
     def compiled(block: Block) -> Callable[..., Array]:
-        parts = tuple(argument(piece.shape, _sent_as(piece.dtype)) for piece in block.pieces)
+        parts = tuple(argument(piece.shape, sent_as(piece.dtype)) for piece in block.pieces)
         target, start = shapes[block.key], argument((len(block.start),), jnp.dtype(jnp.int32))
         options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
         target = argument(target.shape, target.dtype)
@@ -140,11 +140,11 @@ def _sent(
 ) -> Generator[tuple[Block, tuple[Array, ...]], None, None]:
     """The blocks in order, on the device; `readers` of them are read ahead."""
     with ExitStack() as stack:
-        files = _opened(blocks, stack)
+        files = opened(blocks, stack)
 
         def send(block: Block) -> tuple[Array, ...]:
             # A buffer of its own: on the CPU the array that comes back may be the buffer itself.
-            return jax.block_until_ready(jax.device_put(_read(block, files), where))
+            return jax.block_until_ready(jax.device_put(read(block, files), where))
 
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -157,7 +157,7 @@ def _sent(
                 ahead.append((following, pool.submit(send, following)))
 
 
-def _opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
+def opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
     """A descriptor of each file; the stack closes them."""
     names = {span.file for block in blocks for piece in block.pieces for span in piece.spans}
     files = {}
@@ -170,7 +170,7 @@ def _opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
     return files
 
 
-def _read(block: Block, files: Mapping[Path, int]) -> tuple[np.ndarray, ...]:
+def read(block: Block, files: Mapping[Path, int]) -> tuple[np.ndarray, ...]:
     """A block's arrays, views of one buffer."""
     arrays, buffer = [], np.empty(block.nbytes, np.uint8)
     for piece in block.pieces:
@@ -178,7 +178,7 @@ def _read(block: Block, files: Mapping[Path, int]) -> tuple[np.ndarray, ...]:
         for span in piece.spans:
             _read_span(span, files[span.file], buffer[begin : begin + span.nbytes])
             begin += span.nbytes
-        numbers = buffer[piece.offset : begin].view(_sent_as(piece.dtype))
+        numbers = buffer[piece.offset : begin].view(sent_as(piece.dtype))
         arrays.append(numbers.reshape(piece.shape))
     return tuple(arrays)
 
@@ -195,5 +195,6 @@ def _read_span(span: Span, file: int, into: np.ndarray) -> None:
         done += count
 
 
-def _sent_as(dtype: str) -> np.dtype:
+def sent_as(dtype: str) -> np.dtype:
+    """As what numbers of this dtype travel."""
     return jnp.dtype(SENT_AS.get(dtype, dtype))

@@ -17,13 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from jaxattn.models import checkpoint, huggingface
+from jaxattn.models.base import Model
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.filling import OnProgress
 from jaxattn.models.hybrid import Hybrid, from_stored
 from jaxattn.models.registry import ExpertFormat, Published
+from jaxattn.models.sharding.decoder import OneOfMany, divided
+from jaxattn.models.sharding.filling import place_over
 from jaxattn.models.shards import CONFIG, read_json
+from jaxattn.parallel import ALONE, Group, Parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,20 +38,30 @@ class Weights:
 
     Attributes:
         nbytes: of all tensors that are placed, as they are stored.
-        put: what `place` does.
+        put: what `place` does on one device, and `put_over` on several.
     """
 
     nbytes: int
     put: Callable[[OnProgress | None], Any]
+    put_over: Callable[[OneOfMany, Group, OnProgress | None], Any]
 
-    def place(self, on_progress: OnProgress | None = None) -> Any:
-        """The parameters, on JAX's default device.
+    def place(
+        self,
+        on_progress: OnProgress | None = None,
+        *,
+        model: Model | None = None,
+        group: Group | None = None,
+    ) -> Any:
+        """The parameters, on JAX's default device, or each GPU's share on its device.
 
         Args:
             on_progress: called with the bytes that are placed and the bytes in all. What it raises
                 ends the loading.
+            model, group: what `divided` made of the folder's model, and the devices of its GPUs.
         """
-        return self.put(on_progress)
+        if group is None or not isinstance(model, OneOfMany):
+            return self.put(on_progress)
+        return self.put_over(model, group, on_progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +104,13 @@ class HubFolder(ModelFolder):
         weights, scales = huggingface.open_weights(self.path, self.published)
         put = functools.partial(huggingface.place, self.model, weights, scales)
         nbytes = sum(weight.nbytes for weight in weights)
-        return Weights(nbytes=nbytes, put=lambda on_progress: put(on_progress=on_progress))
+        return Weights(
+            nbytes=nbytes,
+            put=lambda on_progress: put(on_progress=on_progress),
+            put_over=lambda model, group, on_progress: place_over(
+                model, weights, scales, group, on_progress=on_progress
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +129,10 @@ class OwnFolder(ModelFolder):
                 on_progress(nbytes, nbytes)
             return params
 
-        return Weights(nbytes=nbytes, put=put)
+        def put_over(model: OneOfMany, group: Group, on_progress: OnProgress | None) -> Any:
+            return model.place_params(put(on_progress), group)
+
+        return Weights(nbytes=nbytes, put=put, put_over=put_over)
 
 
 def read_folder(
@@ -143,6 +168,7 @@ def load(
     experts: ExpertFormat | None = None,
     cache_format: str = "auto",
     native_layers: int = 0,
+    parallel: Parallel = ALONE,
 ) -> tuple[DecoderModel, Any]:
     """The model of a folder and its parameters, on JAX's default device.
 
@@ -152,11 +178,18 @@ def load(
         dtype, experts: see `read_folder`.
         cache_format, native_layers: those of the `Limits` that the model will be served with; an
             FP8 cache reads its scales from the folder, or takes 1.
+        parallel: of several GPUs, the first of JAX's devices, which get a share each, for an
+            `Engine` of the same layout.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the model is not supported.
-        ValueError: a dtype or experts for the package's own format, or the model has no such cache.
+        ValueError: a dtype or experts for the package's own format, or the model has no such cache
+            or layout.
     """
     found = read_folder(folder, dtype=dtype, experts=experts)
     found = found.in_cache_format(cache_format, native_layers)
-    return found.model, found.open().place()
+    if parallel.gpus == 1:
+        return found.model, found.open().place()
+    group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
+    own = divided(found.model, parallel)
+    return found.model, found.open().place(model=own, group=group)

@@ -17,6 +17,34 @@ from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
 from jaxattn.nn import GatedDeltaNet, GroupedQueryAttention, MultiHeadLatentAttention
+from jaxattn.parallel import ALONE, Parallel, Spread
+
+
+def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int, int, int]:
+    """(rows, tokens of each, heads) that one GPU's decode op is given.
+
+    Where GPUs have a part of each row's pages, the heads of all meet on each, and every new token
+    is a row of its own.
+    """
+    ways = parallel.context
+    return (rows, q_len, heads) if ways == 1 else (rows * q_len, 1, heads * ways)
+
+
+def spread_of(parallel: Parallel, batch: DecodeBatch, page_size: int) -> Spread | None:
+    """The pages of a step as this GPU sees them; None where it has all of them."""
+    return Spread.of(
+        parallel,
+        batch.block_tables,
+        batch.seq_lens,
+        page_size=page_size,
+        q_len=batch.tokens.shape[1],
+    )
+
+
+def places(batch: DecodeBatch, shared: dict[str, Any]) -> Array:
+    """The pages in which this GPU writes new tokens."""
+    spread = shared["spread"]
+    return batch.block_tables if spread is None else spread.places
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +55,7 @@ class MLA(Mixer):
         cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8
             ("fp8_block").
         lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
+        parallel: the layout of the GPUs of which one has these heads.
     """
 
     num_heads: int
@@ -38,6 +67,7 @@ class MLA(Mixer):
     rope: RopeConfig
     cache_dtype: str | None = None
     lora_norm_eps: float | None = None
+    parallel: Parallel = ALONE
 
     cache_name = "latents"
     kernels = {"mla_decode": "mla_decode"}
@@ -69,10 +99,11 @@ class MLA(Mixer):
     def scratch(
         self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
     ) -> ArenaSpec:
+        rows, q_len, heads = attended(self.parallel, rows, q_len, self.num_heads)
         return mla.scratch(
             batch=rows,
             q_len=q_len,
-            num_heads=self.num_heads,
+            num_heads=heads,
             kv_lora_rank=self.kv_lora_rank,
             dtype=jnp.dtype(stream.dtype),
             max_pages=max_pages,
@@ -95,6 +126,7 @@ class MLA(Mixer):
             seq_lens=batch.seq_lens,
             query_lens=batch.query_lens,
             layer=layer.index,
+            parallel=self.parallel,
             implementation=implementation,
         )
         return y, {"kv_cache": kv_cache}
@@ -114,7 +146,7 @@ class MLA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays["kv_cache"],
-            block_tables=batch.block_tables,
+            block_tables=places(batch, shared),
             seq_lens=batch.seq_lens,
             layer=layer.index,
             weights=weights,
@@ -132,17 +164,20 @@ class MLA(Mixer):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        q_len = batch.tokens.shape[1]
+        q_len, page_size = batch.tokens.shape[1], arrays["kv_cache"].shape[2]
+        spread = spread_of(self.parallel, batch, page_size)
+        _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
         schedule = mla.decode_schedule(
-            batch.seq_lens,
-            q_len=q_len,
-            num_heads=self.num_heads,
+            batch.seq_lens if spread is None else spread.lens,
+            q_len=together,
+            num_heads=heads,
             max_pages=batch.block_tables.shape[1],
-            page_size=arrays["kv_cache"].shape[2],
+            page_size=page_size,
             batch_invariant=True,  # what a row is answered does not depend on who else asks
             interpret=implementation == "mosaic_gpu_interpret",
         )
-        return {"schedule": schedule, "rotation": module.decode_rotation(batch.seq_lens, q_len)}
+        rotation = module.decode_rotation(batch.seq_lens, q_len)
+        return {"schedule": schedule, "rotation": rotation, "spread": spread}
 
     def pack(self, params: Any) -> Float[Array, "repeats W"]:
         kv_norm = params["kv_a_norm"]["weight"][...]
@@ -160,6 +195,7 @@ class GQA(Mixer):
         gated: the output is multiplied by sigmoid(gate).
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax.
+        parallel: the layout of the GPUs of which one has these heads.
         cache_format: of `KVFormat`; None is the compute dtype.
         apart: the layers keep the compute dtype beside others of another format.
     """
@@ -174,6 +210,7 @@ class GQA(Mixer):
     sinks: bool = False
     cache_format: str | None = None
     apart: bool = False
+    parallel: Parallel = ALONE
 
     kernels = {"gqa_append": "gqa_append", "gqa_decode": "gqa_decode"}
     cache_formats = ("bfloat16", "fp8")
@@ -230,10 +267,11 @@ class GQA(Mixer):
     def scratch(
         self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
     ) -> ArenaSpec:
+        rows, q_len, heads = attended(self.parallel, rows, q_len, self.num_heads)
         return gqa.scratch(
             batch=rows,
             q_len=q_len,
-            num_heads=self.num_heads,
+            num_heads=heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=jnp.dtype(stream.dtype),
@@ -258,6 +296,7 @@ class GQA(Mixer):
             seq_lens=batch.seq_lens,
             query_lens=batch.query_lens,
             layer=layer,
+            parallel=self.parallel,
             implementation=implementation,
         )
         return y, {self.array: kv_cache}
@@ -277,7 +316,7 @@ class GQA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays[self.array],
-            block_tables=batch.block_tables,
+            block_tables=places(batch, shared),
             seq_lens=batch.seq_lens,
             layer=layer,
             weights=weights,
@@ -295,20 +334,23 @@ class GQA(Mixer):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        q_len = batch.tokens.shape[1]
+        q_len, page_size = batch.tokens.shape[1], arrays[self.array].shape[3]
+        spread = spread_of(self.parallel, batch, page_size)
+        _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
         schedule = gqa.decode_schedule(
-            batch.seq_lens,
-            q_len=q_len,
-            num_heads=self.num_heads,
+            batch.seq_lens if spread is None else spread.lens,
+            q_len=together,
+            num_heads=heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             max_pages=batch.block_tables.shape[1],
-            page_size=arrays[self.array].shape[3],
+            page_size=page_size,
             window=self.window,
             batch_invariant=True,  # what a row is answered does not depend on who else asks
             interpret=implementation == "mosaic_gpu_interpret",
         )
-        return {"schedule": schedule, "rotation": module.decode_rotation(batch.seq_lens, q_len)}
+        rotation = module.decode_rotation(batch.seq_lens, q_len)
+        return {"schedule": schedule, "rotation": rotation, "spread": spread}
 
     def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
         if not self.qk_norm:

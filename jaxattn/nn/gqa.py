@@ -23,6 +23,8 @@ from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel.context import own_of_shared, prefix_of, written_places
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -130,6 +132,7 @@ class GroupedQueryAttention(nnx.Module):
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | LayerOf | None = None,
+        parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
         """A chunk of each row's prompt: caches its keys and values, attends to them and to those
@@ -140,6 +143,8 @@ class GroupedQueryAttention(nnx.Module):
             kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
+            parallel: the layout of the GPUs that have a part of each row's pages, inside
+                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
@@ -159,27 +164,39 @@ class GroupedQueryAttention(nnx.Module):
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         dtype, scale = self._dtype_beside(kv_cache), self._scale
         q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=dtype)
-        addressing = (block_tables, seq_lens)
+        written = written_places(parallel, block_tables)
         kv_cache = gqa.gqa_cache_write(
-            kv_cache, k, v, *addressing, query_lens=query_lens, layer=layer, kv_scale=scale
+            kv_cache,
+            k,
+            v,
+            written,
+            seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            kv_scale=scale,
         )
         if scale is not None:
             # The chunk's own tokens as later ones will read them.
             k, v = self._as_stored(k, v)
+        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
+        k, v, read = (own_of_shared(each, parallel) for each in (k, v, read))
+        if scale is not None:
+            scale = own_of_shared(scale[..., None], parallel)[..., 0]
         out, _ = gqa.gqa_prefill(
             q,
             k,
             v,
-            kv_cache,
-            *addressing,
+            read,
+            tables,
+            seq_lens,
             query_lens,
-            layer=layer,
+            layer=read_layer,
             kv_scale=scale,
             gate=gate,
             implementation=implementation,
             **self._masking,
         )
-        return self._output(out, kv_cache, *addressing, query_lens), kv_cache
+        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -193,6 +210,7 @@ class GroupedQueryAttention(nnx.Module):
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
+        spread: Spread | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -207,7 +225,11 @@ class GroupedQueryAttention(nnx.Module):
             rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
             weights: `packed_weights()`, made once on loading, or the stack of all layers', which
                 `layer` indexes. None packs them in this call.
-            arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`.
+            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
+                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
+                of all those GPUs meet. Neither with a window nor with sinks.
+            arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
+                `spread`, of B * S rows of one token.
 
         Returns:
             (float32 [B, S, hidden], the cache with the new keys and values, the arena or None).
@@ -246,20 +268,31 @@ class GroupedQueryAttention(nnx.Module):
             layer=layer,
             implementation=implementation,
         )
-        gate = q[..., self.head_dim :] if self.gated else None
-        out, _, *rest = gqa.gqa_decode(
-            queries,
-            kv_cache,
-            *addressing,
-            query_lens=query_lens,
-            kv_scale=self._scale,
-            layer=layer,
-            gate=gate,
-            schedule=schedule,
-            arena=arena,
-            implementation=implementation,
-            **self._masking,
-        )
+
+        def attend(
+            heads: list[Array], tables: Any, lens: Any, query_lens: Any = None
+        ) -> tuple[Array, Array, list[Any]]:
+            out, lse, *rest = gqa.gqa_decode(
+                heads[0],
+                kv_cache,
+                tables,
+                lens,
+                query_lens=query_lens,
+                kv_scale=self._scale,
+                layer=layer,
+                gate=heads[1] if len(heads) > 1 else None,
+                schedule=schedule,
+                arena=arena,
+                implementation=implementation,
+                **self._masking,
+            )
+            return out, lse, rest
+
+        heads = [queries, q[..., self.head_dim :]] if self.gated else [queries]
+        if spread is None:
+            out, _, rest = attend(heads, *addressing, query_lens)
+        else:
+            out, rest = spread.attend(heads, attend)
         y = self._output(out, kv_cache, *addressing, query_lens)
         return y, kv_cache, rest[0] if rest else None
 

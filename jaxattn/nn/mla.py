@@ -24,6 +24,8 @@ from jaxattn.nn.linear import InStack, Linear, linears, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
+from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel.context import prefix_of, written_places
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -139,6 +141,7 @@ class MultiHeadLatentAttention(nnx.Module):
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
         kv_scale: Array | float | None = None,
+        parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
         """A chunk of each row's prompt: caches its latents, attends to them and to those before.
@@ -150,6 +153,8 @@ class MultiHeadLatentAttention(nnx.Module):
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
             kv_scale: of a float8_e4m3fn cache.
+            parallel: the layout of the GPUs that have a part of each row's pages, inside
+                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
@@ -168,30 +173,32 @@ class MultiHeadLatentAttention(nnx.Module):
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
         latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
+        written = written_places(parallel, block_tables)
         kv_cache = mla.mla_cache_write(
             kv_cache,
             latent,
-            block_tables,
+            written,
             seq_lens,
             query_lens=query_lens,
             layer=layer,
             kv_scale=kv_scale,
         )
+        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
             jnp.concatenate(self._queries(x, positions), axis=-1),
             latent,
             self.w_uk[...].astype(self.dtype),
             self.w_uv[...].astype(self.dtype),
-            kv_cache,
-            block_tables,
+            read,
+            tables,
             seq_lens,
             query_lens,
             scale=self.scale,
-            layer=layer,
+            layer=read_layer,
             kv_scale=kv_scale,
             implementation=implementation,
         )
-        return self._output(out, kv_cache, block_tables, seq_lens, query_lens), kv_cache
+        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -206,6 +213,7 @@ class MultiHeadLatentAttention(nnx.Module):
         schedule: mla.Schedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
+        spread: Spread | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -222,7 +230,11 @@ class MultiHeadLatentAttention(nnx.Module):
             rotation: likewise `decode_rotation` of these `seq_lens`.
             weights: `packed_weights()`, made once on loading, or the stack of all layers', which
                 `layer` indexes. None packs them in this call.
-            arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`.
+            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
+                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
+                of all those GPUs meet.
+            arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
+                `spread`, of B * S rows of one token.
 
         Returns:
             (float32 [B, S, hidden], the cache with the new latents, the arena or None).
@@ -269,26 +281,35 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent = self._absorbed(q_nope, self.w_uk_in_stack)
         if q_latent is None:
             q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
-        queries: Any = (q_latent.astype(dtype), q_pe.astype(dtype))
-        out, _, *rest = mla.mla_decode(
-            queries,
-            kv_cache,
-            block_tables,
-            seq_lens,
-            scale=self.scale,
-            query_lens=query_lens,
-            layer=layer,
-            kv_lora_rank=self.kv_lora_rank,
-            kv_scale=kv_scale,
-            schedule=schedule,
-            arena=arena,
-            implementation=implementation,
-        )
+
+        def attend(
+            queries: Any, tables: Any, lens: Any, query_lens: Any = None
+        ) -> tuple[Array, Array, list[Any]]:
+            out, lse, *rest = mla.mla_decode(
+                tuple(queries),
+                kv_cache,
+                tables,
+                lens,
+                scale=self.scale,
+                query_lens=query_lens,
+                layer=layer,
+                kv_lora_rank=self.kv_lora_rank,
+                kv_scale=kv_scale,
+                schedule=schedule,
+                arena=arena,
+                implementation=implementation,
+            )
+            return out, lse, rest
+
+        queries = [q_latent.astype(dtype), q_pe.astype(dtype)]
+        if spread is None:
+            out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
+        else:
+            out, rest = spread.attend(queries, attend)
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        out = values
-        y = self._output(out, kv_cache, block_tables, seq_lens, query_lens)
+        y = self._output(values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
     def _absorbed(self, x: Array, place: InStack | None) -> Array | None:

@@ -1,7 +1,7 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,18 @@ type WeightFormat = Literal["fp8"]
 
 
 EXPERTS = ("gate_up_proj", "down_proj")
+
+
+class Share(NamedTuple):
+    """The experts of one of several GPUs, which are neighbours.
+
+    Attributes:
+        first: the number of its first routed expert.
+        own_tokens: the tokens whose shared experts it computes, as each GPU has all of those.
+    """
+
+    first: Int[Array, ""] | int
+    own_tokens: Bool[Array, "T"]
 
 
 class MixtureOfExperts(nnx.Module):
@@ -47,6 +59,8 @@ class MixtureOfExperts(nnx.Module):
         shared_size: columns of what every token takes; 0 for none.
         shared_gate: the shared experts' output is times sigmoid(x @ shared_gate) (Qwen3-Next).
         weight_format: "fp8" keeps the routed experts in FP8; None keeps all in `param_dtype`.
+        own_experts: how many of the router's experts the stacks have, where other GPUs have the
+            rest; None: all.
         dtype: the operands of every product but the router's and the gate's. Those are float32; in
             `step`, if `dtype` is bfloat16, they are two bfloat16 products (`ops/router.py`).
 
@@ -63,6 +77,7 @@ class MixtureOfExperts(nnx.Module):
         shared_size: int = 0,
         shared_gate: bool = False,
         weight_format: WeightFormat | None = None,
+        own_experts: int | None = None,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
@@ -80,7 +95,8 @@ class MixtureOfExperts(nnx.Module):
         self.has_gate = shared_gate
         if shared_gate:
             self.shared_gate = nnx.Param(normal(rngs, (hidden_size, 1), stddev, jnp.float32))
-        experts += self.always
+        self.own_experts = experts if own_experts is None else own_experts
+        experts = self.own_experts + self.always
         down = out_init_scale * expert_size**-0.5
         shape = (experts, 2, expert_size, hidden_size)
         gate_up = normal(rngs, shape, stddev, param_dtype)
@@ -119,6 +135,7 @@ class MixtureOfExperts(nnx.Module):
         layer: LayerOf,
         *,
         valid: Bool[Array, "*T"] | None = None,
+        share: Share | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "*T F"], Arena | None]:
@@ -130,6 +147,8 @@ class MixtureOfExperts(nnx.Module):
                 the gate may be one matrix, see `split_router`.
             layer: this layer's number in `stacks`.
             valid: whether a token is no padding; padding takes no expert.
+            share: which experts are this GPU's, where others have the rest; the output is its part
+                of the sum.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
@@ -139,7 +158,7 @@ class MixtureOfExperts(nnx.Module):
         else:
             of_layer = None if gate is None else gate[layer.index]
             logits, opening = self._exact_logits(x, router[layer.index], of_layer)
-        return self._sum(x, stacks, layer, logits, opening, valid, arena, implementation)
+        return self._sum(x, stacks, layer, logits, opening, valid, share, arena, implementation)
 
     def choose(
         self, logits: Float[Array, "T E"], implementation: Implementation | None
@@ -174,16 +193,23 @@ class MixtureOfExperts(nnx.Module):
         logits: Array,
         opening: Array | None,
         valid: Array | None = None,
+        share: Share | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Array, Arena | None]:
         ids, weights = self.choose(logits, implementation)
+        if share is not None:
+            ids = ids - share.first
+            ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
         if self.always:
-            last = self.config.experts + jnp.arange(self.always, dtype=ids.dtype)
-            ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), self.always))], 1)
-            share = jnp.ones((len(ids), 1), weights.dtype) if opening is None else opening
-            share = jnp.broadcast_to(share, (len(ids), self.always))
-            weights = jnp.concatenate([weights, share], 1)
+            last = self.own_experts + jnp.arange(self.always, dtype=ids.dtype)
+            last = jnp.broadcast_to(last, (len(ids), self.always))
+            if share is not None:
+                last = jnp.where(share.own_tokens[:, None], last, -1)
+            ids = jnp.concatenate([ids, last], 1)
+            opened = jnp.ones((len(ids), 1), weights.dtype) if opening is None else opening
+            opened = jnp.broadcast_to(opened, (len(ids), self.always))
+            weights = jnp.concatenate([weights, opened], 1)
         if valid is not None:
             ids = jnp.where(valid.reshape(-1, 1), ids, -1)
         found = mixture_of_experts(

@@ -26,6 +26,7 @@ from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gqa.append import gqa_append
 from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
+from jaxattn.ops.mla.prefill import causal_attention
 from jaxattn.ops.moe import mixture_of_experts
 
 
@@ -307,3 +308,12 @@ def test_gqa_prefill(heads, kv_heads, dim, page, options):
     # The count of what blocks have drawn, where they draw more than the tile they begin with.
     assert launch.count("output_operand_alias<") == (tokens == 2048)
     assert f"tensor<2x18x{page}x{kv_heads * dim}x" in launch  # the whole cache, read where it lies
+
+
+def test_mla_prefill_of_wide_heads():
+    def step(q, k, v, k_pe):
+        return causal_attention(q, k, v, k_pe=k_pe, scale=0.1, implementation="mosaic_gpu")
+
+    of_heads = (shape(1, 2048, 20, dims) for dims in (256, 192, 256))
+    (launch,) = launches(step, *of_heads, shape(1, 2048, 64))
+    assert "tensor<1x2048x20x192x" in launch and "tensor<1x2048x64x" in launch  # never joined

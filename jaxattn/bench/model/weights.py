@@ -105,13 +105,14 @@ def filled(
 
 
 def _compiled(shape: tuple[int, ...], dtype: str) -> jax.stages.Compiled:
-    fill = jax.jit(functools.partial(_fill, shape=shape, dtype=dtype))
-    return fill.lower(jax.random.key(0), 0.0, 0.0).compile()
+    filled = jax.jit(functools.partial(fill, shape=shape, dtype=dtype))
+    return filled.lower(jax.random.key(0), 0.0, 0.0).compile()
 
 
-def _fill(
+def fill(
     key: jax.Array, center: float, reach: float, *, shape: tuple[int, ...], dtype: str
 ) -> jax.Array:
+    """An array of random numbers evenly between `center` - `reach` and `center` + `reach`."""
     size = math.prod(shape)
     row = shape[-1] if shape else 1
     rows = _divisor(size // row, max(BLOCK // row, 1)) if size else 1

@@ -111,6 +111,11 @@ class Computer:
         memory = self.memory
         return (memory.outputs if self.config.own_output else memory.queries).at[self.wg]
 
+    def await_stage(self) -> None:
+        """The last tile's output has left it, which is known already where queries come there."""
+        if self.config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     def slot(self, number: jax.Array) -> jax.Array:
         return lax.rem(number, jnp.int32(self.config.stages))
 
@@ -121,8 +126,12 @@ class Computer:
         plgpu.barrier_arrive(self.memory.turn.at[following])
 
     def multiply_keys(self, acc: Any, number: jax.Array) -> None:
-        keys = self.memory.keys.at[self.slot(number)]
-        plgpu.wgmma(acc, self.memory.queries.at[self.wg], keys.transpose((1, 0)))
+        queries, first = self.memory.queries.at[self.wg], 0
+        for piece in self.memory.keys:
+            dims = piece.shape[-1]
+            some = queries.at[:, pl.ds(first, dims)]
+            plgpu.wgmma(acc, some, piece.at[self.slot(number)].transpose((1, 0)))
+            first += dims
 
     def first_scores(self, number: jax.Array) -> jax.Array:
         def product(acc: Any) -> jax.Array:
@@ -278,6 +287,7 @@ class Computer:
         def _() -> None:
             self.lse[tile.row, tile.head, rows] = lse
 
+        self.await_stage()
         self.stage[...] = out.astype(self.dtype)
         plgpu.commit_smem()
 
@@ -285,7 +295,8 @@ class Computer:
         def _() -> None:
             plgpu.copy_smem_to_gmem(self.stage, self.out.at[tile.row, rows, tile.head])
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if not self.config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(self, tile: Tile, done: jax.Array) -> jax.Array:
         """All of a tile; `done` counts the steps."""
@@ -309,6 +320,7 @@ class Computer:
             if self.gate is not None:
                 rows = pl.ds(self.first_row(tile), ROWS)
                 gate = self.gate.at[tile.row, rows, tile.head]
+                self.await_stage()
                 plgpu.copy_gmem_to_smem(gate, self.stage, memory.gate_loaded.at[self.wg])
             out = self.last_values(tile, done, state)
             self.write(tile, state.top, state.total, out)

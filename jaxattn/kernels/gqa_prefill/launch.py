@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.kernels.gqa_prefill.body import Scores, make_body
 from jaxattn.kernels.gqa_prefill.memory import (
     ROWS,
@@ -33,6 +33,9 @@ from jaxattn.kernels.gqa_prefill.tiles import Tiles
 from jaxattn.kernels.hopper.machine import NUM_SMS, interpret_mode, require_hopper
 from jaxattn.kernels.mla_prefill.tile_order import head_group
 
+# What the ops of this kernel run where nothing is named; None is the best. It has not run on a GPU
+# yet.
+UNNAMED: Implementation | None = "xla"
 # Fewer new tokens than these have the heads of a group packed, if a group has more than one: a
 # copy of the queries and of the output, for tiles that are full.
 FEW_TOKENS = 256
@@ -162,7 +165,8 @@ def gqa_prefill_mosaic(
         operands["drawn"] = jax.new_ref(jnp.zeros(1, jnp.int32))
     given = {name: x for name, x in operands.items() if x is not None}
     copies = copies_of(config, page_size)
-    scratch = scratch_types(config, dtype, dim, copies, 1 if k_rest is None else 2)
+    pieces = (dim,) if k_rest is None else (k.shape[-1], k_rest.shape[-1])
+    scratch = scratch_types(config, dtype, dim, copies, pieces)
     padded = -(-rows // ROWS) * ROWS
     body = make_body(
         config, tiles, Scores(scale=scale, soft_cap=soft_cap),

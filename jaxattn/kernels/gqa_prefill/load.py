@@ -41,15 +41,17 @@ class Sources:
     def kv_head(self, head: jax.Array) -> jax.Array:
         return head if self.sharing == 1 else lax.div(head, jnp.int32(self.sharing))
 
-    def pages(self, tile: Tile, step: Step, copies: int) -> list[jax.Array]:
-        """The cache's pages of a step; past the prefix's end or left of the window the nearest
-        within, since a table may hold anything there. What is read of it is masked."""
-        size = self.cache.shape[2]
-        width = self.table.shape[1]
+    def pages(self, tile: Tile, step: Step, keys: int) -> list[jax.Array]:
+        """The cache's pages of a step of so many keys; past the prefix's end or left of the window
+        the nearest within, since a table may hold anything there. What is read of it is masked."""
+        if self.cache is None:
+            return []
+        size, width = self.cache.shape[2], self.table.shape[1]
         end = jnp.clip(lax.div(tile.prefix + (size - 1), size) - 1, 0, width - 1)
         begin = jnp.minimum(lax.div(tile.low, size), end)
         first = lax.div(step.first, size)
-        return [self.table[tile.row, jnp.clip(first + j, begin, end)] for j in range(copies)]
+        places = (jnp.clip(first + j, begin, end) for j in range(max(keys // size, 1)))
+        return [self.table[tile.row, place] for place in places]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,13 @@ class Loader:
 
         def each(i: jax.Array, _: Any) -> None:
             step = tiles.step(tile, i)
-            self._load(KEYS, done + i, tile, step)
+            # They are asked for before a place is waited for.
+            pages = self.sources.pages(tile, step, self.config.keys)
+            self._load(KEYS, done + i, tile, step, pages)
             # Their place is free when the last tile's last keys have been read, as is the place of
             # the second keys.
             pl.when(i == 0)(functools.partial(self._load_queries, tile, loaded))
-            self._load(VALUES, done + i, tile, step)
+            self._load(VALUES, done + i, tile, step, pages)
 
         lax.fori_loop(0, tile.steps, each, None)
         if self.config.own_output:
@@ -93,50 +97,40 @@ class Loader:
             mine = self.sources.q.at[tile.row, rows, tile.head]
             plgpu.copy_gmem_to_smem(mine, memory.queries.at[wg], memory.queries_loaded.at[wg])
 
-    def _load(self, kind: int, number: jax.Array, tile: Tile, step: Step) -> None:
+    def _load(
+        self, kind: int, number: jax.Array, tile: Tile, step: Step, pages: list[jax.Array]
+    ) -> None:
+        """Starts the copies of a step's keys or values; `number` counts the steps."""
         memory, keys = self.memory, self.config.keys
         slot = lax.rem(number, jnp.int32(self.config.stages))
-        to, there, read = (
+        pieces, all_there, read = (
             (memory.keys, memory.keys_loaded, memory.keys_read),
-            (memory.values, memory.values_loaded, memory.values_read),
+            ((memory.values,), memory.values_loaded, memory.values_read),
         )[kind]
         free = functools.partial(plgpu.barrier_wait, read.at[slot])
         pl.when(number >= self.config.stages)(free)
+        whole, *others = (piece.at[slot] for piece in pieces)
+        there = all_there.at[slot]
         head = self.sources.kv_head(tile.head)
-        copies = self.copies
 
         def of_cache() -> None:
-            size, dim = self.sources.cache.shape[2], to.shape[-1]
+            size, dim = self.sources.cache.shape[2], whole.shape[-1]
             tokens = min(size, keys)
             inside: Any = lax.rem(step.first, size) if size > keys else 0
             dims = pl.ds(pl.multiple_of(head * dim, dim), dim)
-            for j, page in enumerate(self.sources.pages(tile, step, copies)):
-                box = self.sources.cache.at[
-                    self.sources.layer[0], 2 * page + kind, pl.ds(inside, tokens), dims
-                ]
-                some = to.at[slot, pl.ds(j * tokens, tokens)]
-                plgpu.copy_gmem_to_smem(box, some, there.at[slot])
+            for j, page in enumerate(pages):
+                place = self.sources.layer[0], 2 * page + kind, pl.ds(inside, tokens), dims
+                to = whole.at[pl.ds(j * tokens, tokens)]
+                plgpu.copy_gmem_to_smem(self.sources.cache.at[place], to, there)
 
         def of_new() -> None:
             at = pl.ds(pl.multiple_of(step.first, keys), keys)
-            whole = to.at[slot]
-            if kind == VALUES:
-                plgpu.copy_gmem_to_smem(
-                    self.sources.v.at[tile.row, at, head], whole, there.at[slot]
-                )
-            elif self.sources.k_rest is None:
-                plgpu.copy_gmem_to_smem(
-                    self.sources.k.at[tile.row, at, head], whole, there.at[slot]
-                )
-            else:
-                own = self.sources.k.shape[-1]
-                first, rest = pl.ds(0, own), pl.ds(own, to.shape[-1] - own)
-                of_head = self.sources.k.at[tile.row, at, head]
-                plgpu.copy_gmem_to_smem(of_head, whole.at[:, first], there.at[slot])
-                shared = self.sources.k_rest.at[tile.row, at]
-                plgpu.copy_gmem_to_smem(shared, whole.at[:, rest], there.at[slot])
-            for _ in range(copies - 1):  # the barrier counts a cached step's boxes
-                plgpu.barrier_arrive(there.at[slot])
+            of_heads = self.sources.v if kind == VALUES else self.sources.k
+            plgpu.copy_gmem_to_smem(of_heads.at[tile.row, at, head], whole, there)
+            for rest in others:
+                plgpu.copy_gmem_to_smem(self.sources.k_rest.at[tile.row, at], rest, there)
+            for _ in range(self.copies - 1):  # the barrier counts a cached step's boxes
+                plgpu.barrier_arrive(there)
 
         if self.sources.cache is None:
             of_new()

@@ -92,7 +92,7 @@ class Memory(NamedTuple):
     Attributes:
         queries: [w, 64, D].
         outputs: [w, 64, D] on their way out, or None.
-        keys, values: [s, keys, D].
+        keys, values: [s, keys, D]; of keys a tuple, of the pieces in which their dims come.
         queries_loaded, keys_loaded, values_loaded, gate_loaded: what has come.
         queries_read, keys_read, values_read: what may be overwritten.
         turn: the tensor cores are this warpgroup's.
@@ -116,13 +116,15 @@ class Memory(NamedTuple):
     queue: Any
 
 
-def scratch_types(config: Config, dtype: Any, head_dim: int, copies: int, pieces: int) -> Memory:
-    """Of `Memory`; `copies` are a step's boxes of values, and of the first of `pieces` of keys."""
+def scratch_types(
+    config: Config, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
+) -> Memory:
+    """Of `Memory`; `copies` are a step's boxes of values, `pieces` the dims of keys' pieces."""
     tiles = swizzled(dtype)
     count, stages = config.warpgroups, config.stages
 
-    def tile(*shape: int) -> Any:
-        return plgpu.SMEM((*shape, head_dim), dtype, transforms=tiles)
+    def tile(*shape: int, dims: int = head_dim) -> Any:
+        return plgpu.SMEM((*shape, dims), dtype, transforms=tiles)
 
     def barriers(arrivals: int, number: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
@@ -130,10 +132,10 @@ def scratch_types(config: Config, dtype: Any, head_dim: int, copies: int, pieces
     return Memory(
         queries=tile(count, ROWS),
         outputs=tile(count, ROWS) if config.own_output else None,
-        keys=tile(stages, config.keys),
+        keys=tuple(tile(stages, config.keys, dims=dims) for dims in pieces),
         values=tile(stages, config.keys),
         queries_loaded=barriers(1, count),
-        keys_loaded=barriers(copies + pieces - 1, stages),
+        keys_loaded=barriers(copies + len(pieces) - 1, stages),
         values_loaded=barriers(copies, stages),
         gate_loaded=barriers(1, count),
         queries_read=barriers(1, count),

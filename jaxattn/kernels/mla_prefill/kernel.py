@@ -36,8 +36,8 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
     require_hopper(op, interpret=interpret)
     if (nope, rope, values) != (NOPE, ROPE, VALUES):
         raise Refusal(
-            f"{op}: the kernel has keys of 128 + 64 dims and values of 128, and got {nope} + "
-            f"{rope} and {values}"
+            f"{op}: kernels have keys of 128 + 64 dims and values of 128, or 192 + 64 and 256, and "
+            f"got {nope} + {rope} and {values}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         wanted = "bfloat16 and float16"

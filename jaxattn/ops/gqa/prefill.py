@@ -21,7 +21,7 @@ from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.gqa_prefill.launch import refuse
+from jaxattn.kernels.gqa_prefill.launch import UNNAMED, refuse
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
@@ -37,8 +37,6 @@ from jaxattn.ops.gqa.scores import (
 # New tokens, as queries and as keys, and cached tokens that are held at a time, of every row.
 QUERY_BLOCK = 512
 PREFIX_BLOCK = 1024
-# What runs where nothing is named. "mosaic_gpu" has not run on a GPU yet.
-UNNAMED: Implementation = "xla"
 
 
 @jax.named_scope("gqa_attention")

@@ -3,9 +3,9 @@
 Prefill does not absorb: keys and values of each head are expanded from the latent, which for many
 tokens at once costs less than attending in the latent's R dims.
 
-The kernel (kernels/mla_prefill/kernel.py) goes forward only. Its gradient is the plain JAX path's,
-which starts again from the inputs: nothing of the attention is kept for the backward pass, and
-that pass holds the scores of an eighth of the queries at a time.
+The kernels (prefill_mosaic.py) go forward only. Their gradient is the plain JAX path's, which
+starts again from the inputs: nothing of the attention is kept for the backward pass, and that pass
+holds the scores of an eighth of the queries at a time.
 """
 
 import functools
@@ -22,10 +22,15 @@ from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic, refuse
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.merge import merge_attention_states
-from jaxattn.ops.mla.prefill_mosaic import PREFIX_BLOCK, prefill_mosaic
+from jaxattn.ops.mla.prefill_mosaic import (
+    PREFIX_BLOCK,
+    attend,
+    prefill_mosaic,
+    refuse,
+    unnamed,
+)
 
 
 @functools.partial(jax.jit, static_argnames="scale")
@@ -90,9 +95,10 @@ def causal_attention(
             with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
             it receives and causes no gradient.
         k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
-        implementation: "mosaic_gpu" (Dqk 128 + 64, Dv 128, bfloat16 or float16, forward only in
-            the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret", "xla", or
-            None for the best.
+        implementation: "mosaic_gpu" (Dqk 128 + 64 and Dv 128, or 192 + 64 and 256, bfloat16 or
+            float16, forward only in the kernel: its gradient is recomputed by "xla"),
+            "mosaic_gpu_interpret", "xla", or None for the best, which for Dv 256 is "xla" until
+            its kernel has run on a GPU.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm.
@@ -120,11 +126,12 @@ def causal_attention(
         )
     scale = arguments.check_scale(scale)
     batch, tokens = q.shape[:2]
+    whole = lengths is None
     if lengths is None:
-        config, lengths = Config.resident(), jnp.full(batch, tokens, jnp.int32)
+        lengths = jnp.full(batch, tokens, jnp.int32)
     else:
         but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
-        config, lengths = Config(), arguments.lengths("lengths", lengths, tokens, but)[1]
+        lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
     def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
         *operands, lengths = args
@@ -140,15 +147,13 @@ def causal_attention(
         def forward(q, k, k_pe, v, lengths):
             count = jnp.clip(lengths, 0, tokens)
             bounds = jnp.stack([0 * count, count, count, 0 * count], axis=1)
-            return attend_mosaic(
-                q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
-            )
+            return attend(q, k, k_pe, v, bounds, scale=scale, whole=whole, interpret=interpret)
 
         return with_gradient_of(xla, forward)(q, k, k_pe, v, lengths)
 
     return dispatch(
         "causal_attention",
-        implementation,
+        implementation or unnamed(v.shape[-1]),
         {
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
@@ -201,9 +206,10 @@ def mla_prefill(
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
             bytes of scores; the kernel none, but B * H * block * (nope + Dv) * 2 bytes of expanded
             keys and values (None: 512 MiB or 1024 tokens, whichever is more).
-        implementation: "mosaic_gpu" (nope 128, P 64, Dv 128, bfloat16 or float16, any R; forward
-            only in the kernel: its gradient is recomputed by "xla"), "mosaic_gpu_interpret",
-            "xla", or None for the best.
+        implementation: "mosaic_gpu" (nope 128, P 64 and Dv 128, or 192, 64 and 256, bfloat16 or
+            float16, any R; forward only in the kernel: its gradient is recomputed by "xla"),
+            "mosaic_gpu_interpret", "xla", or None for the best, which for Dv 256 is "xla" until
+            its kernel has run on a GPU.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
@@ -256,7 +262,7 @@ def mla_prefill(
 
     return dispatch(
         "mla_prefill",
-        implementation,
+        implementation or unnamed(w_uv.shape[-1]),
         {
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),

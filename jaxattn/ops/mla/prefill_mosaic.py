@@ -1,5 +1,7 @@
-"""MLA prefill around the kernel: keys and values expanded, the chunk attended, the prefix merged.
+"""MLA prefill around its kernels: keys and values expanded, the chunk attended, the prefix merged.
 
+Keys of 128 + 64 dims with values of 128 have a kernel of their own. Those of 192 + 64 with values
+of 256 are grouped-query attention's 256, whose tile of keys comes in two pieces.
 `jaxattn.mla.mla_prefill` is the public face and has the plain JAX path.
 """
 
@@ -11,15 +13,61 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import page_blocks
 from jaxattn.core.products import dot
-from jaxattn.kernels.mla_prefill.kernel import attend_padded, unpad
+from jaxattn.kernels.gqa_prefill import launch as grouped
+from jaxattn.kernels.mla_prefill import kernel
+from jaxattn.ops.mla.merge import merge_attention_states
+
+WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query attention takes
 
 # Cached tokens of a row that are expanded at a time: as many as make EXPANDED_BYTES of keys and
 # values of all rows, and at least PREFIX_BLOCK.
 PREFIX_BLOCK = 1024
 EXPANDED_BYTES = 2**29
+
+
+def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool) -> None:
+    """Raises `NotImplementedError` with the reason where no kernel serves."""
+    if (nope, rope, values) == WIDE:
+        grouped.refuse(op, q, q, q, interpret=interpret)
+    else:
+        kernel.refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
+
+
+def unnamed(values: int) -> Implementation | None:
+    """What runs where no implementation is named; None is the best."""
+    return grouped.UNNAMED if values == WIDE[2] else None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    k_pe: jax.Array | None,
+    v: jax.Array,
+    bounds: jax.Array,
+    *,
+    scale: float,
+    whole: bool = False,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(scale q [k, k_pe]^T) v, query t of row b seeing a range of keys.
+
+    Arguments and results are those of the kernel's `attend_mosaic`; `whole` says that all rows are
+    as long as they look.
+    """
+    if v.shape[-1] != WIDE[2]:
+        config = kernel.Config.resident() if whole else kernel.Config()
+        return kernel.attend_mosaic(
+            q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
+        )
+    first, queries, keys, offset = bounds.T
+    bounds = jnp.stack([first, queries, 0 * keys, keys, offset], axis=1)
+    return grouped.gqa_prefill_mosaic(
+        q, k, v, bounds, scale=scale, k_rest=k_pe, interpret=interpret
+    )
 
 
 @jax.named_scope("mla_expand")
@@ -72,21 +120,28 @@ def prefill_mosaic(
     valid = (token >= first[:, None]) & (token < query_lens[:, None])
     w_uk, w_uv = w_uk.astype(dtype), w_uv.astype(dtype)
 
-    def attend(latent: jax.Array, bounds: Any, out_dtype: Any, state: Any = None) -> Any:
+    wide = w_uv.shape[2] == WIDE[2]
+
+    def over(latent: jax.Array, bounds: Any, out_dtype: Any, state: Any = None) -> Any:
         latent = latent.astype(dtype)
         compressed, k_pe = latent[..., :rank], latent[..., rank:]
         k, v = _expand(compressed.reshape(-1, rank), w_uk, w_uv)
         k, v = (x.reshape(*latent.shape[:2], heads, -1) for x in (k, v))
-        return attend_padded(
-            q, k, k_pe, v, jnp.stack(bounds, axis=1), out_dtype,
-            scale=scale, state=state, interpret=interpret,
-        )  # fmt: skip
+        rows = jnp.stack(bounds, axis=1)
+        if wide:
+            out, lse = attend(q, k, k_pe, v, rows, scale=scale, interpret=interpret)
+            if state is not None:
+                return merge_attention_states([state[0], out], [state[1], lse])
+            return out.astype(out_dtype), lse
+        return kernel.attend_padded(
+            q, k, k_pe, v, rows, out_dtype, scale=scale, state=state, interpret=interpret
+        )
 
     def new_tokens(out_dtype: Any) -> Any:
         with jax.named_scope("new_tokens"):
             # Zeroed, since the values are read below `first` too, with a weight of 0.
             new = jnp.where(valid[..., None], latent, 0)
-            return attend(new, (first, query_lens, query_lens, zero), out_dtype)
+            return over(new, (first, query_lens, query_lens, zero), out_dtype)
 
     def all_tokens() -> Any:
         state = new_tokens(jnp.float32)
@@ -106,7 +161,7 @@ def prefill_mosaic(
                 kv, positions = read(pages[i], firsts[i])
                 count = positions.shape[0]
                 visible = jnp.clip(prefix - firsts[i], 0, count)
-                return attend(kv, (zero, query_lens, visible, zero + count), jnp.float32, state)
+                return over(kv, (zero, query_lens, visible, zero + count), jnp.float32, state)
 
             # Not a scan with a condition in it: a branch that reads nothing copies the state.
             reached = jnp.sum(firsts < prefix.max(), dtype=jnp.int32)
@@ -115,4 +170,4 @@ def prefill_mosaic(
 
     # Both branches make their output, since one that passed it on would copy it.
     out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, lambda: new_tokens(dtype))
-    return unpad(out, lse, tokens)
+    return (out, lse) if wide else kernel.unpad(out, lse, tokens)

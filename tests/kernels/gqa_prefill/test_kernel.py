@@ -31,13 +31,24 @@ def run(case: PrefillCase, implementation) -> None:
     assert_prefill_close(case, *attend(case, implementation))
 
 
+def grouped_case(dim: int, group: int, kv_heads: int) -> PrefillCase:
+    """A prefix that ends in a page, one that ends with it, none, and padding."""
+    return prefill_case([37, 21, 9, 0], [9, 5, 9, 0], group=group, kv_heads=kv_heads, dim=dim)
+
+
 @both_devices
-@pytest.mark.parametrize("group, kv_heads", [(1, 3), (4, 1), (5, 1), (8, 2)])
+@pytest.mark.parametrize(
+    "dim, group, kv_heads", [(64, 1, 2), (64, 5, 1), (128, 4, 1), (128, 8, 2), (256, 5, 1)]
+)
+def test_groups(dim, group, kv_heads, implementation):
+    run(grouped_case(dim, group, kv_heads), implementation)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_groups_at_each_head_dim(dim, group, kv_heads, implementation):
-    # A prefix that ends in a page, one that ends with it, none, and padding.
-    case = prefill_case([37, 21, 9, 0], [9, 5, 9, 0], group=group, kv_heads=kv_heads, dim=dim)
-    run(case, implementation)
+def test_every_group_from_1_to_16(dim):
+    for group in range(1, 17):
+        run(grouped_case(dim, group, 2), "mosaic_gpu")
 
 
 @both_devices

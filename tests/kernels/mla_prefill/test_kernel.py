@@ -289,6 +289,7 @@ def test_prefill_without_a_prefix_and_its_gradient(implementation):
     "q_dim, v_dim, dtype, words",
     [
         (128, 128, jnp.bfloat16, "64 \\+ 64 and 128"),
+        (256, 192, jnp.bfloat16, "192 \\+ 64 and 192"),
         (192, 64, jnp.bfloat16, "128 \\+ 64 and 64"),
         (192, 128, jnp.float32, "bfloat16 and float16, and got float32"),
     ],

@@ -1,0 +1,137 @@
+"""How the steps of an engine run on its devices: on one, or as one program over a group.
+
+The model's steps run inside `jax.shard_map`, each device with its share of weights, pages and
+states. Rows and what the host sends are whole on every device. Logits stay divided by tokens, and
+by rows between data groups: XLA divides the sampling after them, and sends sums and maxima.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec, Sharding
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.rows import Rows
+from jaxattn.engine.steps import Copy, EntryPoint, Mask, Sample, Step, new_rows, new_state
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import DecodeState, Model, compiler_options, jit_step
+from jaxattn.parallel import Group
+
+WHOLE = PartitionSpec()
+
+
+def group_of(model: Model, devices: tuple[jax.Device, ...]) -> Group | None:
+    """The group that runs the model; None of one device."""
+    return Group(model.parallel, devices) if len(devices) > 1 else None
+
+
+def everywhere(group: Group | None) -> Sharding | None:
+    """Of what is whole on every device; None is JAX's default device."""
+    return None if group is None else group.sharding(WHOLE)
+
+
+def logits_spec(model: Model) -> PartitionSpec:
+    parallel = model.parallel
+    return PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
+
+
+def put_given(step: Step, given: Any, model: Model, group: Group | None) -> Any:
+    """What comes with a call of a step, on the devices."""
+    if group is not None and isinstance(step, Sample | Mask):
+        logits, rest = given
+        return (
+            jax.device_put(logits, group.sharding(logits_spec(model))),
+            jax.device_put(rest, everywhere(group)),
+        )
+    return jax.device_put(given, everywhere(group))
+
+
+def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:
+    """The state of an engine, each device's share on it."""
+    return group.make(partial(new_state, model, limits), model.state_specs())
+
+
+def new_rows_over(limits: Limits, group: Group) -> Rows:
+    """Rows of which none has come yet, on every device."""
+    return group.make(partial(new_rows, limits), WHOLE)
+
+
+def arguments(
+    step: Step, model: Model, limits: Limits, params: Any, group: Group | None
+) -> tuple[Any, ...]:
+    """What a step is called with, as shapes; over a group, with where it lies.
+
+    Args:
+        params: the packed parameters of one device, as shapes.
+    """
+    shapes = step.arguments(model, limits, params)
+    if group is None:
+        return shapes
+    if isinstance(step, EntryPoint):
+        return group.shapes(shapes, _specs(model))
+    if isinstance(step, Copy):
+        return group.shapes(shapes, (model.state_specs(), WHOLE))
+    specs: Any = WHOLE
+    if isinstance(step, Sample | Mask):
+        specs = (WHOLE, logits_spec(model), WHOLE)[-len(shapes) :]
+    rest = [group.sharding(spec) for spec in (specs if isinstance(specs, tuple) else (specs,) * 2)]
+    return tuple(
+        jax.tree.map(lambda x, s=s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree)
+        for tree, s in zip(shapes, rest, strict=True)
+    )
+
+
+def jitted_step(
+    step: Step,
+    model: Model,
+    limits: Limits,
+    tree: Any,
+    implementation: Implementation | None,
+    backend: str,
+    group: Group | None = None,
+) -> Any:
+    """The step's function, jitted as the engine compiles it.
+
+    Args:
+        tree: the structure of the packed parameters.
+    """
+    function = step.function(model, limits, tree)
+    if isinstance(step, EntryPoint):
+        chosen = implementation_of(step, implementation)
+        if group is None:
+            return jit_step(function, implementation=chosen, backend=backend)
+        specs = _specs(model)
+        out_specs = (logits_spec(model), specs[1])
+        over = group.step(partial(function, implementation=chosen), specs, out_specs)
+        return jit_step(over, backend=backend)
+    out = everywhere(group)
+    if group is not None and isinstance(step, Mask):
+        out = group.sharding(logits_spec(model))
+    elif group is not None and isinstance(step, Copy):
+        states, out = model.state_specs(), None
+        function = group.step(function, (states, WHOLE), states)
+    elif group is not None and not isinstance(step, Sample):
+        # As on one device, each for itself: XLA's partitioner does not update all rows in place.
+        function = group.step(function, (WHOLE, WHOLE), WHOLE)
+    return jax.jit(
+        function,
+        donate_argnums=step.donated,
+        compiler_options=compiler_options(backend),
+        out_shardings=out,
+    )
+
+
+def implementation_of(
+    entry: EntryPoint, implementation: Implementation | None
+) -> Implementation | None:
+    """What runs a step. What is named is for decoding: prefill's kernels refuse other models.
+
+    Unless XLA is named, prefill takes the best there is.
+    """
+    return implementation if entry.kind == "decode" or implementation == "xla" else None
+
+
+def _specs(model: Model) -> tuple[Any, Any, Any]:
+    """Of weights, state and batch of the model's steps."""
+    return tuple(jax.tree.leaves(model.packed_specs())), model.state_specs(), WHOLE

@@ -1,0 +1,80 @@
+"""Attention on several GPUs: by heads, and its pages by heads or by the place in a row.
+
+MLA's latents have no heads. Each GPU of a group has all of them, or with `context` a part of each
+row's pages. Grouped-query attention has the key-value heads of its queries; GPUs that share a row's
+pages have the same ones.
+"""
+
+import dataclasses
+
+from jaxattn.models.block import Stream
+from jaxattn.models.mixers import GQA, MLA
+from jaxattn.models.sharding.cut import CannotDivide, Cut, Divided, divided_layer, divides, refuse
+from jaxattn.parallel import Parallel
+
+
+@divided_layer.register
+def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> Divided[MLA]:
+    """MLA by heads; what makes the latents is whole on every GPU."""
+    heads, ways = mixer.num_heads, parallel.tensor
+    if heads % ways:
+        raise refuse("attention heads", heads, "tensor", ways)
+    queries = (heads, mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
+    by_columns = (Cut(-1, "tensor", (queries,)),)
+    by_heads = (Cut(-3, "tensor", ((heads, 1),)),)
+    return Divided(
+        dataclasses.replace(mixer, num_heads=heads // ways, parallel=parallel),
+        {
+            "q_proj": by_columns,
+            "q_b_proj": by_columns,
+            "w_uk": by_heads,
+            "w_uv": by_heads,
+            "o_proj": (Cut(-2, "tensor", ((heads, mixer.v_head_dim),)),),
+        },
+    )
+
+
+@divided_layer.register
+def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
+    """Grouped-query attention by heads."""
+    heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    ways, kv_ways = parallel.tensor, parallel.size("heads")
+    if heads % ways:
+        raise refuse("attention heads", heads, "tensor", ways)
+    if not divides(kv_heads, kv_ways):
+        raise refuse("key-value heads", kv_heads, "tensor / context", kv_ways)
+    if parallel.context > 1 and (mixer.window is not None or mixer.sinks):
+        what = "a window" if mixer.window is not None else "sinks"
+        raise CannotDivide(
+            f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
+            "read so; use context=1"
+        )
+    shared = -(-kv_heads // kv_ways)
+    if not divides(shared, parallel.context):
+        raise refuse(
+            "key-value heads of GPUs that share pages", shared, "context", parallel.context
+        )
+    if heads // ways % shared:
+        raise CannotDivide(
+            f"context={parallel.context} with tensor={ways} leaves a GPU {heads // ways} query "
+            f"heads and the {shared} key-value heads of the GPUs that share its pages; use a "
+            "smaller context"
+        )
+    queries = (heads, dim * (2 if mixer.gated else 1))
+    of_keys = (Cut(-1, "heads", ((kv_heads, dim),)),)
+    return Divided(
+        dataclasses.replace(
+            mixer,
+            num_heads=heads // ways,
+            num_kv_heads=shared,
+            parallel=parallel,
+        ),
+        {
+            "q_proj": (Cut(-1, "tensor", (queries,)),),
+            "k_proj": of_keys,
+            "v_proj": of_keys,
+            "kv_scale": (Cut(-1, "heads", ((kv_heads, 1),)),),
+            "sinks": (Cut(-1, "tensor", ((heads, 1),)),),
+            "o_proj": (Cut(-2, "tensor", ((heads, dim),)),),
+        },
+    )

@@ -1,0 +1,155 @@
+"""A decoder on several GPUs: the model that each of them runs, and where its parameters lie.
+
+The embedding is whole on every GPU, since a step reads a row per token of it. The head is divided
+by vocabulary. One matrix that is both is divided too, and a token's row comes from the GPU that has
+it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxattn.models.base import Model
+from jaxattn.models.block import Block
+from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.packed import PackedParams
+from jaxattn.models.sharding.cut import (
+    WHOLE,
+    CannotDivide,
+    Cut,
+    Cuts,
+    divided_layer,
+    own,
+    partition_spec,
+)
+from jaxattn.parallel import Group, Parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOfMany(DecoderModel):
+    """The model that each GPU of a layout runs, with fewer heads, columns or experts.
+
+    Its parameters, caches and scratch are those of one GPU. Its steps run inside `jax.shard_map`
+    over the mesh of a `Group`, and return logits of one part of the vocabulary.
+
+    Attributes:
+        undivided: the model that the GPUs divide.
+    """
+
+    undivided: DecoderModel = dataclasses.field(kw_only=True)
+
+    @property
+    def whole(self) -> DecoderModel:
+        return self.undivided
+
+    def param_specs(self) -> nnx.State:
+        return _with_specs(self, self.param_shapes())
+
+    def packed_specs(self) -> PackedParams:
+        packed = jax.eval_shape(self.pack, self.param_shapes())
+        each: Any = PartitionSpec(self.parallel.axes("all"))
+        return PackedParams(
+            params=_with_specs(self, packed.params),
+            vectors=tuple(each for _ in packed.vectors),
+            weights=dict.fromkeys(packed.weights, each),
+            norms=each,
+        )
+
+    def place_params(self, params: Any, group: Group) -> Any:
+        placed = []
+        for device in group.local_devices:
+            own = self.own_params(params, group.number(device))
+            placed.append(jax.tree.map(lambda x, device=device: jax.device_put(x, device), own))
+        return group.join(placed, self.param_specs())
+
+    def own_params(self, params: nnx.State, gpu: int) -> nnx.State:
+        """What GPU number `gpu` has of the whole model's parameters, where those lie."""
+
+        def share(path: Any, leaf: Any) -> Any:
+            return own(leaf, self.cuts_of(key_of(path)), self.parallel, gpu)
+
+        return jax.tree.map_with_path(share, params)
+
+    def cuts_of(self, key: tuple[Any, ...]) -> Cuts:
+        """How the parameter at `key` of the whole model's state is cut."""
+        return cuts_of(self.whole, self.parallel, key)
+
+
+def divided(model: Model, parallel: Parallel) -> Model:
+    """The model that one GPU of the layout runs, a `OneOfMany`; on one GPU, the model itself.
+
+    Raises:
+        CannotDivide: the model has no such layout; the message says what it has.
+    """
+    if parallel.gpus == 1:
+        return model
+    if not isinstance(model, DecoderModel):
+        raise CannotDivide(
+            f"several GPUs divide a jaxattn.models.DecoderModel; {type(model).__name__} runs on one"
+        )
+    spec = model.spec
+    blocks = {block: _divided_block(block, spec, parallel) for block in dict.fromkeys(spec.blocks)}
+    local = dataclasses.replace(
+        spec, blocks=tuple(blocks[block] for block in spec.blocks), parallel=parallel
+    )
+    return OneOfMany(local, model.tokens, undivided=model)
+
+
+def _divided_block(block: Block, spec: DecoderSpec, parallel: Parallel) -> Block:
+    mixer = divided_layer(block.mixer, spec.stream, parallel)
+    feed_forward = divided_layer(block.feed_forward, spec.stream, parallel)
+    return Block(mixer.layer, feed_forward.layer)
+
+
+def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cuts:
+    """How the parameter at `key` of a whole model's state is cut."""
+    spec = model.spec
+    by_vocabulary = ((spec.vocab_size, 1),)
+    match key:
+        case ("embedding",):
+            return (Cut(-2, "tensor", by_vocabulary),) if spec.tie_embeddings else WHOLE
+        case ("lm_head", "weight"):
+            return (Cut(-1, "tensor", by_vocabulary),)
+        case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names):
+            block = spec.segments[number].pattern[place]
+            layer = block.mixer if part == "mixer" else block.feed_forward
+            cuts = divided_layer(layer, spec.stream, parallel).cuts
+            path = ".".join(str(name) for name in names if name != "weight")
+            return cuts.get(path, WHOLE)
+    return WHOLE
+
+
+def _with_specs(model: OneOfMany, state: nnx.State) -> nnx.State:
+    """The state with a PartitionSpec in place of each parameter."""
+
+    def spec(path: Any, leaf: Any) -> Any:
+        # What `pack` left empty is the same on every GPU.
+        cuts = model.cuts_of(key_of(path)) if leaf.size else WHOLE
+        return partition_spec(cuts, len(leaf.shape), model.parallel)
+
+    return jax.tree.map_with_path(spec, state)
+
+
+def key_of(path: Any) -> tuple[Any, ...]:
+    """A parameter's place in `nnx.to_flat_state`, from its path in a tree of JAX."""
+    return tuple(each.key for each in path if hasattr(each, "key"))
+
+
+def layouts(model: DecoderModel, gpus: int) -> Iterator[Parallel]:
+    """Every layout of so many GPUs that the model has."""
+    numbers = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tensor in numbers:
+        for context in (n for n in numbers if tensor % n == 0):
+            for expert in numbers:
+                try:
+                    parallel = Parallel(
+                        data=gpus // tensor, tensor=tensor, context=context, expert=expert
+                    )
+                    divided(model, parallel)
+                except ValueError:
+                    continue
+                yield parallel

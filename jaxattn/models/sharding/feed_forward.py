@@ -1,0 +1,76 @@
+"""Feed-forwards on several GPUs: an MLP by columns, experts by columns, whole, or both.
+
+Shared experts that lie behind the routed ones in the stack are on every GPU that has whole experts,
+and each GPU computes them for a part of the tokens.
+"""
+
+import dataclasses
+
+from jaxattn.core.fp8_blocks import BLOCK, block_counts
+from jaxattn.models.block import Stream
+from jaxattn.models.feed_forwards import MLP, MoE
+from jaxattn.models.sharding.cut import CannotDivide, Cut, Cuts, Divided, divided_layer, refuse
+from jaxattn.parallel import Dimension, Parallel
+
+
+@divided_layer.register
+def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> Divided[MLP]:
+    """A gated MLP: columns of the first two products, rows of the last."""
+    size, ways = layer.intermediate_size, parallel.tensor
+    if size % ways:
+        raise refuse("columns of an MLP", size, "tensor", ways)
+    return Divided(MLP(intermediate_size=size // ways), _cuts_of_mlp(size, "tensor"))
+
+
+@divided_layer.register
+def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> Divided[MoE]:
+    """A mixture of experts; the router is whole on every GPU, so that all choose alike."""
+    experts, size = layer.router.experts, layer.expert_size
+    groups, columns = parallel.size("expert"), parallel.size("columns")
+    all_of_them = parallel.size("experts")
+    if experts % groups:
+        raise refuse("experts", experts, "expert", groups)
+    if size % columns:
+        raise refuse("columns of an expert", size, "tensor / expert", columns)
+    fp8 = layer.weight_format == "fp8"
+    if fp8 and columns > 1 and size // columns % BLOCK:
+        raise CannotDivide(
+            f"{size} columns of an FP8 expert over {columns} GPUs are {size // columns} each, no "
+            f"whole blocks of {BLOCK} that share a scale; use expert={parallel.size('experts')}, "
+            "which divides no expert"
+        )
+    shared = columns if layer.always else all_of_them
+    if layer.shared_size % shared:
+        raise refuse("columns of the shared experts", layer.shared_size, "tensor", shared)
+    local = dataclasses.replace(
+        layer,
+        expert_size=size // columns,
+        shared_size=layer.shared_size // shared,
+        parallel=parallel,
+    )
+    # The routed experts by number, and behind them the shared ones.
+    runs = ((experts, 1), (layer.always, 1)) if layer.always else ((experts, 1),)
+    whole = 1 if layer.always else 0
+
+    def of_experts(axis: int, columns_axis: int, runs_of_columns: tuple) -> Cuts:
+        return (
+            Cut(axis, "expert", runs, whole),
+            Cut(columns_axis, "columns", runs_of_columns),
+        )
+
+    (blocks,) = block_counts(size)
+    cuts = {
+        "gate_up_proj": of_experts(-3, -2, ((size, 1), (size, 1))),
+        "down_proj": of_experts(-3, -1, ((size, 1),)),
+        "gate_up_scale": of_experts(-4, -2, ((blocks, 1),)),
+        "down_scale": of_experts(-3, -1, ((blocks, 1),)),
+    }
+    if layer.shared_size and not layer.always:
+        of_mlp = _cuts_of_mlp(layer.shared_size, "experts")
+        cuts |= {f"shared.{name}": cut for name, cut in of_mlp.items()}
+    return Divided(local, cuts)
+
+
+def _cuts_of_mlp(size: int, over: Dimension) -> dict[str, Cuts]:
+    columns, rows = (Cut(-1, over, ((size, 1),)),), (Cut(-2, over, ((size, 1),)),)
+    return {"gate_proj": columns, "up_proj": columns, "down_proj": rows}

@@ -1,0 +1,164 @@
+"""Attention over pages that are spread over GPUs: page p of a row is on GPU p mod N.
+
+A row is given pages in stripes, one page on each of the N GPUs, under the same number everywhere.
+So a block table names stripes, and is each GPU's own table as it stands:
+
+    places of a row      0  1  2  3  4  5      N = 2
+    stripe               7  7  3  3  9  9      block_tables [7, 3, 9]
+    GPU                  0  1  0  1  0  1
+
+Its own length, the tokens of its pages, a GPU computes from the row's. It attends with the heads of
+all N GPUs over its own pages, and the parts of a head meet on the GPU that has the head.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.layers import taken_apart
+from jaxattn.ops.mla.merge import merge_attention_states
+from jaxattn.parallel.layout import Parallel
+
+type Attend = Callable[
+    [list[Array], Int[Array, "rows M"], Int[Array, "rows"]], tuple[Array, Array, list[Array]]
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The pages of a batch as one of N GPUs sees them.
+
+    Attributes:
+        places: int32 [B, M * N], the page of each place of a row; -1 where another GPU has it, so
+            that nothing is written there.
+        tables: int32 [B * S, M], this GPU's own pages of each new token's row.
+        lens: int32 [B * S], how many tokens of its own pages each new token sees.
+        axes: the mesh axes that the pages are spread over.
+        ways: N.
+    """
+
+    places: Int[Array, "B MN"]
+    tables: Int[Array, "rows M"]
+    lens: Int[Array, "rows"]
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    ways: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        parallel: Parallel,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        *,
+        page_size: int,
+        q_len: int,
+    ) -> "Spread | None":
+        """Of rows whose last `q_len` tokens are new; None where each GPU has all pages.
+
+        Args:
+            block_tables: the stripes of each row, in order.
+        """
+        axes, ways = parallel.axes("context"), parallel.size("context")
+        if not axes:
+            return None
+        gpu = lax.axis_index(axes)
+        places = written_places(parallel, block_tables)
+        # Each new token is a row of its own: it sees the tokens up to itself.
+        ends = seq_lens[:, None] - jnp.arange(q_len - 1, -1, -1)
+        ends = jnp.where((seq_lens > 0)[:, None], jnp.maximum(ends, 0), 0).reshape(-1)
+        tables = jnp.repeat(block_tables, q_len, axis=0)
+        return cls(places, tables, own_lengths(ends, gpu, ways, page_size), axes, ways)
+
+    def attend(
+        self, heads: list[Float[Array, "B S h D"]], attend: Attend
+    ) -> tuple[Float[Array, "B S h R"], list[Array]]:
+        """Attention of this GPU's heads over the pages of all.
+
+        Args:
+            heads: what each of its h heads attends with: queries, and gates where there are any.
+            attend: (those of all N x h heads [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1,
+                N h, R], lse [B * S, 1, N h], whatever else comes back).
+
+        Returns:
+            (the output in `attend`'s dtype, 0 for padding; what else came back).
+        """
+        widths = [x.shape[-1] for x in heads]
+        batch, q_len, own, _ = heads[0].shape
+        with jax.named_scope("context_gather"):
+            together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
+            together = lax.all_gather(together, self.axes, axis=2, tiled=True)
+        parts = jnp.split(together, _ends(widths), axis=-1)
+        out, lse, rest = attend(parts, self.tables, self.lens)
+        with jax.named_scope("context_merge"):
+            wide = jnp.promote_types(out.dtype, jnp.float32)
+            sent = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
+            sent = sent.reshape(batch, q_len, self.ways, own, -1)
+            met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
+            merged, _ = merge_attention_states(met[..., :-1], met[..., -1])
+        return merged.astype(out.dtype), rest
+
+
+def own_lengths(
+    lens: Int[Array, "*B"], gpu: Int[Array, ""] | int, ways: int, page_size: int
+) -> Int[Array, "*B"]:
+    """How many of a row's first tokens lie in the pages of GPU number `gpu` of `ways`."""
+    stripe = ways * page_size
+    return lens // stripe * page_size + jnp.clip(lens % stripe - gpu * page_size, 0, page_size)
+
+
+def written_places(parallel: Parallel, block_tables: Int[Array, "B M"]) -> Int[Array, "B MN"]:
+    """The page of each place of a row; -1 where another GPU has it: nothing is written there."""
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return block_tables
+    own = jnp.arange(ways * block_tables.shape[1]) % ways == lax.axis_index(axes)
+    return jnp.where(own, jnp.repeat(block_tables, ways, axis=1), -1)
+
+
+def prefix_of(
+    parallel: Parallel, kv_cache: Array, block_tables: Int[Array, "B M"], layer: Any
+) -> tuple[Array, Int[Array, "B MN"], Any]:
+    """A cache in which each row's pages lie in order, from all GPUs: a prompt reads it.
+
+    Args:
+        kv_cache: [L, pages, ...] with `layer`, or [pages, ...]: this GPU's own.
+
+    Returns:
+        (pages [B * M * N, ...] of the layer, the tables of all places, the layer in them: None).
+        Where each GPU has all pages, what was given.
+    """
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return kv_cache, block_tables, layer
+    batch, width = block_tables.shape
+    index = (block_tables,) if layer is None else (taken_apart(layer)[2], block_tables)
+    with jax.named_scope("context_prefix"):
+        # Entries past a row's length may name no page; what they read is never looked at.
+        own = kv_cache.at[index].get(mode="clip")
+        met = jnp.moveaxis(lax.all_gather(own, axes), 0, 2)
+        pages = met.reshape(batch * width * ways, *own.shape[2:])
+    tables = jnp.arange(batch * width * ways, dtype=jnp.int32).reshape(batch, -1)
+    return pages, tables, None
+
+
+def own_of_shared(x: Float[Array, "*shape Hk D"], parallel: Parallel) -> Float[Array, "*shape h D"]:
+    """Of the key-value heads that GPUs with parts of a row's pages share, those of its queries."""
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return x
+    heads = x.shape[-2]
+    own = max(heads // ways, 1)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * heads // ways, own, axis=-2)
+
+
+def _ends(widths: list[int]) -> list[int]:
+    ends: list[int] = []
+    for width in widths[:-1]:
+        ends.append(width + (ends[-1] if ends else 0))
+    return ends

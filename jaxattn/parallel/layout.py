@@ -1,0 +1,160 @@
+"""The layout of a group of GPUs: by what its work is divided, and which GPU has which part.
+
+GPUs are numbered with the data groups outermost. GPU i of `Parallel(data=2, tensor=4, context=2)`:
+
+    i         0  1  2  3  4  5  6  7
+    data      0  0  0  0  1  1  1  1      rows
+    tensor    0  1  2  3  0  1  2  3      query heads, columns, vocabulary
+    heads     0  0  1  1  0  0  1  1      key-value heads
+    context   0  1  0  1  0  1  0  1      pages of a row
+
+Each line counts strides: number (i % end) // begin. The mesh has an axis for each step from one
+stride to the next, so that every dimension is a tuple of its axes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+# "experts": all GPUs that a token's experts are spread over. "columns": those of them that share
+# whole experts, and have columns of each.
+type Dimension = Literal[
+    "all", "data", "tensor", "heads", "context", "expert", "columns", "experts"
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How `data` x `tensor` GPUs hold a model.
+
+    Attributes:
+        data: groups of GPUs. Each group has rows, pages and states of its own.
+        tensor: GPUs of a group. They divide heads, columns and the vocabulary.
+        context: over how many of those GPUs the pages of a row are spread; 1: each has all pages.
+            Page p of a row is on GPU p mod `context`.
+        expert: over how many GPUs whole experts are spread. Within a group, where it divides
+            `tensor`; else over the groups, whose tokens then meet. 1: all experts are on each
+            group, divided by columns.
+
+    Raises:
+        TypeError, ValueError: a number is no positive integer or does not divide, with what does.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer; got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if self.tensor % self.context:
+            raise ValueError(
+                f"context={self.context} does not divide tensor={self.tensor}, whose GPUs hold the "
+                f"pages; possible are {_divisors(self.tensor)}"
+            )
+        if self.gpus % self.expert:
+            raise ValueError(
+                f"expert={self.expert} does not divide the {self.gpus} GPUs of data={self.data} x "
+                f"tensor={self.tensor}; possible are {_divisors(self.gpus)}"
+            )
+        strides = self.strides
+        for smaller, larger in zip(strides, strides[1:], strict=False):
+            if larger % smaller:
+                raise ValueError(
+                    f"{self.flags}: neighbours in blocks of {smaller} and of {larger} GPUs do not "
+                    "nest; use numbers that divide each other"
+                )
+
+    @property
+    def gpus(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def flags(self) -> str:
+        """The layout as flags of `jaxattn.serve` and `jaxattn.plan`; "" for one GPU."""
+        given = dataclasses.asdict(self).items()
+        return " ".join(f"--{name} {value}" for name, value in given if value > 1)
+
+    @property
+    def experts_meet(self) -> bool:
+        """Whether experts are spread over the data groups, so that their tokens meet."""
+        return bool(self.tensor % self.expert)
+
+    def span(self, dimension: Dimension) -> tuple[int, int]:
+        """(begin, end) of a dimension's strides: GPU i is number (i % end) // begin in it."""
+        group = self.gpus if self.experts_meet else self.tensor
+        match dimension:
+            case "all":
+                return 1, self.gpus
+            case "data":
+                return self.tensor, self.gpus
+            case "tensor":
+                return 1, self.tensor
+            case "heads":
+                return self.context, self.tensor
+            case "context":
+                return 1, self.context
+            case "expert":
+                return group // self.expert, group
+            case "columns":
+                return 1, group // self.expert
+            case "experts":
+                return 1, group
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Where dimensions begin and end, ascending from 1 to the number of GPUs."""
+        names: tuple[Dimension, ...] = ("all", "tensor", "context", "expert")
+        return tuple(sorted({stride for name in names for stride in self.span(name)}))
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The axes of the mesh by name, with their sizes, the outermost first."""
+        steps = zip(self.strides, self.strides[1:], strict=False)
+        axes = {_axis(begin): end // begin for begin, end in steps}
+        return dict(reversed(axes.items()))
+
+    def axes(self, dimension: Dimension) -> tuple[str, ...]:
+        """The mesh axes of a dimension, the outermost first; none where it has one part."""
+        begin, end = self.span(dimension)
+        strides = [stride for stride in self.strides if begin <= stride < end]
+        return tuple(_axis(stride) for stride in reversed(strides))
+
+    def size(self, dimension: Dimension) -> int:
+        """The parts of a dimension."""
+        begin, end = self.span(dimension)
+        return end // begin
+
+    def part(self, dimension: Dimension, gpu: int) -> int:
+        """Which part of a dimension GPU number `gpu` has."""
+        begin, end = self.span(dimension)
+        return gpu % end // begin
+
+    def check_devices(self, devices: Sequence[object]) -> None:
+        """Raises ValueError, with both numbers, unless there is a device for each GPU."""
+        if len(devices) != self.gpus:
+            raise ValueError(
+                f"data={self.data} x tensor={self.tensor} is {self.gpus} GPUs, and "
+                f"{len(devices)} devices were given"
+            )
+        kinds = sorted({str(getattr(device, "device_kind", "")) for device in devices})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"a group is of equal GPUs; these are {' and '.join(kinds)}. Choose devices of one "
+                "kind"
+            )
+
+
+ALONE = Parallel()  # one GPU
+
+
+def _axis(stride: int) -> str:
+    return f"stride_{stride}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

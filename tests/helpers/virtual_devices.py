@@ -1,0 +1,62 @@
+"""Tests on several virtual CPU devices: their bodies run in one process that has eight of them.
+
+    @on_virtual_devices
+    def test_something(): ...
+
+JAX reads the number of its devices when it starts, and the suite's own process has one. The other
+process is started with the first such test and keeps what it compiled for the next.
+"""
+
+import concurrent.futures
+import functools
+import importlib
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+DEVICES = 8
+FLAGS = (
+    f"--xla_force_host_platform_device_count={DEVICES} "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+
+
+@functools.cache
+def _process() -> concurrent.futures.ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_begin)
+
+
+def _begin() -> None:
+    import jax
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    # Without it LLVM optimizes at length what runs once.
+    jax.config.update("jax_disable_most_optimizations", True)
+    assert jax.device_count() == DEVICES, jax.devices()
+
+
+def _run(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def on_virtual_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, with its body run where there are eight devices."""
+
+    @functools.wraps(test)
+    def elsewhere(**arguments: Any) -> None:
+        before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        os.environ.update(XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
+        try:
+            submitted = _process().submit(_run, test.__module__, test.__name__, arguments)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        submitted.result(timeout=600)
+
+    return elsewhere

@@ -1,0 +1,113 @@
+"""An engine over several devices: the same tokens as on one, each device's plan, nothing new."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.core.rope import RopeConfig
+from jaxattn.engine.prepare import prepare
+from jaxattn.models import Hybrid, HybridConfig
+from jaxattn.parallel import Parallel
+from tests.helpers.virtual_devices import on_virtual_devices
+
+CONFIG = HybridConfig(
+    vocab_size=251,
+    hidden_size=32,
+    intermediate_size=48,
+    num_repeats=1,
+    gdn_per_repeat=1,
+    num_attention_heads=4,
+    kv_lora_rank=32,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    rope=RopeConfig(dim=8),
+    linear_num_key_heads=1,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    max_position_embeddings=512,
+    dtype="float32",
+    param_dtype="float32",
+    tie_embeddings=True,
+)
+LIMITS = Limits(batch=4, max_model_len=512, prefill_chunk=64, decode_buckets=(2,))
+LAYOUT = Parallel(tensor=4, context=2)
+
+
+def requests() -> list[Request]:
+    """Greedy ones and others, longer than a page and than two; some leave a bucket early."""
+    found = []
+    for number, length in enumerate((20, 150, 70, 100, 5)):
+        prompt = [(7 * number + 3 * at) % 251 for at in range(length)]
+        controls = [
+            {},
+            {},
+            {"temperature": 0.9},
+            {"temperature": 1.1, "top_k": 9, "top_p": 0.8},
+            {},
+        ]
+        found.append(Request(prompt, max_tokens=6 + 2 * number, seed=number, **controls[number]))
+    return found
+
+
+def engine(parallel: Parallel) -> Engine:
+    model = Hybrid(CONFIG)
+    params = model.init_params(jax.random.key(1))
+    return Engine(
+        model, params, LIMITS, implementation="xla", parallel=parallel, strict=True, workers=2
+    )
+
+
+@on_virtual_devices
+def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer():
+    with engine(Parallel()) as one:
+        expected = [each.tokens for each in one.generate(requests())]
+        whole = one.plan["kv cache"]
+    with engine(LAYOUT) as group:
+        assert [each.tokens for each in group.generate(requests())] == expected
+        assert not group.seal.counts
+        # Each device has half of each row's pages.
+        assert group.plan["kv cache"] == whole // 2
+        for name, compiled in group.executables.items():
+            if name.startswith("decode"):
+                check_aliasing(compiled, slack=16384)
+            if name.endswith((": greedy", ": draws")):
+                gathered = [x for x in compiled.as_text().splitlines() if " all-gather(" in x]
+                columns = group.model.logit_columns
+                assert not any(f",{columns}]" in line for line in gathered), name
+
+
+@on_virtual_devices
+def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_placed():
+    model = Hybrid(CONFIG)
+    shapes = model.param_shapes()
+    with pytest.raises(ValueError, match="tensor=3 does not divide the 4 value heads"):
+        prepare(model, shapes, LIMITS, parallel=Parallel(tensor=3))
+    with pytest.raises(ValueError, match="is 4 GPUs, and 2 devices were given"):
+        prepare(model, shapes, LIMITS, jax.devices()[:2], parallel=LAYOUT)
+    other = dataclasses.replace(CONFIG, hidden_size=48)
+    with pytest.raises(ValueError, match="parameter"):
+        prepare(model, Hybrid(other).param_shapes(), LIMITS, parallel=LAYOUT)
+
+
+@on_virtual_devices
+def test_each_device_holds_its_share_alone():
+    with engine(LAYOUT) as group:
+        held = {
+            device: sum(
+                shard.data.nbytes
+                for leaf in jax.tree.leaves(group.state)
+                for shard in leaf.addressable_shards
+                if shard.device == device
+            )
+            for device in jax.devices()[:4]
+        }
+        lines = ("arena", "kv cache", "conv state", "ssm state")
+        assert set(held.values()) == {sum(group.plan[line] for line in lines)}
+        states = group.state.array("ssm_state")
+        assert states.sharding.shard_shape(states.shape)[2] == 1, "one of four heads"
+        assert len(np.unique([id(device) for device in held])) == 4

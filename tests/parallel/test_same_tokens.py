@@ -1,0 +1,52 @@
+"""In float32 a decoder's greedy tokens over 2, 4 and 8 devices are those of one.
+
+One small decoder has MLA with shared experts behind a gate, a delta net with a wide shared MLP, and
+MLA with a dense MLP; the other has gated grouped-query attention and one matrix as embedding and
+head. Their 61 tokens go evenly over no group.
+"""
+
+import numpy as np
+import pytest
+
+from jaxattn.parallel import Parallel
+from tests.helpers.virtual_devices import on_virtual_devices
+from tests.parallel.cases import decoder, followed, on_one_device
+
+HYBRID = (("mla", "moe"), ("gdn", "wide"), ("mla", "mlp"))
+GROUPED = (("gqa", "moe"), ("gdn", "mlp"))
+
+
+def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
+    model = decoder(*layers, tied=tied)
+    expected, logits = on_one_device(model)
+    assert len(np.unique(expected)) > 8, "the tokens have to differ for this to say anything"
+    tokens, found = followed(model, Parallel(**layout))
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(found, logits, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(tensor=2),
+        dict(tensor=2, context=2, expert=2),
+        dict(data=2, expert=2),
+        dict(tensor=4, context=2),
+        dict(data=4, tensor=2, expert=8),
+        dict(tensor=8, context=4, expert=4),
+    ],
+    ids=str,
+)
+@on_virtual_devices
+def test_a_hybrid_with_experts(layout):
+    assert_same(HYBRID, False, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [dict(tensor=2, context=2), dict(data=2, tensor=2, context=2), dict(tensor=8, context=2)],
+    ids=str,
+)
+@on_virtual_devices
+def test_grouped_query_attention_and_a_tied_head(layout):
+    assert_same(GROUPED, True, layout)
