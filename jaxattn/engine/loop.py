@@ -3,7 +3,7 @@
     deltas    rows that came, pages that they need
     prefill   a chunk of a prompt, or of several; the first token of those that end with it
     decode    a token of each row that has read its prompt
-    read      what the round before told
+    read      what the round before told, and first tokens of this one
 
 So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
 tokens, the limit) the device sees by itself; stop strings and aborts reach it one step late, and
@@ -65,7 +65,6 @@ class Loop:
         self._round = 0
         self._running: tuple[np.ndarray, list[Row], bool] | None = None
         self._read_at = time.perf_counter()
-        self._decode_seconds = 0.0
 
     @property
     def stats(self) -> Stats:
@@ -98,6 +97,7 @@ class Loop:
             self.drain()
         while len(self._flights) > ROUNDS_AHEAD:
             self._read_round()
+        self._read_first_tokens()
         if not self.scheduler.rows:
             self.drain()  # what is left tells of nobody
 
@@ -216,22 +216,31 @@ class Loop:
     # --- reading
 
     def _read_round(self) -> None:
-        flights = self._flights.popleft()
-        for flight in flights:
-            before = time.perf_counter()
-            flight.told.block_until_ready()
-            self.stats.waited_seconds += time.perf_counter() - before
-            if all(row is None for row in flight.rows):
-                continue
+        for flight in self._flights.popleft():
+            self._read(flight)
+
+    def _read_first_tokens(self) -> None:
+        """Reads the prefill step of this round if it gave first tokens: nobody waits for the decode
+        step that was sent behind it, which keeps the device busy meanwhile.
+        """
+        if self._flights and self._flights[-1]:
+            flight = self._flights[-1][0]
+            if not flight.decodes and any(row is not None for row in flight.rows):
+                del self._flights[-1][0]
+                self._read(flight)
+
+    def _read(self, flight: Flight) -> None:
+        """Waits for a step. Steps end in the order in which they were sent, so the time since the
+        one before it is its own.
+        """
+        before = time.perf_counter()
+        flight.told.block_until_ready()
+        now = time.perf_counter()
+        self.stats.waited_seconds += now - before
+        spent, self._read_at = now - self._read_at, now
+        if not flight.decodes:
+            self.stats.prefill_seconds += spent
+        if any(row is not None for row in flight.rows):
             told = np.array(flight.told)  # a view would keep the array
             taken = self.endings.take(flight.rows, told)
-            if flight.decodes:
-                self.stats.decoded_tokens += taken
-        now = time.perf_counter()
-        spent, self._read_at = now - self._read_at, now
-        kinds = {flight.decodes for flight in flights}
-        if kinds == {True}:
-            self._decode_seconds = spent
-        elif False in kinds:
-            beside = self._decode_seconds if True in kinds else 0.0
-            self.stats.prefill_seconds += max(spent - beside, 0.0)
+            self.stats.decoded_tokens += taken if flight.decodes else 0

@@ -9,7 +9,7 @@ class Stats:
 
     Attributes:
         prompt_tokens: that prefill has read; those of a row that lost its pages count again.
-        prefill_seconds: of rounds that read prompts, without what a round that decodes takes.
+        prefill_seconds: of prefill steps, each from the end of the step before it.
         waited_seconds: for which the host waited for what steps tell: the rest is its own work.
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
