@@ -194,6 +194,9 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
 
 def main(argv: Sequence[str], program: str) -> int:
     args = parse(argv, program)
+    # Read when the backend starts: weights and the caches of 256 rows take most of a GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     name, model, params = model_of(args)
     result: dict[str, Any] = {"what": "host", "model": name, "commit": commit(), **device_facts()}
     result |= {"card": card(), "steps": args.steps, "repeats": args.repeats, "rows": []}

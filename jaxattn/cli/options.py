@@ -30,7 +30,7 @@ RENAMED = {
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
-    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|decode_buckets|prefill_buckets|q_lens"
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
@@ -248,6 +248,27 @@ def parser() -> argparse.ArgumentParser:
         type=size,
         default=128,
         help="prompt tokens that are read at a time",
+    )
+    memory.add_argument(
+        "--prefill-rows",
+        metavar="N",
+        type=size,
+        default=1,
+        help="prompts that may be read together, a chunk of each (default: 1, so that a text does "
+        "not depend on how many are)",
+    )
+    memory.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="read every prompt whole, also where it begins as an earlier one did",
+    )
+    memory.add_argument(
+        "--checkpoints",
+        metavar="N",
+        type=size,
+        default=0,
+        help="slots for states at the ends of prefixes: a model with recurrent states has no "
+        "prefix cache without them (default: none, as a state takes what thousands of tokens do)",
     )
     memory.add_argument(
         "--utilization",

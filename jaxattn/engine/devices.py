@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.rows import Rows
-from jaxattn.engine.steps import EntryPoint, Sample, Step, new_rows, new_state
+from jaxattn.engine.steps import Copy, EntryPoint, Mask, Sample, Step, new_rows, new_state
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, compiler_options, jit_step
 from jaxattn.parallel import Group
@@ -40,9 +40,9 @@ def put_given(step: Step, given: Any, model: Model, group: Group | None) -> Any:
     """What comes with a call of a step, on the devices."""
     if group is None:
         return jax.device_put(given)
-    if isinstance(step, Sample):
-        logits, places = given
-        return group.put(logits, logits_spec(model)), group.put(places, WHOLE)
+    if isinstance(step, Sample | Mask):
+        logits, rest = given
+        return group.put(logits, logits_spec(model)), group.put(rest, WHOLE)
     return jax.tree.map(lambda x: group.put(x, WHOLE), given)
 
 
@@ -69,7 +69,11 @@ def arguments(
         return shapes
     if isinstance(step, EntryPoint):
         return group.shapes(shapes, _specs(model))
-    specs = (WHOLE, logits_spec(model), WHOLE) if isinstance(step, Sample) else WHOLE
+    if isinstance(step, Copy):
+        return group.shapes(shapes, (model.state_specs(), WHOLE))
+    specs: Any = WHOLE
+    if isinstance(step, Sample | Mask):
+        specs = (WHOLE, logits_spec(model), WHOLE)[-len(shapes) :]
     rest = [group.sharding(spec) for spec in (specs if isinstance(specs, tuple) else (specs,) * 2)]
     return tuple(
         jax.tree.map(lambda x, s=s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree)
@@ -100,14 +104,20 @@ def jitted_step(
         out_specs = (logits_spec(model), specs[1])
         over = group.step(partial(function, implementation=chosen), specs, out_specs)
         return jit_step(over, backend=backend)
-    if group is not None and not isinstance(step, Sample):
+    out = everywhere(group)
+    if group is not None and isinstance(step, Mask):
+        out = group.sharding(logits_spec(model))
+    elif group is not None and isinstance(step, Copy):
+        states, out = model.state_specs(), None
+        function = group.step(function, (states, WHOLE), states)
+    elif group is not None and not isinstance(step, Sample):
         # As on one device, each for itself: XLA's partitioner does not update all rows in place.
         function = group.step(function, (WHOLE, WHOLE), WHOLE)
     return jax.jit(
         function,
         donate_argnums=step.donated,
         compiler_options=compiler_options(backend),
-        out_shardings=everywhere(group),
+        out_shardings=out,
     )
 
 

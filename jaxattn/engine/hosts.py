@@ -15,7 +15,7 @@ A message is 8 int32 numbers and the arrays, all int32. It is read as numbers an
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.steps import EntryPoint
 
-UPDATE, PREFILL, FIRST, DECODE, FORGET, END = range(6)
+UPDATE, PREFILL, FIRST, DECODE, MASKS, COPY, FORGET, END = range(8)
 HEAD = 8
 MAGIC = 0x6A786174
 
@@ -163,13 +163,34 @@ class Leader(Runner):
         self._tell(PREFILL, packed, entry.rows, entry.tokens, int(remember))
         return super().prefill(entry, packed, remember=remember)
 
-    def first(self, logits: jax.Array, places: np.ndarray, level: Level) -> jax.Array:
-        self._tell(FIRST, places, int(level))
-        return super().first(logits, places, level)
+    def copy(self, source: int, target: int) -> None:
+        self._tell(COPY, np.array([source, target], np.int32))
+        super().copy(source, target)
 
-    def decode(self, places: np.ndarray, level: Level) -> jax.Array:
-        self._tell(DECODE, places, int(level))
-        return super().decode(places, level)
+    def first(
+        self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
+    ) -> jax.Array:
+        self._tell(FIRST, places, int(level), int(words is not None))
+        if words is not None:
+            self._tell(MASKS, words)
+        return super().first(logits, places, level, words)
+
+    def decode(
+        self,
+        places: np.ndarray,
+        level: Level,
+        words: Callable[[int], np.ndarray] | None = None,
+    ) -> jax.Array:
+        self._tell(DECODE, places, int(level), int(words is not None))
+        if words is None:
+            return super().decode(places, level)
+
+        def told(lines: int) -> np.ndarray:
+            found = words(lines)
+            self._tell(MASKS, found)
+            return found
+
+        return super().decode(places, level, told)
 
     def forget(self) -> None:
         self._tell(FORGET)
@@ -206,10 +227,22 @@ def run_as_told(runner: Runner, link: Link) -> None:
             rows, tokens, remember = numbers
             entry = EntryPoint("prefill", rows, tokens)
             logits = runner.prefill(entry, array, remember=bool(remember))
+        elif kind == COPY:
+            runner.copy(*array.tolist())
         elif kind == FIRST:
-            runner.first(logits, array, Level(numbers[-1]))
+            level, masked = numbers[-2:]
+            words = _masks(link) if masked else None
+            runner.first(logits, array, Level(level), words)
         elif kind == DECODE:
-            runner.decode(array, Level(numbers[-1]))
+            level, masked = numbers[-2:]
+            runner.decode(array, Level(level), (lambda _: _masks(link)) if masked else None)
+
+
+def _masks(link: Link) -> np.ndarray:
+    kind, array, _ = link.receive()
+    if kind != MASKS or array is None:
+        raise HostError(f"{link.name} sent message {kind}, and the masks of a step were to come")
+    return array
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

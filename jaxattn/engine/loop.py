@@ -3,7 +3,7 @@
     deltas    rows that came, pages that they need
     prefill   a chunk of a prompt, or of several; the first token of those that end with it
     decode    a token of each row that has read its prompt
-    read      what the round before told
+    read      what the round before told, and first tokens of this one
 
 So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
 tokens, the limit) the device sees by itself; stop strings and aborts reach it one step late, and
@@ -11,6 +11,7 @@ what that step told of the row is dropped.
 """
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ import numpy as np
 
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
-from jaxattn.engine.request import Stats
+from jaxattn.engine.grammar import masks
+from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.scheduler import Row, Scheduler
+from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.stats import Stats
 from jaxattn.engine.steps import EntryPoint, prompts_together, sampled_rows
 
 # Rounds that are sent and not read when the next one is sent.
@@ -60,9 +63,8 @@ class Loop:
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
         self._flights: deque[list[Flight]] = deque()
         self._round = 0
-        self._running: tuple[np.ndarray, np.ndarray, list[Row | None]] | None = None
+        self._running: tuple[np.ndarray, np.ndarray, list[Row | None], bool] | None = None
         self._read_at = time.perf_counter()
-        self._decode_seconds = 0.0
 
     @property
     def stats(self) -> Stats:
@@ -95,6 +97,7 @@ class Loop:
             self.drain()
         while len(self._flights) > ROUNDS_AHEAD:
             self._read_round()
+        self._read_first_tokens()
         if not self.scheduler.rows:
             self.drain()  # what is left tells of nobody
 
@@ -127,6 +130,7 @@ class Loop:
         size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
         places, together = self.scheduler.lines([row.index for row in rows], buckets)
         entry = EntryPoint("prefill", together, size)
+        self._send_copies()  # states of prefixes, to the rows that begin with them
         done = np.full(sampled_rows(limits, together), -1, np.int32)
         read, sampled = together // limits.groups, len(done) // limits.groups
         chunks: list[Chunk | None] = [None] * together
@@ -142,8 +146,10 @@ class Loop:
         packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
         remember = any(chunk.place >= 0 for chunk in chunks if chunk)
         told = self.runner.prefill(entry, packed, remember=remember)
+        self._send_copies()  # those behind what was read now, to their checkpoints
         if found := [row for row in ended if row is not None]:
-            told = self.runner.first(told, done, max(row.level for row in found))
+            level = max(row.level for row in found)
+            told = self.runner.first(told, done, level, self._masks(ended, len(done)))
         self.stats.prefill_steps += 1
         self._flights[-1].append(Flight(told, ended, decodes=False))
 
@@ -161,12 +167,14 @@ class Loop:
             return
         if self._running is None or not np.array_equal(self._running[0], places):
             lines = self._lines(places)
-            rows = [self.scheduler.rows.get(index) for index in lines.tolist()]
-            self._running = places, lines, rows
-        _, lines, rows = self._running
+            running = [self.scheduler.rows.get(index) for index in lines.tolist()]
+            grammars = any(row is not None and row.request.grammar for row in running)
+            self._running = places, lines, running, grammars
+        _, lines, rows, grammars = self._running
         level = Level(int(self.scheduler.levels[places].max()))
-        told = self.runner.decode(lines, level)
+        words = functools.partial(self._masks_after_all, rows) if grammars else None
         self.scheduler.sent(places)
+        told = self.runner.decode(lines, level, words)
         self.stats.decode_steps += 1
         self._flights[-1].append(Flight(told, rows, decodes=True))
 
@@ -180,6 +188,19 @@ class Loop:
         for (group, line), index in zip(found, places.tolist(), strict=True):
             lines[group * (bucket // limits.groups) + line] = index
         return lines
+
+    def _masks_after_all(self, rows: Sequence[Row | None], lines: int) -> np.ndarray:
+        """The masks of rows behind all tokens so far: what is in flight is read first."""
+        self.drain()
+        self._flights.append([])
+        self._running = None  # a row may have ended
+        return masks(rows, lines, self.scheduler.vocab_size)
+
+    def _masks(self, rows: Sequence[Row | None], lines: int) -> np.ndarray | None:
+        """The masks of rows that have no token in flight; None if none has a grammar."""
+        if not any(row is not None and row.request.grammar for row in rows):
+            return None
+        return masks(rows, lines, self.scheduler.vocab_size)
 
     def _grown(self) -> np.ndarray:
         """The rows to decode, with the pages of their next token. Where the pool is empty, what
@@ -203,25 +224,39 @@ class Loop:
             for packed in self.scheduler.deltas.drain():
                 self.runner.update(packed)
 
+    def _send_copies(self) -> None:
+        for source, target in self.scheduler.copies:
+            self.runner.copy(source, target)
+        self.scheduler.copies.clear()
+
     # --- reading
 
     def _read_round(self) -> None:
-        flights = self._flights.popleft()
-        for flight in flights:
-            before = time.perf_counter()
-            flight.told.block_until_ready()
-            self.stats.waited_seconds += time.perf_counter() - before
-            if all(row is None for row in flight.rows):
-                continue
+        for flight in self._flights.popleft():
+            self._read(flight)
+
+    def _read_first_tokens(self) -> None:
+        """Reads the prefill step of this round if it gave first tokens: nobody waits for the decode
+        step that was sent behind it, which keeps the device busy meanwhile.
+        """
+        if self._flights and self._flights[-1]:
+            flight = self._flights[-1][0]
+            if not flight.decodes and any(row is not None for row in flight.rows):
+                del self._flights[-1][0]
+                self._read(flight)
+
+    def _read(self, flight: Flight) -> None:
+        """Waits for a step. Steps end in the order in which they were sent, so the time since the
+        one before it is its own.
+        """
+        before = time.perf_counter()
+        flight.told.block_until_ready()
+        now = time.perf_counter()
+        self.stats.waited_seconds += now - before
+        spent, self._read_at = now - self._read_at, now
+        if not flight.decodes:
+            self.stats.prefill_seconds += spent
+        if any(row is not None for row in flight.rows):
             told = np.array(flight.told)  # a view would keep the array
             taken = self.endings.take(flight.rows, told)
-            if flight.decodes:
-                self.stats.decoded_tokens += taken
-        now = time.perf_counter()
-        spent, self._read_at = now - self._read_at, now
-        kinds = {flight.decodes for flight in flights}
-        if kinds == {True}:
-            self._decode_seconds = spent
-        elif False in kinds:
-            beside = self._decode_seconds if True in kinds else 0.0
-            self.stats.prefill_seconds += max(spent - beside, 0.0)
+            self.stats.decoded_tokens += taken if flight.decodes else 0

@@ -258,12 +258,17 @@ def plan_engine(
         tuple(items),
         budget,
         f"{limits.batch} rows of up to {limits.max_model_len:,} tokens ({limits.pages:,} pages, "
-        f"{limits.batch} state slots)",
+        f"{limits.batch} state slots{_checkpoints(limits)})",
         facts=(
             ("cache tokens", f"{limits.pages * limits.page_tokens:,}"),
             ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
         ),
     )
+
+
+def _checkpoints(limits: Limits) -> str:
+    count = cache_size(limits).checkpoints
+    return f" and {count} checkpoints" if count else ""
 
 
 def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:

@@ -5,7 +5,8 @@ numbers. A freed page or slot is given out again as it is: a row reads no token 
 write, and a row's first chunk starts from zero states, so nothing has to be cleared.
 """
 
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PoolError(ValueError):
@@ -46,17 +47,35 @@ class _Pool:
                 f"are {sorted(self._in_use)}"
             )
         self._in_use.difference_update(numbers)
+        self._released(numbers)
+
+    def _released(self, numbers: list[int]) -> None:
         self._free.extend(reversed(numbers))
 
 
 class PagePool(_Pool):
-    """Pages of `page_size` tokens; a page holds those tokens of every layer."""
+    """Pages of `page_size` tokens; a page holds those tokens of every layer.
+
+    Several rows may share a page that they only read. A page that a cache keeps is idle when no
+    row has it: it is available, and its cache lets go of it when it is wanted.
+
+    Attributes:
+        evict: makes a cache let go of idle pages; whether it did.
+    """
 
     def __init__(self, num_pages: int, page_size: int):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1; got {page_size}")
         super().__init__(num_pages, "page")
         self.page_size = page_size
+        self.evict: Callable[[], bool] = lambda: False
+        self._more: collections.Counter[int] = collections.Counter()  # rows beside the first
+        self._kept: set[int] = set()
+        self._idle: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._idle)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages `tokens` tokens of one row fill."""
@@ -64,15 +83,52 @@ class PagePool(_Pool):
 
     def allocate(self, tokens: int) -> list[int] | None:
         """Pages for `tokens` tokens of one row, in order; None (and none taken) if too few."""
-        return self._take(self.pages_for(tokens))
+        count = self.pages_for(tokens)
+        if count > self.available:
+            return None
+        while count > len(self._free) and self.evict():
+            pass
+        return self._take(count)
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Gives pages that a cache keeps to one more row."""
+        for page in pages:
+            if page in self._idle:
+                self._idle.remove(page)
+                self._in_use.add(page)
+            else:
+                self._more[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Takes a row's pages back.
+        """Takes a row's pages back; those that others have stay theirs.
 
         Raises:
             PoolError: one of them is not in use; nothing is freed then.
         """
-        self._give_back(pages)
+        pages = list(pages)
+        shared = {page for page in pages if self._more[page] > 0}
+        self._give_back(page for page in pages if page not in shared)
+        self._more.subtract(shared)
+
+    def keep(self, pages: Iterable[int]) -> None:
+        """A cache keeps these pages of a row: they are idle when nobody has them."""
+        self._kept.update(pages)
+
+    def idle(self, pages: Iterable[int]) -> bool:
+        """Whether no row has any of these."""
+        return self._idle.issuperset(pages)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """The cache keeps these idle pages no longer."""
+        pages = list(pages)
+        self._kept.difference_update(pages)
+        self._idle.difference_update(pages)
+        self._free.extend(reversed(pages))
+
+    def _released(self, numbers: list[int]) -> None:
+        kept = [page for page in numbers if page in self._kept]
+        self._idle.update(kept)
+        super()._released([page for page in numbers if page not in self._kept])
 
 
 class SlotPool(_Pool):

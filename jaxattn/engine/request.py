@@ -3,15 +3,33 @@
 import contextlib
 import dataclasses
 import enum
-import itertools
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxattn.engine.stats import Stats as Stats
 
 # Bounds of what a row's state on the device holds.
 MOST_BIASES = 300
 MOST_LOGPROBS = 20
+
+
+class Grammar(Protocol):
+    """The state of one row's grammar, such as one of llguidance."""
+
+    def mask(self, words: np.ndarray) -> None:
+        """Says which tokens may come next; at least one, which may be a stop token.
+
+        Args:
+            words: int32 [ceil(vocab / 32)] of zeros, written in place: bit t % 32 of word t // 32
+                is 1 where token t may come.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Goes on with a token. Returns False where the text is complete: the row ends with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +57,10 @@ class Request:
             as an integer.
         stop_strings: the row ends with the token that completes one of them. The engine needs a
             `detokenize` for them.
+        grammar: says which tokens may come. It belongs to this request alone and goes on with its
+            tokens; a round of the engine with such a row waits for it.
+        cache_salt: prompts share what is cached of them only with those of the same salt, so that
+            nobody can tell by the time what others asked.
         id: names the request in events and callbacks; None lets the engine number it.
 
     Raises:
@@ -61,6 +83,8 @@ class Request:
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
     stop_strings: Sequence[str] = ()
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
+    cache_salt: str = ""
     id: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +122,8 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not len(self.prompt):
             raise ValueError("prompt is empty; it needs at least one token")
         if self.max_tokens < 1:
@@ -137,6 +163,11 @@ class Request:
         """Its biases, as they are kept: pairs of a token and a number."""
         biases: Any = self.logit_bias
         return biases
+
+    @property
+    def watched(self) -> bool:
+        """Whether the host looks at each of its tokens, or tells more than what they are."""
+        return bool(self.stop_strings) or self.grammar is not None or self.logprobs is not None
 
     @property
     def penalized(self) -> bool:
@@ -207,7 +238,8 @@ def _check_integer(name: str, value: Any) -> None:
 class FinishReason(enum.StrEnum):
     """Why a row ended. `Completion.detail` says more.
 
-    STOP: a stop token (the detail is the token) or a stop string (the detail is the string).
+    STOP: a stop token (the detail is the token), a stop string (the detail is the string), or a
+        grammar whose text is complete (the detail is "grammar").
     LENGTH: `max_tokens`, or the engine's `max_model_len`; the detail names it.
     NOT_FINITE: the logits held NaN or infinity, as with a damaged checkpoint.
     ABORTED: `Engine.abort`.
@@ -235,6 +267,7 @@ class Completion:
         detail: of the finish reason, see `FinishReason`; None if there is nothing to add.
         seconds_to_first_token: since the request was added; None if there was none.
         seconds: until it was done.
+        cached_tokens: of the prompt, that were not read again.
     """
 
     request: Request
@@ -244,6 +277,7 @@ class Completion:
     seconds_to_first_token: float | None = None
     seconds: float = 0.0
     logprobs: tuple["Logprobs", ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,79 +322,3 @@ class GenerationInterrupted(KeyboardInterrupt):
     def __init__(self, completions: list[Completion]):
         super().__init__("interrupted")
         self.completions = completions
-
-
-@dataclasses.dataclass
-class Stats:
-    """Of one `generate`. A request's first token comes from prefill: it is not a decoded one.
-
-    Attributes:
-        prompt_tokens: that prefill has read; those of a row that lost its pages count again.
-        prefill_seconds: of rounds that read prompts, without what a round that decodes takes.
-        waited_seconds: for which the host waited for what steps tell: the rest is its own work.
-        preemptions: how often a row lost its pages to an older one, and was computed again.
-    """
-
-    prompt_tokens: int = 0
-    decoded_tokens: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    preemptions: int = 0
-    prefill_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decoded_tokens_per_second(self) -> float:
-        """Over all the time that was not prefill: steps, scheduler and callbacks."""
-        rest = self.seconds - self.prefill_seconds
-        return self.decoded_tokens / rest if rest > 0 else 0.0
-
-
-@dataclasses.dataclass
-class Clock:
-    """When a request was added, and when its first token came."""
-
-    added: float
-    first_token: float | None = None
-
-    def first(self, now: float) -> None:
-        if self.first_token is None:
-            self.first_token = now
-
-    def read(self, now: float) -> tuple[float | None, float]:
-        """(seconds to the first token, seconds) since it was added."""
-        first = None if self.first_token is None else self.first_token - self.added
-        return first, now - self.added
-
-
-def all_numbered(requests: Iterable[Any]) -> list[Request]:
-    """Requests with ids of their own: a place in the list, or a number that is free.
-
-    Raises:
-        ValueError: two requests were given the same id; the message has both places.
-    """
-    found = list(requests)
-    taken: dict[int, int] = {}
-    for place, request in enumerate(found):
-        id = getattr(request, "id", None)
-        if id is not None and taken.setdefault(id, place) != place:
-            raise ValueError(f"requests {taken[id]} and {place} have the same id {id}")
-    free = (number for number in itertools.count(len(found)) if number not in taken)
-    return [
-        numbered(request, next(free) if place in taken else place)
-        for place, request in enumerate(found)
-    ]
-
-
-def numbered(request: Any, number: int) -> Request:
-    if not isinstance(request, Request):
-        raise TypeError(
-            f"a request must be a jaxattn.Request, got {type(request).__name__}; write "
-            "Request(prompt)"
-        )
-    return dataclasses.replace(request, id=number) if request.id is None else request

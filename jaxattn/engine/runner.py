@@ -1,7 +1,7 @@
 """The device's side of an engine: what its steps run on, and sending them without waiting."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import EntryPoint, Remember, Sample, Update, sampled_rows
+from jaxattn.engine.steps import Copy, EntryPoint, Mask, Remember, Sample, Update, sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState
 from jaxattn.parallel import Group
@@ -27,6 +27,7 @@ class Runner:
         state: arena and caches, donated to each of the model's steps.
         rows: of the device, donated to each step that changes them.
         group: of devices that run the steps; None is JAX's default device.
+        failed: the device ended a step with an error: what is in the buffers is unknown.
     """
 
     limits: Limits
@@ -36,6 +37,7 @@ class Runner:
     rows: Rows
     seal: Seal
     group: Group | None = None
+    failed: bool = False
 
     def __post_init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -44,13 +46,23 @@ class Runner:
 
     @property
     def lost(self) -> bool:
-        """Whether an interrupt between a step's call and its return left donated buffers behind."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.state, self.rows)))
+        """Whether the buffers have to be allocated again.
+
+        An interrupt between a step's call and its return leaves donated ones behind.
+        """
+        leaves = jax.tree.leaves((self.state, self.rows))
+        return self.failed or any(leaf.is_deleted() for leaf in leaves)
 
     def update(self, packed: np.ndarray) -> None:
         """Rows that come, and pages: of `Deltas.drain`."""
         with self.seal.allowed():
             self.rows = self._sent(self._step(Update())(self.rows, packed))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies the states of one slot to another."""
+        with self.seal.allowed():
+            slots = np.array([source, target], np.int32)
+            self.state = self._sent(self._step(Copy())(self.state, slots))
 
     def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
         """Reads chunks of prompts, of `packed_chunks`; gives the logits behind them.
@@ -65,20 +77,38 @@ class Runner:
                 self.rows = self._sent(remembered)
         return logits
 
-    def first(self, logits: jax.Array, places: np.ndarray, level: Level) -> jax.Array:
-        """Samples rows that have read their prompts; `places` has -1 for others' logits."""
-        with self.seal.allowed():
-            return self._sample(logits, places, level)
+    def first(
+        self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
+    ) -> jax.Array:
+        """Samples rows that have read their prompts.
 
-    def decode(self, places: np.ndarray, level: Level) -> jax.Array:
-        """Decodes the rows at `places`, and samples them. What comes back is on its way."""
+        Args:
+            places: -1 for the logits of other rows.
+            words: `masks` of these rows, if one has a grammar.
+        """
+        with self.seal.allowed():
+            return self._sample(self._masked(logits, words), places, level)
+
+    def decode(
+        self,
+        places: np.ndarray,
+        level: Level,
+        words: Callable[[int], np.ndarray] | None = None,
+    ) -> jax.Array:
+        """Decodes the rows at `places`, and samples them. What comes back is on its way.
+
+        Args:
+            words: makes `masks` of so many lines, while the device decodes.
+        """
         bucket = sampled_rows(self.limits, len(places))
         entry = EntryPoint("decode", bucket, 1)
         with self.seal.allowed():
             on_device = self._on_device(places, bucket)
             batch = Places(self.rows, on_device)
             logits, self.state = self._sent(self._step(entry)(self.weights, self.state, batch))
-            return self._sample(logits, on_device, level)
+        found = None if words is None else words(bucket)
+        with self.seal.allowed():
+            return self._sample(self._masked(logits, found), on_device, level)
 
     def forget(self) -> None:
         """Lets go of what it holds beside state and rows."""
@@ -92,13 +122,20 @@ class Runner:
         """Gives the memory of state and rows back."""
         self.forget()
         for leaf in jax.tree.leaves((self.state, self.rows)):
-            leaf.delete()
+            if not leaf.is_deleted():
+                leaf.delete()
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
         step = self._step(Sample(len(places), level))
         self.rows, told = self._sent(step(self.rows, logits, places))
         told.copy_to_host_async()
         return told
+
+    def _masked(self, logits: jax.Array, words: np.ndarray | None) -> jax.Array:
+        if words is None:
+            return logits
+        found: jax.Array = self._sent(self._step(Mask(len(words)))(logits, words))
+        return found
 
     def _sent[Result](self, result: Result) -> Result:
         """What a step gives. Virtual devices of a CPU wait for one another for ever where several

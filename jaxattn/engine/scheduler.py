@@ -13,69 +13,23 @@ What a step needs to know of all rows at once (lengths, room, tokens left) is in
 """
 
 import bisect
-import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxattn.engine.deltas import Deltas, device_stops
-from jaxattn.engine.logprobs import Logprobs
 from jaxattn.engine.pool import PagePool, SlotPool, Together
+from jaxattn.engine.prefix import Counts, Entering, Hit, PrefixCache
 from jaxattn.engine.request import Request
-from jaxattn.engine.sampling import Level, level_of
+from jaxattn.engine.row import Queued, Row
+from jaxattn.engine.sampling import level_of
 from jaxattn.memory.limits import Limits
 
 # Rows that need a page within so many tokens get it together, so that few steps have a delta.
 AHEAD = 16
-
-
-@dataclasses.dataclass(eq=False)
-class Queued:
-    """A request that waits, and what it has generated if it ran before."""
-
-    request: Request
-    order: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        return self.request.priority, self.order
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A request that has been given row `index` of the batch.
-
-    Attributes:
-        prompt: what it reads before it generates: the request's prompt, and what it had generated
-            when it lost its pages.
-        tokens: what was generated and has come back from the device.
-        ended: it has left its row; what steps in flight say of it is not its own.
-        read_last: the number of the round that last read of its prompt.
-        late_stops: whether the host has to look for its stop tokens.
-    """
-
-    request: Request
-    index: int
-    slot: int
-    pages: list[int]
-    max_tokens: int
-    order: int
-    prompt: Sequence[int]
-    level: Level
-    tokens: list[int]
-    logprobs: list[Logprobs]
-    late_stops: bool
-    ended: bool = False
-    read_last: int = -1
-
-    @property
-    def last(self) -> int:
-        """Where the last token stands that it may generate."""
-        return len(self.request.prompt) + self.max_tokens - 1
 
 
 class Scheduler:
@@ -92,10 +46,17 @@ class Scheduler:
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
         preemptions: rows that lost their pages so far.
+        prefixes: the cache of prompts' beginnings; None without one.
+        prefix_counts: what it found, since the scheduler was made.
+        copies: slots whose states go to others before the next step: (from, to).
+        recurrent: whether rows have states, so that a prefix wants its own.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int):
-        self.limits, self.vocab_size = limits, vocab_size
+    def __init__(self, limits: Limits, vocab_size: int, *, recurrent: bool = False):
+        self.limits, self.vocab_size, self.recurrent = limits, vocab_size, recurrent
+        self.prefixes: PrefixCache | None = None
+        self.copies: list[tuple[int, int]] = []
+        self.prefix_counts = Counts()
         self.waiting: list[Queued] = []
         self.rows: dict[int, Row] = {}
         self.deltas = Deltas(limits.batch)
@@ -164,13 +125,21 @@ class Scheduler:
             request = queued.request
             prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
             last = len(request.prompt) + self._max_tokens(request) - 1
-            pages = self._pages[group].allocate(min(len(prompt) + 1, last))
+            pool = self._pages[group]
+            entering, hit = self._found(queued, prompt)
+            pool.share(hit.pages)  # before others are asked for, which may evict
+            rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
+            pages = pool.allocate(rest)
             if pages is None:
+                pool.free(hit.pages)
                 return
             slot = self._slots[group].allocate()
             assert slot is not None, "there are as many slots as rows"
             del self.waiting[0]
-            self._place(queued, prompt, pages, slot, group)
+            row = self._place(queued, prompt, [*hit.pages, *pages], slot, group)
+            row.prefix = entering
+            if self.prefixes is not None and entering is not None:
+                self._goes_on(row, hit)
 
     # --- rows
 
@@ -198,6 +167,10 @@ class Scheduler:
         Then the row joins those on the device, and is sampled after this step.
         """
         self.cached[row.index] += tokens
+        if self.prefixes is not None and row.prefix is not None:
+            state = self.prefixes.enter(row.prefix, int(self.cached[row.index]), row.pages)
+            if state is not None:
+                self.copies.append((row.slot, state))
         if self.cached[row.index] < len(row.prompt):
             return False
         self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
@@ -289,29 +262,58 @@ class Scheduler:
         return dropped
 
     def clear(self) -> None:
-        """Drops all that waits and runs."""
+        """Drops all that waits and runs. What is cached stays where all rows have ended."""
         self.waiting.clear()
-        self.drop_rows()
+        if self.rows or self.pages.in_use or self.slots.in_use:
+            self.drop_rows()
 
     def _new_pools(self) -> None:
+        """Pools of which everything is free, and nothing cached in them."""
         limits, groups = self.limits, range(self.limits.groups)
         self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
         self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
         self._short = 0
+        self.copies.clear()
+        checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
+        if limits.prefix_cache and (checkpoints or not self.recurrent):
+            block = math.lcm(limits.chunks[-1], limits.page_tokens)
+            self.prefixes = PrefixCache(
+                self._pages[0], block, checkpoints, self.prefix_counts, recurrent=self.recurrent
+            )
 
     def _roomiest(self) -> int:
         """The data group with the most free pages of those with a free row."""
         free = [group for group, slots in enumerate(self._slots) if slots.available]
         return max(free, key=lambda group: self._pages[group].available)
 
+    def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
+        """What a prompt may enter in the cache of prefixes, and what is there of it."""
+        # The history of a row with penalties has to be read.
+        if self.prefixes is None or queued.request.penalized:
+            return None, Hit()
+        if queued.keys is None:
+            queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
+        hit = self.prefixes.find(queued.keys)
+        return Entering(queued.keys, hit), hit
+
+    def _goes_on(self, row: Row, hit: Hit) -> None:
+        """A row begins behind what was found of its prompt."""
+        assert self.prefixes is not None
+        self.prefixes.used(hit, len(row.prompt))
+        row.cached_tokens = len(hit.pages) * self.limits.page_tokens
+        self.cached[row.index] = row.cached_tokens
+        if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
+            self.copies.append((state, row.slot))
+
     def _queue(self, queued: Queued) -> None:
         bisect.insort(self.waiting, queued, key=lambda each: each.turn)
 
     def _place(
         self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int, group: int
-    ) -> None:
+    ) -> Row:
         """A row of its own for a request, with no pages yet but those given."""
         request = queued.request
+        late_stops = len(device_stops(request)) < len(request.stops)
         count = self.limits.rows_per_group
         index = next(i for i in range(group * count, (group + 1) * count) if i not in self.rows)
         row = self.rows[index] = Row(
@@ -325,12 +327,14 @@ class Scheduler:
             level_of(request),
             queued.tokens,
             queued.logprobs,
-            late_stops=len(device_stops(request)) < len(request.stops),
+            plain=not (late_stops or request.watched),
+            late_stops=late_stops,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)
         self.levels[index] = row.level
         self._give(row, pages)
+        return row
 
     def _give(self, row: Row, pages: list[int] | None) -> None:
         """More pages for a row, on the host and, with the next deltas, on the device."""

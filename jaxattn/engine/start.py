@@ -9,7 +9,16 @@ import jax
 from jaxattn.engine.devices import group_of, new_rows_over, new_state_over, put_given
 from jaxattn.engine.prepare import Prepared, on_device, smallest_memory
 from jaxattn.engine.rows import Places, Rows
-from jaxattn.engine.steps import EntryPoint, Sample, Step, all_steps, new_rows, new_state
+from jaxattn.engine.steps import (
+    Copy,
+    EntryPoint,
+    Mask,
+    Sample,
+    Step,
+    all_steps,
+    new_rows,
+    new_state,
+)
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, line_name
@@ -118,6 +127,11 @@ def run_padding(
     if isinstance(step, Sample):
         rows, told = executable(rows, *map(_put, given))
         return state, rows, told
+    if isinstance(step, Mask):
+        logits, words = given
+        return state, rows, executable(_put(logits), words)
+    if isinstance(step, Copy):
+        return executable(state, given), rows, ()
     return state, executable(rows, given), ()
 
 

@@ -4,9 +4,11 @@
                                prefix is walked page by page up to the whole block table), the last
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
+    mask of B rows             what grammars do not allow, out of the logits (grammar.py)
     sample of B rows: level    the rows' next tokens (advance.py)
     update of rows             rows that come, and pages (rows.py)
     history of P x T tokens    prompts of rows with penalties
+    copy of states             to a checkpoint and back (prefix.py), where there are checkpoints
 
 The first three are the model's own: (weights, state, batch) -> (logits, state), where `weights`
 are the leaves of the packed parameters: to take a tree of modules apart costs the host more than
@@ -29,6 +31,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.engine import rows as device_rows
 from jaxattn.engine.advance import advance, remember
 from jaxattn.engine.batches import kept_places, packed_chunks, prefill_batch, prefill_width
+from jaxattn.engine.grammar import masked, masks, words_of
 from jaxattn.engine.rows import Places, Rows, decode_batch
 from jaxattn.engine.sampling import Level
 from jaxattn.memory.limits import Limits
@@ -155,6 +158,30 @@ class Sample(Step):
 
 
 @dataclasses.dataclass(frozen=True)
+class Mask(Step):
+    """Leaves out of the logits of `rows` rows what their grammars do not allow."""
+
+    rows: int
+
+    def __str__(self) -> str:
+        return f"mask of {self.rows} rows"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return masked
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
+        return logits, self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows, words_of(model.vocab_size))
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        logits = np.zeros((self.rows, model.logit_columns), np.float32)
+        return logits, masks((), self.rows, model.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
 class Update(Step):
     """Rows that come, and pages."""
 
@@ -197,6 +224,26 @@ class Remember(Step):
         return packed_chunks(self.rows, self.tokens, limits.table_width, ())
 
 
+@dataclasses.dataclass(frozen=True)
+class Copy(Step):
+    """The states of one slot, to another: int32 [2], from and to."""
+
+    def __str__(self) -> str:
+        return "copy of states"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return partial(_copy, model)
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return jax.eval_shape(lambda: new_state(model, limits)), int32(2)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(2)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return np.zeros(2, np.int32)
+
+
 def _prefill(
     model: Model, width: int, rows: int, params: Any, state: Any, batch: Any, **options: Any
 ) -> Any:
@@ -222,6 +269,19 @@ def _own_rows[Batch](model: Model, batch: Batch) -> Batch:
 def _remember(width: int, rows: Rows, packed: Any) -> Rows:
     batch = prefill_batch(packed, width)
     return remember(rows, batch.tokens, kept_places(packed), batch.seq_lens, batch.query_lens)
+
+
+def _copy(model: Model, state: DecodeState, slots: Any) -> DecodeState:
+    for cache in model.caches:
+        arrays = cache.copy_slots(state.caches[cache.name], slots[:1], slots[1:])
+        state = state.replace(cache.name, arrays)
+    return state
+
+
+def recurrent(model: Model) -> bool:
+    """Whether rows have states in slots, beside their pages."""
+    one, two = (CacheSize(pages=1, slots=slots) for slots in (1, 2))
+    return any(cache.shapes(one) != cache.shapes(two) for cache in model.caches)
 
 
 def int32(*shape: int) -> Any:
@@ -264,7 +324,9 @@ def all_steps(limits: Limits) -> tuple[Step, ...]:
     entries = entry_points(limits)
     histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
     samples = (Sample(rows, level) for rows in limits.batches for level in Level)
-    return *entries, *samples, *histories, Update()
+    grammars = (Mask(rows) for rows in limits.batches)
+    copies = (Copy(),) if limits.prefix_cache and limits.checkpoints else ()
+    return *entries, *samples, *grammars, *histories, Update(), *copies
 
 
 def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
@@ -284,7 +346,8 @@ def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
 
 def cache_size(limits: Limits) -> CacheSize:
     """What the caches of an engine are made for."""
-    return CacheSize(pages=limits.pages, slots=limits.rows_per_group)
+    checkpoints = limits.checkpoints if limits.prefix_cache else 0
+    return CacheSize(pages=limits.pages, slots=limits.rows_per_group, checkpoints=checkpoints)
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:

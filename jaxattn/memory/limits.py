@@ -20,6 +20,10 @@ class Limits:
             decode a round reads one chunk, so this is what their next token waits for.
         prefill_rows: prompts that may be read together, a chunk of each, where several are due. A
             row's bits may depend on how many are, as other shapes take other matmuls.
+        prefix_cache: prompts that begin as earlier ones share their pages, which stay in the cache
+            until their room is wanted. A model with recurrent states needs `checkpoints` too.
+        checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
+            large as thousands of tokens, so none is kept unless it is asked for.
         utilization: fraction of the device's total memory, not of what is free, for arrays and
             XLA's temp; the cache gets what the rest of the plan leaves of it. Where other
             processes hold more than the rest, it gets what they leave. None sizes the cache by
@@ -48,6 +52,8 @@ class Limits:
     num_pages: int | None = None
     prefill_chunk: int = 128
     prefill_rows: int = 1
+    prefix_cache: bool = True
+    checkpoints: int = 0
     utilization: float | None = None
     decode_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
@@ -64,8 +70,9 @@ class Limits:
                 f"cache_format={self.cache_format!r}"
             )
         check_sizes("Limits", least=0, native_layers=self.native_layers)
+        check_sizes("Limits", least=0, checkpoints=self.checkpoints)
         for name, value in dataclasses.asdict(self).items():
-            if name in ("cache_format", "native_layers"):
+            if name in ("cache_format", "native_layers", "prefix_cache", "checkpoints"):
                 continue
             if value is None and name in ("num_pages", "utilization"):
                 continue

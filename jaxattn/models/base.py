@@ -150,8 +150,18 @@ class LayerCache(abc.ABC):
 
     def items(self, size: CacheSize) -> tuple[Item, ...]:
         """The lines of the plan: one for each array, "kv_cache" as "kv cache"."""
+        without = self.shapes(dataclasses.replace(size, checkpoints=0))
+
+        def why(array: str, shape: jax.ShapeDtypeStruct) -> str:
+            if shape.shape == without[array].shape:
+                return self.describe(array, shape)
+            of_prefixes = (
+                f"{size.checkpoints:,} of the slots are for states at the ends of prefixes"
+            )
+            return f"{self.describe(array, shape)}; {of_prefixes}"
+
         return tuple(
-            Item(line_name(array), nbytes(shape), self.describe(array, shape))
+            Item(line_name(array), nbytes(shape), why(array, shape))
             for array, shape in self.shapes(size).items()
         )
 

@@ -344,7 +344,9 @@ def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, cap
     assert all(value > 0 for value in result["measured"].values()) and result["measured"]
     assert set(result["versions"]) == {"python", "jaxattn", "jax", "jaxlib", "flax"}
     assert result["timings"]["decoded_tokens_per_second"] > 0
-    assert len(result["timings"]["compile_seconds"]) == 2
+    compiled = set(result["timings"]["compile_seconds"])
+    assert {"prefill of 1 x 16 tokens", "decode of 1 x 1 tokens"} < compiled
+    assert len(compiled) <= 12
     assert result["settings"]["seed"] == 5
     assert result["device"]["platform"] == jax.default_backend()
     assert result["implementations"] == {"mla_decode": "xla", "gated_delta_rule_decode": "xla"}
@@ -376,9 +378,15 @@ def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, m
 
 
 def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, capsys, monkeypatch):
-    """Each trace takes a second, so what weights and state alone refuse is not traced."""
+    """A trace of a model takes a second, so what weights and state alone refuse is not traced."""
     traced = []
-    monkeypatch.setattr(memory_plan, "temp_bound", lambda *a, **k: traced.append(a) or 0)
+
+    def counted(step, *arguments, donated):
+        # A model's steps have its state behind its weights; those of rows trace in no time.
+        traced.extend([step] if donated == 1 else [])
+        return 0
+
+    monkeypatch.setattr(memory_plan, "temp_bound", counted)
     said = []
     for extra in ([], ["--plan"]):
         assert main(["--model", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
@@ -404,7 +412,8 @@ def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monk
         "decode of 1 x 1 tokens",
         "decode of 2 x 1 tokens",
     }
-    assert set(result["timings"]["compile_seconds"]) == names
+    compiled = result["timings"]["compile_seconds"]
+    assert {name for name in compiled if name.startswith(("prefill", "decode"))} == names
     assert result["plan"]["reserve_bytes"] > 0
     cache = next(item for item in result["plan"]["items"] if item["name"] == "kv cache")
     assert "x 4 pages x" in cache["why"]  # no more than two rows of 128 tokens can use

@@ -268,6 +268,26 @@ def test_a_step_that_fails_ends_its_rows_and_serves_what_waits(
     assert engine.generate([Request(b"waits", max_tokens=5)])[0].tokens == wanted[0].tokens
 
 
+def test_after_an_error_of_the_device_the_state_is_allocated_again(params):
+    """What its steps left in the buffers, or whether they can be read at all, nobody knows."""
+    engine = Engine(MODEL, params, LIMITS)
+    [wanted] = engine.generate([Request(b"again", max_tokens=5)])
+    name, real, before = "decode of 3 x 1 tokens", engine.executables, engine.state
+    damaged = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), before.arena)
+
+    def lost(*args):
+        engine._runner.state = dataclasses.replace(engine._runner.state, arena=damaged)
+        raise jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access")
+
+    with_steps(engine, {**real, name: lost})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal"):
+        engine.generate([Request(b"again", max_tokens=5)])
+    with_steps(engine, real)
+    assert engine.generate([Request(b"again", max_tokens=5)])[0].tokens == wanted.tokens
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(damaged) if leaf.size)
+    assert not engine.seal.counts
+
+
 def test_an_interrupt_with_the_last_token_does_not_lose_the_row(engine):
     [whole] = engine.generate([Request(b"last", max_tokens=8)])
     seen = []

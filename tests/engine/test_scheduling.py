@@ -9,8 +9,9 @@ import pytest
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.request import FinishEvent, TokenEvent
 from jaxattn.engine.scheduler import AHEAD, Scheduler
+from jaxattn.engine.steps import entry_points
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
+from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, with_steps
 
 MODEL = Hybrid(SMALLEST)
 # A row that is computed again reads in chunks what it had decoded: the same only up to rounding.
@@ -214,19 +215,18 @@ def test_the_next_step_is_sent_before_the_last_one_is_read(engine, monkeypatch):
     engine.add(Request(b"ahead", max_tokens=6))
     while engine.busy:
         engine.step()
-    # The first read is of the prompt's step, which is sent in the first round too.
-    assert log == [
-        "send",
-        "send",
-        "read",
-        "read",
-        "send",
-        "read",
-        "send",
-        "read",
-        "send",
-        *["read"] * 2,
-    ]
+    # The first read is of the prompt's step, which is sent in the first round too. So a decode step
+    # is under way whenever one is read, but for the last.
+    assert log == [*["send", "read"] * 5, "read"]
+
+
+def test_a_first_token_does_not_wait_for_a_decode_step(engine):
+    engine.add(Request(b"first", max_tokens=3))
+    before = engine.stats.decoded_tokens
+    assert [type(event) for event in engine.step()] == [TokenEvent]
+    assert engine.stats.decoded_tokens == before and engine._loop.in_flight
+    while engine.busy:
+        engine.step()
 
 
 def test_a_stop_token_costs_no_step_that_writes(engine):
@@ -296,3 +296,53 @@ def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
     for id, completion in done.items():
         assert tuple(found.get(id, ())) == completion.tokens == wanted[id][: len(completion.tokens)]
         assert id in aborted or completion.tokens == wanted[id]
+
+
+def test_random_faults_leave_nothing_behind_and_each_request_ends_once(tight):
+    """2,000 rounds of requests that come, are aborted, share prefixes and fail in a step."""
+    draw, ended, served = random.Random(2), {}, 0
+    wanted = {}
+    real, names = tight.executables, [str(entry) for entry in entry_points(tight.limits)]
+    before = tight.plan
+
+    def fails(*args):
+        raise RuntimeError("injected")
+
+    for number in range(2000):
+        if draw.random() < 0.25:
+            text = bytes([65 + draw.randrange(3)]) * draw.randint(1, 90)
+            options = {
+                "temperature": draw.choice([0, 1.0]),
+                "seed": 1,
+                "priority": draw.randrange(2),
+            }
+            id = tight.add(Request(text, max_tokens=draw.randint(1, 30), id=number, **options))
+            assert id == number and id not in ended
+            ended[id] = 0
+        if ended and draw.random() < 0.05:
+            tight.abort(draw.choice(list(ended)))
+        fault = draw.random() < 0.01
+        if fault:
+            with_steps(tight, {**real, draw.choice(names): fails})
+        try:
+            events = tight.step()
+        except RuntimeError as error:
+            assert str(error) == "injected"
+            events = []
+        finally:
+            if fault:
+                with_steps(tight, real)
+        for event in events:
+            if isinstance(event, FinishEvent):
+                done = event.completion
+                ended[done.request.id] += 1
+                if done.finish_reason == "length":
+                    key = dataclasses.replace(done.request, id=0, priority=0)
+                    assert wanted.setdefault(key, done.tokens) == done.tokens
+                    served += 1
+    while tight.busy:
+        for event in tight.step():
+            if isinstance(event, FinishEvent):
+                ended[event.completion.request.id] += 1
+    assert set(ended.values()) == {1} and served > 100
+    assert tight.plan == before and not tight.scheduler.waiting

@@ -95,6 +95,8 @@ def test_every_entry_point_is_an_executable(bucketed):
         "decode of 1 x 1 tokens",
         "decode of 4 x 1 tokens",
         *[f"sample of {n} rows: {level}" for n in (1, 4) for level in LEVELS],
+        "mask of 1 rows",
+        "mask of 4 rows",
         "history of 1 x 4 tokens",
         "history of 1 x 16 tokens",
         "update of rows",

@@ -117,3 +117,41 @@ def test_each_device_holds_its_share_alone():
         states = group.state.array("ssm_state")
         assert states.sharding.shard_shape(states.shape)[2] == 1, "one of four heads"
         assert len(np.unique([id(device) for device in held])) == 4
+
+
+class Odd:
+    """A grammar of odd tokens: three of them."""
+
+    def __init__(self):
+        self.left = 3
+
+    def mask(self, words):
+        words[:] = np.uint32(0xAAAAAAAA).view(np.int32)
+
+    def accept(self, token):
+        self.left -= 1
+        return self.left > 0
+
+
+@on_virtual_devices
+def test_prefixes_and_grammars_are_those_of_one_device():
+    prompt = [(3 * at) % 251 for at in range(150)]
+    asked = [Request(prompt, max_tokens=5), Request([*prompt[:140], 9], max_tokens=5)]
+
+    def served(parallel):
+        limits = dataclasses.replace(LIMITS, checkpoints=2, decode_buckets=())
+        model = Hybrid(CONFIG)
+        params = model.init_params(jax.random.key(1))
+        with Engine(
+            model, params, limits, implementation="xla", parallel=parallel, strict=True, workers=2
+        ) as made:
+            done = [made.generate([each])[0] for each in asked]
+            done += made.generate([Request([7] * 9, grammar=Odd())])
+            assert not made.seal.counts
+            return done
+
+    one, group = served(Parallel()), served(LAYOUT)
+    assert [each.tokens for each in group] == [each.tokens for each in one]
+    # A page over two devices has 128 tokens, and so has a block.
+    assert [each.cached_tokens for each in group] == [0, 128, 0]
+    assert len(group[2].tokens) == 3 and all(token % 2 for token in group[2].tokens)

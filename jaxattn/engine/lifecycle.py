@@ -1,0 +1,241 @@
+"""The life of an engine: what it is made of, how it starts, and how it ends."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+
+from jaxattn.engine.devices import group_of
+from jaxattn.engine.endings import Detokenize, Endings
+from jaxattn.engine.hosts import Leader, Link, run_as_told
+from jaxattn.engine.loop import Loop
+from jaxattn.engine.owner import Owner
+from jaxattn.engine.prefix import Counts
+from jaxattn.engine.prepare import Prepared, checked_params, of_this_process, packed_params
+from jaxattn.engine.process import PROCESS
+from jaxattn.engine.request import FinishReason, Request
+from jaxattn.engine.runner import Runner
+from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.seal import Seal
+from jaxattn.engine.start import allocated, check_arrays, measured, tried
+from jaxattn.engine.stats import Stats
+from jaxattn.engine.steps import entry_points, recurrent
+from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import DecodeState, Model
+
+
+class Lifecycle:
+    """What of an `Engine` is there between requests.
+
+    Attributes:
+        scheduler: rows, waiting requests and pools.
+        seal: what was compiled or allocated after the warm-up.
+    """
+
+    scheduler: Scheduler
+    seal: Seal
+
+    def _open(
+        self, prepared: Prepared, params: Any, strict: bool, detokenize: Detokenize | None
+    ) -> None:
+        self._prepared, self._params = prepared, params
+        self._runner: Runner | None = None
+        self._loop: Loop | None = None
+        self._owner = Owner()
+        self._next_id = 0
+        self.seal = Seal(strict=strict)
+        self.scheduler = _scheduler(prepared)
+        self._endings = Endings(self.scheduler, detokenize)
+        PROCESS.opened(self)
+
+    @property
+    def model(self) -> Model:
+        return self._prepared.model
+
+    @property
+    def limits(self) -> Limits:
+        return self._prepared.limits
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self._prepared.plan
+
+    @property
+    def stats(self) -> Stats:
+        return self._endings.stats
+
+    @property
+    def executables(self) -> dict[str, jax.stages.Compiled]:
+        """Name -> compiled step; steps.py says what each takes."""
+        return self._prepared.steps.executables
+
+    @property
+    def prefixes(self) -> Counts:
+        """Tokens of prompts that were looked up in the cache of prefixes, and found there."""
+        return self.scheduler.prefix_counts
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Decode op -> what runs it: as it was named, or else as the compiled step shows."""
+        named = self._prepared.compiler.implementation
+        text = self.executables[str(entry_points(self.limits)[-1])].as_text() or ""
+        calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+        return {
+            op: named or ("mosaic_gpu" if any(kernel in call for call in calls) else "xla")
+            for op, kernel in self.model.kernels.items()
+        }
+
+    @property
+    def state(self) -> DecodeState:
+        """The arena and the caches; allocated when they are first asked for."""
+        with self._alone("state", nested=True):
+            self._start()
+            assert self._runner is not None
+            return self._runner.state
+
+    # --- beginning and end
+
+    def start(self, params: Any = None) -> None:
+        """Warms up, measures the device's memory, allocates the state, and seals the engine.
+
+        Does nothing if the state is there; `generate`, `step` and `state` call it. Call it after
+        loading has ended, so that the memory which loading took for a while is free again.
+
+        Args:
+            params: the parameters, for an engine that was made without.
+
+        Raises:
+            TypeError: `params` are shapes.
+            ValueError: the engine has no parameters, or they are not the model's.
+            PlanError: the device has less memory than was planned, or what was allocated is not
+                what was planned.
+            RuntimeError: the engine is closed, or has its state and is given parameters.
+            EngineBusyError: another thread uses the engine.
+        """
+        with self._alone("start", nested=True):
+            if params is not None:
+                if self._runner is not None:
+                    raise RuntimeError("start: this engine runs already; make another one")
+                check_arrays(params)
+                checked_params(self.model, params)
+                self._params = packed_params(self.model, params, self._prepared.devices)
+            self._start()
+
+    def _start(self) -> None:
+        if self._params is None:
+            raise ValueError("this engine has no parameters: give them to start(params)")
+        if self._runner is not None and not self._runner.lost:
+            return
+        self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
+        if self._runner is not None:
+            self._runner.delete()
+        self._runner = self._loop = None
+        with jax.default_device(of_this_process(self._prepared.devices)[0]):
+            self._prepared = tried(self._prepared, self._params)
+            PROCESS.closed(self)  # its own temp is a line of its plan
+            try:
+                self._replan(measured(self._prepared, self._params))
+            finally:
+                PROCESS.opened(self)
+            state, rows = allocated(self._prepared, self._params)
+        weights = tuple(jax.tree.leaves(self._params))
+        executables = self._prepared.steps.executables
+        group = group_of(self.model, self._prepared.devices)
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, group)
+        self._loop = Loop(self.scheduler, self._runner, self._endings)
+        self.seal.hold((state, rows))
+
+    def lead(self, links: Sequence[Link]) -> None:
+        """Starts the engine, of which other processes run a part, and leads them from here on.
+
+        Args:
+            links: of `jaxattn.engine.hosts.lead`; they end with `close`.
+        """
+        with self._alone("lead", nested=True):
+            self._start()
+            assert self._runner is not None
+            self._runner = Leader.of(self._runner, links)
+            self._loop = Loop(self.scheduler, self._runner, self._endings)
+
+    def follow(self, link: Link) -> None:
+        """Starts the engine and sends the leader's steps, until the leader closes its engine.
+
+        Args:
+            link: of `jaxattn.engine.hosts.follow`.
+
+        Raises:
+            HostError: the leader is gone.
+        """
+        with self._alone("follow"):
+            self._start()
+            assert self._runner is not None
+            with self.seal.watch():
+                run_as_told(self._runner, link)
+
+    def _replan(self, prepared: Prepared) -> None:
+        """Goes on with another plan; with fewer pages, requests that wait may be refused."""
+        before, self._prepared = self._prepared, prepared
+        if prepared.limits != before.limits:
+            waiting = self.scheduler.waiting
+            self.scheduler = _scheduler(prepared)
+            self._endings.scheduler = self.scheduler
+            for queued in waiting:
+                self._submit(queued.request)
+
+    def close(self) -> None:
+        """Gives the state's memory back. The parameters stay with whoever else holds them.
+
+        Requests that are not done are dropped.
+
+        Raises:
+            EngineBusyError: another thread uses the engine, or a callback called it.
+        """
+        if self._owner.closed:
+            return
+        with self._alone("close"):
+            self._owner.closed = True
+            PROCESS.closed(self)
+            self._clear()
+            if self._runner is not None:
+                self._runner.delete()
+            self._runner = self._loop = self._params = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _alone(self, what: str, *, nested: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Keeps other threads out; `nested` calls may come from a callback of this thread."""
+        return self._owner.alone(what, nested=nested)
+
+    def _submit(self, request: Request) -> None:
+        """Queues a request, or refuses it."""
+        reason = self.scheduler.refusal(request)
+        if reason is None and request.stop_strings and self._endings.detokenize is None:
+            reason = "it has stop strings, and the engine was made without `detokenize`"
+        if reason:
+            self._endings.finish(request, FinishReason.REFUSED, reason)
+        else:
+            self.scheduler.submit(request)
+
+    def _end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
+        """Ends every row with what it generated, and forgets what is in flight."""
+        self._endings.end_rows(reason, detail)
+        if self._loop is not None:
+            self._loop.drop()
+
+    def _clear(self) -> None:
+        """Drops all that waits, runs and is in flight."""
+        self.scheduler.clear()
+        self._endings.clear()
+        if self._loop is not None:
+            self._loop.drop()
+
+
+def _scheduler(prepared: Prepared) -> Scheduler:
+    model = prepared.model
+    return Scheduler(prepared.limits, model.vocab_size, recurrent=recurrent(model))
