@@ -46,5 +46,6 @@ from jaxattn.ops.mla.cache import mla_cache_write as mla_cache_write
 from jaxattn.ops.mla.decode import mla_decode as mla_decode
 from jaxattn.ops.mla.merge import merge_attention_states as merge_attention_states
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
+from jaxattn.parallel import Parallel as Parallel
 
 __version__ = "0.1.0"

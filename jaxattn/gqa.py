@@ -10,9 +10,17 @@ and rope:
 
 Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A cache is one layer's
 pages [N, 2, C, Hk, D] or a stack [L, N, 2, C, Hk, D] with `layer`, out of which nothing is sliced.
+
+A TurboQuant cache has pages of bytes, of a `TurboFormat`, and ops of its own:
+
+    kv_cache = turbo_cache_write(kv_cache, k, v, block_tables, seq_lens, form=form, layer=layer)
+    out, lse = turbo_attention(q, kv_cache, block_tables, seq_lens, form=form, layer=layer)
+
+    kv_cache uint8 [L, N, Hk, C * form.slot_bytes]
 """
 
 from jaxattn.core.formats import KVFormat as KVFormat
+from jaxattn.core.turboquant import TurboFormat as TurboFormat
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule as PairSchedule
 from jaxattn.kernels.gqa_decode.schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch as scratch
@@ -22,3 +30,6 @@ from jaxattn.ops.gqa.cache import gqa_cache_write as gqa_cache_write
 from jaxattn.ops.gqa.decode import gqa_decode as gqa_decode
 from jaxattn.ops.gqa.prefill import gqa_attention as gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as gqa_prefill
+from jaxattn.ops.gqa.turboquant import turbo_attention as turbo_attention
+from jaxattn.ops.gqa.turboquant import turbo_cache_write as turbo_cache_write
+from jaxattn.ops.gqa.turboquant_vllm import import_vllm_slots as import_vllm_slots

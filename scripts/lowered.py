@@ -27,6 +27,7 @@ import jaxattn.gdn
 import jaxattn.gqa
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
+from jaxattn.core.turboquant import TurboFormat
 from jaxattn.ops.linear import gated_layer, linear_layer
 from jaxattn.ops.moe import Router, route
 from jaxattn.ops.norm import rms_norm_layer
@@ -99,6 +100,24 @@ def grouped_prefill(
     q, kv = (x(rows, tokens, h, dim) for h in (count, kv_heads))
     paged = x(2, 64, 2, page, kv_heads, dim), ints(rows, 32768 // page), ints(rows), ints(rows)
     return op, (q, kv, kv, *paged, f32(count) if dim == 64 else None, q if dim == 256 else None)
+
+
+def turbo(
+    rows: int, heads: tuple[int, int, int], page: int, q_len: int, preset: str, **options: Any
+) -> Launch:
+    """Grouped-query attention over a TurboQuant cache, as `grouped`."""
+    count, kv_heads, dim = heads
+    form = TurboFormat(preset=preset, head_dim=dim)
+
+    def op(*args: Any) -> Any:
+        q, cache, tables, lens, new, sinks, gate = args
+        more: Any = {"query_lens": new, "sinks": sinks, "gate": gate, **options, **MOSAIC}
+        return jaxattn.gqa.turbo_attention(q, cache, tables, lens, form=form, layer=1, **more)
+
+    q, width = x(rows, q_len, count, dim), 8192 // page
+    cache = x(2, 64, kv_heads, page * form.slot_bytes, dtype=jnp.uint8)
+    more = (ints(rows) if q_len > 1 else None, f32(count) if dim == 64 else None)
+    return op, (q, cache, ints(rows, width), ints(rows), *more, q if dim == 256 else None)
 
 
 def append(width: int, interleaved: bool, made: Any) -> Launch:
@@ -237,6 +256,14 @@ EXTRA: dict[str, Launch] = {
     "gqa_decode_fp8_gate": grouped(64, (16, 2, 256), 64, 1, fp8=True),
     "gqa_decode_fp8_sinks": grouped(64, (64, 8, 64), 16, 1, fp8=True),
     "gqa_decode_fp8_many_columns": grouped(8, (64, 8, 128), 64, 8, fp8=True),
+    "turbo_decode_k8v4": turbo(64, (32, 8, 128), 64, 1, "k8v4"),
+    "turbo_decode_4bit_nc": turbo(64, (32, 8, 128), 64, 1, "4bit_nc"),
+    "turbo_decode_k3v4_nc": turbo(64, (32, 8, 128), 64, 1, "k3v4_nc"),
+    "turbo_decode_3bit_nc": turbo(64, (32, 8, 128), 64, 1, "3bit_nc"),
+    "turbo_decode_pages_of_16": turbo(1, (32, 8, 128), 16, 1, "4bit_nc", soft_cap=30.0),
+    "turbo_decode_gate_tokens": turbo(64, (16, 2, 256), 128, 3, "k8v4"),
+    "turbo_decode_gate": turbo(64, (16, 2, 256), 64, 1, "4bit_nc"),
+    "turbo_decode_sinks": turbo(64, (64, 8, 64), 64, 1, "3bit_nc", window=128),
     "gqa_append": heads_append((32, 8, 128), 128),
     "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),
     "gqa_append_pairs_of_heads": heads_append((64, 8, 64), 64, fp8=True),

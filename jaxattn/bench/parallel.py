@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import gc
 import math
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,9 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str], program: str) -> int:
+    # Read when the backend starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     args = parse(argv, program)
     if len(jax.devices()) < args.parallel.gpus:
         print(

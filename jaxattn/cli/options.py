@@ -69,6 +69,14 @@ def in_options(error: Exception | str) -> str:
     return _FIELD.sub(option, " ".join(str(error).split()))
 
 
+LAYOUT = {
+    "data": "groups of GPUs, each with rows of its own",
+    "tensor": "GPUs of a group, which divide heads, columns and the vocabulary",
+    "context": "GPUs of a group over which the pages of a row are spread",
+    "expert": "GPUs over which whole experts are spread",
+}
+
+
 def add_cache_format(group: Any) -> None:
     """The options of the cache's format, for a parser or a group of one."""
     group.add_argument(
@@ -85,6 +93,12 @@ def add_cache_format(group: Any) -> None:
         default=0,
         help="first and last layers of attention that keep the model's own format",
     )
+
+
+def add_layout(group: Any) -> None:
+    """--data, --tensor, --context and --expert; `layout.read_layout` reads them."""
+    for name, what in LAYOUT.items():
+        group.add_argument(f"--{name}", metavar="N", type=size, default=1, help=what)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -277,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
         help="smaller chunks to compile as well, for the end of a prompt (default: none)",
     )
     add_cache_format(memory)
+    add_layout(memory)
     memory.add_argument(
         "--compile-cache",
         metavar="DIR",

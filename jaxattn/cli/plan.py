@@ -5,6 +5,7 @@ fit (its table is printed all the same), 1 if stdout is closed or its reader lef
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -15,12 +16,14 @@ from rich.console import Console
 
 from jaxattn import interrupt
 from jaxattn.cli.command import exit_code
+from jaxattn.cli.layout import read_layout
 from jaxattn.cli.options import (
     VERSION,
     HelpFormatter,
     InputError,
     Parser,
     add_cache_format,
+    add_layout,
     fraction,
     in_options,
     size,
@@ -35,8 +38,10 @@ from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.hybrid import Hybrid
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.naive import Naive, of_model, published
+from jaxattn.plan.parallel import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, Placement
 from jaxattn.plan.show import PlotError, print_plan, save_plot
 
@@ -105,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
     add_cache_format(root)
+    add_layout(root)
     root.add_argument(
         "--cache-dtype",
         choices=sorted(CACHE_DTYPES),
@@ -137,7 +143,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         memory = known_device(options.device)
         limits, placement = read_limits(options, model)
-        found, refused = make(model, memory, limits, placement)
+        parallel = read_layout(options)
+        found, refused = make(model, memory, limits, placement, parallel)
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error
     if naive:
@@ -170,14 +177,29 @@ def make(
     memory: DeviceMemory,
     limits: Limits,
     placement: Placement,
+    parallel: Parallel,
 ) -> tuple[MemoryPlan, PlanError | None]:
     """The plan, and why it does not fit."""
     try:
-        return plan(model, memory, limits, placement=placement), None
+        if parallel.gpus > 1:
+            return plan(model, memory, limits, parallel=parallel), None
+        made = plan(model, memory, limits, placement=placement)
+        return with_layout(made, model, memory, limits, placement.gpus), None
     except PlanError as error:
         if error.plan is None:
             raise
         return error.plan, error
+
+
+def with_layout(
+    made: MemoryPlan, model: KnownModel, memory: DeviceMemory, limits: Limits, gpus: int
+) -> MemoryPlan:
+    """The plan with the best layout that serves the model on so many GPUs, as flags."""
+    if gpus == 1 or not isinstance(model, BuiltModel):
+        return made
+    best = best_layout(model.model, memory, limits, gpus)
+    found = best.flags if best else "none fits"
+    return dataclasses.replace(made, facts=(*made.facts, ("best layout to serve", found)))
 
 
 def read_model(name: str) -> KnownModel:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jaxattn.cli.layout import over_devices, read_layout
 from jaxattn.cli.models import Chosen, one_line, refusals
 from jaxattn.cli.options import InputError
 from jaxattn.cli.planned import refused_plan
@@ -140,6 +141,8 @@ def start_engine(
         InputError: the model does not fit, its plan is printed; its weights are damaged or
             cannot be fetched; or the named implementation refuses.
     """
+    parallel = read_layout(options)
+    own, group = over_devices(model, limits, parallel)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}
     with Display(messages) as display:
@@ -150,7 +153,7 @@ def start_engine(
                 display.moved(what, done, total)
 
             weights = checked or chosen.weights(lambda *now: moved("fetching", *now))
-            return weights.place(lambda *now: moved("loading", *now))
+            return weights.place(lambda *now: moved("loading", *now), model=own, group=group)
 
         def on_compile(name: str, seconds: float | None) -> None:
             loading.check()
@@ -168,6 +171,7 @@ def start_engine(
                 on_fits=loading.start,
                 # A CPU compiles one step with all its cores; for a GPU several threads help.
                 workers=4 if jax.default_backend() == "gpu" else 1,
+                parallel=parallel,
             )
             engine = Engine.of(prepared, strict=options.strict, detokenize=tokenizer.decode)
             params = loading.result()

@@ -28,10 +28,11 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from jaxattn.core.dispatch import PACKAGE
+from jaxattn.core.formats import TURBOQUANT
 from jaxattn.core.products import dot
+from jaxattn.core.rounding import rounded
 
-# Bits of a key's and of a value's numbers.
-PRESETS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+PRESETS = TURBOQUANT  # bits of a key's and of a value's numbers
 HEAD_DIMS = (64, 128, 256)
 E4M3 = jnp.dtype("float8_e4m3fn")
 LARGEST_E4M3, LARGEST_F16 = 448.0, 65504.0
@@ -81,8 +82,9 @@ class TurboFormat:
             hint = ""
             if isinstance(self.preset, str) and "3" in self.preset:
                 hint = "; 3-bit keys lose much, and are had by a preset's whole name alone"
+            names = ", ".join(PRESETS)
             raise ValueError(
-                f"TurboFormat: preset must be one of {', '.join(PRESETS)}, got {self.preset!r}{hint}"
+                f"TurboFormat: preset must be one of {names}, got {self.preset!r}{hint}"
             )
         if self.head_dim not in HEAD_DIMS:
             why = "the rotation needs a power of two, and kernels a multiple of 64"
@@ -214,7 +216,7 @@ def _quantize_values(v: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax
 
 
 def _as_f16(x: jax.Array) -> jax.Array:
-    return jnp.clip(x, -LARGEST_F16, LARGEST_F16).astype(jnp.float16)
+    return rounded(jnp.clip(x, -LARGEST_F16, LARGEST_F16), jnp.float16)
 
 
 def dequantize(

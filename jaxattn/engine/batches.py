@@ -33,11 +33,18 @@ def prefill_width(tokens: int, table_width: int) -> int:
     return HEAD + table_width + tokens
 
 
-def packed_chunks(rows: int, tokens: int, table_width: int, chunks: Sequence[Chunk]) -> np.ndarray:
-    """int32 [rows, n]: everything a prefill step wants of the host, in one array."""
+def packed_chunks(
+    rows: int, tokens: int, table_width: int, chunks: Sequence[Chunk | None]
+) -> np.ndarray:
+    """int32 [rows, n]: everything a prefill step wants of the host, in one array.
+
+    A chunk that is None is padding.
+    """
     packed = np.zeros((rows, prefill_width(tokens, table_width)), np.int32)
     packed[:, 2:HEAD] = -1
     for line, chunk in zip(packed, chunks, strict=False):
+        if chunk is None:
+            continue
         new = len(chunk.tokens)
         line[:HEAD] = new, chunk.length, chunk.slot, chunk.place
         line[HEAD : HEAD + table_width] = chunk.pages

@@ -78,6 +78,7 @@ def _compile(
     # As shapes: no executable may keep an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
+    own = next(each for each in devices if each.process_index == jax.process_index())
 
     def build(step: Step) -> jax.stages.Compiled:
         if on_compile:
@@ -85,7 +86,7 @@ def _compile(
         start = time.perf_counter()
         backend = devices[0].platform
         jitted = jitted_step(step, model, limits, tree, implementation, backend, group)
-        with jax.default_device(devices[0]):
+        with jax.default_device(own):
             given = arguments(step, model, limits, shapes, group)
             executable = jitted.lower(*given).compile()
         if on_compile:

@@ -1,16 +1,18 @@
 """The life of an engine: what it is made of, how it starts, and how it ends."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 
-from jaxattn.engine.devices import everywhere, group_of
+from jaxattn.engine.devices import group_of
 from jaxattn.engine.endings import Detokenize, Endings
+from jaxattn.engine.hosts import Leader, Link, run_as_told
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.owner import Owner
 from jaxattn.engine.prefix import Counts
-from jaxattn.engine.prepare import Prepared, checked_params, packed_params
+from jaxattn.engine.prepare import Prepared, checked_params, of_this_process, packed_params
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import FinishReason, Request
 from jaxattn.engine.runner import Runner
@@ -130,7 +132,7 @@ class Lifecycle:
         if self._runner is not None:
             self._runner.delete()
         self._runner = self._loop = None
-        with jax.default_device(self._prepared.devices[0]):
+        with jax.default_device(of_this_process(self._prepared.devices)[0]):
             self._prepared = tried(self._prepared, self._params)
             PROCESS.closed(self)  # its own temp is a line of its plan
             try:
@@ -140,10 +142,37 @@ class Lifecycle:
             state, rows = allocated(self._prepared, self._params)
         weights = tuple(jax.tree.leaves(self._params))
         executables = self._prepared.steps.executables
-        where = everywhere(group_of(self.model, self._prepared.devices))
-        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, where)
+        group = group_of(self.model, self._prepared.devices)
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, group)
         self._loop = Loop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
+
+    def lead(self, links: Sequence[Link]) -> None:
+        """Starts the engine, of which other processes run a part, and leads them from here on.
+
+        Args:
+            links: of `jaxattn.engine.hosts.lead`; they end with `close`.
+        """
+        with self._alone("lead", nested=True):
+            self._start()
+            assert self._runner is not None
+            self._runner = Leader.of(self._runner, links)
+            self._loop = Loop(self.scheduler, self._runner, self._endings)
+
+    def follow(self, link: Link) -> None:
+        """Starts the engine and sends the leader's steps, until the leader closes its engine.
+
+        Args:
+            link: of `jaxattn.engine.hosts.follow`.
+
+        Raises:
+            HostError: the leader is gone.
+        """
+        with self._alone("follow"):
+            self._start()
+            assert self._runner is not None
+            with self.seal.watch():
+                run_as_told(self._runner, link)
 
     def _replan(self, prepared: Prepared) -> None:
         """Goes on with another plan; with fewer pages, requests that wait may be refused."""

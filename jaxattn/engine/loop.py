@@ -27,7 +27,7 @@ from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.stats import Stats
-from jaxattn.engine.steps import EntryPoint, sampled_rows
+from jaxattn.engine.steps import EntryPoint, prompts_together, sampled_rows
 
 # Rounds that are sent and not read when the next one is sent.
 ROUNDS_AHEAD = 1
@@ -63,7 +63,7 @@ class Loop:
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
         self._flights: deque[list[Flight]] = deque()
         self._round = 0
-        self._running: tuple[np.ndarray, list[Row], bool] | None = None
+        self._running: tuple[np.ndarray, np.ndarray, list[Row | None], bool] | None = None
         self._read_at = time.perf_counter()
 
     @property
@@ -121,27 +121,30 @@ class Loop:
 
     def _read_prompts(self) -> None:
         limits = self.scheduler.limits
-        rows = self.scheduler.next_prompts(min(limits.prefill_rows, limits.batch))
+        buckets = prompts_together(limits)
+        rows = self.scheduler.next_prompts(buckets[-1])
         self._round += 1
         if not rows:
             return
         waiting = [len(row.prompt) - int(self.scheduler.cached[row.index]) for row in rows]
         size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
-        together = 1 if len(rows) == 1 else min(limits.prefill_rows, limits.batch)
+        places, together = self.scheduler.lines([row.index for row in rows], buckets)
         entry = EntryPoint("prefill", together, size)
         self._send_copies()  # states of prefixes, to the rows that begin with them
-        chunks, done = [], np.full(sampled_rows(limits, together), -1, np.int32)
+        done = np.full(sampled_rows(limits, together), -1, np.int32)
+        read, sampled = together // limits.groups, len(done) // limits.groups
+        chunks: list[Chunk | None] = [None] * together
         ended: list[Row | None] = [None] * len(done)
-        for line, row in enumerate(rows):
-            chunk = self._next_chunk(row, size)
-            chunks.append(chunk)
+        for (group, line), row in zip(places, rows, strict=True):
+            chunk = chunks[group * read + line] = self._next_chunk(row, size)
             row.read_last = self._round
             self.stats.prompt_tokens += len(chunk.tokens)
             if self.scheduler.read(row, len(chunk.tokens)):
-                done[line], ended[line] = row.index, row
+                at = group * sampled + line
+                done[at], ended[at] = row.index, row
         self._send_deltas()
         packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
-        remember = any(chunk.place >= 0 for chunk in chunks)
+        remember = any(chunk.place >= 0 for chunk in chunks if chunk)
         told = self.runner.prefill(entry, packed, remember=remember)
         self._send_copies()  # those behind what was read now, to their checkpoints
         if found := [row for row in ended if row is not None]:
@@ -163,17 +166,19 @@ class Loop:
         if not len(places):
             return
         if self._running is None or not np.array_equal(self._running[0], places):
-            running = [self.scheduler.rows[index] for index in places.tolist()]
-            self._running = places, running, any(row.request.grammar for row in running)
-        _, rows, grammars = self._running
+            lines = self._lines(places)
+            running = [self.scheduler.rows.get(index) for index in lines.tolist()]
+            grammars = any(row is not None and row.request.grammar for row in running)
+            self._running = places, lines, running, grammars
+        _, lines, rows, grammars = self._running
         level = Level(int(self.scheduler.levels[places].max()))
         words = functools.partial(self._masks_after_all, rows) if grammars else None
         self.scheduler.sent(places)
-        told = self.runner.decode(places, level, words)
+        told = self.runner.decode(lines, level, words)
         self.stats.decode_steps += 1
         self._flights[-1].append(Flight(told, rows, decodes=True))
 
-    def _masks_after_all(self, rows: Sequence[Row], lines: int) -> np.ndarray:
+    def _masks_after_all(self, rows: Sequence[Row | None], lines: int) -> np.ndarray:
         """The masks of rows behind all tokens so far: what is in flight is read first."""
         self.drain()
         self._flights.append([])
@@ -185,6 +190,17 @@ class Loop:
         if not any(row is not None and row.request.grammar for row in rows):
             return None
         return masks(rows, lines, self.scheduler.vocab_size)
+
+    def _lines(self, places: np.ndarray) -> np.ndarray:
+        """The rows as the lines of a step, those of each data group together; -1 is padding."""
+        limits = self.scheduler.limits
+        if limits.groups == 1:
+            return places
+        found, bucket = self.scheduler.lines(places.tolist(), limits.batches)
+        lines = np.full(bucket, -1, np.int32)
+        for (group, line), index in zip(found, places.tolist(), strict=True):
+            lines[group * (bucket // limits.groups) + line] = index
+        return lines
 
     def _grown(self) -> np.ndarray:
         """The rows to decode, with the pages of their next token. Where the pool is empty, what

@@ -87,9 +87,11 @@ def bound_of(
         chosen = implementation_of(step, implementation)
         function = functools.partial(function, implementation=chosen)
     arguments = step.arguments(model, limits, params)
-    bound = temp_bound(function, *arguments, donated=step.donated)
+    axes = model.parallel.mesh_axes
+    bound = temp_bound(function, *arguments, donated=step.donated, axes=axes)
     # The results come with a table of their addresses.
-    results = jax.eval_shape(function, *arguments)
+    traced = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
+    results = traced(*arguments)[1]
     out = nbytes(results) - nbytes(arguments[step.donated])
     in_out = nbytes(step.given(model, limits)) + out + 8 * len(jax.tree.leaves(results))
     return Executable(in_out, bound, 0, "bound")
@@ -319,8 +321,10 @@ def advice(
     pages = fill(model, one_row, memory, params, executables, **beside).pages
     if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
         found.append(f"at most {pages:,} pages")
-    for name, least in (("batch", 1), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1)):
-        value = getattr(limits, name) // 2
+    sizes = (("batch", limits.groups), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1))
+    for name, least in sizes:
+        step = limits.groups if name == "batch" else 1  # as many rows in each data group
+        value = getattr(limits, name) // 2 // step * step
         while value >= least:
             smaller = dataclasses.replace(
                 limits, **{name: value}, num_pages=None, decode_buckets=(), prefill_buckets=()
@@ -328,7 +332,7 @@ def advice(
             if fits(smaller):
                 found.append(f"{name} {value:,} with {smaller.pages:,} pages")
                 break
-            value //= 2
+            value = value // 2 // step * step
     return tuple(found) or ("a device with more memory",)
 
 

@@ -6,7 +6,7 @@ write, and a row's first chunk starts from zero states, so nothing has to be cle
 """
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PoolError(ValueError):
@@ -149,3 +149,23 @@ class SlotPool(_Pool):
             PoolError: it is not in use.
         """
         self._give_back([slot])
+
+
+class Together:
+    """The pools of several groups, to look at: a row has pages of one of them."""
+
+    def __init__(self, pools: Sequence[PagePool] | Sequence[SlotPool]):
+        self._pools = pools
+
+    @property
+    def size(self) -> int:
+        """Of all of them."""
+        return sum(pool.size for pool in self._pools)
+
+    @property
+    def in_use(self) -> int:
+        return sum(pool.in_use for pool in self._pools)
+
+    @property
+    def available(self) -> int:
+        return sum(pool.available for pool in self._pools)

@@ -219,9 +219,7 @@ def prepare(
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
-    model, limits = divided(model, parallel), dataclasses.replace(limits, spread=parallel.context)
-    if parallel.data > 1:  # each data group has pages of its own, which others cannot read
-        limits = dataclasses.replace(limits, prefix_cache=False)
+    model, limits = divided(model, parallel), _laid_out(limits, parallel)
     compiler = Compiler(
         model=model,
         params=checked_params(model, params),
@@ -268,6 +266,15 @@ def prepare(
         wanted=limits,
         compiler=compiler,
         trial=trial,
+    )
+
+
+def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
+    """The limits with what the layout says of rows and pages."""
+    # Each data group has pages of its own, which others cannot read.
+    shared = limits.prefix_cache and parallel.data == 1
+    return dataclasses.replace(
+        limits, spread=parallel.context, groups=parallel.data, prefix_cache=shared
     )
 
 
@@ -329,9 +336,14 @@ def on_device(params: Any, devices: Sequence[jax.Device]) -> int:
     return nbytes_each([leaf for leaf in leaves if leaf.devices() & set(devices)])
 
 
+def of_this_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Those of the devices that this process holds."""
+    return [each for each in devices if each.process_index == jax.process_index()]
+
+
 def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
     """What the device with the least free memory has: all of a group hold as many pages."""
-    memories = [device.device_memory(each) for each in devices]
+    memories = [device.device_memory(each) for each in of_this_process(devices)]
     known = [memory for memory in memories if memory is not None]
     if len(known) < len(memories):
         return None

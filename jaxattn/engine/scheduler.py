@@ -16,11 +16,12 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxattn.engine.deltas import Deltas, device_stops
-from jaxattn.engine.pool import PagePool, SlotPool
+from jaxattn.engine.pool import PagePool, SlotPool, Together
 from jaxattn.engine.prefix import Counts, Entering, Hit, PrefixCache
 from jaxattn.engine.request import Request
 from jaxattn.engine.row import Queued, Row
@@ -70,6 +71,18 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.rows)
 
+    @property
+    def pages(self) -> PagePool | Together:
+        return self._pages[0] if len(self._pages) == 1 else Together(self._pages)
+
+    @property
+    def slots(self) -> SlotPool | Together:
+        return self._slots[0] if len(self._slots) == 1 else Together(self._slots)
+
+    def group_of(self, index: Any) -> Any:
+        """The data group of a row, or of rows, by their indices."""
+        return index // self.limits.rows_per_group
+
     def refusal(self, request: Request) -> str | None:
         """Why the request can never be served, or None."""
         prompt, longest = len(request.prompt), self.limits.max_model_len
@@ -82,11 +95,12 @@ class Scheduler:
             return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
         new = self._max_tokens(request)
         # The last token that it generates is never read.
-        needed = self.pages.pages_for(prompt + new - 1)
-        if needed > self.pages.size:
+        pool = self._pages[0]  # all groups have as many
+        needed = pool.pages_for(prompt + new - 1)
+        if needed > pool.size:
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
-                f"{self.limits.page_tokens} tokens, and the pool has {self.pages.size:,}"
+                f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}"
             )
         return None
 
@@ -106,21 +120,22 @@ class Scheduler:
     def admit(self) -> None:
         """Moves waiting requests into free rows, as long as the first of them finds its pages."""
         while self.waiting and len(self.rows) < self.limits.batch:
+            group = self._roomiest()
             queued = self.waiting[0]
             request = queued.request
             prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
             last = len(request.prompt) + self._max_tokens(request) - 1
             entering, hit = self._found(queued, prompt)
-            self.pages.share(hit.pages)  # before others are asked for, which may evict
+            self._pages[group].share(hit.pages)  # before others are asked for, which may evict
             rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
-            pages = self.pages.allocate(rest)
+            pages = self._pages[group].allocate(rest)
             if pages is None:
-                self.pages.free(hit.pages)
+                self._pages[group].free(hit.pages)
                 return
-            slot = self.slots.allocate()
+            slot = self._slots[group].allocate()
             assert slot is not None, "there are as many slots as rows"
             del self.waiting[0]
-            row = self._place(queued, prompt, [*hit.pages, *pages], slot)
+            row = self._place(queued, prompt, [*hit.pages, *pages], slot, group)
             row.prefix = entering
             if self.prefixes is not None and entering is not None:
                 self._goes_on(row, hit)
@@ -128,7 +143,7 @@ class Scheduler:
     # --- rows
 
     def next_prompts(self, most: int) -> list[Row]:
-        """Up to `most` rows whose next prompt chunk is due.
+        """Up to `most` rows whose next prompt chunk is due, at most as many of each data group.
 
         Those that were read of longest ago come first, so that a long prompt takes turns with
         others; of equals, the first in the order in which they are served.
@@ -137,7 +152,13 @@ class Scheduler:
             return []
         reading = (row for row in self.rows.values() if not self.decoding[row.index])
         turn = lambda row: (row.read_last, row.request.priority, row.order)  # noqa: E731
-        return sorted(reading, key=turn)[:most]
+        found, taken = [], [0] * self.limits.groups
+        for row in sorted(reading, key=turn):
+            group = int(self.group_of(row.index))
+            taken[group] += 1
+            if taken[group] <= most // self.limits.groups:
+                found.append(row)
+        return found
 
     def read(self, row: Row, tokens: int) -> bool:
         """Counts tokens that are read of the row's prompt. Returns whether those are all.
@@ -160,6 +181,21 @@ class Scheduler:
         """Indices of the rows to decode now: all that have read their prompts and do not end."""
         return np.flatnonzero(self.decoding & (self.left > 0))
 
+    def lines(
+        self, indices: Sequence[int], buckets: Sequence[int]
+    ) -> tuple[list[tuple[int, int]], int]:
+        """((group, line in it) of each row in a step, the smallest bucket that holds them).
+
+        A step has as many lines of each data group, one group's after another's.
+        """
+        taken, places = [0] * self.limits.groups, []
+        for index in indices:
+            group = int(self.group_of(index))
+            places.append((group, taken[group]))
+            taken[group] += 1
+        bucket = next(size for size in buckets if size // self.limits.groups >= max(taken))
+        return places, bucket
+
     def grow(self, places: np.ndarray) -> bool:
         """Gives these rows the pages of their next token; False, and nothing, if there are too few.
 
@@ -169,13 +205,16 @@ class Scheduler:
         short = places[cached + 1 > self.room[places]]
         if not len(short):
             return True
-        if len(short) > self.pages.available:
-            return False
+        for group, pool in enumerate(self._pages):
+            if np.count_nonzero(self.group_of(short) == group) > pool.available:
+                self._short = group
+                return False
         soon = places[(cached + AHEAD > self.room[places]) & (cached + 1 <= self.room[places])]
         for index in (*short.tolist(), *soon.tolist()):
             row = self.rows[index]
-            if self.room[index] < row.last and self.pages.available:
-                self._give(row, self.pages.allocate(1))
+            pool = self._pages[self.group_of(index)]
+            if self.room[index] < row.last and pool.available:
+                self._give(row, pool.allocate(1))
         return True
 
     def sent(self, places: np.ndarray) -> None:
@@ -184,11 +223,13 @@ class Scheduler:
         self.left[places] -= 1
 
     def preempt(self) -> None:
-        """The youngest row gives its pages back and waits, with the tokens that it has.
+        """The youngest row of the group that `grow` found short gives its pages back and waits,
+        with the tokens that it has.
 
         No step may be in flight: its tokens would be lost.
         """
-        row = max(self.rows.values(), key=lambda row: (row.request.priority, row.order))
+        own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
+        row = max(own, key=lambda row: (row.request.priority, row.order))
         self.release(row)
         self._queue(Queued(row.request, row.order, row.tokens, row.logprobs))
         self.preemptions += 1
@@ -202,8 +243,9 @@ class Scheduler:
         row.ended = True
         self.decoding[row.index] = False
         del self.rows[row.index]
-        self.pages.free(row.pages)
-        self.slots.free(row.slot)
+        group = self.group_of(row.index)
+        self._pages[group].free(row.pages)
+        self._slots[group].free(row.slot)
 
     def drop_rows(self) -> list[Row]:
         """Takes out all that runs. The pools are made anew: an interrupt may have come while a row
@@ -226,15 +268,17 @@ class Scheduler:
 
     def _new_pools(self) -> None:
         """Pools of which everything is free, and nothing cached in them."""
-        limits = self.limits
-        self.pages = PagePool(limits.pages, limits.page_tokens)
-        self.slots = SlotPool(limits.batch)
+        limits, groups = self.limits, range(self.limits.groups)
+        self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
+        self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
+        self._short = 0
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
-        if limits.prefix_cache and (checkpoints or not self.recurrent):
+        if limits.prefix_cache and limits.groups == 1 and (checkpoints or not self.recurrent):
             block = math.lcm(limits.chunks[-1], limits.page_tokens)
+            [pages] = self._pages
             self.prefixes = PrefixCache(
-                self.pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
+                pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
 
     def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
@@ -256,14 +300,22 @@ class Scheduler:
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
 
+    def _roomiest(self) -> int:
+        """The data group with the most free pages of those with a free row."""
+        free = [group for group, slots in enumerate(self._slots) if slots.available]
+        return max(free, key=lambda group: self._pages[group].available)
+
     def _queue(self, queued: Queued) -> None:
         bisect.insort(self.waiting, queued, key=lambda each: each.turn)
 
-    def _place(self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int) -> Row:
+    def _place(
+        self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int, group: int
+    ) -> Row:
         """A row of its own for a request, with no pages yet but those given."""
         request = queued.request
         late_stops = len(device_stops(request)) < len(request.stops)
-        index = next(i for i in range(self.limits.batch) if i not in self.rows)
+        count = self.limits.rows_per_group
+        index = next(i for i in range(group * count, (group + 1) * count) if i not in self.rows)
         row = self.rows[index] = Row(
             request,
             index,

@@ -43,6 +43,7 @@ from jaxattn.models.base import (
     init_state,
     overlaid,
 )
+from jaxattn.parallel import own_part
 
 
 class Step(abc.ABC):
@@ -92,8 +93,9 @@ class EntryPoint(Step):
     def step(self, model: Model, limits: Limits) -> Callable:
         """(params, state, batch) -> (logits, state)."""
         if self.kind == "prefill":
-            return partial(_prefill, model, limits.table_width, sampled_rows(limits, self.rows))
-        return partial(_decode, model) if self.reads_rows else model.decode
+            rows = sampled_rows(limits, self.rows) // limits.groups
+            return partial(_prefill, model, limits.table_width, rows)
+        return partial(_decode if self.reads_rows else _decode_given, model)
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         step = self.step(model, limits)
@@ -246,12 +248,22 @@ def _prefill(
     model: Model, width: int, rows: int, params: Any, state: Any, batch: Any, **options: Any
 ) -> Any:
     """Logits of as many rows as are sampled together; those behind the prompts are 0."""
-    logits, state = model.prefill(params, state, prefill_batch(batch, width), **options)
+    own = _own_rows(model, prefill_batch(batch, width))
+    logits, state = model.prefill(params, state, own, **options)
     return jnp.pad(logits, ((0, rows - len(logits)), (0, 0))), state
 
 
 def _decode(model: Model, params: Any, state: Any, batch: Places, **options: Any) -> Any:
-    return model.decode(params, state, decode_batch(batch), **options)
+    return _decode_given(model, params, state, decode_batch(batch), **options)
+
+
+def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **options: Any) -> Any:
+    return model.decode(params, state, _own_rows(model, batch), **options)
+
+
+def _own_rows[Batch](model: Model, batch: Batch) -> Batch:
+    """The rows of this device's data group; on one device, all."""
+    return jax.tree.map(lambda x: own_part(x, model.parallel, "data"), batch)
 
 
 def _remember(width: int, rows: Rows, packed: Any) -> Rows:
@@ -286,10 +298,19 @@ def sampled_rows(limits: Limits, rows: int) -> int:
     return next(bucket for bucket in limits.batches if bucket >= rows)
 
 
+def prompts_together(limits: Limits) -> tuple[int, ...]:
+    """How many prompts a prefill step reads of, as many of each data group: few, or most."""
+    most = min(limits.prefill_rows, limits.batch) // limits.groups * limits.groups
+    return tuple(sorted({limits.groups, max(most, limits.groups)}))
+
+
 def entry_points(limits: Limits) -> tuple[EntryPoint, ...]:
     """The model's steps that an engine of these limits can run, the largest of a kind last."""
-    together = sorted({1, min(limits.prefill_rows, limits.batch)})
-    prefills = (EntryPoint("prefill", rows, chunk) for rows in together for chunk in limits.chunks)
+    prefills = (
+        EntryPoint("prefill", rows, chunk)
+        for rows in prompts_together(limits)
+        for chunk in limits.chunks
+    )
     decodes = (
         EntryPoint("decode", rows, tokens)
         for tokens in sorted(limits.q_lens, reverse=True)
@@ -314,7 +335,7 @@ def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
         spec
         for entry in entry_points(limits)
         if entry.kind == "decode"
-        for spec in model.scratch(entry.rows, max_pages=width, q_len=entry.tokens)
+        for spec in model.scratch(entry.rows // limits.groups, max_pages=width, q_len=entry.tokens)
     )
 
 
@@ -326,7 +347,7 @@ def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
 def cache_size(limits: Limits) -> CacheSize:
     """What the caches of an engine are made for."""
     checkpoints = limits.checkpoints if limits.prefix_cache else 0
-    return CacheSize(pages=limits.pages, slots=limits.batch, checkpoints=checkpoints)
+    return CacheSize(pages=limits.pages, slots=limits.rows_per_group, checkpoints=checkpoints)
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:

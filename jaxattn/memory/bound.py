@@ -12,6 +12,7 @@ CPU matmuls do). The matrix library's workspace is in no trace and is added as a
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,14 +39,15 @@ _IN_PLACE = {
 _VIEWS = {"squeeze", "broadcast_in_dim"}
 
 
-def temp_bound(step: Any, *args: Any, donated: int) -> int:
+def temp_bound(step: Any, *args: Any, donated: int, axes: Mapping[str, int] | None = None) -> int:
     """Bytes that XLA's temp cannot exceed.
 
     Args:
         step: traceable, called as step(*args); the arguments may be shapes.
         donated: which argument is donated.
+        axes: of the mesh over which the step is one device's, with their sizes.
     """
-    closed = jax.make_jaxpr(step)(*args)
+    closed = jax.make_jaxpr(step, axis_env=list((axes or {}).items()))(*args)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     first = sum(counts[:donated])
     mine = set(range(first, first + counts[donated]))

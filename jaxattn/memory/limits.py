@@ -35,6 +35,8 @@ class Limits:
             model's own. The parameters are then those of `model.with_cache_format(...)`.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
+        groups: of GPUs that have as many of the rows each, with pages and slots of their own;
+            `prepare` sets it, as `Parallel.data`. `num_pages` are those of a group.
         native_layers: so many first and so many last layers of attention keep the model's own.
         q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
             others: they are planned, compiled and warmed for callers of `Engine.executables` who
@@ -59,6 +61,7 @@ class Limits:
     cache_format: str = "auto"
     native_layers: int = 0
     spread: int = 1
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if self.cache_format not in CACHE_FORMATS:
@@ -83,11 +86,22 @@ class Limits:
                     raise ValueError(f"{name} must be at most {MOST:,}, an int32; got {number:,}")
         if 1 not in self.q_lens:
             raise ValueError(f"q_lens must have 1, the step of serving; got {self.q_lens}")
+        for rows in (self.batch, *self.decode_buckets):
+            if rows % self.groups:
+                raise ValueError(
+                    f"batch={self.batch} and decode_buckets={self.decode_buckets} must be "
+                    f"multiples of the {self.groups} data groups that share them; {rows} is none"
+                )
         for name, whole in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
             if max(getattr(self, name), default=0) > getattr(self, whole):
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be at most {whole}={getattr(self, whole)}"
                 )
+
+    @property
+    def rows_per_group(self) -> int:
+        """Rows, and state slots, of a data group."""
+        return self.batch // self.groups
 
     @property
     def page_tokens(self) -> int:
@@ -102,7 +116,7 @@ class Limits:
     @property
     def wanted_pages(self) -> int:
         """Every row at `max_model_len`: more pages would never be used."""
-        return self.batch * self.pages_per_row
+        return self.rows_per_group * self.pages_per_row
 
     @property
     def pages(self) -> int:

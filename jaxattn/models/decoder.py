@@ -44,6 +44,7 @@ from jaxattn.parallel import (
     Parallel,
     Vocabulary,
     gathered,
+    met,
     own_part,
     rank,
     total,
@@ -198,6 +199,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+        everyones = self._everyones(valid)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -222,6 +224,7 @@ class Decoder(nnx.Module):
                         layer.mlp,
                         layer.mlp_norm(x),
                         valid,
+                        everyones,
                         stacks[place],
                         repeat,
                         None,
@@ -248,6 +251,7 @@ class Decoder(nnx.Module):
         stacked = weights or {}
         shared = self._shared(state, batch, implementation)
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
+        everyones = self._everyones(valid)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -287,6 +291,7 @@ class Decoder(nnx.Module):
                         layer.mlp,
                         mlp_norm(x),
                         valid,
+                        everyones,
                         stacks[place],
                         repeat,
                         arena,
@@ -329,22 +334,32 @@ class Decoder(nnx.Module):
         """The sum of what the GPUs have of a layer's output."""
         return total(y, self.spec.parallel, over, self.spec.stream.dtype)
 
+    def _everyones(self, valid: Array) -> Array:
+        """Whether tokens are no padding, of all data groups where their tokens meet."""
+        parallel = self.spec.parallel
+        return gathered(valid, parallel, "data") if parallel.experts_meet else valid
+
     def _feed_forward(
         self,
         block: Block,
         module: Any,
         x: Array,
         valid: Array,
+        everyones: Array,
         stacks: dict[str, Array],
         repeat: Array,
         arena: Arena | None,
         implementation: Implementation | None,
     ) -> tuple[Array, Arena | None]:
-        """A layer's feed-forward, summed; tokens of all data groups meet where experts do."""
+        """A layer's feed-forward, summed; tokens of all data groups meet where experts do.
+
+        Args:
+            everyones: `valid` of all those tokens.
+        """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
         meets = over == "experts" and parallel.experts_meet
         if meets:
-            x, valid = gathered((x, valid), parallel, "data")
+            x, valid = met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
             module, x, valid, stacks, LayerOf(repeat, 1, 0), arena, implementation
         )

@@ -25,6 +25,9 @@ from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.products import dot
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal
 
+# Of a product of heads: XLA pads fewer to so many, and is the faster with more.
+FEW_TOKENS = 8
+
 type Layer = int | Int[Array, ""] | LayerOf
 
 
@@ -156,11 +159,11 @@ def _linears(
 
 
 def heads_serve(x: Array, weights: Array) -> bool:
-    """Whether the kernel has the shapes and dtypes of `heads_layer`."""
+    """Whether the kernel has the shapes and dtypes of `heads_layer`, and is the faster."""
     tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
     inner, size = weights.shape[-2:]
     stack = jax.ShapeDtypeStruct((1, inner, size), weights.dtype)
-    return refusal((tokens, inner), x.dtype, [stack]) is None
+    return tokens <= FEW_TOKENS and refusal((tokens, inner), x.dtype, [stack]) is None
 
 
 def _dispatch(

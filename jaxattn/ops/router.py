@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
+from jaxattn.core.rounding import rounded
 from jaxattn.ops.linear import kernel_serves, linear_layer
 
 # The kernel of the product wants columns by 64, and two halves are side by side.
@@ -30,7 +31,7 @@ def split_router(
         none = [(0, 0)] * (gates.ndim - 1)
         router = jnp.concatenate([router, gates], axis=-1)
         router = jnp.pad(router, (*none, (0, -router.shape[-1] % HALF)))
-    high = router.astype(jnp.bfloat16)
+    high = rounded(router, jnp.bfloat16)
     low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.concatenate([high, low], axis=-1)
 

@@ -8,6 +8,7 @@ the model, and meets the others in the few collectives of this room. Nothing her
 """
 
 from jaxattn.parallel.collectives import gathered as gathered
+from jaxattn.parallel.collectives import met as met
 from jaxattn.parallel.collectives import own_part as own_part
 from jaxattn.parallel.collectives import rank as rank
 from jaxattn.parallel.collectives import total as total

@@ -36,6 +36,21 @@ def gathered[T](tree: T, parallel: Parallel, over: Dimension) -> T:
         return jax.tree.map(lambda x: lax.all_gather(x, axes, tiled=True), tree)
 
 
+def met(x: Float[Array, "*T F"], parallel: Parallel, over: Dimension) -> Float[Array, "*N F"]:
+    """As `gathered`, by an all-reduce of each GPU's part between zeros.
+
+    It sends more bytes, and XLA's own kernel takes it: for the tokens of a decode step, 7 to 14 us
+    where NCCL's gather takes 17 to 19 (two H200).
+    """
+    parts = parallel.size(over)
+    if parts == 1:
+        return x
+    first = jnp.asarray(rank(parallel, over), jnp.int32) * len(x)
+    whole = jnp.zeros((parts * len(x), *x.shape[1:]), x.dtype)
+    between = lax.dynamic_update_slice_in_dim(whole, x, first, axis=0)
+    return total(between, parallel, over, x.dtype)
+
+
 def rank(parallel: Parallel, over: Dimension) -> Int[Array, ""] | int:
     """Which part of a dimension this GPU has."""
     axes = parallel.axes(over)

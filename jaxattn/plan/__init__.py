@@ -20,7 +20,9 @@ from jaxattn.models.base import Model
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.parallel import Parallel
 from jaxattn.plan.fit import plan_known
+from jaxattn.plan.parallel import plan_parallel
 from jaxattn.plan.placement import Placement
 from jaxattn.plan.single import Single
 
@@ -31,6 +33,7 @@ def plan(
     limits: Limits,
     *,
     placement: Placement | None = None,
+    parallel: Parallel | None = None,
 ) -> MemoryPlan:
     """What one device holds of the model, and how many pages of cache that leaves.
 
@@ -44,15 +47,26 @@ def plan(
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.
         placement: how several GPUs hold a decoder or a known model.
+        parallel: how several GPUs run a decoder; data groups share the batch of the limits.
 
     Raises:
-        TypeError: the model is neither, or a placement is given for one that is no decoder.
+        TypeError: the model is neither, or a placement or layout is given for one that is no
+            decoder.
         PlanError: it does not fit, or the cache that is left holds no row at full length; the error
             has the plan and what would make it fit.
         ValueError: the model has no cache in `limits.cache_format`, or the limits, the device or
             the placement make no sense for the model.
     """
     memory = known_device(device) if isinstance(device, str) else device
+    if parallel is not None and parallel.gpus > 1:
+        decoder = model.model if isinstance(model, BuiltModel) else model
+        if not isinstance(decoder, DecoderModel):
+            raise TypeError(
+                f"parallel divides a jaxattn.models.DecoderModel; got {type(model).__name__}"
+            )
+        check_arguments(decoder, limits, None)
+        name = model.name if isinstance(model, BuiltModel) else type(model).__name__
+        return plan_parallel(name, decoder, memory, limits, parallel)
     if placement is not None and isinstance(model, DecoderModel):
         check_arguments(model, limits, None)
         model = BuiltModel.of(type(model).__name__, model)

@@ -85,7 +85,10 @@ def _of_group(place: Placement, latents: bool) -> list[str]:
         "GPUs have the same rows"
     )
     found = [f"Routed experts are divided over {place.gpus} GPUs, whole ones; {divided}."]
-    found.append("jaxattn's engine runs on one GPU so far; this is what a group of them holds.")
+    found.append(
+        "This counts what a group holds; --tensor, --data, --context and --expert plan a layout as "
+        "jaxattn's engine runs it."
+    )
     if place.attention == "tensor" and latents:
         found.append("An MLA cache has no heads: every GPU of the group has all of it.")
     return found

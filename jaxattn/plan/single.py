@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxattn.core.checks import MOST
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.memory_plan import (
     Executable,
     bound_of,
@@ -79,6 +78,17 @@ class Single:
         check_row(made, limits, lambda: helps(limits, known), wanted=asked)
         return made
 
+    def filled(self, limits: Limits) -> int | None:
+        """The pages that weights and state leave room for, with nothing traced; None for none.
+
+        Args:
+            limits: with `utilization`, and without `num_pages`.
+        """
+        least = self._plan(dataclasses.replace(limits, num_pages=1), {})
+        if least.reserve is None or least.reserve < 0:
+            return None
+        return fill(self.model, limits, self.memory, self.params, {}, **self.beside).pages
+
     def _growing(self, limits: Limits) -> Iterator[dict[str, Executable]]:
         """What is known of the executables, of one more each time; the largest come first."""
         known: dict[str, Executable] = {}
@@ -104,7 +114,7 @@ def _bound_in(model: Model, step: Step, limits: Limits) -> Executable:
     if isinstance(step, EntryPoint | Sample):
         rows = sampled_rows(limits, step.rows)
     if isinstance(step, EntryPoint):  # its tables decide, and advice asks for many lengths
-        longest = min(limits.table_width * PAGE_SIZE, MOST)
+        longest = min(limits.table_width * limits.page_tokens, MOST)
     return _bound(model, step, rows, limits.table_width, longest)
 
 
@@ -118,6 +128,8 @@ def _bound(model: Model, step: Step, rows: int, width: int, longest: int) -> Exe
         max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
+        spread=model.parallel.context,
+        groups=model.parallel.data,
     )
     return bound_of(model, step, limits, packed_shapes(model), None)
 

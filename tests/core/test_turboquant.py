@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn.core import turboquant
+from jaxattn.core.formats import KVFormat
 from jaxattn.core.turbo_slots import GROUP, group, pack, page_slots, places, slot_pages, unpack
 from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat, dequantize, quantize, rotate
 from tests.helpers.turbo_cases import (
@@ -37,6 +38,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 def test_slots_have_the_published_bytes(preset, dim):
     form = TurboFormat(preset=preset, head_dim=dim)
     assert form.slot_bytes == SLOT_BYTES[preset][HEAD_DIMS.index(dim)]
+    assert form.slot_bytes == KVFormat(preset, dim).nbytes
+
+
+def test_qwen3_32b_has_the_published_bytes_of_a_token():
+    """k8v4 in 60 layers, bfloat16 in the first and the last two; 8 heads of 128 dims."""
+    sizes = [KVFormat(name, 128).nbytes for name in ("k8v4", "bfloat16")]
+    assert sizes == [TurboFormat(preset="k8v4", head_dim=128).slot_bytes, 512]
+    assert 8 * (60 * sizes[0] + 4 * sizes[1]) == 110_464
+    assert 598_784 * 110_464 / 2**30 < 61.61  # the published tokens take what was published
 
 
 @each_format

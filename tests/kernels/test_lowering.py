@@ -24,6 +24,7 @@ from jaxattn.kernels.mla_decode.scratch import decode_schedule
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gqa.append import gqa_append
+from jaxattn.ops.gqa.prefill import gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.mla.prefill import causal_attention
@@ -305,8 +306,7 @@ def test_gqa_prefill(heads, kv_heads, dim, page, options):
     sinks = shape(heads, dtype=jnp.float32) if get("sinks") else None
     args = (q, kv, kv, cache, ints(batch, 4096 // page), ints(batch), ints(batch))
     (launch,) = launches(step, *args, sinks, get("gate") and q)
-    # The count of what blocks have drawn, where they draw more than the tile they begin with.
-    assert launch.count("output_operand_alias<") == (tokens == 2048)
+    assert launch.count("output_operand_alias<") == 0
     assert f"tensor<2x18x{page}x{kv_heads * dim}x" in launch  # the whole cache, read where it lies
 
 
@@ -317,3 +317,14 @@ def test_mla_prefill_of_wide_heads():
     of_heads = (shape(1, 2048, 20, dims) for dims in (256, 192, 256))
     (launch,) = launches(step, *of_heads, shape(1, 2048, 64))
     assert "tensor<1x2048x20x192x" in launch and "tensor<1x2048x64x" in launch  # never joined
+
+
+def test_scanned_gqa_attention_is_differentiated():
+    def loss(q, k):
+        def layer(q, _):
+            return gqa_attention(q, k, k, implementation="mosaic_gpu")[0], None
+
+        return jax.lax.scan(layer, q, None, length=2)[0].astype(jnp.float32).sum()
+
+    # More tiles than multiprocessors, which blocks so draw one after another.
+    assert len(launches(jax.grad(loss), shape(1, 8192, 8, 128), shape(1, 8192, 4, 128))) == 1

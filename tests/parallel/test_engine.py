@@ -67,18 +67,24 @@ def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer():
     with engine(Parallel()) as one:
         expected = [each.tokens for each in one.generate(requests())]
         whole = one.plan["kv cache"]
-    with engine(LAYOUT) as group:
-        assert [each.tokens for each in group.generate(requests())] == expected
-        assert not group.seal.counts
-        # Each device has half of each row's pages.
-        assert group.plan["kv cache"] == whole // 2
-        for name, compiled in group.executables.items():
-            if name.startswith("decode"):
-                check_aliasing(compiled, slack=16384)
-            if name.endswith((": greedy", ": draws")):
-                gathered = [x for x in compiled.as_text().splitlines() if " all-gather(" in x]
-                columns = group.model.logit_columns
-                assert not any(f",{columns}]" in line for line in gathered), name
+    # Each device has half of each row's pages, or the pages of half of the rows.
+    for layout in (LAYOUT, Parallel(data=2, tensor=2)):
+        with engine(layout) as group:
+            assert [each.tokens for each in group.generate(requests())] == expected, layout.flags
+            assert not group.seal.counts
+            assert group.plan["kv cache"] == whole // 2
+            assert_in_place(group)
+
+
+def assert_in_place(group: Engine) -> None:
+    """Nothing donated is copied, and no greedy or drawing step gathers logits."""
+    for name, compiled in group.executables.items():
+        if name.startswith("decode"):
+            check_aliasing(compiled, slack=16384)
+        if name.endswith((": greedy", ": draws")):
+            gathered = [x for x in compiled.as_text().splitlines() if " all-gather(" in x]
+            columns = group.model.logit_columns
+            assert not any(f",{columns}]" in line for line in gathered), name
 
 
 @on_virtual_devices

@@ -84,7 +84,7 @@ def test_every_all_reduce_has_the_form_that_xlas_own_kernel_takes(layout):
         print(each)
     layers = sum(len(segment.pattern) for segment in model.spec.segments)
     experts = sum(b.feed_forward is EXPERTS for s in model.spec.segments for b in s.pattern)
-    assert len(sums) == (experts if layout.data == 2 else 2 * layers)
+    assert len(sums) == (2 * experts if layout.data == 2 else 2 * layers)
     assert all(each.serves for each in sums)
     check_aliasing(compiled)
 

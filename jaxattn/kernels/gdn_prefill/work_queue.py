@@ -33,7 +33,8 @@ class Turns:
     """The items of a block.
 
     Args:
-        drawn: int32 [1] of global memory: how many have been drawn, 0 when the kernel starts.
+        drawn: int32 [1] of global memory: how many have been drawn, 0 when the kernel starts, and
+            again when it has ended.
         refs: of `scratch`.
         first, blocks, items: the block's number, and how many of both there are.
     """
@@ -85,5 +86,8 @@ class Turns:
         del ctx
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
             place = utils.memref_ptr(drawn)
-            (number,) = asm("atom.global.add.u32 $0, [$1], 1;", [i32()], [place], "=r,l,~{memory}")
+            # Blocks draw until nothing is left, `items` numbers in all: 0 follows the last.
+            draw = "atom.global.inc.u32 $0, [$1], $2;"
+            last = word(self.items - 1)
+            (number,) = asm(draw, [i32()], [place, last], "=r,l,r,~{memory}")
             llvm.store(plus(number, word(self.blocks)), pointer(smem, word(0)))

@@ -141,7 +141,11 @@ def make_body(
             plgpu.barrier_wait(memory.queries_read.at[lax.rem(i, QUERIES)])
 
     def consume(
-        part: Pairs, wg: jax.Array, first_column: jax.Array, epilogue: Epilogue, factors_ref: Any
+        part: Pairs,
+        wg: jax.Array,
+        first_column: jax.Array,
+        epilogue: Epilogue[Memory],
+        factors_ref: Any,
     ) -> None:
         memory = epilogue.memory
         scores_smem, p_smem = memory.scores.at[wg], memory.p.at[wg]

@@ -76,7 +76,7 @@ class Outputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Epilogue:
+class Epilogue[M: Exchanged]:
     """
     Attributes:
         wg: this warpgroup, from 0.
@@ -87,7 +87,7 @@ class Epilogue:
     """
 
     wg: jax.Array
-    memory: Exchanged
+    memory: M
     outputs: Outputs
     sinks: Any
     gate: Any
@@ -119,7 +119,7 @@ def merge(
     accs: tuple[jax.Array, ...],
     top: jax.Array,
     total: jax.Array,
-    epilogue: Epilogue,
+    epilogue: Epilogue[Any],
     pair: jax.Array,
     steps: jax.Array,
 ) -> None:

@@ -338,54 +338,42 @@ class Computer:
         return done + tile.steps
 
 
-def make_body(
-    config: Config,
-    tiles: Tiles,
-    scores: Scores,
-    *,
-    names: tuple[str, ...],
-    sharing: int,
-    copies: int,
-    head_dim: int,
-    dtype: Any,
-    blocks: int,
-    items: int,
-    interpret: bool,
-) -> Any:
-    """The kernel's function of its references.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What a block does with its references.
 
-    Args:
-        names: of the operands, in their order.
+    Attributes:
         sharing: heads of `q` that have a key-value head in common.
         copies: boxes of a step of the cache.
         blocks, items: resident blocks, and tiles in all.
     """
 
-    def body(*refs: Any) -> None:
-        given = dict(zip(names, refs[: len(names)], strict=True))
-        out, lse, *scratch = refs[len(names) :]
-        if not config.own_output:
-            scratch.insert(1, None)
-        memory = Memory(*scratch)
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        get = given.get
+    config: Config
+    tiles: Tiles
+    scores: Scores
+    sharing: int
+    copies: int
+    head_dim: int
+    dtype: Any
+    blocks: int
+    items: int
+    interpret: bool
 
-        def each(draws: bool, do: Any, carry: Any) -> Any:
-            run = lambda item, carry: do(tiles.at(item, given["bounds"]), carry)  # noqa: E731
-            if items == blocks:
-                return run(block, carry)
-            turns = Turns(
-                given["drawn"], memory.queue, block, blocks=blocks, items=items, interpret=interpret
-            )
-            return turns.each(draws, run, carry)
+    def run(self, **refs: Any) -> None:
+        """`refs` are those of the operands, of `out` and `lse`, and of `Memory`."""
+        config, wg = self.config, lax.axis_index("wg")
+        memory = Memory(**{name: refs.pop(name) for name in Memory._fields})
+        bounds, drawn = refs.pop("bounds"), refs.pop("drawn")
+        results = {name: refs.pop(name) for name in ("sinks", "gate", "out", "lse")}
+        each = functools.partial(self.each_tile, bounds, drawn, memory)
 
         @pl.when(wg < config.warpgroups)
         def _compute() -> None:
             plgpu.set_max_registers(config.compute_registers, action="increase")
             computer = Computer(
-                config=config, tiles=tiles, memory=memory, scores=scores, head_dim=head_dim,
-                dtype=dtype, wg=wg, sinks=get("sinks"), gate=get("gate"), out=out, lse=lse,
-                interpret=interpret,
+                config=config, tiles=self.tiles, memory=memory, scores=self.scores,
+                head_dim=self.head_dim, dtype=self.dtype, wg=wg, interpret=self.interpret,
+                **results,
             )  # fmt: skip
 
             @pl.when(wg == config.warpgroups - 1)
@@ -403,12 +391,21 @@ def make_body(
         @pl.when(wg == config.warpgroups)
         def _load() -> None:
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            sources = Sources(
-                q=given["q"], k=given["k"], v=given["v"], k_rest=get("k_rest"),
-                cache=get("cache"), table=get("table"), layer=get("layer"), sharing=sharing,
-            )  # fmt: skip
-            loader = Loader(config=config, sources=sources, memory=memory, copies=copies)
-            none = jnp.int32(0)
-            loader.drain(each(True, functools.partial(loader.tile, tiles), (none, none)))
+            sources = Sources(**refs, sharing=self.sharing)
+            loader = Loader(config=config, sources=sources, memory=memory, copies=self.copies)
+            load = functools.partial(loader.tile, self.tiles)
+            loader.drain(each(True, load, (jnp.int32(0), jnp.int32(0))))
 
-    return body
+    def each_tile(
+        self, bounds: Any, drawn: Any, memory: Memory, draws: bool, do: Any, carry: Any
+    ) -> Any:
+        """carry = do(tile, carry) for each of the block's; one warpgroup draws them."""
+        block = lax.axis_index("block")
+        run = lambda item, carry: do(self.tiles.at(item, bounds), carry)  # noqa: E731
+        if self.items == self.blocks:
+            return run(block, carry)
+        turns = Turns(
+            drawn, memory.queue, block, blocks=self.blocks, items=self.items,
+            interpret=self.interpret,
+        )  # fmt: skip
+        return turns.each(draws, run, carry)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Implementation, Refusal
-from jaxattn.kernels.gqa_prefill.body import Scores, make_body
+from jaxattn.kernels.gqa_prefill.body import Block, Scores
 from jaxattn.kernels.gqa_prefill.memory import (
+    PAGE_SIZES,
     ROWS,
     Config,
     config_of,
@@ -30,7 +31,8 @@ from jaxattn.kernels.gqa_prefill.memory import (
     scratch_types,
 )
 from jaxattn.kernels.gqa_prefill.tiles import Tiles
-from jaxattn.kernels.hopper.machine import NUM_SMS, interpret_mode, require_hopper
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper
 from jaxattn.kernels.mla_prefill.tile_order import head_group
 
 # What the ops of this kernel run where nothing is named; None is the best. It has not run on a GPU
@@ -41,24 +43,26 @@ UNNAMED: Implementation | None = "xla"
 FEW_TOKENS = 256
 
 
-def refuse(
-    op: str, q: Any, k: Any, v: Any, kv_cache: Any | None = None, *, interpret: bool
-) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernel does not serve.
+def refuse(op: str, q: Any, k: Any, v: Any, *, interpret: bool) -> None:
+    """Raises `Refusal`, with the reason, where the kernel does not serve.
 
     Args:
-        q: [B, T, H, D]; k, v, and kv_cache [..., N, 2, C, Hk, D] if there is one, likewise arrays
-            or their shapes.
+        q: [B, T, H, D]; k and v likewise arrays or their shapes.
     """
     require_hopper(op, interpret=interpret)
-    reason = refusal(q.dtype, q.shape[-1], None if kv_cache is None else kv_cache.shape[-3])
-    for name, x in (("k", k), ("v", v), ("kv_cache", kv_cache)):
-        if reason is None and x is not None and x.dtype != q.dtype:
+    reason = refusal(q.dtype, q.shape[-1])
+    for name, x in (("k", k), ("v", v)):
+        if reason is None and x.dtype != q.dtype:
             reason = f"{name} of the dtype of q, {q.dtype.name}, and it has {x.dtype.name}"
     if reason is None and q.size == 0:
         reason = f"at least one token, and got q {q.shape}"
     if reason is not None:
         raise Refusal(f"{op}: the kernel wants {reason}")
+
+
+def reads_pages(q: Any, kv_cache: Any) -> bool:
+    """Whether the kernel reads these pages [..., N, 2, C, Hk, D] itself."""
+    return kv_cache.dtype == q.dtype and kv_cache.shape[-3] in PAGE_SIZES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,6 @@ def gqa_prefill_mosaic(
         out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
         for a token that sees nothing and for those outside of `first` and `queries`.
     """
-    page_size = None if paged is None else paged.cache.shape[3]
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
@@ -145,52 +148,49 @@ def gqa_prefill_mosaic(
         sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
         whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
-    operands: dict[str, Any] = {
-        "q": pack(q),
-        "k": _whole(k),
-        "v": _whole(v),
-        "bounds": bounds.astype(jnp.int32),
-        "k_rest": None if k_rest is None else _whole(k_rest),
-        "sinks": sinks,
-        "gate": None if gate is None else pack(gate.astype(dtype)),
-    }
+    cache = None
     if paged is not None:
         layers, pages, _, size, _, _ = paged.cache.shape
-        operands |= {
-            "cache": paged.cache.reshape(layers, 2 * pages, size, kv_heads * dim),
-            "table": paged.table,
-            "layer": paged.layer.astype(jnp.int32).reshape(1),
-        }
-    if items > blocks:
-        operands["drawn"] = jax.new_ref(jnp.zeros(1, jnp.int32))
-    given = {name: x for name, x in operands.items() if x is not None}
-    copies = copies_of(config, page_size)
+        cache = paged.cache.reshape(layers, 2 * pages, size, kv_heads * dim)
     pieces = (dim,) if k_rest is None else (k.shape[-1], k_rest.shape[-1])
-    scratch = scratch_types(config, dtype, dim, copies, pieces)
-    padded = -(-rows // ROWS) * ROWS
-    body = make_body(
-        config, tiles, Scores(scale=scale, soft_cap=soft_cap),
-        names=tuple(given), sharing=sharing, copies=copies, head_dim=dim, dtype=dtype,
-        blocks=blocks, items=items, interpret=interpret,
+    copies = copies_of(config, None if paged is None else paged.cache.shape[3])
+    block = Block(
+        config=config, tiles=tiles, scores=Scores(scale=scale, soft_cap=soft_cap),
+        sharing=sharing, copies=copies, head_dim=dim, dtype=dtype, blocks=blocks, items=items,
+        interpret=interpret,
     )  # fmt: skip
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, -(-rows // 8) * 8, tiles.heads, dim), dtype),
-            jax.ShapeDtypeStruct((batch, tiles.heads, padded), jnp.float32),
-        ),
-        scratch_types=[x for x in scratch if x is not None],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=config.warpgroups + 1,
-        thread_name="wg",
-        kernel_name="gqa_prefill",
+    whole_rows = -(-rows // ROWS) * ROWS
+    # 0, but XLA does not know, so that it is no constant. The kernel counts in it, and leaves it at
+    # 0: a ref in its place could not be in a scan that is differentiated.
+    drawn = (bounds[0, :1] > tokens).astype(jnp.int32) if items > blocks else None
+    results = launch(
+        block.run,
+        name="gqa_prefill",
+        grid={"block": blocks},
+        inputs={
+            "q": pack(q),
+            "k": _whole(k),
+            "v": _whole(v),
+            "k_rest": None if k_rest is None else _whole(k_rest),
+            "cache": cache,
+            "table": None if paged is None else paged.table,
+            "layer": None if paged is None else paged.layer.astype(jnp.int32).reshape(1),
+            "bounds": bounds.astype(jnp.int32),
+            "sinks": sinks,
+            "gate": None if gate is None else pack(gate.astype(dtype)),
+            "drawn": drawn,
+        },
+        outputs={
+            "out": jax.ShapeDtypeStruct((batch, -(-rows // 8) * 8, tiles.heads, dim), dtype),
+            "lse": jax.ShapeDtypeStruct((batch, tiles.heads, whole_rows), jnp.float32),
+        },
+        scratch=scratch_types(config, dtype, dim, copies, pieces)._asdict(),
+        warpgroups=config.warpgroups + 1,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        out, lse = kernel(*given.values())
-    return unpack(out), unpack(lse.swapaxes(1, 2))
+    return unpack(results["out"]), unpack(results["lse"].swapaxes(1, 2))
 
 
 def _whole(x: jax.Array) -> jax.Array:

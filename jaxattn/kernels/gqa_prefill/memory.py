@@ -10,7 +10,7 @@ from jaxattn.kernels.gdn_prefill.work_queue import scratch as queue_scratch
 from jaxattn.kernels.hopper.machine import swizzled
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)  # that the kernel reads itself
 ROWS = 64  # packed rows of a warpgroup
 NARROW, SHORT = 512, 64  # a window of so many keys, and the keys of its steps
 
@@ -70,14 +70,12 @@ def config_of(head_dim: int, window: int | None) -> Config:
     return dataclasses.replace(config, keys=SHORT, stages=config.stages * config.keys // SHORT)
 
 
-def refusal(dtype: Any, head_dim: int, page_size: int | None) -> str | None:
+def refusal(dtype: Any, head_dim: int) -> str | None:
     """What the kernel wants in the place of these; None where it takes them."""
     if jnp.dtype(dtype) not in DTYPES:
         return f"q of bfloat16 or float16, and got {jnp.dtype(dtype).name}"
     if head_dim not in CONFIGS:
         return f"head_dim 64, 128 or 256, and got {head_dim}"
-    if page_size is not None and page_size not in PAGE_SIZES:
-        return f"pages of 16, 32, 64 or 128 tokens, and got {page_size}"
     return None
 
 

@@ -151,7 +151,7 @@ def make_body(
         return [joined_terms(product, interpret=False) for product in products]
 
     def consume(
-        part: CodedPairs, wg: jax.Array, first_column: jax.Array, epilogue: Epilogue,
+        part: CodedPairs, wg: jax.Array, first_column: jax.Array, epilogue: Epilogue[Memory],
         memory: Memory, factors_ref: Any,
     ) -> None:  # fmt: skip
         scores_smem, p_smem = memory.scores.at[wg, :, pl.ds(0, PAGE)], memory.p.at[wg]
@@ -215,9 +215,7 @@ def make_body(
                 minima = minima * over_keys(rescale) + jnp.where(seen, p * middle, 0.0)
                 weights = jnp.where(seen, p * scale, 0.0)
                 largest = jnp.maximum(weights.max(axis=1), SMALLEST)
-                store_terms(
-                    p_smem, weights * over_keys(LARGEST_P / largest), interpret=interpret
-                )
+                store_terms(p_smem, weights * over_keys(LARGEST_P / largest), interpret=interpret)
                 rescale_smem[...] = rescale
                 units_smem[...] = largest * (1 / LARGEST_P)
                 plgpu.commit_smem()
@@ -237,7 +235,9 @@ def make_body(
             minima_smem[...] = minima.sum(axis=1)
             plgpu.commit_smem()
             middles = of_columns(minima_smem)
-            merge(tuple(acc + middles for acc in accs), top, total.sum(axis=1), epilogue, pair, steps)
+            merge(
+                tuple(acc + middles for acc in accs), top, total.sum(axis=1), epilogue, pair, steps
+            )
             # Only here all four warps are known to have seen the queries come.
             plgpu.barrier_arrive(memory.queries_read.at[queries_at])
             return number + 1, done + steps

@@ -107,7 +107,7 @@ def value_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
     """Of [D, 64 tokens]: of 64 dims after 64, of 16 tokens after 16, the dims g, then 8 + g."""
     blocks, bits = form.head_dim // 64, form.value_bits
     low, high = (on.constant(x) for x in value_table(bits))
-    of_group: list[list[list[Any]]] = []
+    of_group: list[list[tuple[Any, Any]]] = []
     for number in range(GROUPS):
         first = number * pitch + GROUP * form.key_bytes
         if bits == 4:

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from jaxattn.core.rounding import rounded
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
 from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
@@ -41,9 +42,12 @@ TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
 FLOAT_BIAS = 127
 
 
-def two_terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32 number, at most 448, as two e4m3 ones, the second SECOND_TERM times too large."""
-    first = x.astype(E4M3)
+def two_terms(x: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 number, at most 448, as two e4m3 ones, the second SECOND_TERM times too large.
+
+    Args:
+        first: x in e4m3; outside of a kernel by `rounded`.
+    """
     return first, ((x - first.astype(jnp.float32)) * SECOND_TERM).astype(E4M3)
 
 
@@ -59,7 +63,7 @@ def query_terms(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return lax.bitcast_convert_type(lax.shift_left(biased, 23), jnp.float32)
 
     wide = q * power(2 * FLOAT_BIAS + TERM_EXPONENT - exponent)[..., None]
-    return *two_terms(wide), power(exponent - TERM_EXPONENT)
+    return *two_terms(wide, rounded(wide, E4M3)), power(exponent - TERM_EXPONENT)
 
 
 class _Registers:
@@ -141,7 +145,7 @@ class Fragments:
             count = self.form.meta_bytes // 2
             out = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, SCORES)
             run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCORES), return_type=(out,) * count)
-            wide = run(lambda ctx, *args: self._numbers(*args, count))(codes, scores)
+            wide = run(lambda ctx, ref, like: self._numbers(ref, like, count))(codes, scores)
         *norm, scale, minimum = wide
         return (norm[0] if norm else None), scale, minimum + scale * self.middle
 
@@ -167,7 +171,9 @@ class Fragments:
     def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
         """A thread has the same four tokens of each row."""
         four = arith.andi(utils.thread_idx(), word(15))
-        at = plus(times(arith.shrui(four, word(2)), self.pitch), times(arith.andi(four, word(3)), 8))
+        at = plus(
+            times(arith.shrui(four, word(2)), self.pitch), times(arith.andi(four, word(3)), 8)
+        )
         first = GROUP * (self.form.key_bytes + self.form.value_bytes)
         halves = ir.VectorType.get((4,), ir.F16Type.get())
         wide = ir.VectorType.get((4,), f32())
@@ -175,9 +181,7 @@ class Fragments:
         for kind in range(count):
             words = joined(load(codes, at, first + 2 * GROUP * kind, 2))
             some = arith.extf(wide, vector.bitcast(halves, words))
-            found.append(
-                fragmented([some] * scores.registers.size, scores.shape, scores.layout)
-            )
+            found.append(fragmented([some] * scores.registers.size, scores.shape, scores.layout))
         return tuple(found)
 
 
@@ -199,7 +203,7 @@ def store_terms(target: Any, x: jax.Array, *, interpret: bool) -> None:
     """Both terms of x [N, 64], as scores lie in registers, to `target` [2 N, 64]."""
     columns = x.shape[0]
     if interpret:
-        terms: Any = two_terms(x)
+        terms: Any = two_terms(x, x.astype(E4M3))
     else:
         out = plgpu.ShapeDtypeStruct(x.shape, E4M3, SCORES)
         run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=(out, out))

@@ -11,7 +11,7 @@ output is rescaled when it grows. In float16 a token's share is so kept to 2**-3
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK
+from jaxattn.kernels.mla_decode.columns_block import Block
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, DEPTH, SCORES, TILES, WARPGROUPS
 from jaxattn.kernels.mla_decode.columns_pages import (
     Accumulators,
@@ -30,11 +31,8 @@ from jaxattn.kernels.mla_decode.columns_pages import (
     product,
 )
 from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS, Fragments, unknown_zero
-from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import PAGE
-
-if TYPE_CHECKING:
-    from jaxattn.kernels.mla_decode.columns_body import Block
 
 # Blocks whose values are widened while the scores are exchanged, 32 registers each.
 AHEAD = 3
@@ -60,7 +58,7 @@ class FP8Pages(Pages):
     depth = DEPTH
     as_values = True
 
-    def __init__(self, block: "Block", piece: Piece):
+    def __init__(self, block: Block, piece: Piece):
         super().__init__(block, piece)
         self.fragments = Fragments(self.refs.kv_ref.dtype)
         self.scaled = self.cut.latents.block_scaled

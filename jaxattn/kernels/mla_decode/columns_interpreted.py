@@ -19,7 +19,7 @@ from jaxattn.kernels.mla_decode.fp8_fragments import (
     ROPE_EXCESS,
     SCALE_BYTES,
 )
-from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 

@@ -22,11 +22,12 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import LatentFormat
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.mla_decode.columns_body import Block, Cut, Refs
+from jaxattn.kernels.mla_decode.columns_block import Cut, Refs
+from jaxattn.kernels.mla_decode.columns_body import Body
 from jaxattn.kernels.mla_decode.columns_memory import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla_decode.fp8_fragments import order_queries
 from jaxattn.kernels.mla_decode.results import Results
-from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import Schedule, packed_rows
 
 # The output's 512 * 32 float32 numbers are 128 registers of each of a warpgroup's threads.
@@ -99,7 +100,7 @@ def mla_decode_columns(
         latents=format, rope=rope, interpret=interpret,
     )  # fmt: skip
     written = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: Body(cut, Refs(**refs)).run(),
         name="mla_decode_columns",
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid={"part": parts, "tile": blocks},

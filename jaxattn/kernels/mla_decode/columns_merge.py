@@ -26,8 +26,8 @@ from jaxattn.kernels.mla_decode.columns_memory import (
 )
 from jaxattn.kernels.mla_decode.fp8_fragments import store_output
 from jaxattn.kernels.mla_decode.part import Part
+from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
-from jaxattn.kernels.mla_decode.rows_values import RANK
 
 
 @dataclasses.dataclass(frozen=True)

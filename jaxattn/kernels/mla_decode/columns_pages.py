@@ -6,7 +6,7 @@ on: the softmax between the two products is the same for all.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK
 from jaxattn.kernels.hopper.turned import store_turned
+from jaxattn.kernels.mla_decode.columns_block import Block
 from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, SCORES, WARPGROUPS, over_out
 from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS
+from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
 from jaxattn.kernels.mla_decode.rows_scores import MASKED
-from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import PAGE
-
-if TYPE_CHECKING:
-    from jaxattn.kernels.mla_decode.columns_body import Block
 
 type Accumulators = tuple[jax.Array, ...]
 
@@ -61,7 +59,7 @@ class Pages:
     depth = 1
     as_values = False
 
-    def __init__(self, block: "Block", piece: Piece):
+    def __init__(self, block: Block, piece: Piece):
         self.block, self.piece = block, piece
         self.cut, self.refs, self.part, self.wg = block.cut, block.refs, block.part, block.wg
         self.scores_type = plgpu.ACC((PAGE, block.cut.columns), jnp.float32)

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
-from jaxattn.kernels.mla_decode.rows_values import RANK
 from jaxattn.kernels.mla_decode.schedule import Schedule
 
 AHEAD = 8  # partial results that are read at a time, of a row

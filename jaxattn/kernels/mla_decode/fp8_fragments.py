@@ -47,7 +47,7 @@ from jaxattn.kernels.hopper.registers import (
     times,
     word,
 )
-from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 BLOCKS = RANK // BLOCK

@@ -22,8 +22,8 @@ from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.mla_decode.columns_launch import mla_decode_columns, refuse_columns
 from jaxattn.kernels.mla_decode.results import Results
-from jaxattn.kernels.mla_decode.rows_body import Block, Cut, Refs, scratch_types
-from jaxattn.kernels.mla_decode.rows_values import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_body import Body
+from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE, Cut, Refs, scratch_types
 from jaxattn.kernels.mla_decode.schedule import TILE, Schedule, few_rows, num_tiles
 from jaxattn.kernels.mla_decode.scratch import PAGE_SIZES, decode_schedule
 
@@ -147,7 +147,7 @@ def mla_decode_mosaic(
         interpret=interpret,
     )  # fmt: skip
     written = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: Body(cut, Refs(**refs)).run(),
         name="mla_decode",
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
         grid={"part": parts, "tile": tiles},

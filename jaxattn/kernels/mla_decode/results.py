@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena, Region
 from jaxattn.kernels.mla_decode.combine import combine
-from jaxattn.kernels.mla_decode.rows_values import RANK
+from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.schedule import Schedule, may_split
 from jaxattn.kernels.mla_decode.scratch import spec_of
 

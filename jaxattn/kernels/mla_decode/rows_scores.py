@@ -4,7 +4,7 @@ rows_body.py says what is where in shared memory, and in which order the tensor 
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
-from jaxattn.kernels.mla_decode.rows_values import FIRST_SLOT, PAGES, QUARTER, RANK, ROPE, SLOTS
+from jaxattn.kernels.mla_decode.rows_memory import (
+    FIRST_SLOT,
+    LAYOUT,
+    PAGES,
+    QUARTER,
+    RANK,
+    ROPE,
+    SLOTS,
+    Block,
+)
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
-
-if TYPE_CHECKING:
-    from jaxattn.kernels.mla_decode.rows_body import Block
 
 LOG2E = math.log2(math.e)
 # The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
@@ -27,7 +33,6 @@ SLACK = 8.0
 # seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
 EMPTY, MASKED = -3e38, -math.inf
 
-LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(1)
 
 
@@ -42,7 +47,7 @@ def _iota(dimension: int) -> jax.Array:
 class Scores:
     """What the warpgroup does: a piece's queries, then page by page P and the rescaling."""
 
-    def __init__(self, block: "Block"):
+    def __init__(self, block: Block):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
         self.factor = block.cut.scale * LOG2E

@@ -4,9 +4,8 @@ Each has a half of the output's columns, and of a page those that it multiplies:
 128. rows_body.py says what is where in shared memory, and in which order the tensor cores work.
 """
 
-import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,56 +13,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import swizzled, wgmma
+from jaxattn.kernels.hopper.machine import wgmma
 from jaxattn.kernels.mla_decode.part import Place
+from jaxattn.kernels.mla_decode.rows_memory import (
+    FIRST_SLOT,
+    HALF,
+    LAYOUT,
+    PAGES,
+    QUARTER,
+    RANK,
+    ROPE,
+    SLOTS,
+    Block,
+)
 from jaxattn.kernels.mla_decode.rows_rescale import emptied, rescaled
-from jaxattn.kernels.mla_decode.schedule import PAGE, TILE, copies_of
-
-if TYPE_CHECKING:
-    from jaxattn.kernels.mla_decode.rows_body import Block
-
-RANK, ROPE = 512, 64
-HALF, QUARTER = RANK // 2, RANK // 4
-# Of each quarter: pages that there is room for, and the first one's place.
-SLOTS, FIRST_SLOT = (2, 3, 3, 3), (0, 2, 5, 8)
-PAGES = max(SLOTS)
-
-LAYOUT = plgpu.Layout.WGMMA
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """What the three warpgroups share, arrays and then barriers."""
-
-    kv: Any  # [place, 64, 128], quarters of pages
-    rope: Any  # [PAGES, 64, 64], rope columns of pages, then P
-    rescale: Any  # float32 [PAGES, 64], of the rows, before the page is added
-    sums: Any  # float32 [64], of a piece's rows at its end; negative where one sees no key
-    kv_loaded: Any
-    rope_loaded: Any
-    p_written: Any  # and the rescaling
-    p_read: Any  # by warpgroup 1, where rope columns take its place
-    scores_done: Any  # but of a piece's first page
-    sums_written: Any
-    sums_read: Any  # by both
-
-
-def shared_types(dtype: Any, page_size: int) -> Shared:
-    tiled, copies = swizzled(dtype), copies_of(page_size)
-    return Shared(
-        kv=plgpu.SMEM((sum(SLOTS), PAGE, QUARTER), dtype, transforms=tiled),
-        rope=plgpu.SMEM((PAGES, PAGE, ROPE), dtype, transforms=tiled),
-        rescale=plgpu.SMEM((PAGES, TILE), jnp.float32),
-        sums=plgpu.SMEM((TILE,), jnp.float32),
-        kv_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=sum(SLOTS)),
-        rope_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=PAGES),
-        p_written=plgpu.Barrier(num_barriers=PAGES),
-        p_read=plgpu.Barrier(num_barriers=PAGES),
-        scores_done=plgpu.Barrier(num_barriers=PAGES),
-        sums_written=plgpu.Barrier(),
-        sums_read=plgpu.Barrier(num_arrivals=2),
-    )
+from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
 
 
 class Piece(NamedTuple):
@@ -82,7 +46,7 @@ class Values:
         columns: of the two quarters.
     """
 
-    def __init__(self, block: "Block"):
+    def __init__(self, block: Block):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
         half = block.wg - 1

@@ -9,7 +9,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.checks import Arguments, check_sizes
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.hopper.machine import NUM_SMS
-from jaxattn.kernels.mla_decode.rows_values import RANK
+from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.schedule import (
     PAGE,
     Schedule,

@@ -85,7 +85,7 @@ def gqa_attention(
         but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
-    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate
+    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate, None
     return _dispatch(arguments.op, implementation, scores, *operands)
 
 
@@ -127,11 +127,13 @@ def gqa_prefill(
         query_lens: int32 new tokens of each row, at most T.
         scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
-            has run in JAX's interpreter and not on a GPU yet. The kernel has D 64, 128 and 256,
-            pages of 16, 32, 64 and 128 tokens, q, k, v and cache of one dtype, bfloat16 or
-            float16, and needs no memory beside its results; with fewer than 256 new tokens a row
-            and several query heads to a key-value head it copies queries and output. "xla" takes
-            any shape, and holds B * H * 512 * 1024 * 4 bytes of scores at most.
+            has run in JAX's interpreter and not on a GPU yet. The kernel has D 64, 128 and 256, and
+            q, k and v of one dtype, bfloat16 or float16. Of a cache of that dtype in pages of 16,
+            32, 64 or 128 tokens it needs no memory beside its results; with fewer than 256 new
+            tokens a row and several query heads to a key-value head it copies queries and output.
+            Other caches are unpacked a block of tokens at a time, 256 MiB or 1024 tokens of each
+            row, whichever is more, beside one result in float32. "xla" takes any shape, and holds
+            B * H * 512 * 1024 * 4 bytes of scores at most.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens
@@ -171,13 +173,8 @@ def _dispatch(
     xla = functools.partial(_attend, scores=scores)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
-        q, k, v, kv_cache = operands[:4]
-        refuse(op, q, k, v, kv_cache, interpret=interpret)
-
-        def forward(*operands: Any) -> tuple[jax.Array, jax.Array]:
-            *floats, _ = operands  # a cache with scales was refused
-            return prefill_mosaic(*floats, scores=scores, interpret=interpret)
-
+        refuse(op, *operands[:3], interpret=interpret)
+        forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
         return with_gradient_of(xla, forward)(*operands)
 
     return dispatch(

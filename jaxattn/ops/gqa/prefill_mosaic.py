@@ -1,12 +1,35 @@
-"""The prefill kernel as the ops of prefill.py call it: rows' bounds from their lengths."""
+"""Grouped-query prefill around the kernel: rows' bounds, and prefixes in other formats than q's.
+
+The kernel itself reads pages of q's dtype. Others are made keys and values of that dtype a block at
+a time, as XLA reads them; each block is attended by the kernel and merged by log-sum-exp.
+"""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxattn.kernels.gqa_prefill.launch import Paged, gqa_prefill_mosaic
-from jaxattn.ops.gqa.scores import Scores
+from jaxattn.core.formats import KVFormat
+from jaxattn.core.pages import page_blocks
+from jaxattn.kernels.gqa_prefill.launch import Paged, gqa_prefill_mosaic, reads_pages
+from jaxattn.ops.gqa.scores import Scores, window_begins
+
+# Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
+# values of all rows, and at least PREFIX_BLOCK.
+PREFIX_BLOCK = 1024
+UNPACKED_BYTES = 2**28
+
+
+def _merged(
+    out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Two attentions over disjoint keys as one, in float32; 0 and -inf is one that saw nothing."""
+    both = jnp.logaddexp(lse, other_lse)
+    shift = jnp.where(jnp.isneginf(both), 0, both)
+    mine, others = (jnp.exp(x - shift)[..., None] for x in (lse, other_lse))
+    return mine * out + others * other, both
 
 
 @functools.partial(jax.jit, static_argnames=("scores", "interpret"))
@@ -21,6 +44,7 @@ def prefill_mosaic(
     layer: jax.Array | int | None,
     sinks: jax.Array | None,
     gate: jax.Array | None,
+    kv_scale: jax.Array | None,
     *,
     scores: Scores,
     interpret: bool,
@@ -29,15 +53,63 @@ def prefill_mosaic(
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
     first = jnp.maximum(query_lens - seq_lens, 0)
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
-    bounds = jnp.stack([first, query_lens, prefix, query_lens, 0 * first], axis=1)
-    paged = None
-    if kv_cache is not None:
-        assert block_tables is not None
+    zero = jnp.zeros_like(first)
+
+    def attend(k: Any, v: Any, bounds: Any, paged: Any, sinks: Any, gate: Any) -> Any:
+        return gqa_prefill_mosaic(
+            q, k, v, jnp.stack(bounds, axis=1),
+            scale=scores.scale, paged=paged, window=scores.window, sinks=sinks,
+            soft_cap=scores.soft_cap, gate=gate, interpret=interpret,
+        )  # fmt: skip
+
+    own = first, query_lens, zero, query_lens, zero
+    if kv_cache is None:
+        return attend(k, v, own, None, sinks, gate)
+    assert block_tables is not None
+    if reads_pages(q, kv_cache):
         cache = kv_cache if layer is not None else kv_cache[None]
         number = jnp.asarray(0 if layer is None else layer, jnp.int32)
         paged = Paged(cache=cache, table=block_tables, layer=number)
-    return gqa_prefill_mosaic(
-        q, k, v, bounds,
-        scale=scores.scale, paged=paged, window=scores.window, sinks=sinks,
-        soft_cap=scores.soft_cap, gate=gate, interpret=interpret,
-    )  # fmt: skip
+        bounds = first, query_lens, prefix, query_lens, zero
+        return attend(k, v, bounds, paged, sinks, gate)
+
+    unpack = KVFormat.of(kv_cache.dtype, kv_cache.shape[-1]).unpack
+    token_bytes = q.shape[0] * 2 * k.shape[2] * k.shape[3] * q.dtype.itemsize
+    begins = window_begins(scores, prefix, prefix)
+    pages, firsts, read = page_blocks(
+        kv_cache,
+        block_tables,
+        prefix,
+        layer=layer,
+        block=max(PREFIX_BLOCK, UNPACKED_BYTES // token_bytes),
+        unpack=functools.partial(unpack, kv_scale=kv_scale),
+        begins=begins,
+    )
+
+    def add_block(i: jax.Array, state: Any) -> Any:
+        kv, positions = read(pages[i], firsts[i])
+        keys, values = (kv[:, :, which].astype(q.dtype) for which in (0, 1))
+        visible = jnp.clip(prefix - firsts[i], 0, positions.shape[0])
+        bounds = zero, query_lens, zero, visible, prefix - firsts[i]
+        out, lse = attend(keys, values, bounds, None, None, None)
+        return _merged(state[0], state[1], out, lse)
+
+    def all_tokens() -> tuple[jax.Array, jax.Array]:
+        # The sink is a key of the new tokens alone, and the gate comes when all are merged.
+        out, lse = attend(k, v, own, None, sinks, None)
+        size = pages.shape[-1] * kv_cache.shape[-3]
+        start = jnp.int32(0)
+        if begins is not None:
+            start = jnp.min(jnp.where(prefix > 0, begins, jnp.iinfo(jnp.int32).max)) // size
+        reached = jnp.sum(firsts < prefix.max(), dtype=jnp.int32)
+        state = out.astype(jnp.float32), lse
+        out, lse = lax.fori_loop(start, reached, add_block, state)
+        if gate is not None:
+            shut = jnp.isneginf(lse)[..., None]  # padding, whose gate may be NaN
+            out = jnp.where(shut, 0, out * jax.nn.sigmoid(gate.astype(jnp.float32)))
+        return out.astype(q.dtype), lse
+
+    def new_tokens() -> tuple[jax.Array, jax.Array]:
+        return attend(k, v, own, None, sinks, gate)
+
+    return lax.cond(jnp.any(prefix > 0), all_tokens, new_tokens)

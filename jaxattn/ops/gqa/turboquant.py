@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxattn.core.checks import Arguments
+from jaxattn.arena import Arena
+from jaxattn.core.checks import Arguments, check_arena
 from jaxattn.core.dispatch import Implementation, dispatch, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
@@ -23,6 +24,8 @@ from jaxattn.core.softmax import Softmax
 from jaxattn.core.turbo_slots import GROUP, pack, page_slots, places, unpack
 from jaxattn.core.turboquant import TurboFormat, dequantize, quantize, rotate
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule
+from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (
     Scores,
     check_heads,
@@ -36,6 +39,8 @@ from jaxattn.ops.gqa.scores import (
 # Query tokens, and cached tokens, that plain JAX takes at a time, of every row.
 QUERY_BLOCK = 512
 CACHED_BLOCK = 512
+# What runs where nothing is named. "mosaic_gpu" has not run on a GPU yet.
+UNNAMED: Implementation = "xla"
 
 
 def check_turbo_cache(
@@ -173,8 +178,10 @@ def turbo_attention(
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
     gate: Float[Array, "B S H D"] | None = None,
+    schedule: PairSchedule | None = None,
+    arena: Arena | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Any, ...]:
     """Attention of each row's last S tokens, one or a whole chunk, to its cached ones.
 
     As `gqa_decode`, and as continuation prefill: the S tokens are in the cache already
@@ -185,14 +192,16 @@ def turbo_attention(
         q: queries, normed and rotated by position; not by the Hadamard matrix.
         kv_cache: pages of codes; a stack of layers with `layer`, or one layer's.
         form: the cache's format.
-        block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate: as for
-            `gqa_decode`.
-        implementation: "xla", or None for the best. It holds a block of 512 cached tokens of every
-            row in float32, and scores of 512 queries against them.
+        block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
+            arena: as for `gqa_decode`.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
+            has run in JAX's interpreter and not on a GPU yet. "xla" is the reference. It holds a
+            block of 512 cached tokens of every row in float32, and scores of 512 queries against
+            them. The kernel takes q of bfloat16 or float16 and pages of 16, 32, 64 and 128 tokens.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
-        included).
+        included), and the arena if one was given.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
@@ -213,13 +222,42 @@ def turbo_attention(
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
     refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
+    check_arena(arguments.op, arena)
     number = taken_apart(layer)[2]
 
-    def xla() -> tuple[jax.Array, jax.Array]:
-        addressing = (block_tables, seq_lens, query_lens, number)
-        return _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
+    def mosaic(interpret: bool) -> tuple[Any, ...]:
+        return turbo_decode_mosaic(
+            q,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            form=form,
+            scale=scores.scale,
+            layer=number,
+            query_lens=query_lens,
+            window=scores.window,
+            sinks=sinks,
+            soft_cap=scores.soft_cap,
+            gate=gate,
+            arena=arena,
+            schedule=schedule,
+            interpret=interpret,
+        )
 
-    return dispatch(arguments.op, implementation or "xla", {"xla": xla})
+    def xla() -> tuple[Any, ...]:
+        addressing = (block_tables, seq_lens, query_lens, number)
+        out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
+        return (out, lse) if arena is None else (out, lse, arena)
+
+    return dispatch(
+        arguments.op,
+        implementation or UNNAMED,
+        {
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": xla,
+        },
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("scores", "form"))

@@ -2,10 +2,9 @@
 
     cache uint8 [N, C, Hk, slot], a slot [key | value], and one byte more if that makes it even
 
-    key, k8v4      D bytes, e4m3                        value, 4 bits   D / 2 bytes, low nibble first
-    key, 4 bits    D / 2 bytes, low nibble first        value, 3 bits   3 D / 8 bytes
-    key, 3 bits    3 D / 8 bytes, 8 codes in 24 bits    then            scale, minimum, float16
-    then           norm, float16
+    key     e4m3 D bytes; 4 bits D / 2 bytes, low nibble first; 3 bits 8 codes in 3 bytes
+            then, unless it is e4m3, norm in float16
+    value   4 or 3 bits as of keys, then scale and minimum in float16
 
 Numbers of several bytes have their lowest first. vLLM stores a key's own norm and, as it reads,
 divides by the length of its levels; here the norm is stored so divided.

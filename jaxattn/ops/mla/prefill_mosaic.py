@@ -30,7 +30,7 @@ EXPANDED_BYTES = 2**29
 
 
 def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool) -> None:
-    """Raises `NotImplementedError` with the reason where no kernel serves."""
+    """Raises `Refusal` with the reason where no kernel serves."""
     if (nope, rope, values) == WIDE:
         grouped.refuse(op, q, q, q, interpret=interpret)
     else:

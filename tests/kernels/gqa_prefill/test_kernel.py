@@ -11,16 +11,21 @@ import numpy as np
 import pytest
 
 from jaxattn import gqa
+from jaxattn.core.formats import KVFormat
 from jaxattn.kernels.gqa_prefill import launch
 from jaxattn.kernels.gqa_prefill.memory import CONFIGS
+from jaxattn.kernels.hopper import launch as hopper_launch
 from jaxattn.kernels.hopper.machine import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op
+from jaxattn.ops.gqa import prefill_mosaic
 from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case
 from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
 
+ARRAYS = ("sinks", "gate", "kv_scale")
+
 
 def attend(case: PrefillCase, implementation, layer=1):
-    arrays = {name: case.options.pop(name) for name in ("sinks", "gate") if name in case.options}
+    arrays = {name: case.options.pop(name) for name in ARRAYS if name in case.options}
     fixed = dict(case.options)
     case.options |= arrays
     op = functools.partial(gqa.gqa_prefill, implementation=implementation, **fixed)
@@ -121,7 +126,7 @@ def test_a_cut_prompt_is_the_whole_prompt(implementation):
 @pytest.mark.parametrize("dim, options", [(64, {}), (128, dict(window=60)), (256, dict(gate=True))])
 def test_no_race_in_the_interpreter(dim, options, monkeypatch):
     forced = functools.partial(interpret_mode, True, detect_races=True)
-    monkeypatch.setattr(launch, "interpret_mode", lambda *args, **kwargs: forced())
+    monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
     monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], blocks=2))
     # Without what other tests have traced of it.
@@ -160,7 +165,6 @@ def test_attention_without_a_cache_and_its_gradient(implementation):
     [
         (dict(dim=32), "head_dim 64, 128 or 256, and got 32"),
         (dict(dtype=np.float32), "q of bfloat16 or float16, and got float32"),
-        (dict(page=8), "pages of 16, 32, 64 or 128 tokens, and got 8"),
     ],
 )
 def test_refuses_what_it_does_not_serve(change, words):
@@ -170,11 +174,27 @@ def test_refuses_what_it_does_not_serve(change, words):
     assert attend(case, None)[0].shape == case.new[0].shape
 
 
-def test_refuses_a_cache_of_another_dtype():
-    case = prefill_case([5], [3])
-    case.cached = case.cached[0].astype(jnp.float32), case.cached[1]
-    with pytest.raises(NotImplementedError, match="kv_cache of the dtype of q, bfloat16"):
-        attend(case, "mosaic_gpu_interpret")
+@both_devices
+@pytest.mark.parametrize("form, page, window", [("fp8", 16, None), ("bfloat16", 8, 45)])
+def test_other_caches_are_read_in_blocks(form, page, window, implementation, monkeypatch):
+    monkeypatch.setattr(prefill_mosaic, "PREFIX_BLOCK", 32)
+    monkeypatch.setattr(prefill_mosaic, "UNPACKED_BYTES", 0)
+    jax.clear_caches()
+    options = dict(window=window, sinks=True, gate=True)
+    case = prefill_case([150, 37, 9, 0], [10, 5, 9, 0], page=page, **options)
+    format = KVFormat(form, 128)
+    scale = jnp.array([[2**-5], [2**-6]], jnp.float32) if format.scaled else None
+    cache, tables = case.cached
+    stored = format.pack(jnp.moveaxis(cache, 2, 3), scale)
+    case.cached = jnp.moveaxis(stored, 3, 2), tables
+    if format.scaled:  # what is cached is rounded; powers of two divide exactly anywhere
+        case.options["kv_scale"] = scale
+        for row, (length, new) in enumerate(zip(*map(np.asarray, case.lengths), strict=True)):
+            for of, factor in zip((case.keys, case.values), (2**-5, 2**-6), strict=True):
+                prefix = of[row][: max(length - new, 0)]
+                rounded = (prefix.astype(np.float32) / factor).astype(jnp.float8_e4m3fn)
+                prefix[...] = (rounded.astype(np.float32) * np.float32(factor)).astype(prefix.dtype)
+    run(case, implementation)
 
 
 REAL = [

@@ -115,7 +115,7 @@ def test_queries_in_blocks(monkeypatch):
 
 
 def test_nothing_dense_is_as_large_as_the_cache():
-    """32,768 tokens of a row: 64 MiB as bfloat16 keys and values; blocks of 512 are all there is."""
+    """32,768 tokens of a row, 128 MiB as bfloat16 keys and values, in blocks of 512."""
     form = TurboFormat(preset="4bit_nc", head_dim=128)
     shapes = [
         jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16),
@@ -161,7 +161,7 @@ def test_gradients_of_queries_sinks_and_gates():
 
 
 def vllm_slots(preset, k, v):
-    """vLLM's slots of keys and values [.., D], as its store writes them, with Lloyd-Max's levels."""
+    """vLLM's slots of keys and values [.., D] as its store writes them, and what it reads."""
     dim = k.shape[-1]
     key_bits, value_bits = PRESETS[preset]
 
@@ -218,7 +218,7 @@ def test_slots_of_vllm_are_read(preset, dim):
 @pytest.mark.gpu
 @each_preset
 def test_slots_that_vllms_own_store_wrote_are_read(preset):
-    """vLLM's Triton kernel makes the bytes; where vLLM is not installed there is nothing to read."""
+    """vLLM's Triton kernel makes the bytes, where vLLM is installed."""
     torch = pytest.importorskip("torch")
     store = pytest.importorskip("vllm.v1.attention.ops.triton_turboquant_store")
     rng, form = np.random.default_rng(2), TurboFormat(preset=preset, head_dim=128)

@@ -1,0 +1,84 @@
+"""What holds of every kernel's source: the rules of docs/kernels.md."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import jaxattn
+
+ROOT = Path(jaxattn.__file__).parent
+KERNELS, OPS = ROOT / "kernels", ROOT / "ops"
+HOPPER = KERNELS / "hopper"
+MOST_LINES = 150
+# Rooms that are to follow `launch` and the rule of lines, and do not yet.
+OTHERS = ("gqa_",)
+INTERNALS = ("jaxlib.", "jax._src.", "jax.experimental.mosaic.")
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def files(room: Path = KERNELS, *, others: bool = False) -> Iterator[Path]:
+    for path in sorted(room.rglob("*.py")):
+        if others or not str(path.relative_to(room)).startswith(OTHERS):
+            yield path
+
+
+def test_no_function_is_longer_than_a_reader_keeps_in_mind():
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}, {lines} lines"
+        for path in files()
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_LINES
+    ]
+    assert not long, f"at most {MOST_LINES} lines: a class with named phases"
+
+
+def test_every_kernel_is_started_by_launch():
+    starts = {
+        str(path.relative_to(KERNELS))
+        for path in files()
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) == ("plgpu", "kernel")
+    }
+    assert starts == {"hopper/launch.py"}
+
+
+def test_what_jax_promises_nothing_about_is_imported_in_one_room():
+    def imported(node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [each.name for each in node.names]
+        if isinstance(node, ast.ImportFrom):
+            return [f"{node.module}.{each.name}" for each in node.names]
+        return []
+
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files(ROOT, others=True)
+        if path.parent != HOPPER
+        for node in nodes(path)
+        for name in imported(node)
+        if f"{name}.".startswith(INTERNALS)
+    }
+    assert not found, "import it from jaxattn.kernels.hopper.mlir"
+
+
+def test_an_implementation_refuses_by_refusal_alone():
+    """`dispatch` takes no other NotImplementedError for a refusal: JAX raises some of its own."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for room in (KERNELS, OPS)
+        for path in files(room, others=True)
+        for node in nodes(path)
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and isinstance(node.exc.func, ast.Name)
+        and node.exc.func.id == "NotImplementedError"
+    ]
+    assert not found, "raise jaxattn.core.dispatch.Refusal"

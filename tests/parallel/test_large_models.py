@@ -1,0 +1,75 @@
+"""The layouts of models that fit on no single GPU: planned, and their steps lowered with shapes."""
+
+import functools
+
+import jax
+import pytest
+
+from jaxattn import Limits
+from jaxattn.engine.devices import arguments, group_of, jitted_step
+from jaxattn.engine.memory_plan import packed_shapes
+from jaxattn.engine.steps import entry_points
+from jaxattn.memory.device import known_device
+from jaxattn.models import divided, known
+from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.parallel import Parallel
+from jaxattn.plan import plan
+from jaxattn.plan.parallel import best_layout
+from tests.helpers.virtual_devices import on_virtual_devices
+
+LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)
+
+
+@functools.cache
+def decoder(name: str):
+    model = known.load(name)
+    assert isinstance(model, BuiltModel)
+    return model.model
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("DeepSeek-R1", dict(data=8, expert=8)),
+        ("DeepSeek-R1", dict(tensor=8, context=8, expert=8)),
+        ("Kimi-K2", dict(data=2, tensor=4, expert=8)),
+    ],
+    ids=str,
+)
+@on_virtual_devices
+def test_a_decode_step_is_lowered_for_eight_devices(name, layout):
+    parallel = Parallel(**layout)
+    model, devices = divided(decoder(name), parallel), tuple(jax.devices())
+    params = packed_shapes(model)
+    limits = Limits(batch=32, max_model_len=8192, spread=parallel.context, groups=parallel.data)
+    entry = entry_points(limits)[-1]
+    group, tree = group_of(model, devices), jax.tree.structure(params)
+    step = jitted_step(entry, model, limits, tree, "xla", "cpu", group)
+    lowered = step.lower(*arguments(entry, model, limits, params, group))
+    assert lowered.as_text().count("stablehlo.all_reduce") >= 1
+
+
+@pytest.mark.parametrize(
+    "name, gpus, layout",
+    [
+        ("DeepSeek-R1", 8, Parallel(data=2, tensor=4, context=4, expert=8)),
+        ("DeepSeek-R1", 16, Parallel(tensor=16, context=16, expert=16)),
+        ("Kimi-K2", 16, Parallel(tensor=16, context=16, expert=16)),
+    ],
+    ids=str,
+)
+def test_a_layout_is_planned_for_each_gpu(name, gpus, layout):
+    found = plan(known.load(name), "h200", LIMITS, parallel=layout)
+    facts = dict(found.facts)
+    assert facts["layout"] == layout.flags and found.reserve is not None and found.reserve >= 0
+    whole = plan(known.load(name), "2000GiB", LIMITS)
+    assert found["weights"] < whole["weights"] / (gpus / 2)
+    assert found["kv cache"] * gpus >= whole["kv cache"]
+
+
+def test_the_best_layout_is_one_that_holds_the_most_tokens():
+    model, memory = decoder("DeepSeek-V2-Lite"), known_device("24GiB")
+    limits = Limits(batch=256, max_model_len=32768)
+    best = best_layout(model, memory, limits, 2)
+    assert best is not None and (best.context == 2 or best.data == best.expert == 2)
+    assert best_layout(model, known_device("8GiB"), limits, 2) is None
