@@ -13,6 +13,7 @@ A message is 8 int32 numbers and the arrays, all int32. It is read as numbers an
 """
 
 import contextlib
+import functools
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.steps import EntryPoint
 
-UPDATE, PREFILL, FIRST, DECODE, MASKS, COPY, FORGET, END = range(8)
+UPDATE, COPY, PREFILL, FIRST, DECODE, MASKS, FORGET, END = range(8)
 HEAD = 8
 MAGIC = 0x6A786174
 
@@ -182,15 +183,12 @@ class Leader(Runner):
         words: Callable[[int], np.ndarray] | None = None,
     ) -> jax.Array:
         self._tell(DECODE, places, int(level), int(words is not None))
-        if words is None:
-            return super().decode(places, level)
+        return super().decode(places, level, words and functools.partial(self._told, words))
 
-        def told(lines: int) -> np.ndarray:
-            found = words(lines)
-            self._tell(MASKS, found)
-            return found
-
-        return super().decode(places, level, told)
+    def _told(self, words: Callable[[int], np.ndarray], lines: int) -> np.ndarray:
+        found = words(lines)
+        self._tell(MASKS, found)
+        return found
 
     def forget(self) -> None:
         self._tell(FORGET)
@@ -223,6 +221,8 @@ def run_as_told(runner: Runner, link: Link) -> None:
         assert array is not None, "all others have one"
         if kind == UPDATE:
             runner.update(array)
+        elif kind == COPY:
+            runner.copy(*array.tolist())
         elif kind == PREFILL:
             rows, tokens, remember = numbers
             entry = EntryPoint("prefill", rows, tokens)
@@ -230,19 +230,19 @@ def run_as_told(runner: Runner, link: Link) -> None:
         elif kind == COPY:
             runner.copy(*array.tolist())
         elif kind == FIRST:
-            level, masked = numbers[-2:]
-            words = _masks(link) if masked else None
-            runner.first(logits, array, Level(level), words)
+            *_, level, masked = numbers
+            runner.first(logits, array, Level(level), _masks(link) if masked else None)
         elif kind == DECODE:
-            level, masked = numbers[-2:]
-            runner.decode(array, Level(level), (lambda _: _masks(link)) if masked else None)
+            *_, level, masked = numbers
+            runner.decode(array, Level(level), (lambda lines: _masks(link)) if masked else None)
 
 
 def _masks(link: Link) -> np.ndarray:
-    kind, array, _ = link.receive()
-    if kind != MASKS or array is None:
-        raise HostError(f"{link.name} sent message {kind}, and the masks of a step were to come")
-    return array
+    """The masks that the leader sends for the step before it is sampled."""
+    kind, words, _ = link.receive()
+    if kind != MASKS or words is None:
+        raise HostError(f"{link.name} sends no masks where they are due")
+    return words
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -178,17 +178,6 @@ class Loop:
         self.stats.decode_steps += 1
         self._flights[-1].append(Flight(told, rows, decodes=True))
 
-    def _lines(self, places: np.ndarray) -> np.ndarray:
-        """The rows as the lines of a step, those of each data group together; -1 is padding."""
-        limits = self.scheduler.limits
-        if limits.groups == 1:
-            return places
-        found, bucket = self.scheduler.lines(places.tolist(), limits.batches)
-        lines = np.full(bucket, -1, np.int32)
-        for (group, line), index in zip(found, places.tolist(), strict=True):
-            lines[group * (bucket // limits.groups) + line] = index
-        return lines
-
     def _masks_after_all(self, rows: Sequence[Row | None], lines: int) -> np.ndarray:
         """The masks of rows behind all tokens so far: what is in flight is read first."""
         self.drain()
@@ -201,6 +190,17 @@ class Loop:
         if not any(row is not None and row.request.grammar for row in rows):
             return None
         return masks(rows, lines, self.scheduler.vocab_size)
+
+    def _lines(self, places: np.ndarray) -> np.ndarray:
+        """The rows as the lines of a step, those of each data group together; -1 is padding."""
+        limits = self.scheduler.limits
+        if limits.groups == 1:
+            return places
+        found, bucket = self.scheduler.lines(places.tolist(), limits.batches)
+        lines = np.full(bucket, -1, np.int32)
+        for (group, line), index in zip(found, places.tolist(), strict=True):
+            lines[group * (bucket // limits.groups) + line] = index
+        return lines
 
     def _grown(self) -> np.ndarray:
         """The rows to decode, with the pages of their next token. Where the pool is empty, what

@@ -271,11 +271,11 @@ def prepare(
 
 def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
     """The limits with what the layout says of rows and pages."""
-    laid_out = dataclasses.replace(limits, spread=parallel.context, groups=parallel.data)
-    if parallel.data == 1:
-        return laid_out
     # Each data group has pages of its own, which others cannot read.
-    return dataclasses.replace(laid_out, prefix_cache=False)
+    shared = limits.prefix_cache and parallel.data == 1
+    return dataclasses.replace(
+        limits, spread=parallel.context, groups=parallel.data, prefix_cache=shared
+    )
 
 
 def check_arguments(model: Any, limits: Any, implementation: Any) -> None:

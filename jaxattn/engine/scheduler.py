@@ -125,13 +125,12 @@ class Scheduler:
             request = queued.request
             prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
             last = len(request.prompt) + self._max_tokens(request) - 1
-            pool = self._pages[group]
             entering, hit = self._found(queued, prompt)
-            pool.share(hit.pages)  # before others are asked for, which may evict
+            self._pages[group].share(hit.pages)  # before others are asked for, which may evict
             rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
-            pages = pool.allocate(rest)
+            pages = self._pages[group].allocate(rest)
             if pages is None:
-                pool.free(hit.pages)
+                self._pages[group].free(hit.pages)
                 return
             slot = self._slots[group].allocate()
             assert slot is not None, "there are as many slots as rows"
@@ -275,10 +274,11 @@ class Scheduler:
         self._short = 0
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
-        if limits.prefix_cache and (checkpoints or not self.recurrent):
+        if limits.prefix_cache and limits.groups == 1 and (checkpoints or not self.recurrent):
             block = math.lcm(limits.chunks[-1], limits.page_tokens)
+            [pages] = self._pages
             self.prefixes = PrefixCache(
-                self._pages[0], block, checkpoints, self.prefix_counts, recurrent=self.recurrent
+                pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
 
     def _roomiest(self) -> int:
@@ -304,6 +304,11 @@ class Scheduler:
         self.cached[row.index] = row.cached_tokens
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
+
+    def _roomiest(self) -> int:
+        """The data group with the most free pages of those with a free row."""
+        free = [group for group, slots in enumerate(self._slots) if slots.available]
+        return max(free, key=lambda group: self._pages[group].available)
 
     def _queue(self, queued: Queued) -> None:
         bisect.insort(self.waiting, queued, key=lambda each: each.turn)
