@@ -1,0 +1,33 @@
+"""`bench parallel` on virtual devices: rows of one GPU and of the group, and what a step sends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxattn.bench import parallel
+from tests.helpers.virtual_devices import on_virtual_devices
+
+YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
+
+
+@on_virtual_devices
+def test_a_layout_is_timed_beside_one_gpu(tmp_path):
+    file = tmp_path / "run.json"
+    layout = ["--tensor", "2", "--context", "2"]
+    argv = [str(YOUTU), "--rows", "4", "--tokens", "128", *layout, "--json", str(file)]
+    assert parallel.main(argv, "bench") == 0
+    one, two = json.loads(file.read_text())["rows"]
+    assert (one["GPUs"], two["GPUs"], two["B"], two["T"]) == (1, 2, 4, 128)
+    assert two["times one GPU"] == pytest.approx(one["ms"] / two["ms"])
+    assert one["all-reduces"] == 0 and two["all-reduces"] > 0 and not two["other form"]
+
+
+def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys):
+    for flags, message in (
+        (["--tensor", "5"], "tensor=5 does not divide"),
+        (["--data", "2", "--rows", "3"], "--rows 3 is no multiple of --data 2"),
+    ):
+        with pytest.raises(SystemExit):
+            parallel.parse([str(YOUTU), *flags], "bench")
+        assert message in capsys.readouterr().err
