@@ -227,8 +227,6 @@ def run_as_told(runner: Runner, link: Link) -> None:
             rows, tokens, remember = numbers
             entry = EntryPoint("prefill", rows, tokens)
             logits = runner.prefill(entry, array, remember=bool(remember))
-        elif kind == COPY:
-            runner.copy(*array.tolist())
         elif kind == FIRST:
             *_, level, masked = numbers
             runner.first(logits, array, Level(level), _masks(link) if masked else None)

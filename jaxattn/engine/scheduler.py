@@ -281,11 +281,6 @@ class Scheduler:
                 pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
 
-    def _roomiest(self) -> int:
-        """The data group with the most free pages of those with a free row."""
-        free = [group for group, slots in enumerate(self._slots) if slots.available]
-        return max(free, key=lambda group: self._pages[group].available)
-
     def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
         """What a prompt may enter in the cache of prefixes, and what is there of it."""
         # The history of a row with penalties has to be read.
