@@ -47,6 +47,10 @@ def _is_interpreted(item: pytest.Item) -> bool:
     return callspec is not None and "mosaic_gpu_interpret" in callspec.params.values()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run what is marked slow too")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # What is marked for a GPU is no work for the interpreter, which wants a CPU: beside a GPU its
     # threads have been seen to wait for one another for ever.
@@ -54,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if none:
         config.hook.pytest_deselected(items=none)
         items[:] = [item for item in items if item not in none]
+    if not config.getoption("--slow"):
+        none = [item for item in items if item.get_closest_marker("slow")]
+        if none:
+            config.hook.pytest_deselected(items=none)
+            items[:] = [item for item in items if item not in none]
     # What fills the whole GPU from a process of its own, before this one holds any of it.
     items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -53,8 +53,12 @@ def test_a_decode_step_is_lowered_for_eight_devices(name, layout):
     "name, gpus, layout",
     [
         ("DeepSeek-R1", 8, Parallel(data=2, tensor=4, context=4, expert=8)),
-        ("DeepSeek-R1", 16, Parallel(tensor=16, context=16, expert=16)),
-        ("Kimi-K2", 16, Parallel(tensor=16, context=16, expert=16)),
+        pytest.param(
+            "DeepSeek-R1", 16, Parallel(tensor=16, context=16, expert=16), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "Kimi-K2", 16, Parallel(tensor=16, context=16, expert=16), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

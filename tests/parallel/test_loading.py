@@ -24,7 +24,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = {"deepseek_v3", "qwen3_next_fp8"}
+each_folder = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
+
+
+@each_folder
 @on_virtual_devices
 def test_each_device_has_its_cut_of_every_parameter(name):
     parallel = LAYOUTS[name]

@@ -28,12 +28,12 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        dict(tensor=2),
+        pytest.param(dict(tensor=2), marks=pytest.mark.slow),
         dict(tensor=2, context=2, expert=2),
         dict(data=2, expert=2),
-        dict(tensor=4, context=2),
-        dict(data=4, tensor=2, expert=8),
-        dict(tensor=8, context=4, expert=4),
+        pytest.param(dict(tensor=4, context=2), marks=pytest.mark.slow),
+        pytest.param(dict(data=4, tensor=2, expert=8), marks=pytest.mark.slow),
+        pytest.param(dict(tensor=8, context=4, expert=4), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -44,7 +44,11 @@ def test_a_hybrid_with_experts(layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(tensor=2, context=2), dict(data=2, tensor=2, context=2), dict(tensor=8, context=2)],
+    [
+        pytest.param(dict(tensor=2, context=2), marks=pytest.mark.slow),
+        dict(data=2, tensor=2, context=2),
+        pytest.param(dict(tensor=8, context=2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @on_virtual_devices
