@@ -38,13 +38,12 @@ def logits_spec(model: Model) -> PartitionSpec:
 
 def put_given(step: Step, given: Any, model: Model, group: Group | None) -> Any:
     """What comes with a call of a step, on the devices."""
-    if group is not None and isinstance(step, Sample):
+    if group is None:
+        return jax.device_put(given)
+    if isinstance(step, Sample):
         logits, places = given
-        return (
-            jax.device_put(logits, group.sharding(logits_spec(model))),
-            jax.device_put(places, everywhere(group)),
-        )
-    return jax.device_put(given, everywhere(group))
+        return group.put(logits, logits_spec(model)), group.put(places, WHOLE)
+    return jax.tree.map(lambda x: group.put(x, WHOLE), given)
 
 
 def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:

@@ -21,8 +21,9 @@ import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compiling import OnCompile
-from jaxattn.engine.devices import everywhere, group_of
+from jaxattn.engine.devices import group_of
 from jaxattn.engine.endings import Detokenize, Endings
+from jaxattn.engine.hosts import Leader, Link, run_as_told
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.prepare import (
     Prepared,
@@ -223,10 +224,37 @@ class Engine:
             state, rows = allocated(self._prepared, self._params)
         weights = tuple(jax.tree.leaves(self._params))
         executables = self._prepared.steps.executables
-        where = everywhere(group_of(self.model, self._prepared.devices))
-        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, where)
+        group = group_of(self.model, self._prepared.devices)
+        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, group)
         self._loop = Loop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
+
+    def lead(self, links: Sequence[Link]) -> None:
+        """Starts the engine, of which other processes run a part, and leads them from here on.
+
+        Args:
+            links: of `jaxattn.engine.hosts.lead`; they end with `close`.
+        """
+        with self._alone("lead", nested=True):
+            self._start()
+            assert self._runner is not None
+            self._runner = Leader.of(self._runner, links)
+            self._loop = Loop(self.scheduler, self._runner, self._endings)
+
+    def follow(self, link: Link) -> None:
+        """Starts the engine and sends the leader's steps, until the leader closes its engine.
+
+        Args:
+            link: of `jaxattn.engine.hosts.follow`.
+
+        Raises:
+            HostError: the leader is gone.
+        """
+        with self._alone("follow"):
+            self._start()
+            assert self._runner is not None
+            with self.seal.watch():
+                run_as_told(self._runner, link)
 
     def _replan(self, prepared: Prepared) -> None:
         """Goes on with another plan; with fewer pages, requests that wait may be refused."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec
 
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
@@ -14,6 +14,7 @@ from jaxattn.engine.seal import Seal
 from jaxattn.engine.steps import EntryPoint, Remember, Sample, Update, sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState
+from jaxattn.parallel import Group
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,7 +26,7 @@ class Runner:
         weights: the leaves of the packed parameters.
         state: arena and caches, donated to each of the model's steps.
         rows: of the device, donated to each step that changes them.
-        where: what the host sends goes; None is JAX's default device.
+        group: of devices that run the steps; None is JAX's default device.
     """
 
     limits: Limits
@@ -34,7 +35,7 @@ class Runner:
     state: DecodeState
     rows: Rows
     seal: Seal
-    where: Sharding | None = None
+    group: Group | None = None
 
     def __post_init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -102,7 +103,7 @@ class Runner:
     def _sent[Result](self, result: Result) -> Result:
         """What a step gives. Virtual devices of a CPU wait for one another for ever where several
         steps are under way: there a step ends before the next is sent."""
-        if self.where is not None and jax.default_backend() == "cpu":
+        if self.group is not None and jax.default_backend() == "cpu":
             jax.block_until_ready(result)
         return result
 
@@ -111,7 +112,9 @@ class Runner:
         if self._placed is None or not np.array_equal(places, self._placed):
             padded = np.full(bucket, -1, np.int32)
             padded[: len(places)] = places
-            self._places, self._placed = jax.device_put(padded, self.where), places
+            whole = PartitionSpec()
+            on_all = self.group.put(padded, whole) if self.group else jax.device_put(padded)
+            self._places, self._placed = on_all, places
         assert self._places is not None
         return self._places
 

@@ -38,12 +38,13 @@ class Weights:
 
     Attributes:
         nbytes: of all tensors that are placed, as they are stored.
-        put: what `place` does on one device, and `put_over` on several.
+        put: what `place` does on one device.
+        put_over: what it does on several; without it the whole is put on one first.
     """
 
     nbytes: int
     put: Callable[[OnProgress | None], Any]
-    put_over: Callable[[OneOfMany, Group, OnProgress | None], Any]
+    put_over: Callable[[OneOfMany, Group, OnProgress | None], Any] | None = None
 
     def place(
         self,
@@ -61,6 +62,8 @@ class Weights:
         """
         if group is None or not isinstance(model, OneOfMany):
             return self.put(on_progress)
+        if self.put_over is None:
+            return model.place_params(self.put(on_progress), group)
         return self.put_over(model, group, on_progress)
 
 
@@ -129,10 +132,7 @@ class OwnFolder(ModelFolder):
                 on_progress(nbytes, nbytes)
             return params
 
-        def put_over(model: OneOfMany, group: Group, on_progress: OnProgress | None) -> Any:
-            return model.place_params(put(on_progress), group)
-
-        return Weights(nbytes=nbytes, put=put, put_over=put_over)
+        return Weights(nbytes=nbytes, put=put)
 
 
 def read_folder(

@@ -69,12 +69,6 @@ class Group:
 
         return jax.tree.map(whole, specs, local, is_leaf=_is_spec)
 
-    def local_shapes(self, tree: Any) -> Any:
-        """What one GPU has of a tree over the group."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
-        )
-
     def step(
         self, step: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any
     ) -> Callable[..., Any]:
@@ -110,6 +104,15 @@ class Group:
             )(*(leaves[place] for place in full))
 
         return over_all
+
+    def put(self, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        """An array of the host's over the group; every process has to have the same.
+
+        `jax.device_put` compares the processes' arrays first, by a collective of its own.
+        """
+        return jax.make_array_from_callback(
+            array.shape, self.sharding(spec), lambda part: array[part]
+        )
 
     def make(self, make: Callable[[], Any], specs: Any) -> Any:
         """What each GPU makes for itself, as one tree over the group."""

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.request import Completion, FinishReason
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
@@ -228,7 +227,7 @@ class _Gauges(Collector):
             family.add_metric([metrics.model], value)
             return family
 
-        pages = limits.pages if limits else 0
+        pages = limits.pages * limits.groups if limits else 0
         yield gauge("vllm:num_requests_running", "Requests in the batch.", snapshot.rows)
         yield gauge("vllm:num_requests_waiting", "Requests without a row.", metrics.waiting)
         used = snapshot.pages / pages if pages else 0.0
@@ -255,7 +254,7 @@ class _Gauges(Collector):
             "How the cache is cut.",
             labels=[*labels, "num_gpu_blocks", "block_size"],
         )
-        info.add_metric([metrics.model, str(pages), str(PAGE_SIZE)], 1)
+        info.add_metric([metrics.model, str(pages), str(limits.page_tokens)], 1)
         yield info
         lines = GaugeMetricFamily(
             "jaxattn:plan_bytes", "Lines of the memory plan.", labels=[*labels, "line"]

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from jaxattn import __version__
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.request import (
     Completion,
     Event,
@@ -203,7 +202,7 @@ class Service:
         """
         if not prompt:
             raise bad(param, f"{param} has no tokens; it needs at least one")
-        longest = min(self.limits.max_model_len, self.limits.pages * PAGE_SIZE + 1)
+        longest = min(self.limits.max_model_len, self.limits.pages * self.limits.page_tokens + 1)
         if len(prompt) >= longest:
             raise bad(
                 param,

@@ -67,7 +67,7 @@ async def stats(service: Service, exchange: Exchange) -> None:
             "max_model_len": service.limits.max_model_len,
             "rows": {"used": held.rows, "of": service.limits.batch},
             "waiting": service.metrics.waiting,
-            "pages": {"used": held.pages, "of": service.limits.pages},
+            "pages": {"used": held.pages, "of": service.limits.pages * service.limits.groups},
             "slots": {"used": held.slots, "of": service.limits.batch},
             "totals": dataclasses.asdict(service.metrics.totals),
             "plan": [

@@ -51,7 +51,8 @@ class Folder(ModelFolder):
 
 def started(make, limits=WHOLE, console=None):
     folder = Folder(path=None, model=MODEL, make=make)
-    options = argparse.Namespace(implementation=None, strict=True)
+    layout = dict(data=1, tensor=1, context=1, expert=1)
+    options = argparse.Namespace(implementation=None, strict=True, **layout)
     console = console or Console(file=io.StringIO(), quiet=True)
     return start_engine(Chosen(folder=folder), MODEL, ByteTokenizer(), limits, options, console)
 

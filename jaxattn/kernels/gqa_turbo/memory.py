@@ -17,6 +17,7 @@ from jaxattn.kernels.mla_decode.schedule import PAGE
 
 TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
 ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
+ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
 LINE = 128  # and what copies and their places in shared memory are multiples of
 # Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
 # have 152 registers each, two have 232.
@@ -49,14 +50,28 @@ def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     pitch = GROUP * form.slot_bytes
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
-    queries = QUERIES * TERMS * columns * form.head_dim
-    free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - queries
+    free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
-        exchanged = columns * ((PAGE + form.head_dim + 2 * MARGIN + 6) * 4 + TERMS * PAGE)
-        steps = (free // consumers - exchanged) // (GROUPS * pitch)
-        if steps >= 2 or consumers == LEAST_CONSUMERS:
-            return Room(consumers, min(steps, MOST_STEPS), pitch)
-    raise AssertionError
+        for steps in range(MOST_STEPS, 1, -1):
+            room = Room(consumers, steps, pitch)
+            if bytes_of(form, columns, room) <= free:
+                return room
+    return Room(LEAST_CONSUMERS, 1, pitch)
+
+
+def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
+    """Shared memory of all arrays of `Memory`, each of which begins at a multiple of ALIGNED."""
+    w, dim = room.consumers, form.head_dim
+    sizes = (
+        w * room.steps * GROUPS * room.pitch,  # codes
+        QUERIES * TERMS * columns * dim,
+        w * columns * (PAGE + MARGIN) * 4,  # scores
+        w * TERMS * columns * PAGE,  # p
+        w * columns * (dim + MARGIN) * 4,  # outputs
+        3 * w * columns * 4,  # stats
+        2 * w * columns * 4,  # units
+    )
+    return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
 
 def step_shape(room: Room, page_size: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments
+from jaxattn.core.checks import Arguments, check_arena
 from jaxattn.core.dispatch import Implementation, dispatch, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
@@ -25,6 +25,7 @@ from jaxattn.core.turbo_slots import GROUP, pack, page_slots, places, unpack
 from jaxattn.core.turboquant import TurboFormat, dequantize, quantize, rotate
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule
+from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (
     Scores,
     check_heads,
@@ -221,13 +222,42 @@ def turbo_attention(
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
     refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
+    check_arena(arguments.op, arena)
     number = taken_apart(layer)[2]
 
-    def xla() -> tuple[jax.Array, jax.Array]:
-        addressing = (block_tables, seq_lens, query_lens, number)
-        return _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
+    def mosaic(interpret: bool) -> tuple[Any, ...]:
+        return turbo_decode_mosaic(
+            q,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            form=form,
+            scale=scores.scale,
+            layer=number,
+            query_lens=query_lens,
+            window=scores.window,
+            sinks=sinks,
+            soft_cap=scores.soft_cap,
+            gate=gate,
+            arena=arena,
+            schedule=schedule,
+            interpret=interpret,
+        )
 
-    return dispatch(arguments.op, implementation or "xla", {"xla": xla})
+    def xla() -> tuple[Any, ...]:
+        addressing = (block_tables, seq_lens, query_lens, number)
+        out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
+        return (out, lse) if arena is None else (out, lse, arena)
+
+    return dispatch(
+        arguments.op,
+        implementation or UNNAMED,
+        {
+            "mosaic_gpu": lambda: mosaic(interpret=False),
+            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
+            "xla": xla,
+        },
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("scores", "form"))

@@ -1,0 +1,56 @@
+"""The flags of `plan` and `serve` that say how several GPUs divide a model."""
+
+import json
+
+import pytest
+
+from jaxattn.cli.layout import over_devices, read_layout
+from jaxattn.cli.options import InputError, parser
+from jaxattn.cli.plan import main
+from jaxattn.memory.limits import Limits
+from jaxattn.parallel import Parallel
+from tests.parallel.cases import decoder
+
+LITE = ["DeepSeek-V2-Lite", "--batch", "32"]
+
+
+def facts(capsys, *flags: str) -> dict[str, str]:
+    assert main([*LITE, *flags, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["facts"]
+
+
+def test_a_plan_says_the_layout_and_that_spread_pages_hold_as_much_in_half_the_bytes(capsys):
+    assert main([*LITE, "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert main([*LITE, "--tensor", "2", "--context", "2", "--json"]) == 0
+    two = json.loads(capsys.readouterr().out)
+    bytes_of = [{item["name"]: item["nbytes"] for item in each["items"]} for each in (one, two)]
+    assert bytes_of[1]["kv cache"] == bytes_of[0]["kv cache"] // 2
+    assert two["facts"]["layout"] == "--tensor 2 --context 2"
+    assert two["facts"]["cache tokens in all"] == one["facts"]["cache tokens"]
+
+
+def test_the_best_layout_of_so_many_gpus_is_given_as_flags(capsys):
+    found = facts(capsys, "--gpus", "2")["best layout to serve"]
+    assert found and found.startswith("--")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--tensor", "3"], "tensor=3 does not divide the 16 attention heads"),
+        (["--tensor", "4", "--context", "3"], "context=3 does not divide tensor=4"),
+        (["--data", "3"], "multiples of the 3 data groups"),
+    ],
+)
+def test_an_impossible_layout_is_one_line_and_exit_code_2(flags, message, capsys):
+    assert main([*LITE, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_serve_refuses_more_devices_than_there_are_before_anything_is_loaded():
+    options = parser().parse_args(["--tensor", "1024"])
+    parallel = read_layout(options)
+    assert parallel == Parallel(tensor=1024)
+    with pytest.raises(InputError, match="takes 1024 devices, and JAX sees"):
+        over_devices(decoder(("mla", "mlp")), Limits(), parallel)
