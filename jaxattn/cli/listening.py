@@ -10,9 +10,11 @@ import dataclasses
 import logging
 import sys
 
+import jax
 from rich.console import Console
 
 from jaxattn import interrupt
+from jaxattn.cli.compiled import keep_compiled, own_folder
 from jaxattn.cli.models import Chosen, one_line
 from jaxattn.cli.options import InputError
 from jaxattn.cli.start import start_engine
@@ -85,6 +87,8 @@ def serve(
             f"{keys.VARIABLE} or --api-key-file"
         )
     _log_to_stderr(quiet=options.quiet)
+    if options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
+        _keep_compiled(messages)
 
     def make() -> Engine:
         return start_engine(chosen, model, tokenizer, limits, options, messages)[0]
@@ -111,6 +115,14 @@ def serve(
     except SealError as error:
         raise InputError(f"--strict: {one_line(error)}") from error
     return 0 if whole else 1
+
+
+def _keep_compiled(messages: Console) -> None:
+    """Keeps executables in the user's cache folder, if it can be written."""
+    try:
+        keep_compiled(own_folder())
+    except InputError as error:
+        messages.print(f"nothing is kept for the next start: {error}")
 
 
 def defaults(options: argparse.Namespace, own: SamplingDefaults) -> SamplingDefaults:

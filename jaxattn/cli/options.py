@@ -296,8 +296,8 @@ def parser() -> argparse.ArgumentParser:
         "--compile-cache",
         metavar="DIR",
         type=Path,
-        help="keeps what XLA compiles and tunes, for the next start (default: as "
-        "JAX_COMPILATION_CACHE_DIR says)",
+        help="keeps what XLA compiles and tunes, for the next start; none keeps nothing (default: "
+        "as JAX_COMPILATION_CACHE_DIR says, and with --port the user's cache folder)",
     )
     memory.add_argument(
         "--strict",

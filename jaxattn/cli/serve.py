@@ -20,6 +20,7 @@ from rich.console import Console
 from jaxattn.cli import listening
 from jaxattn.cli.chat import Conversation, turns
 from jaxattn.cli.command import code_of, exit_code, interrupts_raised
+from jaxattn.cli.compiled import NONE, keep_compiled
 from jaxattn.cli.inputs import (
     Prompt,
     Requests,
@@ -34,7 +35,7 @@ from jaxattn.cli.models import choose, one_line
 from jaxattn.cli.options import PROGRAM, InputError, parser
 from jaxattn.cli.planned import show_plan
 from jaxattn.cli.report import Run, measure, summary_lines, to_json
-from jaxattn.cli.start import choose_device, keep_compiled, start_engine
+from jaxattn.cli.start import choose_device, start_engine
 from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import GenerationInterrupted, Request
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
             prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
         check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
     choose_device(options.device, options.implementation, options.utilization)
-    if options.compile_cache:
+    if options.compile_cache not in (None, NONE):
         keep_compiled(options.compile_cache)
     model = chosen.model(tokenizer)
     if options.port is not None:

@@ -12,7 +12,6 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,20 +59,6 @@ def choose_device(
             require_hopper("--implementation mosaic_gpu", interpret=False)
         except NotImplementedError as error:
             raise InputError(one_line(error)) from error
-
-
-def keep_compiled(folder: Path) -> None:
-    """Makes JAX keep what it compiles and tunes in a folder.
-
-    Raises:
-        InputError: the folder cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--compile-cache {folder}: {error.strerror or error}") from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 class Stopped(Exception):

@@ -4,12 +4,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxattn.engine.request import MOST_LOGPROBS
 from jaxattn.server.answer import Answer
+from jaxattn.server.chances import Chance, Spell, of_chat
 from jaxattn.server.errors import ApiError, bad
 from jaxattn.server.exchange import Exchange
 from jaxattn.server.fields import Fields
 from jaxattn.server.form import Form, Text, read_streaming
 from jaxattn.server.generation import Piece
+from jaxattn.server.grammar import read_grammar
 from jaxattn.server.sampling import MOST_ID, read_sampling
 from jaxattn.server.service import Service
 from jaxattn.server.tool_calls import Call, ToolReader
@@ -29,22 +32,32 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
-        if fields.flag("logprobs") or fields.integer("top_logprobs", 0, 20):
-            raise bad("logprobs", "logprobs are not supported by this engine; leave them out")
-        refuse_format(fields)
+        top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+        if top is not None and not fields.flag("logprobs"):
+            raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+        logprobs = (top or 0) if fields.flag("logprobs") else None
         most = fields.integer("max_completion_tokens", 1, MOST_ID)
         most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
-        sampling = read_sampling(fields, service.served.defaults, most)
+        sampling = read_sampling(fields, service.served.defaults, most, logprobs)
         streaming = read_streaming(fields)
         tools = read_tools(fields)
+        grammar = read_grammar(fields, tools)
         prompt = await encoded(service, fields, tools)
         rooms = [service.room(prompt, "messages")]
         await Answer(
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=service.generation([prompt], rooms, sampling, continues=False),
-            form=ChatForm(service.settings.names[0], service.fingerprint, len(prompt), tools),
+            generation=await service.generation(
+                [prompt], rooms, sampling, continues=False, grammar=grammar
+            ),
+            form=ChatForm(
+                service.settings.names[0],
+                service.fingerprint,
+                len(prompt),
+                tools,
+                None if logprobs is None else service.tokenizer.token_bytes,
+            ),
             streaming=streaming,
             arrived=arrived,
         ).give()
@@ -100,20 +113,13 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
             raise bad("tools", f"tools[{place}] must be a function with a name")
         function.object("parameters")
     choice = fields.values.get("tool_choice")
-    if choice in (None, "auto"):
-        return tools
     if choice == "none":
         return []
-    if not tools:
+    if choice not in (None, "auto", "required") and not isinstance(choice, dict):
+        raise fields.wrong("tool_choice", "none, auto, required or an object that names a tool")
+    if choice not in (None, "auto") and not tools:
         raise bad("tool_choice", "tool_choice needs tools")
-    raise bad("tool_choice", "tool_choice must be auto or none; others are not supported")
-
-
-def refuse_format(fields: Fields) -> None:
-    """Raises ApiError 400 for a `response_format` other than text."""
-    kind = fields.object("response_format").chosen("type", ("text", "json_object", "json_schema"))
-    if kind not in (None, "text"):
-        raise bad("response_format", f"response_format {kind} is not supported by this engine")
+    return tools
 
 
 class ChatForm(Form):
@@ -131,8 +137,9 @@ class ChatForm(Form):
         fingerprint: str,
         prompt_tokens: int,
         tools: Sequence[Mapping[str, Any]] = (),
+        spell: Spell | None = None,
     ):
-        super().__init__(model, fingerprint, prompt_tokens)
+        super().__init__(model, fingerprint, prompt_tokens, spell)
         self._tools = tools
         self._readers: dict[int, ToolReader] = {}
         self._begun: set[int] = set()
@@ -149,7 +156,7 @@ class ChatForm(Form):
         return {
             "index": number,
             "message": message,
-            "logprobs": None,
+            "logprobs": self._logprobs(text.chances),
             "finish_reason": _finish(text.finish, "tool_calls" in message),
             "stop_reason": text.stop,
         }
@@ -175,12 +182,16 @@ class ChatForm(Form):
             delta["tool_calls"] = [
                 {"index": begin + place, **call.json} for place, call in enumerate(calls)
             ]
-        if delta or piece.finish:
-            yield _choice(piece.choice, delta, _finish(piece.finish, bool(reader.calls)))
+        if delta or piece.finish or piece.chances:
+            yield {
+                "index": piece.choice,
+                "delta": delta,
+                "logprobs": self._logprobs(piece.chances),
+                "finish_reason": _finish(piece.finish, bool(reader.calls)),
+            }
 
-
-def _choice(number: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
+        return None if self._spell is None else of_chat(chances, self._spell)
 
 
 def _finish(finish: str | None, called: bool) -> str | None:

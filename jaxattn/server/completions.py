@@ -5,12 +5,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxattn.engine.request import MOST_LOGPROBS
 from jaxattn.server.answer import Answer
+from jaxattn.server.chances import Chance, Spell, of_completion
 from jaxattn.server.errors import bad
 from jaxattn.server.exchange import Exchange
 from jaxattn.server.fields import Fields, is_integer
 from jaxattn.server.form import Form, Text, read_streaming
 from jaxattn.server.generation import Piece
+from jaxattn.server.grammar import read_grammar
 from jaxattn.server.sampling import read_sampling
 from jaxattn.server.service import Service
 from jaxattn.server.settings import MOST_CHOICES
@@ -27,10 +30,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
-        if fields.given("logprobs"):
-            raise bad("logprobs", "logprobs are not supported by this engine; leave them out")
+        grammar = read_grammar(fields, ())
+        logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
-        sampling = read_sampling(fields, service.served.defaults, most)
+        sampling = read_sampling(fields, service.served.defaults, most, logprobs)
         if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
             raise bad("best_of", "best_of must be n; leave it out")
         streaming = read_streaming(fields)
@@ -46,12 +49,15 @@ async def completions(service: Service, exchange: Exchange) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=service.generation(prompts, rooms, sampling, continues=True),
+            generation=await service.generation(
+                prompts, rooms, sampling, continues=True, grammar=grammar
+            ),
             form=CompletionForm(
                 service.settings.names[0],
                 service.fingerprint,
                 sum(map(len, prompts)),
                 [echo for echo in echoes for _ in range(sampling.choices)],
+                None if logprobs is None else service.tokenizer.token_bytes,
             ),
             streaming=streaming,
             arrived=arrived,
@@ -96,23 +102,37 @@ class CompletionForm(Form):
     whole_object = chunk_object = "text_completion"
 
     def __init__(
-        self, model: str, fingerprint: str, prompt_tokens: int, echoes: Sequence[str]
+        self,
+        model: str,
+        fingerprint: str,
+        prompt_tokens: int,
+        echoes: Sequence[str],
+        spell: Spell | None = None,
     ) -> None:
-        super().__init__(model, fingerprint, prompt_tokens)
+        super().__init__(model, fingerprint, prompt_tokens, spell)
         self._echoes, self._begun = echoes, set[int]()
+        self._offsets: dict[int, int] = {}
 
     def whole_choice(self, number: int, text: Text) -> dict[str, Any]:
         echoed = dataclasses.replace(text, text=self._echoes[number] + text.text)
-        return _choice(number, echoed.text, text.finish) | {"stop_reason": text.stop}
+        return self._choice(number, echoed.text, text.finish, text.chances) | {
+            "stop_reason": text.stop
+        }
 
     def choices(self, piece: Piece) -> Iterable[dict[str, Any]]:
         text, first = piece.text, piece.choice not in self._begun
         if first:
             self._begun.add(piece.choice)
             text = self._echoes[piece.choice] + text
-        if text or first or piece.finish:
-            yield _choice(piece.choice, text, piece.finish)
+        if text or first or piece.finish or piece.chances:
+            yield self._choice(piece.choice, text, piece.finish, piece.chances)
 
-
-def _choice(number: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": number, "text": text, "logprobs": None, "finish_reason": finish}
+    def _choice(
+        self, number: int, text: str, finish: str | None, chances: Sequence[Chance]
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._spell is not None:
+            offset = self._offsets.setdefault(number, len(self._echoes[number]))
+            logprobs = of_completion(chances, self._spell, offset)
+            self._offsets[number] += sum(map(len, logprobs["tokens"]))
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish}

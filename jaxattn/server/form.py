@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxattn.server.chances import Chance, Spell
 from jaxattn.server.fields import Fields
 from jaxattn.server.generation import Piece
 
@@ -18,9 +19,11 @@ class Text:
     text: str = ""
     finish: str | None = None
     stop: str | int | None = None
+    chances: tuple[Chance, ...] = ()
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
+        self.chances += piece.chances
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
 
@@ -57,14 +60,17 @@ class Form(abc.ABC):
         model: its name.
         fingerprint: see `Service.fingerprint`.
         prompt_tokens: of all prompts.
+        spell: the bytes of a token, where log-probabilities are asked for.
     """
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str, fingerprint: str, prompt_tokens: int):
-        self._prompt_tokens = prompt_tokens
+    def __init__(
+        self, model: str, fingerprint: str, prompt_tokens: int, spell: Spell | None = None
+    ):
+        self._prompt_tokens, self._spell = prompt_tokens, spell
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),

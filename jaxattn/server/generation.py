@@ -15,12 +15,14 @@ from jaxattn.engine.request import (
     FinishEvent,
     FinishReason,
     Request,
+    TokenEvent,
 )
+from jaxattn.server.chances import Chance
 from jaxattn.server.errors import ApiError
 from jaxattn.server.stop import StopStrings
 from jaxattn.text import TokenStream
 
-PROMPT = 4  # events of a choice that a client who reads at once may find
+PROMPT = 16  # events of a choice that a client who reads at once may find
 ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -33,6 +35,7 @@ class Piece:
         tokens: that it took.
         finish: "stop" or "length" in the last piece.
         stop: the string or token that ended it.
+        chances: of its tokens, if the request asked for them.
     """
 
     choice: int
@@ -40,6 +43,7 @@ class Piece:
     tokens: int
     finish: str | None = None
     stop: str | int | None = None
+    chances: tuple[Chance, ...] = ()
 
 
 class Choice:
@@ -56,12 +60,13 @@ class Choice:
         self.stopped = self.done = False
         self._stream, self._stops = stream, stops
 
-    def push(self, token: int) -> Piece:
+    def push(self, event: TokenEvent) -> Piece:
         """The piece of a token; the last one if it completes a stop string."""
         self.tokens += 1
-        text, stop = self._stops.push(self._stream.push(token))
+        text, stop = self._stops.push(self._stream.push(event.token))
+        chances = () if event.logprobs is None else ((event.token, event.logprobs),)
         self.stopped = self.done = stop is not None
-        return Piece(self.number, text, 1, "stop" if self.done else None, stop)
+        return Piece(self.number, text, 1, "stop" if self.done else None, stop, chances)
 
     def end(self, completion: Completion) -> Piece:
         """The last piece of a row that ended.
@@ -178,7 +183,7 @@ class Generation:
             return None
         if isinstance(event, FinishEvent):
             return choice.end(event.completion)
-        piece = choice.push(event.token)
+        piece = choice.push(event)
         if choice.stopped and request.id is not None:
             self.abort([request.id])
         return piece
@@ -193,7 +198,8 @@ def _joined(pieces: Sequence[Piece], *, all: bool) -> list[Piece]:
         if place is not None and (all or not piece.tokens):
             before = found[place]
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
-            found[place] = Piece(piece.choice, text, tokens, piece.finish, piece.stop)
+            chances = before.chances + piece.chances
+            found[place] = Piece(piece.choice, text, tokens, piece.finish, piece.stop, chances)
         else:
             places[piece.choice] = len(found)
             found.append(piece)

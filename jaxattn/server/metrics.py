@@ -234,6 +234,11 @@ class _Gauges(Collector):
         yield gauge("vllm:kv_cache_usage_perc", "Pages in use, from 0 to 1.", used)
         yield gauge("jaxattn:pages_in_use", "Pages of the cache in use.", snapshot.pages)
         yield gauge("jaxattn:slots_in_use", "State slots in use.", snapshot.slots)
+        preempted = CounterMetricFamily(
+            "vllm:num_preemptions", "Rows that lost their pages to older ones.", labels=labels
+        )
+        preempted.add_metric([metrics.model], snapshot.preemptions)
+        yield preempted
         seal = CounterMetricFamily(
             "jaxattn:seal",
             "What was traced, compiled or allocated after the warm-up.",

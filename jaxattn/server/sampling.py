@@ -17,6 +17,7 @@ from jaxattn.server.settings import (
 from jaxattn.text import SamplingDefaults
 
 MOST_BIASES = 300
+MOST_SALT = 256
 MOST_ID = 2**31 - 1
 GREEDY = 1e-5  # a temperature below it is 0: logits divided by it would pass float32
 LEAST_TOP_P = 1e-6  # below it float32 may have 0
@@ -62,7 +63,14 @@ class Sampling:
     more: Mapping[str, Any]
 
     def request(
-        self, prompt: Sequence[int], *, choice: int, id: int, most: int, ends: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        *,
+        choice: int,
+        id: int,
+        most: int,
+        ends: Sequence[int],
+        **more: Any,
     ) -> Request:
         """The engine's request for one choice.
 
@@ -70,6 +78,7 @@ class Sampling:
             choice: its number.
             most: tokens to generate if the client set no limit.
             ends: the model's stop tokens.
+            more: further fields, of this choice alone.
         """
         stops = self.stop_tokens if self.ignore_eos else (*self.stop_tokens, *ends)
         return Request(
@@ -83,11 +92,20 @@ class Sampling:
             stop_tokens=stops,
             id=id,
             **self.more,
+            **more,
         )
 
 
-def read_sampling(fields: Fields, defaults: SamplingDefaults, max_tokens: int | None) -> Sampling:
+def read_sampling(
+    fields: Fields,
+    defaults: SamplingDefaults,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+) -> Sampling:
     """The sampling fields of a request.
+
+    Args:
+        max_tokens, logprobs: whose names and forms are the endpoint's own.
 
     Raises:
         ApiError: 400 with the field's name.
@@ -111,7 +129,7 @@ def read_sampling(fields: Fields, defaults: SamplingDefaults, max_tokens: int | 
         ignore_eos=ignore_eos,
         stop_included=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", True),
-        more=_more(fields),
+        more=_more(fields, logprobs),
     )
 
 
@@ -121,9 +139,16 @@ def _folded(seed: int) -> int:
     return (low ^ high * GOLDEN) % 2**32
 
 
-def _more(fields: Fields) -> dict[str, Any]:
-    """Penalties and biases that change something."""
+def _more(fields: Fields, logprobs: int | None) -> dict[str, Any]:
+    """Penalties, biases, priority, salt and log-probabilities, where they change something."""
     found: dict[str, Any] = {}
+    if logprobs is not None:
+        found["logprobs"] = logprobs
+    if priority := fields.integer("priority", -(2**31), MOST_ID):
+        found["priority"] = priority
+    salt = fields.text("cache_salt", MOST_SALT)
+    if salt and "cache_salt" in ABLE:  # without a prefix cache nothing is shared
+        found["cache_salt"] = salt
     for name, (least, most, neutral) in PENALTIES.items():
         value = fields.number(name, least, most)
         if value is not None and value != neutral:

@@ -24,6 +24,7 @@ from jaxattn.server.admission import Admission, Ticket
 from jaxattn.server.errors import ApiError, bad
 from jaxattn.server.fields import Fields
 from jaxattn.server.generation import Generation
+from jaxattn.server.grammar import Matcher, Vocabulary
 from jaxattn.server.metrics import Metrics
 from jaxattn.server.phase import Phase, unavailable
 from jaxattn.server.sampling import Sampling
@@ -79,6 +80,7 @@ class Service:
         self.metrics = Metrics(settings.names[0])
         self.admission = Admission(limits.batch, settings.max_waiting, settings.max_waiting_tokens)
         self.fingerprint = _fingerprint(settings, limits)
+        self.vocabulary = Vocabulary(served.tokenizer)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers = itertools.count()
@@ -212,20 +214,33 @@ class Service:
             raise bad(param, f"{param} has a token outside of 0 to {self.served.vocab_size - 1:,}")
         return longest - len(prompt)
 
-    def generation(
+    async def generation(
         self,
         prompts: Sequence[Sequence[int]],
         rooms: Sequence[int],
         sampling: Sampling,
         *,
         continues: bool,
+        grammar: tuple[str, str] | None = None,
     ) -> Generation:
         """`sampling.choices` rows for each prompt, not queued yet.
 
         Args:
             rooms: see `room`.
             continues: the text goes on after its prompt's, as an answer of a chat does not.
+            grammar: that each row has to follow, and the field that asks for it.
+
+        Raises:
+            ApiError: 400, the grammar cannot be followed.
         """
+        more: list[dict[str, Matcher]] = [{}] * (len(prompts) * sampling.choices)
+        if grammar is not None:
+            text, param = grammar
+            matchers = await self.in_thread(
+                lambda: [self.vocabulary.matcher(text, param) for _ in more]
+            )
+            more = [{"grammar": matcher} for matcher in matchers]
+        given = iter(more)
         requests = [
             sampling.request(
                 prompt,
@@ -233,6 +248,7 @@ class Service:
                 id=self._free_id(),
                 most=room,
                 ends=self.tokenizer.stop_tokens,
+                **next(given),
             )
             for prompt, room in zip(prompts, rooms, strict=True)
             for choice in range(sampling.choices)

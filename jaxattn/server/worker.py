@@ -39,6 +39,8 @@ class Scheduler(Protocol):
     def slots(self) -> Pool: ...
     @property
     def rows(self) -> Mapping[int, object]: ...
+    @property
+    def preemptions(self) -> int: ...
 
 
 class Seal(Protocol):
@@ -72,12 +74,14 @@ class Snapshot:
     Attributes:
         rows: requests that have a row.
         pages, slots: in use.
+        preemptions: rows that lost their pages to older ones, so far.
         seal: what was traced, compiled or allocated after the warm-up, by kind.
     """
 
     rows: int = 0
     pages: int = 0
     slots: int = 0
+    preemptions: int = 0
     seal: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -239,5 +243,6 @@ def _snapshot(engine: Engine) -> Snapshot:
         rows=len(scheduler.rows),
         pages=scheduler.pages.in_use,
         slots=scheduler.slots.in_use,
+        preemptions=scheduler.preemptions,
         seal=dict(engine.seal.counts),
     )

@@ -40,6 +40,7 @@ class Scheduler:
     def __init__(self, limits: Limits):
         self.pages, self.slots = Pool(limits.pages), Pool(limits.batch)
         self.rows: dict[int, Row] = {}
+        self.preemptions = 0
         self.waiting: collections.deque[Request] = collections.deque()
 
     def admit(self, request: Request, most: int) -> None:

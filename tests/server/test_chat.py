@@ -125,7 +125,7 @@ def test_tokens_of_a_conversation_and_back(scripted):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "and none of"),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0] must be a function with a name"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "one of text"),
     ],
 )  # fmt: skip

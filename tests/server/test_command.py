@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import jaxattn.server.run
+from jaxattn.cli import compiled
 from jaxattn.cli.serve import main
 from tests.helpers.live_server import objects
 
@@ -28,12 +29,12 @@ QUICK = {
 
 
 @pytest.fixture
-def command():
+def command(tmp_path):
     """(process, url) of a server in a process of its own."""
     options = ["--port", "0", "--batch", "2", "--max-model-len", "128", "--served-name", "snake"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxattn.serve", *options],
-        env=os.environ | QUICK | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | QUICK | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,7 +51,7 @@ def command():
     process.communicate()
 
 
-def test_a_server_serves_and_sigterm_lets_its_answers_end(command):
+def test_a_server_serves_and_sigterm_lets_its_answers_end(command, tmp_path):
     process, url = command
     headers = {"authorization": "Bearer sesame"}
     with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
@@ -68,6 +69,20 @@ def test_a_server_serves_and_sigterm_lets_its_answers_end(command):
     assert process.returncode == 0
     [line] = [line for line in said.splitlines() if "/v1/completions" in line]
     assert json.loads(line)["tokens"] == 100 and "def add" not in said
+    # What was compiled is kept for the next start.
+    assert list((tmp_path / "jaxattn" / "compiled").glob("*/*"))
+
+
+def test_executables_are_kept_apart_by_what_they_run_on(tmp_path, monkeypatch):
+    first = compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)})
+    assert first.parent == tmp_path / "jaxattn" / "compiled"
+    assert compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)}) == first
+    others = {compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--x"})}
+    monkeypatch.setattr(compiled, "processor", lambda: "another")
+    others.add(compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)}))
+    monkeypatch.setattr(compiled, "__version__", "9.9")
+    others.add(compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)}))
+    assert len(others | {first}) == 4
 
 
 @pytest.fixture

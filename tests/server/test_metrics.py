@@ -13,7 +13,8 @@ NAMES = {
     "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds",
     "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:iteration_tokens_total",
     "vllm:request_params_n", "vllm:request_params_max_tokens",
-    "jaxattn:seal", "jaxattn:plan_bytes", "jaxattn:step_seconds", "jaxattn:requests_refused",
+    "vllm:num_preemptions", "jaxattn:seal", "jaxattn:plan_bytes",
+    "jaxattn:step_seconds", "jaxattn:requests_refused",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ FIELDS = [
     ("seed", 2**63), ("seed", 0.5), ("stop", 1), ("stop", [""]), ("stop", ["x"] * 17),
     ("stop", "x" * 257), ("stop", [1]), ("stop_token_ids", 5), ("stop_token_ids", [-1]),
     ("stop_token_ids", [0] * 65), ("stream", "yes"), ("stream_options", {"include_usage": True}),
-    ("logprobs", 1), ("suffix", "x"), ("best_of", 2), ("min_tokens", 3), ("user", None),
+    ("logprobs", 21), ("suffix", "x"), ("best_of", 2), ("min_tokens", 3), ("user", None),
     ("presence_penalty", 3), ("repetition_penalty", 0), ("logit_bias", {"a": 1}),
     ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"1": "x"}),
     ("logit_bias", {str(i): 1 for i in range(301)}), ("ignore_eos", 1), ("echo", "x"),

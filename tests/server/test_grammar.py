@@ -1,0 +1,108 @@
+"""Grammars: what a matcher lets through is what was asked for; others are refused with words."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from jaxattn.server import grammar
+from jaxattn.server.errors import ApiError
+from jaxattn.server.fields import Fields
+from jaxattn.server.grammar import Vocabulary, read_grammar
+from jaxattn.server.tool_calls import ToolReader
+from jaxattn.text import ByteTokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
+]
+
+
+@pytest.fixture(autouse=True)
+def able(monkeypatch):
+    """An engine whose requests take a grammar."""
+    monkeypatch.setattr(grammar, "ABLE", grammar.ABLE | {"grammar"})
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return Vocabulary(ByteTokenizer())
+
+
+def written(vocabulary, body, seed, tools=()):
+    """A text of tokens that are drawn from those allowed; white space is avoided."""
+    luck, matcher = random.Random(seed), vocabulary.matcher(*read_grammar(Fields(body), tools))
+    found = bytearray()
+    for _ in range(2000):
+        words = np.zeros(8, np.int32)
+        matcher.mask(words)
+        allowed = [token for token in range(256) if words[token // 32] >> token % 32 & 1]
+        assert allowed
+        plain = [token for token in allowed if chr(token) not in " \t\r\n"] or allowed
+        # A number may have no end of digits, and a text of its own none of characters.
+        ends = [token for token in plain if chr(token) in ',}"\0'] if luck.random() < 0.5 else []
+        token = luck.choice(ends or plain)
+        more = matcher.accept(token)
+        if token:
+            found.append(token)
+        if not more:
+            return found.decode()
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_schema_is_followed(vocabulary, seed):
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    found = json.loads(written(vocabulary, {"response_format": asked}, seed))
+    assert isinstance(found["a"], int) and found["b"] in "xy" and len(found) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pattern_is_followed(vocabulary, seed):
+    asked = {"type": "regex", "pattern": "[a-c]{2,5}-(one|two)"}
+    assert re.fullmatch(asked["pattern"], written(vocabulary, {"response_format": asked}, seed))
+
+
+@pytest.mark.parametrize(
+    "choice, names",
+    [("required", "fg"), ({"type": "function", "function": {"name": "g"}}, "g")],
+    ids=["any", "named"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_of_a_tool_can_be_read(vocabulary, choice, names, seed):
+    text = written(vocabulary, {"tool_choice": choice}, seed, TOOLS)
+    content, [call] = ToolReader(TOOLS).push(text)
+    assert content == "" and call.name in names
+    assert set(json.loads(call.arguments)) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "regex", "pattern": "a{3,"},
+        {"type": "regex"},
+        {"type": "regex", "pattern": "x" * 70_000},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "https://example.org/x"}}},
+        {"type": "yaml"},
+    ],
+)
+def test_what_cannot_be_followed_is_400(vocabulary, asked):
+    with pytest.raises(ApiError) as refused:
+        vocabulary.matcher(*read_grammar(Fields({"response_format": asked}), ()))
+    assert refused.value.status == 400 and refused.value.param.startswith("response_format")
+
+
+def test_an_engine_without_grammars_says_so(monkeypatch):
+    monkeypatch.setattr(grammar, "ABLE", frozenset())
+    with pytest.raises(ApiError, match="this engine follows none"):
+        read_grammar(Fields({"response_format": {"type": "json_object"}}), ())
+    assert read_grammar(Fields({"response_format": {"type": "text"}}), ()) is None
