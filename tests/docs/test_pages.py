@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Its blocks are one program, which tests/models/test_adding_a_model.py runs.
 ELSEWHERE = ("adding-a-model.md",)
+# A block in `py`, not `python`, needs a server or several GPUs, and is not run here.
 README = (ROOT / "README.md").read_text()  # what it has too is run by tests/test_readme.py
 BLOCKS = [
     (page.name, number, text)

@@ -19,13 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
 from jaxattn.core.formats import FP8
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.hopper.registers import (
     Thread,

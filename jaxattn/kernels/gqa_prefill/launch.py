@@ -35,9 +35,6 @@ from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper
 from jaxattn.kernels.mla_prefill.tile_order import head_group
 
-# What the ops of this kernel run where nothing is named; None is the best. It has not run on a GPU
-# yet.
-UNNAMED: Implementation | None = "xla"
 # Fewer new tokens than these have the heads of a group packed, if a group has more than one: a
 # copy of the queries and of the output, for tiles that are full.
 FEW_TOKENS = 256

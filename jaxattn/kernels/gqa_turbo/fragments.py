@@ -9,15 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
 from jaxattn.core.rounding import rounded
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
 from jaxattn.kernels.hopper.registers import (
     Thread,

@@ -21,7 +21,7 @@ from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.gqa_prefill.launch import UNNAMED, refuse
+from jaxattn.kernels.gqa_prefill.launch import refuse
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
@@ -126,9 +126,8 @@ def gqa_prefill(
             row.
         query_lens: int32 new tokens of each row, at most T.
         scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
-            has run in JAX's interpreter and not on a GPU yet. The kernel has D 64, 128 and 256, and
-            q, k and v of one dtype, bfloat16 or float16. Of a cache of that dtype in pages of 16,
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is the best that
+            serves. The kernel has D 64, 128 and 256, and q, k and v of one dtype, bfloat16 or float16. Of a cache of that dtype in pages of 16,
             32, 64 or 128 tokens it needs no memory beside its results; with fewer than 256 new
             tokens a row and several query heads to a key-value head it copies queries and output.
             Other caches are unpacked a block of tokens at a time, 256 MiB or 1024 tokens of each
@@ -179,7 +178,7 @@ def _dispatch(
 
     return dispatch(
         op,
-        implementation or UNNAMED,
+        implementation,
         {
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),

@@ -39,8 +39,8 @@ from jaxattn.ops.gqa.scores import (
 # Query tokens, and cached tokens, that plain JAX takes at a time, of every row.
 QUERY_BLOCK = 512
 CACHED_BLOCK = 512
-# What runs where nothing is named. "mosaic_gpu" has not run on a GPU yet.
-UNNAMED: Implementation = "xla"
+# Tokens of a row with which the kernel has run on a GPU; XLA takes more, where nothing is named.
+MOST_NEW = 8
 
 
 def check_turbo_cache(
@@ -194,8 +194,8 @@ def turbo_attention(
         form: the cache's format.
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
             arena: as for `gqa_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", for the kernel
-            has run in JAX's interpreter and not on a GPU yet. "xla" is the reference. It holds a
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla" for more than
+            8 tokens, and otherwise the best. "xla" is the reference. It holds a
             block of 512 cached tokens of every row in float32, and scores of 512 queries against
             them. The kernel takes q of bfloat16 or float16 and pages of 16, 32, 64 and 128 tokens.
 
@@ -251,7 +251,7 @@ def turbo_attention(
 
     return dispatch(
         arguments.op,
-        implementation or UNNAMED,
+        implementation or (None if q.shape[1] <= MOST_NEW else "xla"),
         {
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),

@@ -13,6 +13,7 @@ import pytest
 from jax import Array
 
 from jaxattn import mla
+from jaxattn.kernels.hopper import launch as hopper_launch
 from jaxattn.kernels.hopper.machine import interpret_mode
 from jaxattn.kernels.mla_prefill import kernel as mla_prefill
 from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic
@@ -246,7 +247,7 @@ def test_prefill_merges_the_cached_prefix(implementation):
 def test_no_race_where_a_cached_prefix_is_merged(monkeypatch):
     """Three blocks of a prefix, one after another into one result, which they update in place."""
     forced = functools.partial(interpret_mode, True, detect_races=True)
-    monkeypatch.setattr(mla_prefill, "interpret_mode", lambda *args, **kwargs: forced())
+    monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
     # Without what other tests have traced of it.
     monkeypatch.setattr(prefill_op, "prefill_mosaic", prefill_op.prefill_mosaic.__wrapped__)
     case = prefill_case([200, 5, 70], [70, 5, 6])
