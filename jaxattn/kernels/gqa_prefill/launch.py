@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import Implementation, Refusal
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.gqa_prefill.body import Block, Scores
 from jaxattn.kernels.gqa_prefill.memory import (
     PAGE_SIZES,

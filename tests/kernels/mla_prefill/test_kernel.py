@@ -15,7 +15,6 @@ from jax import Array
 from jaxattn import mla
 from jaxattn.kernels.hopper import launch as hopper_launch
 from jaxattn.kernels.hopper.machine import interpret_mode
-from jaxattn.kernels.mla_prefill import kernel as mla_prefill
 from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic
 from jaxattn.kernels.mla_prefill.tile_order import head_group, tile_order
 from jaxattn.ops.mla import prefill as prefill_op
