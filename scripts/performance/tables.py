@@ -123,6 +123,20 @@ TABLES: dict[str, Callable[[], str]] = {
             "faster in loops": faster("call us", "fa3 call us", "FlashAttention-3"),
         },
     ),
+    "gqa-prefill": Table(
+        run="gqa-prefill",
+        columns={
+            "B,H/Hk,D,T": text("B,H/Hk,D,T"),
+            "us": US,
+            "TFLOP/s": RATES["TFLOP/s"],
+            "FlashAttention-3 us": number("fa3 us"),
+            "cuDNN, TFLOP/s": number("cuDNN, TFLOP/s", 0),
+            "call us": number("call us"),
+            "FlashAttention-3 call us": number("fa3 call us"),
+            "faster in bursts": faster("us", "fa3 us", "FlashAttention-3"),
+            "faster in loops": faster("call us", "fa3 call us", "FlashAttention-3"),
+        },
+    ),
     "mla-cache": Table(
         run="mla",
         where=lambda row: "cache" in row,

@@ -127,11 +127,12 @@ def gqa_prefill(
         query_lens: int32 new tokens of each row, at most T.
         scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is the best that
-            serves. The kernel has D 64, 128 and 256, and q, k and v of one dtype, bfloat16 or float16. Of a cache of that dtype in pages of 16,
-            32, 64 or 128 tokens it needs no memory beside its results; with fewer than 256 new
-            tokens a row and several query heads to a key-value head it copies queries and output.
-            Other caches are unpacked a block of tokens at a time, 256 MiB or 1024 tokens of each
-            row, whichever is more, beside one result in float32. "xla" takes any shape, and holds
+            serves. The kernel has D 64, 128 and 256, and q, k and v of one dtype, bfloat16 or
+            float16. Of a cache of that dtype in pages of 16, 32, 64 or 128 tokens it needs no
+            memory beside its results; with fewer than 256 new tokens a row and several query heads
+            to a key-value head it copies queries and output. Other caches are unpacked a block of
+            tokens at a time, 256 MiB or 1024 tokens of each row, whichever is more, beside one
+            result in float32. "xla" takes any shape, and holds
             B * H * 512 * 1024 * 4 bytes of scores at most.
 
     Returns:
