@@ -381,7 +381,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     """A trace of a model takes a second, so what weights and state alone refuse is not traced."""
     traced = []
 
-    def counted(step, *arguments, donated):
+    def counted(step, *arguments, donated, **_):
         # A model's steps have its state behind its weights; those of rows trace in no time.
         traced.extend([step] if donated == 1 else [])
         return 0
@@ -467,7 +467,9 @@ def test_a_picture_without_a_plan(capsys):
     assert "--plot draws a plan: give --plan too" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_and_sigterm_print_what_was_generated_and_the_summary(number, model):
     command = [sys.executable, "-m", "jaxattn.serve", "--model", model, "--json"]
     command += ["--prompt", "def f():", "--max-model-len", "4k", "--max-tokens", "4k"]

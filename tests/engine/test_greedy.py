@@ -68,6 +68,7 @@ def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
         assert together == [text[:16] for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter_agree_with_the_reference(model):
     # Two decode steps: the second reads what the kernels wrote.
     inputs = (*model, BYTES[:2], [text[:3] for text in TEXTS[:2]])

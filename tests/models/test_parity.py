@@ -28,6 +28,7 @@ from jaxattn.ops.moe import route
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
+NEAR = ("deepseek_v3_fp8", "qwen3_next_fp8")  # checked in bfloat16 wherever the suite runs
 MADE = 8  # folders that are written here
 
 
@@ -164,9 +165,11 @@ def every_expert(model: DecoderModel) -> DecoderModel:
 
 @devices
 def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(
-    loaded, wanted, folder, device
+    loaded, wanted, folder, device, request
 ):
     """Without a choice no near-tie of a router falls to another expert."""
+    if device == "any" and folder.name not in NEAR and not request.config.getoption("--slow"):
+        pytest.skip("another folder of the same; --slow runs it")
     model, params = huggingface.load(folder)
     exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
     found = steps(every_expert(model), params, wanted)[0]

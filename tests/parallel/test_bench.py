@@ -11,6 +11,7 @@ from tests.helpers.virtual_devices import on_virtual_devices
 YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
 
 
+@pytest.mark.slow
 @on_virtual_devices
 def test_a_layout_is_timed_beside_one_gpu(tmp_path):
     file = tmp_path / "run.json"

@@ -26,6 +26,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_the_leader_generates_what_one_device_does():
     flags = FLAGS.replace("device_count=8", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

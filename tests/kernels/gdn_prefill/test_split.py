@@ -73,7 +73,7 @@ def test_the_same_bits_alone_and_packed(packing, split):
     assert_the_same_alone("mosaic_gpu", *packing, split)
 
 
-@pytest.mark.parametrize("split", [0, 64])
+@pytest.mark.parametrize("split", [0, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_same_bits_alone_and_packed_in_the_interpreter(split, monkeypatch):
     """On a machine so small that the choices differ here too."""
     monkeypatch.setattr(gdn_prefill_chunk, "NUM_SMS", 1)

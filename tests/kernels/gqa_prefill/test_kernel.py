@@ -75,7 +75,9 @@ def test_masks_and_epilogues(options, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("dim, window", [(64, None), (128, 100), (256, None)])
+@pytest.mark.parametrize(
+    "dim, window", [pytest.param(64, None, marks=pytest.mark.slow), (128, 100), (256, None)]
+)
 def test_heads_are_not_packed_where_tokens_are_many(dim, window, implementation, monkeypatch):
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
     jax.clear_caches()

@@ -272,7 +272,7 @@ def test_a_length_beyond_the_table_is_padding(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("cuts", [None, [(0, 0), (0, 1)]])
+@pytest.mark.parametrize("cuts", [None, pytest.param([(0, 0), (0, 1)], marks=pytest.mark.slow)])
 def test_with_x64_enabled(cuts, implementation):
     case = mla_case([70, 0], heads=10, q_len=2)
     with x64():
@@ -311,7 +311,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
 
 
 @both_devices
-@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("q_len", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_more_rows_than_parts(q_len, implementation):
     """Places in another order than the rows', the last one's without tokens; with q_len 2 rows of
     one token too."""

@@ -113,6 +113,7 @@ def test_a_nan_in_a_token_stays_in_that_token_and_padding_is_zero():
     np.testing.assert_array_equal(np.delete(found, [2, 4], 0), np.delete(clean, [2, 4], 0))
 
 
+@pytest.mark.slow
 def test_in_a_loop_over_layers_the_arena_is_carried():
     x, ids, weights, gate_up, down = moe_case(3, 4, 2, layers=2)
     sizes = dict(tokens=3, top_k=2, experts=4, hidden=128, expert_size=64)
