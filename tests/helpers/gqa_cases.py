@@ -73,7 +73,8 @@ def gqa_case(
             blocks.append(held_or_nan.astype(dtype if scales is None else FP8))
             owned.append(tables[row, j])
     shape = (layers, sum(needed) + 3, 2, page, kv_heads, dim)
-    cache = poisoned(np.array(owned, np.int32), np.stack(blocks), shape=shape, layer=layer)
+    held_blocks = np.array(blocks, dtype if scales is None else FP8).reshape(-1, *shape[2:])
+    cache = poisoned(np.array(owned, np.int32), held_blocks, shape=shape, layer=layer)
     heads = group * kv_heads
     drawn = lambda *shape: rng.normal(size=shape)  # noqa: E731
     options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
@@ -143,7 +144,7 @@ def assert_gqa_close(case: GQACase, out: Array, lse: Array) -> None:
     assert (np.asarray(out)[dead] == 0).all()
     error = np.abs(np.asarray(out, np.float64) - expected).max(axis=-1)
     assert (error <= 2 / 128 * np.abs(expected).max(axis=-1)).all(), error.max()
-    assert relative(out, expected) < 4e-3
+    assert dead.all() or relative(out, expected) < 4e-3
 
 
 def expected_shape(case: GQACase) -> dict[str, int]:
