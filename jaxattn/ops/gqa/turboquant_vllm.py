@@ -28,7 +28,7 @@ def import_vllm_slots(
     """One layer of vLLM's cache as one of this library's.
 
     Codes, scales and minima carry over bit by bit, and so do e4m3 keys. Levels are e4m3 numbers
-    here and float32 ones there, so that a key differs by 1.5 % of its length at most; its length
+    here and float32 ones there, so that a key differs by 2% of its length at most; its length
     is the same within a float16 rounding.
 
     Args:
