@@ -8,6 +8,7 @@ float8_e4m3fn. Reference: `jaxattn.gqa.gqa_append` (implementation="xla"); tests
 tests/ops/gqa/test_append.py.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import FP8, FP8_MAX
-from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import require_hopper
 
 THREADS = 128
 
@@ -34,7 +36,7 @@ def line_width(head_dim: int) -> int:
 
 
 def refuse(heads: int, kv_heads: int, head_dim: int, cache_dtype: Any) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernel cannot run."""
+    """Raises `Refusal`, with the reason, where the kernel cannot run."""
     if head_dim not in (64, 128, 256):
         raise Refusal(f"gqa_append: the kernel has D 64, 128 or 256, got {head_dim}")
     together = heads_together(head_dim)
@@ -48,6 +50,140 @@ def refuse(heads: int, kv_heads: int, head_dim: int, cache_dtype: Any) -> None:
             "gqa_append: the kernel writes a bfloat16, float16 or FP8 cache, got "
             f"{cache_dtype.name}"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What a block does with its references.
+
+    Attributes:
+        q_len: S.
+        q_lines: blocks of a token that have queries; those behind them have keys and values.
+        head_dim: D.
+        rotated: of them, the first.
+        stacked: whether weights are those of all layers.
+        dtype: of the queries that are returned.
+    """
+
+    q_len: int
+    q_lines: int
+    head_dim: int
+    rotated: int
+    interleaved: bool
+    eps: float
+    stacked: bool
+    dtype: Any
+
+    @property
+    def width(self) -> int:
+        return line_width(self.head_dim)
+
+    @property
+    def channel(self) -> Any:
+        """How a block's numbers lie in registers."""
+        return plgpu.Layout.WG_STRIDED((self.width,), vec_size=1)
+
+    def run(self, *, layer_ref: Any, angles_ref: Any, weights_ref: Any, **refs: Any) -> None:
+        """`refs` are those of `queries` and of `key_and_value`."""
+        token, line = lax.axis_index("token"), lax.axis_index("line")
+        smem, width = refs["smem"], self.width
+        which = layer_ref[0]
+        own = which if self.stacked else 0
+        cosine = self.load(angles_ref.at[token, pl.ds(0, width)])
+        sine = self.load(angles_ref.at[token, pl.ds(width, width)])
+
+        def weight_of(kind: int) -> jax.Array | None:
+            if weights_ref is None:
+                return None
+            return self.load(weights_ref.at[own, pl.ds(kind * width, width)])
+
+        def prepared(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+            return self.turned(self.normed(x, weight), cosine, sine, smem)
+
+        @pl.when(line < self.q_lines)
+        def _queries() -> None:
+            x = self.load(refs["q_ref"].at[token, line, pl.ds(0, width)])
+            refs["out_ref"].at[token, line][...] = prepared(x, weight_of(0)).astype(self.dtype)
+
+        @pl.when(line >= self.q_lines)
+        def _key_and_value() -> None:
+            mine = line - self.q_lines
+            # Everything is read before anything waits: latencies run side by side.
+            key, value = (self.load(refs[name].at[token, mine]) for name in ("k_ref", "v_ref"))
+            weight = weight_of(1)
+            page, position, known = self.place(token, which, refs)
+            cache, scale_ref = refs["cache_ref"], refs["scale_ref"]
+
+            @pl.when(known & (page >= 0) & (page < cache.shape[1]))
+            def _write() -> None:
+                at, dims = lax.rem(position, cache.shape[3]), pl.ds(mine * width, width)
+                for kind, x in enumerate((prepared(key, weight), value)):
+                    scale = self.scale(scale_ref, kind, mine)
+                    cache.at[which, page, kind, at, dims][...] = self.stored(x, scale, cache.dtype)
+
+    def load(self, ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=self.channel, optimized=False).astype(jnp.float32)
+
+    def dim_of_line(self) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.channel)
+
+    def per_head(self, values: list[jax.Array]) -> jax.Array:
+        """A number for each head of the block, for each of its dims."""
+        if len(values) == 1:
+            return values[0]
+        return jnp.where(self.dim_of_line() < self.head_dim, values[0], values[1])
+
+    def normed(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        if weight is None:
+            return x
+        squares = [x * x]
+        if heads_together(self.head_dim) > 1:
+            mine = self.dim_of_line() < self.head_dim
+            squares = [jnp.where(mine, squares[0], 0.0), jnp.where(mine, 0.0, squares[0])]
+        share = 1.0 / self.head_dim
+        factors = [lax.rsqrt(jnp.sum(some) * share + self.eps) for some in squares]
+        return x * self.per_head(factors) * weight
+
+    def turned(self, x: jax.Array, cosine: jax.Array, sine: jax.Array, smem: Any) -> jax.Array:
+        """To shared memory and back, the other dim of its pair comes to a thread: what lies outside
+        of the head, or has not been written, is never selected."""
+        width, shift = self.width, 1 if self.interleaved else self.rotated // 2
+        smem.at[pl.ds(width, width)][...] = x
+        plgpu.commit_smem()
+        after = self.load(smem.at[pl.ds(width + shift, width)])
+        before = self.load(smem.at[pl.ds(width - shift, width)])
+        place = lax.rem(self.dim_of_line(), self.head_dim)
+        first = lax.rem(place, 2) == 0 if self.interleaved else place < shift
+        partner = jnp.where(first, after, before)
+        return jnp.where(place < self.rotated, x * cosine + partner * sine, x)
+
+    def place(self, token: jax.Array, layer: jax.Array, refs: Any) -> tuple[jax.Array, ...]:
+        """(page, position in the row, whether the row has such a token and a table so wide)."""
+        tables_ref, query_lens_ref = refs["tables_ref"], refs["query_lens_ref"]
+        layers, _, _, page_size, _ = refs["cache_ref"].shape
+        row = lax.div(token, self.q_len)
+        length, place = refs["lens_ref"][row], lax.rem(token, self.q_len)
+        queries = self.q_len if query_lens_ref is None else query_lens_ref[row]
+        position = length - queries + place
+        column = lax.div(jnp.maximum(position, 0), page_size)
+        known = (length > 0) & (place < queries) & (position >= 0)
+        known &= (column < tables_ref.shape[1]) & (layer >= 0) & (layer < layers)
+        page = tables_ref[row, jnp.minimum(column, tables_ref.shape[1] - 1)]
+        return page, position, known
+
+    def scale(self, scale_ref: Any, kind: int, line: jax.Array) -> jax.Array | None:
+        """Of the block's heads, for each of its dims; None where the cache has none."""
+        if scale_ref is None:
+            return None
+        together = heads_together(self.head_dim)
+        first = line * together
+        return self.per_head([scale_ref[kind, first + i] for i in range(together)])
+
+    def stored(self, x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+        if scale is None:
+            return x.astype(dtype)
+        x = jnp.where((x == jnp.inf) | (x == -jnp.inf), jnp.nan, x) / scale
+        return jnp.minimum(jnp.maximum(x, -FP8_MAX), FP8_MAX).astype(FP8)
 
 
 def gqa_append_mosaic(
@@ -81,7 +217,6 @@ def gqa_append_mosaic(
     if together > 1:
         q, of_head = q[..., :dim], dim
     q_lines, kv_lines, rotated = heads // together, kv_heads // together, angles.shape[-1] // 2
-    stacked, fp8 = weights is not None and weights.ndim == 2, kv_cache.dtype == FP8
 
     def of_line(some: jax.Array) -> jax.Array:
         """Numbers of the rotated dims, for all of a block's."""
@@ -93,124 +228,33 @@ def gqa_append_mosaic(
     else:
         angles = jnp.concatenate([of_line(x) for x in jnp.split(angles, 2, axis=-1)], axis=-1)
     layers = kv_cache if layer is not None else kv_cache[None]
-    operands = [
-        q.reshape(tokens, q_lines, together * of_head),
-        k.reshape(tokens, kv_lines, width),
-        v.reshape(tokens, kv_lines, width),
-        angles.astype(jnp.float32),
-        jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
-        block_tables,
-        seq_lens,
-    ]
-    if weights is not None:
-        weights = weights.reshape(-1, weights.shape[-1])
-    operands += [x for x in (weights, query_lens, kv_scale) if x is not None]
+    inputs = {
+        "q_ref": q.reshape(tokens, q_lines, together * of_head),
+        "k_ref": k.reshape(tokens, kv_lines, width),
+        "v_ref": v.reshape(tokens, kv_lines, width),
+        "angles_ref": angles.astype(jnp.float32),
+        "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        "tables_ref": block_tables,
+        "lens_ref": seq_lens,
+        "weights_ref": None if weights is None else weights.reshape(-1, weights.shape[-1]),
+        "query_lens_ref": query_lens,
+        "scale_ref": kv_scale,
+    }
     cache_ref = jax.new_ref(layers.reshape(*layers.shape[:4], kv_heads * dim))
-    shift = 1 if interleaved else rotated // 2
-    channel = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
-
-    def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=channel, optimized=False).astype(jnp.float32)
-
-    dim_of_line = lambda: plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=channel)  # noqa: E731
-
-    def per_head(values: list[jax.Array]) -> jax.Array:
-        """A number for each head of the block, for each of its dims."""
-        if together == 1:
-            return values[0]
-        return jnp.where(dim_of_line() < dim, values[0], values[1])
-
-    def normed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        if weight is None:
-            return x
-        squares = [x * x]
-        if together > 1:
-            mine = dim_of_line() < dim
-            squares = [jnp.where(mine, squares[0], 0.0), jnp.where(mine, 0.0, squares[0])]
-        factors = [lax.rsqrt(jnp.sum(some) * (1.0 / dim) + eps) for some in squares]
-        return x * per_head(factors) * weight
-
-    def turned(x: jax.Array, cosine: jax.Array, sine: jax.Array, smem: Any) -> jax.Array:
-        """To shared memory and back, the other dim of its pair comes to a thread: what lies outside
-        of the head, or has not been written, is never selected."""
-        smem.at[pl.ds(width, width)][...] = x
-        plgpu.commit_smem()
-        after = load(smem.at[pl.ds(width + shift, width)])
-        before = load(smem.at[pl.ds(width - shift, width)])
-        place = lax.rem(dim_of_line(), dim)
-        first = lax.rem(place, 2) == 0 if interleaved else place < shift
-        partner = jnp.where(first, after, before)
-        return jnp.where(place < rotated, x * cosine + partner * sine, x)
-
-    def stored(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if scale is None:
-            return x.astype(kv_cache.dtype)
-        x = jnp.where((x == jnp.inf) | (x == -jnp.inf), jnp.nan, x) / scale
-        return jnp.minimum(jnp.maximum(x, -FP8_MAX), FP8_MAX).astype(FP8)
-
-    def body(q_ref, k_ref, v_ref, angles_ref, layer_ref, tables_ref, lens_ref, *rest):
-        refs = iter(rest)
-        weights_ref: Any = next(refs) if weights is not None else None
-        query_lens_ref: Any = next(refs) if query_lens is not None else None
-        scale_ref: Any = next(refs) if fp8 else None
-        cache, out_ref, smem = refs
-        token, line = lax.axis_index("token"), lax.axis_index("line")
-        which = layer_ref[0]
-        own = which if stacked else 0
-        layers, pages, _, page_size, _ = cache.shape
-        cosine = load(angles_ref.at[token, pl.ds(0, width)])
-        sine = load(angles_ref.at[token, pl.ds(width, width)])
-
-        def weight_of(kind: int) -> jax.Array | None:
-            if weights_ref is None:
-                return None
-            return load(weights_ref.at[own, pl.ds(kind * width, width)])
-
-        @pl.when(line < q_lines)
-        def _queries():
-            x = load(q_ref.at[token, line, pl.ds(0, width)])
-            x = turned(normed(x, weight_of(0)), cosine, sine, smem)
-            out_ref.at[token, line][...] = x.astype(dtype)
-
-        @pl.when(line >= q_lines)
-        def _key_and_value():
-            mine = line - q_lines
-            # Everything is read before anything waits: latencies run side by side.
-            key, value = load(k_ref.at[token, mine]), load(v_ref.at[token, mine])
-            weight = weight_of(1)
-            row = lax.div(token, q_len)
-            length, place = lens_ref[row], lax.rem(token, q_len)
-            queries = q_len if query_lens is None else query_lens_ref[row]
-            position = length - queries + place
-            column = lax.div(jnp.maximum(position, 0), page_size)
-            known = (length > 0) & (place < queries) & (position >= 0)
-            known &= (column < tables_ref.shape[1]) & (which >= 0) & (which < layers)
-            page = tables_ref[row, jnp.minimum(column, tables_ref.shape[1] - 1)]
-
-            @pl.when(known & (page >= 0) & (page < pages))
-            def _write():
-                slot, dims = lax.rem(position, page_size), pl.ds(mine * width, width)
-                kept = turned(normed(key, weight), cosine, sine, smem)
-                for kind, x in enumerate((kept, value)):
-                    scale: Any = None
-                    if fp8:
-                        first = mine * together
-                        scale = per_head([scale_ref[kind, first + i] for i in range(together)])
-                    cache.at[which, page, kind, slot, dims][...] = stored(x, scale)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((tokens, q_lines, width), dtype),),
-        scratch_types=[plgpu.SMEM((3 * width,), jnp.float32)],
+    block = Block(
+        q_len=q_len, q_lines=q_lines, head_dim=dim, rotated=rotated, interleaved=interleaved,
+        eps=eps, stacked=weights is not None and weights.ndim == 2, dtype=dtype,
+    )  # fmt: skip
+    out = launch(
+        block.run,
+        name="gqa_append",
         # The last axis is the one that may have more than 65,535 blocks.
-        grid=(q_lines + kv_lines, tokens),
-        grid_names=("line", "token"),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="gqa_append",
+        grid={"line": q_lines + kv_lines, "token": tokens},
+        inputs={**inputs, "cache_ref": cache_ref},
+        outputs={"out_ref": jax.ShapeDtypeStruct((tokens, q_lines, width), dtype)},
+        scratch={"smem": plgpu.SMEM((3 * width,), jnp.float32)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
-    )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        (out,) = kernel(*operands, cache_ref)
+        interpret=interpret,
+        detect_races=detect_races,
+    )["out_ref"]
     return out.reshape(batch, q_len, heads, dim), jax.freeze(cache_ref).reshape(kv_cache.shape)
