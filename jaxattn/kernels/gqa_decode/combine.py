@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa_decode.memory import ACROSS
 from jaxattn.kernels.gqa_decode.merge import WIDTH, gated, with_sink
-from jaxattn.kernels.hopper.machine import interpret_mode
+from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 from jaxattn.kernels.mla_decode.schedule import Schedule
@@ -53,11 +53,7 @@ def combine(
     def wide(vector: jax.Array) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, (ACROSS, WIDTH), [0]), SCORES)
 
-    def body(partial_lse_ref, slots_ref, *every):
-        others = iter(every)
-        sinks_ref: Any = next(others) if sinks is not None else None
-        gate_ref: Any = next(others) if gate is not None else None
-        out_ref, partial_ref, lse_ref = others
+    def body(partial_lse_ref, slots_ref, sinks_ref, gate_ref, out_ref, partial_ref, lse_ref):
         pair, chunk, piece = (lax.axis_index(name) for name in ("pair", "chunk", "dims"))
         mine, dims = pl.ds(chunk * ACROSS, ACROSS), pl.ds(piece * WIDTH, WIDTH)
         slots = [slots_ref[i, pair] for i in range(3)]
@@ -120,20 +116,26 @@ def combine(
                 lse = (top + jnp.log2(total)) * (1 / LOG2E)
                 lse_ref[pair, mine] = jnp.where(empty, -jnp.inf, lse)
 
-    kernel = plgpu.kernel(
+    launch(
         body,
-        out_type=(),
-        grid=(pairs, rows // ACROSS, out_ref.shape[1] // WIDTH),
-        grid_names=("pair", "chunk", "dims"),
-        kernel_name="gqa_decode_combine",
+        name="gqa_decode_combine",
+        grid={"pair": pairs, "chunk": rows // ACROSS, "dims": out_ref.shape[1] // WIDTH},
+        inputs={
+            "partial_lse_ref": partial_lse,
+            "slots_ref": line.slots,
+            "sinks_ref": sinks,
+            "gate_ref": gate,
+            "out_ref": out_ref,
+            "partial_ref": partial_ref,
+            "lse_ref": lse_ref,
+        },
+        warpgroups=None,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    given = [x for x in (sinks, gate) if x is not None]
-    with jax.enable_x64(False):
-        kernel(partial_lse, line.slots, *given, out_ref, partial_ref, lse_ref)
     return jax.freeze(lse_ref)

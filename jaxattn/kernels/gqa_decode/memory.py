@@ -99,8 +99,8 @@ class Memory(NamedTuple):
 
 def scratch_types(
     dtype: Any, cache_dtype: Any, columns: int, head_dim: int, page_size: int
-) -> list[Any]:
-    """Of `Memory`, in its order; `dtype` is `product_dtype`."""
+) -> Memory:
+    """What `Memory` is made of; `dtype` is `product_dtype`."""
     tiles = swizzled(dtype)
     of_keys, of_values = steps_ahead(columns, head_dim, cache_dtype)
     of_cache = tiles_of(head_dim) if cache_dtype == FP8 else tiles
@@ -112,24 +112,22 @@ def scratch_types(
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(CONSUMERS, steps))
 
     copies = copies_of(page_size)
-    return [
-        *Memory(
-            keys=ring(of_keys),
-            values=ring(of_values),
-            queries=plgpu.SMEM((QUERIES, columns, head_dim), dtype, transforms=tiles),
-            scores=plgpu.SMEM((CONSUMERS, columns, PAGE + MARGIN), jnp.float32),
-            p=plgpu.SMEM((CONSUMERS, columns, PAGE), dtype, transforms=tiles),
-            outputs=plgpu.SMEM((CONSUMERS, columns, head_dim + MARGIN), jnp.float32),
-            stats=plgpu.SMEM((3, CONSUMERS, columns), jnp.float32),
-            keys_loaded=barriers(copies, of_keys),
-            values_loaded=barriers(copies, of_values),
-            queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
-            keys_read=barriers(1, of_keys),
-            values_read=barriers(1, of_values),
-            queries_read=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=QUERIES),
-            both_there=plgpu.Barrier(num_arrivals=CONSUMERS),
-        )
-    ]
+    return Memory(
+        keys=ring(of_keys),
+        values=ring(of_values),
+        queries=plgpu.SMEM((QUERIES, columns, head_dim), dtype, transforms=tiles),
+        scores=plgpu.SMEM((CONSUMERS, columns, PAGE + MARGIN), jnp.float32),
+        p=plgpu.SMEM((CONSUMERS, columns, PAGE), dtype, transforms=tiles),
+        outputs=plgpu.SMEM((CONSUMERS, columns, head_dim + MARGIN), jnp.float32),
+        stats=plgpu.SMEM((3, CONSUMERS, columns), jnp.float32),
+        keys_loaded=barriers(copies, of_keys),
+        values_loaded=barriers(copies, of_values),
+        queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
+        keys_read=barriers(1, of_keys),
+        values_read=barriers(1, of_values),
+        queries_read=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=QUERIES),
+        both_there=plgpu.Barrier(num_arrivals=CONSUMERS),
+    )
 
 
 def over_out(vector: jax.Array, rows: int) -> jax.Array:

@@ -143,3 +143,35 @@ def decode_schedule(
         pieces=pieces if may_cut(pairs, parts, steps) else 1,
     )
     return PairSchedule(line, num_kv_heads, q_len, window)
+
+
+def line_of(
+    op: str,
+    schedule: PairSchedule | None,
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None,
+    interpret: bool,
+) -> Schedule:
+    """The parts of a call: the given schedule's, or those of one that is made for it.
+
+    Raises:
+        ValueError: the schedule was made for other rows.
+    """
+    if schedule is None:
+        schedule = decode_schedule(
+            seq_lens, q_len=q_len, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, max_pages=max_pages, page_size=page_size, window=window,
+            interpret=interpret,
+        )  # fmt: skip
+    schedule.check(
+        op, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads, window=window,
+        steps=most_steps(max_pages, page_size, q_len, window),
+    )  # fmt: skip
+    return schedule.line

@@ -9,29 +9,33 @@ Reference: `jaxattn.ops.gqa.turboquant.turbo_attention` (implementation="xla"); 
 tests/kernels/gqa_turbo/test_decode.py.
 """
 
-import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.turboquant import TurboFormat, rotate
-from jaxattn.kernels.gqa_decode.combine import combine
-from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES, block_columns
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule, may_cut, most_steps
-from jaxattn.kernels.gqa_decode.scratch import spec_of
-from jaxattn.kernels.gqa_turbo.body import make_body
+from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
+from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
+from jaxattn.kernels.gqa_decode.results import Packing, Results
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, line_of
+from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
 from jaxattn.kernels.gqa_turbo.fragments import query_terms
-from jaxattn.kernels.gqa_turbo.memory import coded_view, room_of, scratch_types
-from jaxattn.kernels.hopper.machine import interpret_mode, require_hopper
+from jaxattn.kernels.gqa_turbo.memory import (
+    REGISTERS,
+    Memory,
+    coded_view,
+    room_of,
+    scratch_types,
+)
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import require_hopper
 
 
 def refuse(q: Any, kv_cache: Any, form: TurboFormat) -> None:
-    """Raises `NotImplementedError`, with the reason, where the kernel cannot run.
+    """Raises `Refusal`, with the reason, where the kernel cannot run.
 
     Args:
         q: [B, S, H, D], an array or its shape.
@@ -74,96 +78,54 @@ def turbo_decode_mosaic(
         kv_cache, layer = kv_cache[None], 0
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     batch, q_len, num_heads, dim = q.shape
-    kv_heads = kv_cache.shape[2]
-    page_size, max_pages, dtype = form.page_size(kv_cache), block_tables.shape[1], q.dtype
-    group, pairs = num_heads // kv_heads, batch * kv_heads
-    shape: dict[str, Any] = {"q_len": q_len, "num_kv_heads": kv_heads, "window": window}
-    if schedule is None:
-        schedule = decode_schedule(
-            seq_lens, num_heads=num_heads, head_dim=dim, max_pages=max_pages,
-            page_size=page_size, interpret=interpret, **shape,
-        )  # fmt: skip
-    steps = most_steps(max_pages, page_size, q_len, window)
-    schedule.check("turbo_attention", batch=batch, steps=steps, **shape)
-    line = schedule.line
-    columns, tiles = block_columns(q_len * group, dim)
-    rows = columns * tiles
-
-    def packed(x: jax.Array) -> jax.Array:
-        """[B, S, H, D] as [pairs, rows, D]."""
-        x = x.reshape(batch, q_len, kv_heads, group, dim).swapaxes(1, 2)
-        x = x.reshape(pairs, q_len * group, dim)
-        return jnp.pad(x, ((0, 0), (0, rows - q_len * group), (0, 0)))
-
-    queries, factors = _operands(packed(q), form, tiles)
-    if sinks is not None:
-        sinks = jnp.tile(sinks.reshape(kv_heads, group), (1, q_len))
-        sinks = jnp.pad(sinks, ((0, 0), (0, rows - q_len * group)))
-    gate = None if gate is None else packed(gate)
-    cache = coded_view(kv_cache, form, page_size, interpret=interpret)
-    operands = [queries, cache, layer, block_tables, seq_lens, line.cuts, factors * scale]
-    operands += [x for x in (line.order, query_lens, sinks, gate) if x is not None]
-
-    split = may_cut(pairs, line.parts, line.max_pages)
-    spec = spec_of(pairs, rows, dim, dtype, line.parts, split)
-    regions = dict(spec.regions)
-    names = ["out", *(["partial_out"] if split else [])]
-    if arena is None:
-        kinds = [regions[name] for name in names]
-        lanes = [(jnp.empty((math.prod(x.shape) // dim, dim), x.dtype), 0) for x in kinds]
-    else:
-        lanes = [arena.lane(spec, name, width=dim) for name in names]
-    refs, first_rows = [jax.new_ref(lane) for lane, _ in lanes], [first for _, first in lanes]
-    counts = [pairs, *([2 * line.parts] if split else [])]
-
-    body = make_body(
-        form=form, q_len=q_len, group=group, kv_heads=kv_heads, columns=columns, out_rows=rows,
-        parts=line.parts, window=window, soft_cap=soft_cap, page_size=page_size, split=split,
-        ordered=line.order is not None, ragged=query_lens is not None,
-        sinks=sinks is not None, gated=gate is not None, interpret=interpret,
+    kv_heads, page_size = kv_cache.shape[2], form.page_size(kv_cache)
+    packing = Packing(batch, q_len, num_heads, dim, kv_heads)
+    line = line_of(
+        "turbo_attention", schedule, seq_lens, q_len=q_len, num_heads=num_heads,
+        num_kv_heads=kv_heads, head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size,
+        window=window, interpret=interpret,
     )  # fmt: skip
-    kernel = plgpu.kernel(
-        functools.partial(body, first_rows),
-        out_type=tuple(jax.ShapeDtypeStruct((count, rows), jnp.float32) for count in counts),
-        scratch_types=scratch_types(form, columns, page_size),
+    queries, factors = _operands(packing.pack(q), form, packing.tiles)
+    sinks = None if sinks is None else packing.pack_heads(sinks)
+    gate = None if gate is None else packing.pack(gate)
+    cache = coded_view(kv_cache, form, page_size, interpret=interpret)
+    factors = factors * scale
+    results = Results(arena, line, packing, q.dtype)
+    columns = packing.columns
+    room = room_of(form, columns, page_size)
+    cut = CodedCut(
+        q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
+        out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=None,
+        window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
+        registers=REGISTERS[room.consumers], interpret=interpret, form=form, room=room,
+    )  # fmt: skip
+    written = launch(
+        lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
+        name=f"turbo_decode_{form.preset}",
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
-        grid=(line.parts, tiles),
-        grid_names=("part", "tile"),
-        num_threads=room_of(form, columns, page_size).consumers + 1,
-        thread_name="wg",
-        kernel_name=f"turbo_decode_{form.preset}",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # reductions stay inside a warp
-            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
-            # The body names its layouts; those of padded shared memory are not found by inference.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        grid={"part": line.parts, "tile": packing.tiles},
+        inputs={
+            "q_ref": queries,
+            "kv_ref": cache,
+            "layer_ref": layer,
+            "table_ref": block_tables,
+            "lens_ref": seq_lens,
+            "cuts_ref": line.cuts,
+            "factors_ref": factors,
+            "order_ref": line.order,
+            "query_lens_ref": query_lens,
+            "sinks_ref": sinks,
+            "gate_ref": gate,
+            **results.inputs,
+        },
+        outputs=results.outputs,
+        scratch=scratch_types(form, columns, page_size)._asdict(),
+        warpgroups=room.consumers + 1,
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+        detect_races=detect_races,
     )
-    with jax.enable_x64(False):  # the kernel's integers are int32
-        lses = kernel(*operands, *refs)
-    lse = lses[0]
-    if split:
-        lse = combine(
-            refs, first_rows, lse, lses[1], line, sinks, gate,
-            kv_heads=kv_heads, interpret=interpret, detect_races=detect_races,
-        )  # fmt: skip
-
-    written = {name: jax.freeze(ref) for name, ref in zip(names, refs, strict=True)}
-    if arena is None:
-        out = written["out"].reshape(pairs, rows, dim)
-    else:
-        for name, lane in written.items():
-            arena = arena.with_lane(spec, name, lane)
-        out = arena.read(spec, "out")
-
-    def unpacked(x: jax.Array) -> jax.Array:
-        x = x[:, : q_len * group].reshape(batch, kv_heads, q_len, group, *x.shape[2:])
-        return x.swapaxes(1, 2).reshape(batch, q_len, num_heads, *x.shape[4:])
-
-    out, lse = unpacked(out), unpacked(lse)
-    return (out, lse) if arena is None else (out, lse, arena)
+    return results.finish(written, sinks, gate, interpret=interpret, detect_races=detect_races)
 
 
 def _operands(q: jax.Array, form: TurboFormat, tiles: int) -> tuple[jax.Array, jax.Array]:

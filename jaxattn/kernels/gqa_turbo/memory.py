@@ -127,29 +127,25 @@ class Memory(NamedTuple):
     both_there: Any
 
 
-def scratch_types(form: TurboFormat, columns: int, page_size: int) -> list[Any]:
-    """Of `Memory`, in its order."""
+def scratch_types(form: TurboFormat, columns: int, page_size: int) -> Memory:
+    """What `Memory` is made of."""
     room, dim = room_of(form, columns, page_size), form.head_dim
     w, terms = room.consumers, TERMS * columns
 
     def barriers(arrivals: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(w, room.steps))
 
-    return [
-        *Memory(
-            codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
-            queries=plgpu.SMEM(
-                (QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))
-            ),
-            scores=plgpu.SMEM((w, columns, PAGE + MARGIN), jnp.float32),
-            p=plgpu.SMEM((w, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
-            outputs=plgpu.SMEM((w, columns, dim + MARGIN), jnp.float32),
-            stats=plgpu.SMEM((3, w, columns), jnp.float32),
-            units=plgpu.SMEM((2, w, columns), jnp.float32),
-            codes_loaded=barriers(1 if whole_steps(page_size) else GROUPS),
-            queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
-            codes_read=barriers(1),
-            queries_read=plgpu.Barrier(num_arrivals=w, num_barriers=QUERIES),
-            both_there=plgpu.Barrier(num_arrivals=w),
-        )
-    ]
+    return Memory(
+        codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
+        queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))),
+        scores=plgpu.SMEM((w, columns, PAGE + MARGIN), jnp.float32),
+        p=plgpu.SMEM((w, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
+        outputs=plgpu.SMEM((w, columns, dim + MARGIN), jnp.float32),
+        stats=plgpu.SMEM((3, w, columns), jnp.float32),
+        units=plgpu.SMEM((2, w, columns), jnp.float32),
+        codes_loaded=barriers(1 if whole_steps(page_size) else GROUPS),
+        queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
+        codes_read=barriers(1),
+        queries_read=plgpu.Barrier(num_arrivals=w, num_barriers=QUERIES),
+        both_there=plgpu.Barrier(num_arrivals=w),
+    )

@@ -1,0 +1,292 @@
+"""What a block of `gqa_decode`, or of `turbo_decode`, has in hand, and what its warpgroups do.
+
+One warpgroup loads; it walks the part ahead of the others. The others take a part's steps, 64
+tokens each, in turns, from piece to piece. How a cache is read and multiplied is a subclass for
+each way to store it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gqa_decode.fp8 import Tiles
+from jaxattn.kernels.gqa_decode.memory import QUERIES
+from jaxattn.kernels.gqa_decode.merge import Epilogue, Outputs, merge, write_nothing
+from jaxattn.kernels.gqa_decode.pairs import Pairs
+from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
+from jaxattn.kernels.mla_decode.part import Place, visible_keys
+from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E, MASKED
+from jaxattn.kernels.mla_decode.schedule import PAGE
+
+LOADING_REGISTERS = 40
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    reduction_scratch_bytes=0,  # reductions stay inside a warp
+    unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+    # The body names its layouts; those of padded shared memory are not found by inference.
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        group: query heads that share a KV head.
+        columns: N, packed rows s * group + j of a block.
+        out_rows: packed rows that the output keeps of a pair.
+        parts: of the schedule.
+        first_rows: `Results.first_rows`.
+        scale: of all scores; None: each packed row has its own, in `Refs.factors_ref`.
+        consumers: w, warpgroups that take steps in turns.
+        registers: of each of their threads; None leaves all warpgroups what they have.
+    """
+
+    q_len: int
+    group: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    out_rows: int
+    parts: int
+    first_rows: Sequence[int]
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+    page_size: int
+    consumers: int
+    registers: int | None
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands and results."""
+
+    q_ref: Any
+    kv_ref: Any
+    layer_ref: Any
+    table_ref: Any
+    lens_ref: Any
+    cuts_ref: Any
+    order_ref: Any  # None: a schedule without an order
+    query_lens_ref: Any  # None: every row has all S tokens
+    sinks_ref: Any
+    gate_ref: Any
+    factors_ref: Any  # float32 [pairs, rows], of scores; None: all have `Cut.scale`
+    value_scale_ref: Any = None  # float32 [Hk], of an FP8 cache
+    out_ref: Any
+    partial_ref: Any  # None: no pair is cut
+    lse_ref: Any
+    partial_lse_ref: Any
+
+
+def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[Refs, M]:
+    """A launch's references, by name: those of operands and results, and shared memory."""
+    names = {field.name for field in dataclasses.fields(Refs)}
+    shared = {name: ref for name, ref in refs.items() if name not in names}
+    return Refs(**{name: ref for name, ref in refs.items() if name in names}), memory(**shared)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A pair's steps in a part, as a warpgroup that computes needs them.
+
+    Attributes:
+        done: steps of the part before the piece.
+        first: the first of the piece's steps that is this warpgroup's.
+        first_token: of the piece.
+        length: tokens of the pair's row.
+        begin: the first key that one of its query tokens sees, where `Block.first_key` gives it.
+        visible: [N, 64], how many keys each score's packed row sees.
+        factor: of scores, a number or [N, 64].
+        queries_at: which of the two places in shared memory has the piece's queries.
+    """
+
+    done: jax.Array
+    first: jax.Array
+    first_token: jax.Array
+    length: jax.Array
+    begin: jax.Array | None
+    visible: jax.Array
+    factor: Any
+    queries_at: jax.Array
+
+
+class Block[C: Cut, M]:
+    """`columns` packed rows of the pairs in a part.
+
+    A subclass reads its cache: `load` is what the loading warpgroup does, `empty`, `step` and
+    `result` what the others do with a piece's steps.
+    """
+
+    def __init__(self, cut: C, refs: Refs, memory: M):
+        self.cut, self.refs, self.memory = cut, refs, memory
+        self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
+        self.part = self.pairs()
+        self.mine = pl.ds(self.tile * cut.columns, cut.columns)
+        outputs = Outputs(
+            self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, refs.out_ref,
+            refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
+        )  # fmt: skip
+        self.epilogue = Epilogue[Any](
+            self.wg, memory, outputs, refs.sinks_ref, refs.gate_ref, self.tiles(),
+            refs.value_scale_ref, cut.interpret,
+        )  # fmt: skip
+
+    def load(self) -> None:
+        """All copies of the part, by one warpgroup."""
+        raise NotImplementedError
+
+    def empty(self) -> Any:
+        """A piece's state before its first step."""
+        raise NotImplementedError
+
+    def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
+        """The state after the `i`-th of the piece's steps that are this warpgroup's."""
+        raise NotImplementedError
+
+    def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+        """(output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
+        raise NotImplementedError
+
+    def tiles(self) -> Tiles | None:
+        """Of an FP8 cache."""
+        return None
+
+    def first_key(self, pair: jax.Array) -> jax.Array | None:
+        """Where values of keys that nobody sees end; None where none need be cleared."""
+        return None
+
+    def first_step(self, done: jax.Array) -> jax.Array:
+        """Of a piece's steps, the first that is this warpgroup's."""
+        consumers = self.cut.consumers
+        return lax.rem(self.wg + consumers - lax.rem(done, consumers), consumers)
+
+    def pairs(self) -> Pairs:
+        return Pairs(**self.of_pairs())
+
+    def of_pairs(self) -> dict[str, Any]:
+        """What `Pairs` are made of."""
+        cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
+        begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
+        return dict(
+            begin=begin, end=end, lens_ref=refs.lens_ref, table_ref=refs.table_ref,
+            kv_ref=refs.kv_ref, layer=refs.layer_ref[0], index=self.index,
+            order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
+            q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        cut = self.cut
+
+        @pl.when(self.wg == cut.consumers)
+        def _load() -> None:
+            if cut.registers is not None:
+                plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+            self.load()
+
+        @pl.when(self.wg < cut.consumers)
+        def _compute() -> None:
+            if cut.registers is not None:
+                plgpu.set_max_registers(cut.registers, action="increase")
+            self.compute()
+
+    def compute(self) -> None:
+        """Each piece of the part, and each pair that has none."""
+        first_column = self.tile * self.cut.columns
+        nothing = (jnp.int32(0), jnp.int32(0))
+        self.part.each_piece(functools.partial(self._piece, first_column), nothing)
+        rows = self.refs.lens_ref.shape[0]
+
+        @pl.loop(self.index, rows * self.cut.kv_heads, step=self.cut.parts)
+        def _each_empty_pair(pair):
+            @pl.when((self.part.pages_of(pair) <= 0) & (self.wg == 0))
+            def _():
+                write_nothing(self.epilogue.outputs, pair)
+
+    def _piece(
+        self, first_column: jax.Array, place: Place, start: jax.Array, steps: jax.Array, carry: Any
+    ) -> Any:
+        """The steps that are this warpgroup's, and one result of all warpgroups."""
+        (number, done), pair = carry, place.row
+        piece = self._opened(first_column, pair, start, number, done)
+        consumers, memory = self.cut.consumers, self.epilogue.memory
+        taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
+        state = lax.fori_loop(0, taken, functools.partial(self.step, piece), self.empty())
+        accs, top, total = self.result(state)
+        merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps)
+        # Only here all four warps are known to have seen the queries come.
+        plgpu.barrier_arrive(memory.queries_read.at[piece.queries_at])
+        return number + 1, done + steps
+
+    def _opened(
+        self, first_column: jax.Array, pair: jax.Array, start: jax.Array, number: jax.Array,
+        done: jax.Array,
+    ) -> Piece:  # fmt: skip
+        """A piece whose queries have come."""
+        cut, part = self.cut, self.part
+        length, queries = part.length_of(pair), part.queries_of(pair)
+        begin = self.first_key(pair)
+        first_token = (start + part.first_step_of(pair)) * PAGE
+        factor: Any = cut.scale
+        if factor is None:
+            of_rows = self.refs.factors_ref.at[pair, self.mine]
+            factor = self.over_keys(plgpu.load(of_rows, layout=BY_ROW, optimized=False))
+        visible = visible_keys(
+            first_column + self.iota(0), length, queries,
+            q_len=cut.q_len, num_heads=cut.group, layout=SCORES,
+        )  # fmt: skip
+        queries_at = lax.rem(number, QUERIES)
+        plgpu.barrier_wait(self.epilogue.memory.queries_loaded.at[queries_at])
+        return Piece(
+            done=done, first=self.first_step(done), first_token=first_token, length=length,
+            begin=begin, visible=visible, factor=factor, queries_at=queries_at,
+        )  # fmt: skip
+
+    def softened(
+        self, scores: jax.Array, factor: Any, piece: Piece, token: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """(which scores count, log2 of their weights), of the 64 keys from `token` on."""
+        cut = self.cut
+        if cut.soft_cap is None:
+            scores = scores * (factor * LOG2E)
+        else:
+            # tanh, whose approximate instruction is off by 2**-11 of the cap.
+            power = jnp.exp2(scores * (factor * (2 * LOG2E / cut.soft_cap)))
+            scores = (1.0 - 2.0 / (power + 1.0)) * (cut.soft_cap * LOG2E)
+        key = self.iota(1) + token
+        seen = key < piece.visible
+        if cut.window is not None:
+            seen &= key >= piece.visible - cut.window
+        return seen, jnp.where(seen, scores, MASKED)
+
+    def over_keys(self, vector: jax.Array) -> jax.Array:
+        """Of each packed row, for its scores."""
+        wide = lax.broadcast_in_dim(vector, (self.cut.columns, PAGE), [0])
+        return plgpu.layout_cast(wide, SCORES)
+
+    def iota(self, dimension: int) -> jax.Array:
+        shape = (self.cut.columns, PAGE)
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=SCORES)
+
+    def no_top(self) -> jax.Array:
+        """Maxima of logarithms before the first step."""
+        return plgpu.layout_cast(jnp.full((self.cut.columns,), EMPTY, jnp.float32), BY_ROW)
+
+    def no_sum(self) -> jax.Array:
+        """Sums of weights then."""
+        return plgpu.layout_cast(jnp.zeros((self.cut.columns, PAGE), jnp.float32), SCORES)
+
+    def no_output(self, dims: int) -> jax.Array:
+        """A block of so many dims then."""
+        nothing = jnp.zeros((dims, self.cut.columns), jnp.float32)
+        return plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)

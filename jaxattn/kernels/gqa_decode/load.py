@@ -1,0 +1,108 @@
+"""The warpgroup of `gqa_decode`, and of `turbo_decode`, that loads: queries, and each step's cache.
+
+It walks the part ahead of those that compute, and fills rings, each warpgroup's own. A place in a
+ring is filled again as soon as what lies there was read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gqa_decode.memory import QUERIES
+from jaxattn.kernels.gqa_decode.pairs import Pairs
+from jaxattn.kernels.hopper.machine import meet
+from jaxattn.kernels.mla_decode.part import Place
+
+
+def place_of(step: jax.Array, consumers: int) -> tuple[jax.Array, jax.Array]:
+    """(warpgroup, its turn) of a part's step."""
+    return lax.rem(step, consumers), lax.div(step, consumers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """
+    Attributes:
+        steps: of each warpgroup, that have a place.
+        loaded, read: barriers [w, steps] of what has come, and of what may be overwritten.
+        copies: (from, to) of a step of a pair, of (pair, the cache's pages, step, warpgroup, its
+            place in the ring).
+    """
+
+    steps: int
+    loaded: Any
+    read: Any
+    copies: Callable[
+        [jax.Array, list[jax.Array], jax.Array, jax.Array, jax.Array], list[tuple[Any, Any]]
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loader:
+    """
+    Attributes:
+        q_ref: packed queries [pairs, rows, D].
+        mine: the block's rows of them.
+        memory: has `queries`, and their barriers `queries_loaded` and `queries_read`.
+        rings: in the order in which a step's copies start.
+        consumers: warpgroups that compute.
+    """
+
+    part: Pairs
+    q_ref: Any
+    mine: Any
+    memory: Any
+    rings: tuple[Ring, ...]
+    consumers: int
+    interpret: bool
+
+    def run(self) -> None:
+        """Everything, to the end: a thread that waits on a barrier has to see each of its
+        completions."""
+        number, done = self.part.each_piece(self._piece, (jnp.int32(0), jnp.int32(0)))
+
+        # What nobody waited for: the last steps of each ring, and the last queries.
+        for ring in self.rings:
+
+            @pl.loop(jnp.maximum(done - self.consumers * ring.steps, 0), done)
+            def _drain(step, ring=ring):
+                wg, turn = place_of(step, self.consumers)
+                plgpu.barrier_wait(ring.read.at[wg, lax.rem(turn, ring.steps)])
+
+        @pl.loop(jnp.maximum(number - QUERIES, 0), number)
+        def _drain_queries(i):
+            plgpu.barrier_wait(self.memory.queries_read.at[lax.rem(i, QUERIES)])
+
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        memory = self.memory
+        number, done = carry
+        pair, stop = place.row, start + steps
+        at = lax.rem(number, QUERIES)
+        # Before the queries' place is waited for, the first page's number is asked for.
+        numbers = self.part.numbers(pair, start, stop)
+        pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(memory.queries_read.at[at]))
+        there = memory.queries_loaded.at[at]
+        plgpu.copy_gmem_to_smem(self.q_ref.at[pair, self.mine], memory.queries.at[at], there)
+
+        def step(i, numbers):
+            wg, turn = place_of(done + i, self.consumers)
+            following = self.part.numbers(pair, start + i + 1, stop)
+            for ring in self.rings:
+                slot = lax.rem(turn, ring.steps)
+                free = functools.partial(plgpu.barrier_wait, ring.read.at[wg, slot])
+                pl.when(turn >= ring.steps)(free)
+                for some, to in ring.copies(pair, numbers, start + i, wg, slot):
+                    plgpu.copy_gmem_to_smem(some, to, ring.loaded.at[wg, slot])
+            # A barrier tells odd rounds from even ones: no warp may be a round behind.
+            meet(interpret=self.interpret)
+            return following
+
+        lax.fori_loop(0, steps, step, numbers)
+        return number + 1, done + steps
