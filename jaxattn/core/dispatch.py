@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -89,3 +90,32 @@ def with_gradient_of(reference: Callable[..., Any], function: Callable[..., Any]
 
     differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
     return differentiable
+
+
+def without_gradient[T](op: str, operands: T) -> T:
+    """The operands of a kernel that has no gradient, none of which may be differentiated.
+
+    Args:
+        op: the op's public name, for the message.
+        operands: arrays, or a tree of them; None is no array.
+
+    Raises:
+        NotImplementedError: later, where JAX differentiates what depends on one of them. It is no
+            `Refusal`: inside `jax.jit` the implementation was chosen long before.
+    """
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{op}: its kernel has no gradient; pass implementation='xla' to differentiate"
+        )
+
+    def held(x: Any) -> Any:
+        is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        return same(x) if is_float else x
+
+    return jax.tree.map(held, operands)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.formats import FP8, FP8_MAX
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -213,6 +213,9 @@ def gqa_append_mosaic(
     batch, q_len, heads, of_head = q.shape
     kv_heads, dim = k.shape[2:]
     refuse(heads, kv_heads, dim, kv_cache.dtype)
+    q, k, v, weights, kv_cache, angles, kv_scale = without_gradient(
+        "gqa_append", (q, k, v, weights, kv_cache, angles, kv_scale)
+    )
     together, width, tokens = heads_together(dim), line_width(dim), batch * q_len
     if together > 1:
         q, of_head = q[..., :dim], dim

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 
@@ -67,6 +67,9 @@ def mla_append_mosaic(
     query_rank = 0 if q is None else q.shape[-1]
     rank = dim - angles.shape[-1] // 2
     _refuse(rank, dim - rank, kv_cache.dtype)
+    kv, q, weights, kv_cache, angles = without_gradient(
+        "mla_append", (kv, q, weights, kv_cache, angles)
+    )
     tokens = batch * q_len
     stacked = weights.ndim == 2
     inputs = {

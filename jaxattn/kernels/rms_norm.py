@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 
@@ -48,6 +48,7 @@ def rms_norm_mosaic(
             f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )
+    x, weights = without_gradient("rms_norm_layer", (x, weights))
     tokens = x.reshape(-1, features)
     vector = next(n for n in (4, 2, 1) if features % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)

@@ -244,7 +244,7 @@ class MultiHeadLatentAttention(nnx.Module):
         Raises:
             TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
                 that is concrete; it is named.
-            NotImplementedError: the named implementation refuses, and says why.
+            Refusal: the named implementation refuses, and says why.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.decode", x, "B S hidden")
         block_tables, seq_lens = self._check_paged(

@@ -48,7 +48,7 @@ def linear_layer(
         out_dtypes: of the results; float32 if None.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
             32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, N at least
-            128, in bfloat16 or float16. It is not differentiable.
+            128, in bfloat16 or float16. Its gradient is recomputed by "xla".
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.

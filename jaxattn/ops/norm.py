@@ -29,7 +29,8 @@ def rms_norm_layer(
         layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
         dtype: of the result; x's, if None.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has F a
-            multiple of 128, at most 8192. Not differentiable there.
+            multiple of 128, at most 8192, and no gradient: to differentiate by it raises
+            NotImplementedError.
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.checks import check_sizes
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.gdn_decode import body as ring_body
 from jaxattn.kernels.gdn_decode import split_body
 from jaxattn.kernels.gdn_decode.body import Config, shared_bytes
@@ -154,6 +154,16 @@ def gdn_decode_mosaic(
     )
     states = batch * num_value_heads
     config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
+    needed = 0 if config.split else shared_bytes(op, config, state.dtype)
+    if needed > MOST_SHARED:
+        raise Refusal(
+            f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
+            f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
+            "fewer tokens"
+        )
+    qkvz, ba, weights, conv_state, state = without_gradient(
+        name, (qkvz, ba, weights, conv_state, state)
+    )
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pool = state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)
     pool_ref, conv_ref, out_ref = jax.new_ref(pool), None, None
@@ -189,12 +199,6 @@ def gdn_decode_mosaic(
             between = jnp.zeros((batch, num_key_heads, blocks), jnp.float32)
             inputs["between"] = jax.new_ref(between)
     else:
-        if (needed := shared_bytes(op, config, state.dtype)) > MOST_SHARED:
-            raise Refusal(
-                f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and "
-                f"needs {needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; "
-                "give fewer tokens"
-            )
         blocks = config.parts
         block = functools.partial(ring_body.Block, op, config, first_row, interpret=interpret)
         scratch_types = ring_body.scratch_types(op, config, state.dtype)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -44,7 +45,8 @@ LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 TILE_TOKENS = 8
 # A row's largest query is from 2**14 to 2**15: float16 then has its numbers down to 2**-38 of it.
 QUERY_EXPONENT = 14
-FLOAT_BIAS = 127
+# Of float32: the exponent's bias, and its lowest bit, int32 as lax wants it in x64 mode too.
+FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
 # So much larger P is, in powers of two: e4m3's largest number times this is no infinity in float32,
 # and float16 has what is down to 2**-38 of the largest.
 P_EXPONENT = 14
@@ -65,12 +67,12 @@ def half_queries(q: jax.Array) -> tuple[jax.Array, jax.Array]:
     are to be multiplied by, a power of two."""
     wide = q.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1)
-    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), 23)
+    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
     # Inf and NaN, and float32's largest and smallest, are divided by less.
     exponent = jnp.clip(exponent, QUERY_EXPONENT + 1, 2 * FLOAT_BIAS)
 
     def power(biased: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.shift_left(biased, 23), jnp.float32)
+        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
 
     wide = wide * power(2 * FLOAT_BIAS + QUERY_EXPONENT - exponent)[..., None]
     return in_order(wide.astype(jnp.float16)), power(exponent - QUERY_EXPONENT)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.formats import FP8
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.body import Body, DecodeCut
@@ -76,6 +76,9 @@ def gqa_decode_mosaic(
     """
     require_hopper("gqa_decode", interpret=interpret)
     refuse(q, kv_cache)
+    q, kv_cache, kv_scale, sinks, gate = without_gradient(
+        "gqa_decode", (q, kv_cache, kv_scale, sinks, gate)
+    )
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
     layer = jnp.asarray(layer, jnp.int32).reshape(1)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.turboquant import TurboFormat, rotate
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
@@ -74,6 +74,7 @@ def turbo_decode_mosaic(
     the schedule at `gqa_decode`."""
     require_hopper("turbo_attention", interpret=interpret)
     refuse(q, kv_cache, form)
+    q, sinks, gate = without_gradient("turbo_attention", (q, sinks, gate))
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
     layer = jnp.asarray(layer, jnp.int32).reshape(1)

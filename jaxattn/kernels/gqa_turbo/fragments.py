@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.rounding import rounded
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
+from jaxattn.kernels.gqa_decode.fp8 import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
@@ -36,7 +37,6 @@ from jaxattn.kernels.mla_decode.schedule import PAGE
 
 SECOND_TERM = 16.0
 TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
-FLOAT_BIAS = 127
 
 
 def two_terms(x: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,12 +52,12 @@ def query_terms(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Both terms of queries [..., D], and float32 [...]: what their scores are to be multiplied by,
     a power of two."""
     largest = jnp.max(jnp.abs(q), axis=-1)
-    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), 23)
+    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
     # Inf and NaN, and float32's largest and smallest, are divided by less.
     exponent = jnp.clip(exponent, TERM_EXPONENT + 1, 2 * FLOAT_BIAS)
 
     def power(biased: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.shift_left(biased, 23), jnp.float32)
+        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
 
     wide = q * power(2 * FLOAT_BIAS + TERM_EXPONENT - exponent)[..., None]
     return *two_terms(wide, rounded(wide, E4M3)), power(exponent - TERM_EXPONENT)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.mla_decode.columns_launch import mla_decode_columns, refuse_columns
@@ -105,6 +105,7 @@ def mla_decode_mosaic(
             "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
             f"{kv_cache.shape} has {kv_cache.shape[-2]}"
         )
+    q, kv_cache, kv_scale = without_gradient("mla_decode", (q, kv_cache, kv_scale))
     batch, q_len, num_heads, _ = latent.shape
     dtype = latent.dtype
     if layer is None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.moe.combine import combine
 from jaxattn.kernels.moe.config import (
@@ -99,6 +99,10 @@ def mixture_of_experts_mosaic(
     `affine` (a, b): the layer is `a * layer + b`.
     """
     refuse(x, gate_up, interpret=interpret)
+    # Without an arena the op has a gradient of its own, and this is never differentiated.
+    x, weights, gate_up, down, gate_up_scale, down_scale = without_gradient(
+        OP, (x, weights, gate_up, down, gate_up_scale, down_scale)
+    )
     (tokens, features), top_k = x.shape, ids.shape[1]
     experts, width = gate_up.shape[1], gate_up.shape[2] // 2
     sizes: dict[str, Any] = {

@@ -24,7 +24,7 @@ from jaxattn.core.checks import (
     floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch, without_gradient
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
     as_offsets,
@@ -157,22 +157,19 @@ def gated_delta_rule_prefill(
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
         refuse_prefill(OP, q, v, chunk_size, interpret=interpret)
-        stack = state.reshape(-1, *state.shape[-4:])
+        tokens, held, normed = without_gradient(OP, ((q, k, v, g, beta), state, norm))
+        stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
         pool = Pool(stack, index, live, reads, writes, kept, checkpoint_tokens or 0)
         with jax.named_scope(OP):
             o, stack = gdn_prefill_mosaic(
-                q,
-                k,
-                v,
-                g,
-                beta,
+                *tokens,
                 scale=factor,
                 pool=pool,
                 cu_seqlens=ends,
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
-                norm=norm,
+                norm=normed,
                 interpret=interpret,
             )
         return o, stack.reshape(state.shape)

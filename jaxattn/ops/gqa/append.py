@@ -96,7 +96,7 @@ def gqa_append(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
             page, or two tokens are written to one place; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     op = "gqa_append"
     arguments = Arguments(op)

@@ -206,7 +206,7 @@ def turbo_attention(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
-        NotImplementedError: the named implementation refuses, and says why.
+        Refusal: the named implementation refuses, and says why.
     """
     arguments = Arguments("turbo_attention")
     q = arguments.check("q", q, "B S H D")
