@@ -117,7 +117,7 @@ def test_random_clients_leave_the_engine_s_pools_and_plan_as_they_were(real, eng
 
             async def guest(seed: int) -> None:
                 own = random.Random(seed)
-                for _ in range(6):
+                for _ in range(4):
                     await visit(client, own, outcomes)
 
             await asyncio.gather(*(guest(luck.randrange(10**6)) for _ in range(8)))

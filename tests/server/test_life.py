@@ -115,12 +115,15 @@ def test_a_slow_reader_holds_up_nobody_and_is_dropped():
 
 def test_a_drain_lets_answers_end_and_takes_no_more_in():
     engine = ScriptedEngine(step_seconds=0.01)
-    with live(served(lambda: engine)) as server, streaming(server) as (_, pieces):
+    body = LONG | {"max_tokens": 60}
+    with live(served(lambda: engine)) as server, streaming(server, body) as (_, pieces):
+        engine.hold.clear()  # the answer lasts as long as the questions
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(10), server._loop)
         until(lambda: server.service.phase is Phase.DRAINING)
         for response in (server.client.get("/health"), server.complete("ab")):
             assert response.status_code == 503 and response.headers["connection"] == "close"
             assert response.json()["error"]["code"] == "draining"
+        engine.hold.set()
         events = objects("".join(pieces))
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert draining.result(10) is True
