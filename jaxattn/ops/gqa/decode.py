@@ -142,7 +142,8 @@ def gqa_decode(
         sinks: float32, a logit of each head that takes part in the softmax once and has no value
             (gpt-oss); neither `scale` nor `soft_cap` changes it.
         soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores as they are.
-        gate: the output is multiplied by sigmoid(gate), in float32.
+        gate: the output is multiplied by sigmoid(gate), in float32. Kernels round the gate to q's
+            dtype first.
         schedule: `decode_schedule` of these `seq_lens`, shapes and window (of other lengths it
             gives wrong numbers). The layers of a step share it; without it each call works it out,
             in one or two dozen small kernels. XLA does not read it.
