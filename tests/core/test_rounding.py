@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn.core.rounding import rounded
-from jaxattn.kernels.gqa_turbo.fragments import SECOND_TERM, query_terms
+from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM, query_terms
 from jaxattn.ops.router import split_router
 
 devices = pytest.mark.parametrize("device", ["any", pytest.param("gpu", marks=pytest.mark.gpu)])

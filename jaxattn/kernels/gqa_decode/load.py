@@ -80,6 +80,11 @@ class Loader:
         def _drain_queries(i):
             plgpu.barrier_wait(self.memory.queries_read.at[lax.rem(i, QUERIES)])
 
+    def bring_queries(self, pair: jax.Array, at: jax.Array) -> None:
+        """Starts the copy of a pair's queries to a place that is free."""
+        memory, some = self.memory, self.q_ref.at[pair, self.mine]
+        plgpu.copy_gmem_to_smem(some, memory.queries.at[at], memory.queries_loaded.at[at])
+
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         memory = self.memory
         number, done = carry
@@ -88,8 +93,7 @@ class Loader:
         # Before the queries' place is waited for, the first page's number is asked for.
         numbers = self.part.numbers(pair, start, stop)
         pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(memory.queries_read.at[at]))
-        there = memory.queries_loaded.at[at]
-        plgpu.copy_gmem_to_smem(self.q_ref.at[pair, self.mine], memory.queries.at[at], there)
+        self.bring_queries(pair, at)
 
         def step(i, numbers):
             wg, turn = place_of(done + i, self.consumers)

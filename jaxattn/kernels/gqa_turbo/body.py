@@ -24,13 +24,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.block import Block, Cut, Piece, Refs
-from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
+from jaxattn.kernels.gqa_decode.load import Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import over_out
 from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms, store_terms
 from jaxattn.kernels.gqa_turbo.memory import TERMS, Memory, Room
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
+from jaxattn.kernels.gqa_turbo.queries import TurningLoader
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, SCORES
+from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 # What the largest of a row's s P becomes; and what it is at least taken for, so that no float32
@@ -67,16 +68,22 @@ class Body(Block[CodedCut, Memory]):
 
     def load(self) -> None:
         memory, cut = self.memory, self.cut
-        rows = TERMS * cut.columns
 
         def copies(pair, numbers, step, wg, slot):
             return self.part.copies(pair, numbers, step, memory.codes.at[wg, slot])
 
-        Loader(
-            part=self.part, q_ref=self.refs.q_ref, mine=pl.ds(self.tile * rows, rows),
-            memory=memory, consumers=cut.consumers, interpret=cut.interpret,
+        TurningLoader(
+            part=self.part, q_ref=self.refs.q_ref, mine=self.mine, memory=memory,
+            consumers=cut.consumers, interpret=cut.interpret, form=cut.form, columns=cut.columns,
+            first_row=self.tile * cut.columns,
             rings=(Ring(cut.room.steps, memory.codes_loaded, memory.codes_read, copies),),
         ).run()  # fmt: skip
+
+    def _opened(self, first_column: jax.Array, pair: jax.Array, *place: jax.Array) -> Piece:
+        piece = super()._opened(first_column, pair, *place)
+        factors = self.memory.factors.at[piece.queries_at]
+        factors = self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
+        return dataclasses.replace(piece, factor=factors * piece.factor)
 
     def empty(self) -> Any:
         none, blocks = self.no_sum(), self.cut.head_dim // PAGE
