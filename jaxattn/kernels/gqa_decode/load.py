@@ -53,6 +53,8 @@ class Loader:
         memory: has `queries`, and their barriers `queries_loaded` and `queries_read`.
         rings: in the order in which a step's copies start.
         consumers: warpgroups that compute.
+        ahead: steps of the first piece whose copies start before its queries are brought; at most
+            as many as all rings together have places.
     """
 
     part: Pairs
@@ -62,6 +64,7 @@ class Loader:
     rings: tuple[Ring, ...]
     consumers: int
     interpret: bool
+    ahead: int = 0
 
     def run(self) -> None:
         """Everything, to the end: a thread that waits on a barrier has to see each of its
@@ -93,7 +96,6 @@ class Loader:
         # Before the queries' place is waited for, the first page's number is asked for.
         numbers = self.part.numbers(pair, start, stop)
         pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(memory.queries_read.at[at]))
-        self.bring_queries(pair, at)
 
         def step(i, numbers):
             wg, turn = place_of(done + i, self.consumers)
@@ -108,5 +110,10 @@ class Loader:
             meet(interpret=self.interpret)
             return following
 
-        lax.fori_loop(0, steps, step, numbers)
+        begin = jnp.int32(0)
+        if self.ahead:
+            begin = jnp.where(number == 0, jnp.minimum(steps, self.ahead), 0)
+            numbers = lax.fori_loop(0, begin, step, numbers)
+        self.bring_queries(pair, at)
+        lax.fori_loop(begin, steps, step, numbers)
         return number + 1, done + steps

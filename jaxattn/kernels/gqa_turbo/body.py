@@ -75,7 +75,7 @@ class Body(Block[CodedCut, Memory]):
         TurningLoader(
             part=self.part, q_ref=self.refs.q_ref, mine=self.mine, memory=memory,
             consumers=cut.consumers, interpret=cut.interpret, form=cut.form, columns=cut.columns,
-            first_row=self.tile * cut.columns,
+            first_row=self.tile * cut.columns, ahead=cut.consumers * cut.room.steps,
             rings=(Ring(cut.room.steps, memory.codes_loaded, memory.codes_read, copies),),
         ).run()  # fmt: skip
 
