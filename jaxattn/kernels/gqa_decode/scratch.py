@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.checks import check_sizes
+from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.kernels.gqa_decode.memory import block_columns, refusal
 from jaxattn.kernels.gqa_decode.schedule import may_cut, most_steps, num_parts
 from jaxattn.kernels.hopper.machine import NUM_SMS
@@ -45,11 +45,12 @@ def scratch(
         Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
 
     Raises:
-        ValueError: a size is not a positive integer; it is named.
+        TypeError, ValueError: a size is not a positive integer; it is named.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
-    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages, window=window or 1)
+    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages)
+    window = check_window("gqa.scratch", window)
     if refusal(dtype, cache_dtype or dtype, head_dim, page_size):
         return ArenaSpec()
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
