@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.memory.budget import nbytes
@@ -108,7 +109,7 @@ def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
     q = jax.ShapeDtypeStruct((1, 1, heads, form.kv_lora_rank + form.qk_rope_head_dim), dtype)
     try:
         mla_decode.refuse(q, cache, form.kv_lora_rank)
-    except NotImplementedError as refusal:
+    except Refusal as refusal:
         return f"XLA reads the {name} cache: {refusal}."
     token = nbytes(cache) // (latents.layers * PAGE_SIZE)
     return f"MLA's decode kernel reads the {name} cache: {token:,} bytes per token and layer."

@@ -69,27 +69,6 @@ def gqa_decode(
     soft_cap: float | None = ...,
     gate: Array | None = ...,
     schedule: PairSchedule | None = ...,
-    arena: Arena,
-    implementation: Implementation | None = ...,
-) -> tuple[Array, Array, Arena]: ...
-
-
-@overload
-def gqa_decode(
-    q: Array,
-    kv_cache: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    *,
-    scale: float | None = ...,
-    kv_scale: Array | float | None = ...,
-    query_lens: Array | None = ...,
-    layer: Array | int | LayerOf | None = ...,
-    window: int | None = ...,
-    sinks: Array | None = ...,
-    soft_cap: float | None = ...,
-    gate: Array | None = ...,
-    schedule: PairSchedule | None = ...,
     arena: Arena | None,
     implementation: Implementation | None = ...,
 ) -> tuple[Any, ...]: ...
