@@ -39,9 +39,9 @@ def scratch(
         cache_dtype: of keys and values; None is `dtype`.
 
     Returns:
-        Regions `out` [B * Hk, rows, D], row s * group + j of a pair, S * group rounded up to 8;
-        and, for pairs that may be cut, `partial_out` float32 [parts, 2, rows, D], parts at most
-        132: 1 MiB for 32 query heads over 8 of 128 dims, whatever the batch and the context.
+        Regions `out` [B, S, H, D]; and, for pairs that may be cut, `partial_out` float32
+        [parts, 2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
+        query heads over 8 of 128 dims, whatever the batch and the context.
         Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
 
     Raises:
@@ -57,11 +57,15 @@ def scratch(
     steps = most_steps(max_pages, page_size, q_len, window)
     pairs = batch * num_kv_heads
     parts = num_parts(pairs, tiles, steps, NUM_SMS)
-    return spec_of(pairs, columns * tiles, head_dim, dtype, parts, may_cut(pairs, parts, steps))
+    split = may_cut(pairs, parts, steps)
+    return spec_of((batch, q_len, num_heads, head_dim), columns * tiles, dtype, parts, split)
 
 
-def spec_of(pairs: int, rows: int, head_dim: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
-    regions: dict[str, Any] = {"out": ((pairs, rows, head_dim), dtype)}
+def spec_of(
+    shape: tuple[int, int, int, int], rows: int, dtype: Any, parts: int, split: bool
+) -> ArenaSpec:
+    """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
+    regions: dict[str, Any] = {"out": (shape, dtype)}
     if split:
-        regions["partial_out"] = ((parts, 2, rows, head_dim), jnp.float32)
+        regions["partial_out"] = ((parts, 2, rows, shape[-1]), jnp.float32)
     return ArenaSpec.of("gqa_decode", **regions)
