@@ -85,8 +85,7 @@ def turbo_decode_mosaic(
         num_kv_heads=kv_heads, head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size,
         window=window, interpret=interpret,
     )  # fmt: skip
-    sinks = None if sinks is None else packing.pack_heads(sinks)
-    gate = None if gate is None else packing.pack(gate)
+    queries, gate = packing.flat(q), packing.flat(gate)
     cache = coded_view(kv_cache, form, page_size, interpret=interpret)
     results = Results(arena, line, packing, q.dtype)
     columns = packing.columns
@@ -103,13 +102,12 @@ def turbo_decode_mosaic(
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid={"part": line.parts, "tile": packing.tiles},
         inputs={
-            "q_ref": packing.pack(q),
+            "q_ref": queries,
             "kv_ref": cache,
             "layer_ref": layer,
             "table_ref": block_tables,
             "lens_ref": seq_lens,
             "cuts_ref": line.cuts,
-            "factors_ref": None,
             "order_ref": line.order,
             "query_lens_ref": query_lens,
             "sinks_ref": sinks,

@@ -1,4 +1,4 @@
-"""A step's codes as operands in registers, and P as two e4m3 terms; the interpreter's way beside.
+"""A step's codes as operands in registers; the interpreter's way beside.
 
 Both terms (terms.py) stand as columns n and N + n of one product, and `joined_terms` adds them up.
 """
@@ -13,16 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
 from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
-from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM, two_terms
+from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
-    asm,
     asm_word,
-    element,
     f32,
     fragmented,
-    i32,
     joined,
     load,
     number,
@@ -165,43 +162,3 @@ def joined_terms(product: jax.Array, *, interpret: bool) -> jax.Array:
     layout = plgpu.Layout.WGMMA
     out = plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(run)(product)
-
-
-def store_terms(target: Any, x: jax.Array, *, interpret: bool) -> None:
-    """Both terms of x [N, 64], as scores lie in registers, to `target` [2 N, 64]."""
-    columns = x.shape[0]
-    if interpret:
-        terms: Any = two_terms(x, x.astype(E4M3))
-    else:
-        out = plgpu.ShapeDtypeStruct(x.shape, E4M3, SCORES)
-        run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=(out, out))
-        terms = run(lambda ctx, x: _terms(x))(x)
-    for i, term in enumerate(terms):
-        target[i * columns : (i + 1) * columns, :] = term
-
-
-def _terms(x: Any) -> Any:
-    four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-    code = (
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
-    )
-    back = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
-        "cvt.rn.f16x2.e4m3x2 $1, high; }"
-    )
-    pair = ir.VectorType.get((2,), ir.F16Type.get())
-    first, second = [], []
-    for register in x.registers.flat:
-        numbers = [element(register, i) for i in range(4)]
-        (packed,) = asm(code, [i32()], numbers, "=r,f,f,f,f", movable=True)
-        first.append(vector.bitcast(four, joined([packed])))
-        halves = asm(back, [i32(), i32()], [packed], "=r,=r,r", movable=True)
-        kept = [vector.bitcast(pair, joined([half])) for half in halves]
-        rest = []
-        for i, one in enumerate(numbers):
-            rounded = arith.extf(f32(), element(kept[i // 2], i % 2))
-            rest.append(arith.mulf(arith.subf(one, rounded), number(SECOND_TERM)))
-        (packed,) = asm(code, [i32()], rest, "=r,f,f,f,f", movable=True)
-        second.append(vector.bitcast(four, joined([packed])))
-    return tuple(fragmented(some, x.shape, x.layout) for some in (first, second))
