@@ -23,6 +23,7 @@ from jaxattn.cli.options import InputError
 from jaxattn.cli.planned import refused_plan
 from jaxattn.cli.progress import Display
 from jaxattn.cli.report import plan_lines
+from jaxattn.core.dispatch import Refusal
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.prepare import prepare
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -57,7 +58,7 @@ def choose_device(
     if implementation == "mosaic_gpu":
         try:
             require_hopper("--implementation mosaic_gpu", interpret=False)
-        except NotImplementedError as error:
+        except Refusal as error:
             raise InputError(one_line(error)) from error
 
 

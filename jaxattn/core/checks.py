@@ -14,6 +14,8 @@ from jaxattn.arena import Arena
 from jaxattn.core.tables import check_pages, check_places
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+# A window beyond this is this: no row is as long, and positions plus a window stay in 32 bits.
+MOST_WINDOW = 2**30
 
 
 def as_given(x: Any) -> Any:
@@ -66,6 +68,26 @@ def check_sizes(op: str, *, least: int = 1, **sizes: Any) -> None:
         if not is_integer(size) or size < least:
             wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise ValueError(f"{op}: {name} must be {wanted}, got {size!r}")
+
+
+def check_window(op: str, window: Any) -> int | None:
+    """The keys that a token sees, at most `MOST_WINDOW`; None is all.
+
+    Raises:
+        TypeError: it is no Python integer.
+        ValueError: it is below 1.
+    """
+    if window is None:
+        return None
+    if not is_integer(window):
+        raise TypeError(
+            f"{op}: window must be a Python integer or None, got {type(window).__name__}"
+        )
+    if window < 1:
+        raise ValueError(
+            f"{op}: window counts the token itself and must be at least 1, got {window}"
+        )
+    return min(int(window), MOST_WINDOW)
 
 
 def floats(op: str, **arrays: Any) -> list[Array]:

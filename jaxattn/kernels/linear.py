@@ -11,6 +11,8 @@ Several matrices of one x are one launch: q and kv_a of an attention layer, or g
 silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
 their own, [L * heads, K, N]. A token's result does not depend on the other tokens.
 
+Behind its first copies each block asks for its share of what later kernels read (`Ahead`).
+
 Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64, N at least 128; bfloat16
 or float16.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
@@ -28,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.launch import launch
@@ -37,6 +40,7 @@ from jaxattn.kernels.hopper.machine import (
     require_hopper,
     swizzled,
 )
+from jaxattn.kernels.hopper.prefetch import Prefetch
 from jaxattn.kernels.hopper.turned import store_turned
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -116,6 +120,7 @@ def linears_mosaic(
     out_dtypes: Sequence[Any],
     gated: bool = False,
     heads: int = 1,
+    ahead: Sequence[Ahead] = (),
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -128,6 +133,7 @@ def linears_mosaic(
         affine: (a, b), for the layer `a * layer + b`.
         out_dtypes: of the results, [T, N] or with heads [T, heads * N].
         heads: each multiplies K numbers of x by a matrix of its own.
+        ahead: weights that are asked for.
     """
     tokens, inner = x.shape[0], x.shape[1] // heads
     refuse(
@@ -139,9 +145,10 @@ def linears_mosaic(
     tiles = [-(-size // ROWS) for size in sizes]
     config = config or choose(tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated)
     parts, stages = config.parts, config.stages
+    prefetch = Prefetch(ahead, interpret=interpret)
     body = _body(
         config, tokens=tokens, steps=steps, sizes=sizes, affine=affine, gated=gated, heads=heads,
-        columns=columns, interpret=interpret,
+        columns=columns, prefetch=prefetch, interpret=interpret,
     )  # fmt: skip
     tiled, many = swizzled(x.dtype), 1 + gated
     apart = None
@@ -160,6 +167,7 @@ def linears_mosaic(
             "weights_refs": tuple(weights),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": None if apart is None else jax.new_ref(apart),
+            **prefetch.inputs(),
         },
         outputs={
             "out_refs": tuple(
@@ -193,6 +201,7 @@ def _body(
     gated: bool,
     heads: int,
     columns: int,
+    prefetch: Prefetch,
     interpret: bool,
 ) -> Any:
     parts, stages = config.parts, config.stages
@@ -200,7 +209,7 @@ def _body(
     row_layout = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
 
     def body(
-        x_ref, weights_refs, layer_ref, apart_ref, out_refs,
+        x_ref, weights_refs, layer_ref, apart_ref, ahead_refs, ahead_layers, out_refs,
         x_smem, w_smem, sums_smem, loaded, met,
     ):  # fmt: skip
         zero = jnp.minimum(layer_ref[0], 0)
@@ -249,6 +258,8 @@ def _body(
 
         for step in range(stages):
             pl.when(step < mine)(partial(load, step))
+        blocks = heads * sum(-(-size // ROWS) for size in sizes)
+        prefetch.ask(ahead_refs, ahead_layers, block * parts + part, blocks * parts)
 
         def accumulate(*accs: Any) -> list[jax.Array]:
             @pl.loop(0, mine)

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa_decode.memory import ACROSS
-from jaxattn.kernels.gqa_decode.merge import WIDTH, gated, with_sink
+from jaxattn.kernels.gqa_decode.merge import gated, with_sink
+from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
@@ -32,6 +33,8 @@ def combine(
     sinks: jax.Array | None,
     gate: jax.Array | None,
     *,
+    q_len: int,
+    group: int,
     kv_heads: int,
     interpret: bool = False,
     detect_races: bool = False,
@@ -41,12 +44,13 @@ def combine(
     Args:
         refs: the output's rows [.., D], and the partial results' float32 [.., D].
         first_rows: where in each the op's own rows begin.
-        lse: float32 [pairs, rows].
+        lse: float32 [B * S * H].
         partial_lse: float32 [2 * parts, rows], natural logarithm.
-        sinks: float32 [Hk, rows].
-        gate: [pairs, rows, D].
+        sinks: float32 [H].
+        gate: [B * S * H, D].
+        q_len, group, kv_heads: S, query heads of a KV head, and Hk.
     """
-    pairs, rows = lse.shape
+    pairs, rows = line.slots.shape[1], partial_lse.shape[1]
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
 
@@ -58,6 +62,12 @@ def combine(
         mine, dims = pl.ds(chunk * ACROSS, ACROSS), pl.ds(piece * WIDTH, WIDTH)
         slots = [slots_ref[i, pair] for i in range(3)]
         number = slots[1]
+        packed = PackedRows(
+            q_len=q_len, group=group, kv_heads=kv_heads, columns=ACROSS, first=chunk * ACROSS,
+            interpret=interpret,
+        )  # fmt: skip
+        head = lax.rem(pair, kv_heads)
+        place = packed.row_of(lax.div(pair, kv_heads), head)
 
         def add(j, state):
             top, total, out = state
@@ -97,24 +107,21 @@ def combine(
             top, total, out = lax.fori_loop(0, steps, add, state)
             empty = total == 0
             if sinks_ref is not None:
-                head = lax.rem(pair, kv_heads)
-                sink = plgpu.load(sinks_ref.at[head, mine], layout=BY_ROW, optimized=False)
+                sink = packed.of_heads(sinks_ref, head)
                 # The sum was relative to `top`, and so is the output.
                 new_top, total = with_sink(top, total, sink)
                 out = out * wide(jnp.exp2(top - new_top))
                 top = new_top
             out = out * wide(1 / total)
             if gate_ref is not None:
-                some = gate_ref.at[pair, mine, dims]
-                out = gated(out, plgpu.load(some, layout=SCORES, optimized=False))
+                out = gated(out, packed.load(gate_ref, place, piece * WIDTH, WIDTH))
             out = jnp.where(wide(empty.astype(jnp.float32)) > 0, 0.0, out)
-            at = pl.ds(first_rows[0] + pair * rows + chunk * ACROSS, ACROSS)
-            out_ref[at, dims] = out.astype(out_ref.dtype)
+            packed.store(out_ref, first_rows[0] + place, piece * WIDTH, out.astype(out_ref.dtype))
 
             @pl.when(piece == 0)
             def _lse():
                 lse = (top + jnp.log2(total)) * (1 / LOG2E)
-                lse_ref[pair, mine] = jnp.where(empty, -jnp.inf, lse)
+                packed.store_numbers(lse_ref, place, jnp.where(empty, -jnp.inf, lse))
 
     launch(
         body,

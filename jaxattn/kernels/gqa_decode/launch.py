@@ -20,7 +20,6 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.formats import FP8
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.body import Body, DecodeCut
-from jaxattn.kernels.gqa_decode.fp8 import half_queries
 from jaxattn.kernels.gqa_decode.memory import (
     CONSUMERS,
     Memory,
@@ -91,22 +90,15 @@ def gqa_decode_mosaic(
         head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size, window=window,
         interpret=interpret,
     )  # fmt: skip
-    sinks = None if sinks is None else packing.pack_heads(sinks)
-    gate = None if gate is None else packing.pack(gate)
+    queries, gate = packing.flat(q), packing.flat(gate)
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
-    queries, factors, value_scale = packing.pack(q), None, None
-    if fp8:
-        assert kv_scale is not None
-        queries, factors = half_queries(queries)
-        factors *= jnp.tile(kv_scale[0], batch)[:, None] * scale
-        value_scale = kv_scale[1]
     results = Results(arena, line, packing, q.dtype)
     columns = packing.columns
     many = columns * dim >= MANY_NUMBERS
     cut = DecodeCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows,
-        scale=None if fp8 else scale, window=window, soft_cap=soft_cap, page_size=page_size,
+        scale=scale, window=window, soft_cap=soft_cap, page_size=page_size,
         consumers=CONSUMERS, registers=COMPUTING_REGISTERS if many else None, interpret=interpret,
         dtype=operand_dtype, fp8=fp8, ahead=steps_ahead(columns, dim, kv_cache.dtype),
     )  # fmt: skip
@@ -127,8 +119,7 @@ def gqa_decode_mosaic(
             "query_lens_ref": query_lens,
             "sinks_ref": sinks,
             "gate_ref": gate,
-            "factors_ref": factors,
-            "value_scale_ref": value_scale,
+            "kv_scale_ref": kv_scale,
             **results.inputs,
         },
         outputs=results.outputs,

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.checks import Arguments, check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_decode.memory import block_columns
 from jaxattn.kernels.gqa_decode.pairs import first_step
@@ -120,7 +120,8 @@ def decode_schedule(
     arguments = Arguments("gqa.decode_schedule")
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
-    check_sizes(arguments.op, q_len=q_len, **heads, **pages, window=window or 1)
+    check_sizes(arguments.op, q_len=q_len, **heads, **pages)
+    window = check_window(arguments.op, window)
     seq_lens = arguments.lengths(
         "seq_lens",
         seq_lens,

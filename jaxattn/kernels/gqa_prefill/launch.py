@@ -122,9 +122,7 @@ def gqa_prefill_mosaic(
         for a token that sees nothing and for those outside of `first` and `queries`.
     """
     if k_rest is not None and paged is not None:
-        raise ValueError(
-            "gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None"
-        )
+        raise ValueError("gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None")
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads

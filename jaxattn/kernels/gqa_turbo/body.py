@@ -26,11 +26,12 @@ from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.block import Block, Cut, Piece, Refs
 from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import over_out
+from jaxattn.kernels.gqa_decode.queries import CopiedQueries
 from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms, store_terms
 from jaxattn.kernels.gqa_turbo.memory import TERMS, Memory, Room
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, SCORES
+from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 # What the largest of a row's s P becomes; and what it is at least taken for, so that no float32
@@ -72,11 +73,17 @@ class Body(Block[CodedCut, Memory]):
         def copies(pair, numbers, step, wg, slot):
             return self.part.copies(pair, numbers, step, memory.codes.at[wg, slot])
 
+        queries = CopiedQueries(self.refs.q_ref, pl.ds(self.tile * rows, rows), memory)
         Loader(
-            part=self.part, q_ref=self.refs.q_ref, mine=pl.ds(self.tile * rows, rows),
-            memory=memory, consumers=cut.consumers, interpret=cut.interpret,
+            part=self.part, queries=queries, memory=memory, consumers=cut.consumers,
+            interpret=cut.interpret,
             rings=(Ring(cut.room.steps, memory.codes_loaded, memory.codes_read, copies),),
-        ).run()  # fmt: skip
+        ).run(self.write_empty_rows)  # fmt: skip
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> jax.Array:
+        of_rows = self.refs.factors_ref.at[pair, self.mine]
+        factors = plgpu.load(of_rows, layout=BY_ROW, optimized=False)
+        return self.over_keys(factors * self.cut.scale)
 
     def empty(self) -> Any:
         none, blocks = self.no_sum(), self.cut.head_dim // PAGE

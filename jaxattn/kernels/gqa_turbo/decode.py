@@ -87,16 +87,14 @@ def turbo_decode_mosaic(
         window=window, interpret=interpret,
     )  # fmt: skip
     queries, factors = _operands(packing.pack(q), form, packing.tiles)
-    sinks = None if sinks is None else packing.pack_heads(sinks)
-    gate = None if gate is None else packing.pack(gate)
+    gate = packing.flat(gate)
     cache = coded_view(kv_cache, form, page_size, interpret=interpret)
-    factors = factors * scale
     results = Results(arena, line, packing, q.dtype)
     columns = packing.columns
     room = room_of(form, columns, page_size)
     cut = CodedCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
-        out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=None,
+        out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
         window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
         registers=REGISTERS[room.consumers], interpret=interpret, form=form, room=room,
     )  # fmt: skip

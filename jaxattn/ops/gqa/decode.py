@@ -69,27 +69,6 @@ def gqa_decode(
     soft_cap: float | None = ...,
     gate: Array | None = ...,
     schedule: PairSchedule | None = ...,
-    arena: Arena,
-    implementation: Implementation | None = ...,
-) -> tuple[Array, Array, Arena]: ...
-
-
-@overload
-def gqa_decode(
-    q: Array,
-    kv_cache: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    *,
-    scale: float | None = ...,
-    kv_scale: Array | float | None = ...,
-    query_lens: Array | None = ...,
-    layer: Array | int | LayerOf | None = ...,
-    window: int | None = ...,
-    sinks: Array | None = ...,
-    soft_cap: float | None = ...,
-    gate: Array | None = ...,
-    schedule: PairSchedule | None = ...,
     arena: Arena | None,
     implementation: Implementation | None = ...,
 ) -> tuple[Any, ...]: ...
@@ -165,6 +144,8 @@ def gqa_decode(
     """
     arguments = Arguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
+    # The kernel itself knows rows of more tokens than their table has places.
+    as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
@@ -193,7 +174,7 @@ def gqa_decode(
             q,
             kv_cache,
             block_tables,
-            seq_lens,
+            as_given,
             scale=scores.scale,
             kv_scale=kv_scale,
             layer=number,
