@@ -13,8 +13,10 @@ their own, [L * heads, K, N]. A token's result does not depend on the other toke
 
 Behind its first copies each block asks for its share of what later kernels read (`Ahead`).
 
-Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64, N at least 128; bfloat16
-or float16.
+A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
+
+Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
+have N at least 128.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
 """
 
@@ -79,18 +81,32 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
 
 
 def refuse(
-    x: Shaped, weights: Sequence[Shaped], *, gated: bool = False, interpret: bool = False
+    x: Shaped,
+    weights: Sequence[Shaped],
+    *,
+    gated: bool = False,
+    least: int = STEP,
+    interpret: bool = False,
 ) -> None:
     """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper(OP, interpret=interpret)
-    if why := refusal(x.shape, x.dtype, weights, gated=gated):
+    if why := refusal(x.shape, x.dtype, weights, gated=gated, least=least):
         raise Refusal(f"{OP}: {why}")
 
 
 def refusal(
-    x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped], *, gated: bool = False
+    x: tuple[int, ...],
+    dtype: Any,
+    weights: Sequence[Shaped],
+    *,
+    gated: bool = False,
+    least: int = STEP,
 ) -> str | None:
-    """Why the kernel does not serve x [T, K] of this dtype, or None."""
+    """Why the kernel does not serve x [T, K] of this dtype, or None.
+
+    Args:
+        least: columns of a matrix.
+    """
     tokens, inner = x
     large = max(math.prod(each.shape[1:]) * each.dtype.itemsize for each in weights) > LARGE_BYTES
     most = MOST_LARGE if large else MOST_TOKENS
@@ -98,9 +114,9 @@ def refusal(
         size = " of so large matrices" if large else ""
         return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
     for weight in weights:
-        if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % STEP:
+        if inner % STEP or weight.shape[-1] < least or weight.shape[-1] % STEP:
             return (
-                f"the kernel has K and N multiples of {STEP}, and N at least {ROWS}; got weights "
+                f"the kernel has K and N multiples of {STEP}, and N at least {least}; got weights "
                 f"{weight.shape}"
             )
         if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:
@@ -137,11 +153,13 @@ def linears_mosaic(
     """
     tokens, inner = x.shape[0], x.shape[1] // heads
     refuse(
-        jax.ShapeDtypeStruct((tokens, inner), x.dtype), weights, gated=gated, interpret=interpret
-    )
+        jax.ShapeDtypeStruct((tokens, inner), x.dtype), weights, gated=gated,
+        least=ROWS if heads > 1 else STEP, interpret=interpret,
+    )  # fmt: skip
     columns = -(-tokens // 8) * 8
     steps = inner // STEP
-    sizes = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
+    widths = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
+    sizes = [max(width, ROWS) for width in widths]
     tiles = [-(-size // ROWS) for size in sizes]
     config = config or choose(tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated)
     parts, stages = config.parts, config.stages
@@ -154,6 +172,10 @@ def linears_mosaic(
     apart = None
     if interpret and parts > 1:  # whose blocks have no shared memory in common
         apart = jnp.zeros((parts, heads * sum(tiles), many, columns, ROWS), jnp.float32)
+    if interpret:
+        narrow = [max(ROWS - each.shape[-1], 0) for each in weights]
+        pads = [((0, 0), (0, 0), (0, more)) for more in narrow]
+        weights = [jnp.pad(each, pad) for each, pad in zip(weights, pads, strict=True)]
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
@@ -188,7 +210,10 @@ def linears_mosaic(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return list(out["out_refs"])
+    return [
+        y if size == width else y[:, :width]
+        for y, size, width in zip(out["out_refs"], sizes, widths, strict=True)
+    ]
 
 
 def _body(

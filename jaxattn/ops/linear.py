@@ -24,7 +24,7 @@ from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
 from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of, without_gradient
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.products import dot
-from jaxattn.kernels.linear import OP, linears_mosaic, refusal
+from jaxattn.kernels.linear import OP, ROWS, linears_mosaic, refusal
 
 # Of a product of heads: XLA pads fewer to so many, and is the faster with more.
 FEW_TOKENS = 8
@@ -50,8 +50,8 @@ def linear_layer(
         out_dtypes: of the results; float32 if None.
         ahead: weights that the kernel asks for; it then has no gradient.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
-            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, N at least
-            128, in bfloat16 or float16. Its gradient is recomputed by "xla".
+            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, in bfloat16
+            or float16. Its gradient is recomputed by "xla".
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
@@ -167,7 +167,7 @@ def heads_serve(x: Array, weights: Array) -> bool:
     tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
     inner, size = weights.shape[-2:]
     stack = jax.ShapeDtypeStruct((1, inner, size), weights.dtype)
-    return tokens <= FEW_TOKENS and refusal((tokens, inner), x.dtype, [stack]) is None
+    return tokens <= FEW_TOKENS and not refusal((tokens, inner), x.dtype, [stack], least=ROWS)
 
 
 def _dispatch(
