@@ -37,11 +37,12 @@ class MultiHeadLatentAttention(nnx.Module):
     in which the decode step multiplies them, so that no step transposes or copies weights):
         q_proj [hidden, H * (nope + P)], or with `q_lora_rank` q_a_proj, q_a_norm and q_b_proj
         kv_a_proj [hidden, R + P]   kv_a_norm [R]   w_uk [H, nope, R]   w_uv [H, R, Dv]
-        o_proj [H * Dv, hidden]
+        o_proj [H * Dv, hidden]   and with `gated` g_proj [hidden, H]
 
     Args:
         rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
-            interleaved.
+            interleaved. Without a theta nothing turns.
+        gated: a head's output is multiplied by sigmoid(g_proj(x)) of that head (Ling-3.0).
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
@@ -66,6 +67,7 @@ class MultiHeadLatentAttention(nnx.Module):
         qk_rope_head_dim: int = 64,
         v_head_dim: int = 128,
         rope: RopeConfig | None = None,
+        gated: bool = False,
         eps: float = 1e-6,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
@@ -113,6 +115,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.w_uv = nnx.Param(
             normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
         )
+        self.g_proj = linear(hidden_size, num_heads) if gated else None
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
@@ -130,7 +133,7 @@ class MultiHeadLatentAttention(nnx.Module):
             v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
             q = jnp.concatenate([q_nope, q_pe], axis=-1)
         out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale)
-        return self._project_out(out)
+        return self._project_out(x, out)
 
     def prefill(
         self,
@@ -199,7 +202,7 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_scale=kv_scale,
             implementation=implementation,
         )
-        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
+        return self._output(x, out, kv_cache, written, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -307,7 +310,7 @@ class MultiHeadLatentAttention(nnx.Module):
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        y = self._output(values, kv_cache, block_tables, seq_lens, query_lens)
+        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
     def _read_later(self) -> list[InStack | None]:
@@ -412,13 +415,23 @@ class MultiHeadLatentAttention(nnx.Module):
             return latent.astype(self.dtype)
 
     def _output(
-        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
+        self,
+        x: Array,
+        out: Array,
+        kv_cache: Array,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any,
     ) -> Float[Array, "B T hidden"]:
         """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
-        y = self._project_out(out)
+        y = self._project_out(x, out)
         most = block_tables.shape[1] * kv_cache.shape[-2]
         return nan_beyond_table(y, seq_lens, most, query_lens)
 
-    def _project_out(self, out: Array) -> Array:
+    def _project_out(self, x: Array, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
+            if self.g_proj is not None:
+                # A select: whatever a padding token's gate is, its output stays 0.
+                gate = jax.nn.sigmoid(self.g_proj(x))[..., None]
+                out = jnp.where(out == 0, 0, out * gate).astype(out.dtype)
             return self.o_proj(out.reshape(*out.shape[:2], -1))

@@ -20,7 +20,7 @@ from jaxattn.core.turboquant import TurboFormat, rotate
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
 from jaxattn.kernels.gqa_decode.results import Packing, Results
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, line_of
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
 from jaxattn.kernels.gqa_turbo.fragments import query_terms
 from jaxattn.kernels.gqa_turbo.memory import (
@@ -81,7 +81,7 @@ def turbo_decode_mosaic(
     batch, q_len, num_heads, dim = q.shape
     kv_heads, page_size = kv_cache.shape[2], form.page_size(kv_cache)
     packing = Packing(batch, q_len, num_heads, dim, kv_heads)
-    line = line_of(
+    schedule = schedule_of(
         "turbo_attention", schedule, seq_lens, q_len=q_len, num_heads=num_heads,
         num_kv_heads=kv_heads, head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size,
         window=window, interpret=interpret,
@@ -89,7 +89,8 @@ def turbo_decode_mosaic(
     queries, factors = _operands(packing.pack(q), form, packing.tiles)
     gate = packing.flat(gate)
     cache = coded_view(kv_cache, form, page_size, interpret=interpret)
-    results = Results(arena, line, packing, q.dtype)
+    line = schedule.line
+    results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
     room = room_of(form, columns, page_size)
     cut = CodedCut(

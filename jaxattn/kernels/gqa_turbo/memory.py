@@ -20,9 +20,9 @@ ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
 ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
 LINE = 128  # and what copies and their places in shared memory are multiples of
 # Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
-# have 152 registers each, two have 232.
+# have 152 registers each, two have 232, and the one that loads has 40.
 MOST_CONSUMERS, LEAST_CONSUMERS = 3, 2
-REGISTERS = {3: 152, 2: 232}
+REGISTERS = {3: (40, 152), 2: (40, 232)}
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
