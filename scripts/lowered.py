@@ -25,6 +25,7 @@ from jax._src.lib.mlir import ir
 import jaxattn
 import jaxattn.gdn
 import jaxattn.gqa
+import jaxattn.kda
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.turboquant import TurboFormat
@@ -184,6 +185,19 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
+def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
+    """A layer of Kimi Delta Attention in a stack, of so many heads."""
+
+    def op(*args: Any) -> Any:
+        return jaxattn.kda.kimi_delta_attention_decode(*args[:-1], layer=args[-1], **MOSAIC)
+
+    width = heads * 128
+    inputs = x(rows, q_len, 3 * width), f32(rows, q_len, width), f32(rows, q_len, heads)
+    weights = f32(6, heads + width + 128 + 4 * 3 * width)
+    pools = x(6, rows, 3, 3 * width), f32(6, rows, heads, 128, 128)
+    return op, (*inputs, x(rows, q_len, width), weights, *pools, ints(rows), ints())
+
+
 def bare_decode(*args: Any) -> Any:
     """The last of what it is given are A_log and dt_bias; q and k are not normed."""
     options: Any = {"A_log": args[-2], "dt_bias": args[-1], "use_qk_l2norm": False, **MOSAIC}
@@ -284,6 +298,10 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
+    "kda_decode_few_states": kimi_delta(1, 1, 32),
+    "kda_decode_large_tiles": kimi_delta(8, 1, 32),
+    "kda_decode": kimi_delta(128, 1, 32),
+    "kda_decode_tokens": kimi_delta(16, 4, 32),
     "gdn_prefill_float16": delta_rule(f16, 300, 4, -0.1),
     "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
     "gdn_prefill_norm_stack": delta_rule_normed(36),
