@@ -78,7 +78,7 @@ def _softplus(x: jax.Array) -> jax.Array:
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
+    return 1.0 / (1.0 + jnp.exp(-x.astype(jnp.float32)))
 
 
 def gates(op: Op, A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, Any]]:
