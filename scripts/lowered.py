@@ -211,6 +211,13 @@ def delta_rule(made: Any, tokens: int, heads: int, scale: float) -> Launch:
     return op, (q, q, made(2, tokens, heads, 128), gates, gates)
 
 
+def kimi_rule(sequences: int, tokens: int, heads: int) -> Launch:
+    """Decays per channel, of sequences that start from zeros."""
+    qkv, of_channels = x(sequences, tokens, heads, 128), f32(sequences, tokens, heads, 128)
+    op = partial(jaxattn.kda.chunk_kda, **MOSAIC)
+    return op, (qkv, qkv, qkv, of_channels, f32(sequences, tokens, heads))
+
+
 def delta_rule_normed(sequences: int) -> Launch:
     """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
 
@@ -302,6 +309,8 @@ EXTRA: dict[str, Launch] = {
     "kda_decode_large_tiles": kimi_delta(8, 1, 32),
     "kda_decode": kimi_delta(128, 1, 32),
     "kda_decode_tokens": kimi_delta(16, 4, 32),
+    "kda_prefill": kimi_rule(8, 1024, 32),
+    "kda_prefill_segments": kimi_rule(1, 8192, 8),
     "gdn_prefill_float16": delta_rule(f16, 300, 4, -0.1),
     "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
     "gdn_prefill_norm_stack": delta_rule_normed(36),
