@@ -32,6 +32,7 @@ from jaxattn.bench import (
     gdn_prefill,
     gqa,
     gqa_prefill,
+    gqa_turbo,
     host,
     mla,
     mla_fp8,
@@ -47,6 +48,7 @@ from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
 
@@ -54,7 +56,7 @@ PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
-    "gqa": [gqa],
+    "gqa": [gqa, gqa_turbo],
     "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "moe": [moe],
@@ -153,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.implementation == "mosaic_gpu":
         try:
             require_hopper("--implementation mosaic_gpu", interpret=False)
-        except NotImplementedError as error:
+        except Refusal as error:
             parser.error(str(error))
     return args
 

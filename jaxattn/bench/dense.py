@@ -28,7 +28,7 @@ from jaxattn.bench.card import card, commit
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import copy_bandwidth, device_facts, launches, rotation, seconds
 from jaxattn.bench.written import written
-from jaxattn.core.dispatch import Implementation
+from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.models.base import compiler_options
 from jaxattn.ops.linear import linear_layer
 
@@ -130,7 +130,7 @@ def compiled(product: Product) -> jax.stages.Compiled | None:
     shapes = ((product.tokens, product.inner), product.stack)
     try:
         return run.lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
-    except NotImplementedError as refusal:
+    except Refusal as refusal:
         print(f"{product}: {refusal}", file=sys.stderr, flush=True)
         return None
 

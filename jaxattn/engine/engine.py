@@ -61,7 +61,7 @@ class Engine(Lifecycle):
         stats: of the last `generate`, or of what was added since.
 
     Raises:
-        TypeError, ValueError, PlanError, NotImplementedError: see `prepare`.
+        TypeError, ValueError, PlanError, Refusal: see `prepare`.
     """
 
     def __init__(

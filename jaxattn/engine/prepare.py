@@ -214,7 +214,7 @@ def prepare(
             `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
         PlanError: the device has not enough memory, or with `utilization` the cache that is left
             holds no row at full length.
-        NotImplementedError: the named implementation refuses; the message says why.
+        Refusal: the named implementation refuses; the message says why.
     """
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.memory.budget import nbytes
@@ -10,7 +11,6 @@ from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import CacheSize
 from jaxattn.models.caches import LatentPages, RecurrentState
-from jaxattn.models.known_count import CountedModel
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
 from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches
@@ -45,16 +45,16 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
             )
         elif isinstance(cache, LatentPages):
             found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
+            if cache.format.dtype.itemsize == 1:
+                found.append(
+                    "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
+                    "time with 16 heads, and 2.0 to 2.3 times as long with 128."
+                )
             if isinstance(model, BuiltModel) and cache.format.per_tensor:
                 found.append(
                     "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
                     "temp is that of the model's own cache."
                 )
-    if isinstance(model, CountedModel):
-        found.append(
-            "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not "
-            "counted."
-        )
     return tuple(found)
 
 
@@ -103,7 +103,7 @@ def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
     q = jax.ShapeDtypeStruct((1, 1, heads, form.kv_lora_rank + form.qk_rope_head_dim), dtype)
     try:
         mla_decode.refuse(q, cache, form.kv_lora_rank)
-    except NotImplementedError as refusal:
+    except Refusal as refusal:
         return f"XLA reads the {name} cache: {refusal}."
     token = nbytes(cache) // (latents.layers * PAGE_SIZE)
     return f"MLA's decode kernel reads the {name} cache: {token:,} bytes per token and layer."

@@ -29,6 +29,7 @@ from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, pe
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import copy_bandwidth, device_facts, matmul_rate
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.decoder import DecoderModel
@@ -86,7 +87,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     if args.implementation == "mosaic_gpu":
         try:
             require_hopper("--implementation mosaic_gpu", interpret=False)
-        except NotImplementedError as error:
+        except Refusal as error:
             parser.error(str(error))
     return args
 

@@ -40,8 +40,7 @@ from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.ops.gdn.chunk import check_chunks
 from jaxattn.ops.gdn.chunk_xla import Checkpoints, gated_delta_rule_chunks
 from jaxattn.ops.gdn.recurrent import check_sequence
-
-OP = "gated_delta_rule_prefill"
+from jaxattn.ops.gdn.rule import GATED, Rule
 
 
 def gated_delta_rule_prefill(
@@ -115,31 +114,85 @@ def gated_delta_rule_prefill(
             slots leave the pool or collide.
         Refusal: the named implementation refuses; the message says why.
     """
-    q, k, v, g, beta, state = floats(OP, q=q, k=k, v=v, g=g, beta=beta, state=state)
+    return prefill_rule(
+        "gated_delta_rule_prefill",
+        GATED,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices,
+        write_indices=write_indices,
+        has_initial_state=has_initial_state,
+        cu_seqlens=cu_seqlens,
+        layer=layer,
+        checkpoint_tokens=checkpoint_tokens,
+        checkpoint_indices=checkpoint_indices,
+        scale=scale,
+        chunk_size=chunk_size,
+        use_qk_l2norm=use_qk_l2norm,
+        split_tokens=split_tokens,
+        gate=gate,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        implementation=implementation,
+    )
+
+
+def prefill_rule(
+    op: str,
+    rule: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array,
+    state_indices: Array,
+    *,
+    write_indices: Array | None,
+    has_initial_state: Array | None,
+    cu_seqlens: Array | None,
+    layer: int | Array | None,
+    checkpoint_tokens: int | None,
+    checkpoint_indices: Array | None,
+    scale: float | None,
+    chunk_size: int,
+    use_qk_l2norm: bool,
+    split_tokens: int | None,
+    gate: Array | None,
+    norm_weight: Array | None,
+    norm_eps: float,
+    implementation: Implementation | None,
+) -> tuple[Array, Array]:
+    """`gated_delta_rule_prefill` of either rule; `op` is the public name, for messages."""
+    q, k, v, g, beta, state = floats(op, q=q, k=k, v=v, g=g, beta=beta, state=state)
     initial = None if has_initial_state is None else jnp.asarray(has_initial_state)
     given = (cu_seqlens, state_indices, write_indices, checkpoint_indices)
     ends, reads, writes, kept = map(as_given, given)
-    check_sequence(OP, q, k, v, g, beta, None, ends)
-    check_chunks(OP, chunk_size, split_tokens)
+    check_sequence(op, q, k, v, g, beta, None, ends, channels=rule.channels)
+    check_chunks(op, chunk_size, split_tokens)
     count = v.shape[0] if ends is None else ends.shape[0] - 1
     slot_shape = (*v.shape[2:], k.shape[-1])
     shared = writes is not None
-    check_pool(OP, "state", state, reads, layer, slot_shape, count, shared=shared)
-    check_dtype(OP, "state", state, "float32", "bfloat16")
+    check_pool(op, "state", state, reads, layer, slot_shape, count, shared=shared)
+    check_dtype(op, "state", state, "float32", "bfloat16")
     if initial is not None:
-        check_dtype(OP, "has_initial_state", initial, "bool")
+        check_dtype(op, "has_initial_state", initial, "bool")
         if initial.shape != (count,):
             raise ValueError(
-                f"{OP}: has_initial_state must be [{count}], got {list(initial.shape)}"
+                f"{op}: has_initial_state must be [{count}], got {list(initial.shape)}"
             )
-    writes = _check_writes(state, reads, writes, layer, kept, checkpoint_tokens, chunk_size)
+    writes = _check_writes(op, state, reads, writes, layer, kept, checkpoint_tokens, chunk_size)
     if kept is not None and kept.shape[1] == 0:
         kept = checkpoint_tokens = None
     cu_seqlens, reads, writes = as_offsets(ends), jnp.asarray(reads), jnp.asarray(writes)
     kept = None if kept is None else jnp.asarray(kept)
-    factor = output_scale(OP, scale, k.shape[-1])
-    norm = _check_norm(v, gate, norm_weight, norm_eps)
-    refuse_explicit_axes(OP, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
+    factor = output_scale(op, scale, k.shape[-1])
+    norm = _check_norm(op, rule, v, gate, norm_weight, norm_eps)
+    refuse_explicit_axes(op, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)
@@ -156,12 +209,12 @@ def gated_delta_rule_prefill(
         kept = jnp.where(live[:, None] & inside, kept.astype(jnp.int32), -1)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
-        refuse_prefill(OP, q, v, chunk_size, interpret=interpret)
-        tokens, held, normed = without_gradient(OP, ((q, k, v, g, beta), state, norm))
+        refuse_prefill(op, q, v, chunk_size, interpret=interpret)
+        tokens, held, normed = without_gradient(op, ((q, k, v, g, beta), state, norm))
         stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
         pool = Pool(stack, index, live, reads, writes, kept, checkpoint_tokens or 0)
-        with jax.named_scope(OP):
+        with jax.named_scope(op):
             o, stack = gdn_prefill_mosaic(
                 *tokens,
                 scale=factor,
@@ -170,6 +223,7 @@ def gated_delta_rule_prefill(
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
                 norm=normed,
+                make=rule.make,
                 interpret=interpret,
             )
         return o, stack.reshape(state.shape)
@@ -177,13 +231,24 @@ def gated_delta_rule_prefill(
     def xla() -> tuple[Array, Array]:
         if v.shape[1] == 0:
             return jnp.zeros_like(v), state
-        with jax.named_scope(OP):
+        with jax.named_scope(op):
             start = state_read(state, reads, layer=layer).astype(jnp.float32)
             checkpoints = None
             if kept is not None and checkpoint_tokens is not None:
                 checkpoints = Checkpoints(state, layer, kept, checkpoint_tokens)
             o, final, pool = gated_delta_rule_chunks(
-                q, k, v, g, beta, factor, start, cu_seqlens, use_qk_l2norm, chunk_size, checkpoints
+                q,
+                k,
+                v,
+                g,
+                beta,
+                factor,
+                start,
+                cu_seqlens,
+                use_qk_l2norm,
+                chunk_size,
+                checkpoints,
+                operands=rule.operands,
             )
             pool = state_write(state if pool is None else pool, final, writes, layer=layer)
             if cu_seqlens is None:
@@ -198,8 +263,8 @@ def gated_delta_rule_prefill(
             return jnp.where(shown[..., None, None], o, 0), pool
 
     return dispatch(
-        OP,
-        implementation,
+        op,
+        implementation or rule.default,
         {
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
@@ -208,26 +273,28 @@ def gated_delta_rule_prefill(
     )
 
 
-def _check_norm(v: Array, gate: Array | None, weight: Array | None, eps: float) -> Norm | None:
+def _check_norm(
+    op: str, rule: Rule, v: Array, gate: Array | None, weight: Array | None, eps: float
+) -> Norm | None:
     if (gate is None) != (weight is None):
         raise ValueError(
-            f"{OP}: pass gate and norm_weight together, got gate={_shape(gate)} and norm_weight="
+            f"{op}: pass gate and norm_weight together, got gate={_shape(gate)} and norm_weight="
             f"{_shape(weight)}"
         )
     if gate is None or weight is None:
         return None
-    gate, weight = floats(OP, gate=gate, norm_weight=weight)
+    gate, weight = floats(op, gate=gate, norm_weight=weight)
     tokens, columns, width = v.shape[:2], v.shape[2] * v.shape[3], v.shape[3]
     if gate.ndim != 3 or gate.shape[:2] != tokens or gate.shape[2] < columns:
         raise ValueError(
-            f"{OP}: gate must be [{tokens[0]}, {tokens[1]}, N] with N at least Hv * Dv = "
+            f"{op}: gate must be [{tokens[0]}, {tokens[1]}, N] with N at least Hv * Dv = "
             f"{columns}, got {list(gate.shape)}"
         )
     if weight.shape != (width,):
-        raise ValueError(f"{OP}: norm_weight must be [{width}], got {list(weight.shape)}")
-    eps = finite(OP, "norm_eps", eps)
+        raise ValueError(f"{op}: norm_weight must be [{width}], got {list(weight.shape)}")
+    eps = finite(op, "norm_eps", eps)
     gate = gate.reshape(v.shape[0] * v.shape[1], gate.shape[2])
-    return Norm(gate, weight.astype(jnp.float32), eps)
+    return Norm(gate, weight.astype(jnp.float32), eps, rule.sigmoid)
 
 
 def _shape(x: Array | None) -> list[int] | None:
@@ -235,6 +302,7 @@ def _shape(x: Array | None) -> list[int] | None:
 
 
 def _check_writes(
+    op: str,
     state: Array,
     reads: Array,
     writes: Array | None,
@@ -247,22 +315,22 @@ def _check_writes(
     count = reads.shape[0]
     if writes is not None:
         fits = writes.shape == (count,)
-        check_integers(OP, "write_indices", writes, f"[{count}]", fits=fits)
-    finals = write_slots(OP, state, reads, writes, layer, 1)
+        check_integers(op, "write_indices", writes, f"[{count}]", fits=fits)
+    finals = write_slots(op, state, reads, writes, layer, 1)
     if (kept is None) != (tokens is None):
         raise ValueError(
-            f"{OP}: pass checkpoint_tokens and checkpoint_indices together, got checkpoint_tokens="
+            f"{op}: pass checkpoint_tokens and checkpoint_indices together, got checkpoint_tokens="
             f"{tokens} and checkpoint_indices {_shape(kept)}"
         )
     if kept is None or tokens is None:
         return finals
-    check_integer(OP, "checkpoint_tokens", tokens)
+    check_integer(op, "checkpoint_tokens", tokens)
     if tokens <= 0 or tokens % chunk_size:
         raise ValueError(
-            f"{OP}: checkpoint_tokens must be a positive multiple of {chunk_size=}, got {tokens}"
+            f"{op}: checkpoint_tokens must be a positive multiple of {chunk_size=}, got {tokens}"
         )
     fits = kept.ndim == 2 and kept.shape[0] == count
-    check_integers(OP, "checkpoint_indices", kept, f"[{count}, M]", fits=fits)
+    check_integers(op, "checkpoint_indices", kept, f"[{count}, M]", fits=fits)
     if isinstance(kept, jax.core.Tracer):
         return finals
     # Of one width: of uint64 and int64 NumPy would make float64.
@@ -271,5 +339,5 @@ def _check_writes(
     if not isinstance(finals, jax.core.Tracer):
         every = np.concatenate([np.asarray(finals).astype(np.int64)[:, None], every], axis=1)
         name = f"write_indices and {name}, side by side,"
-    write_slots(OP, state, reads, every, layer, every.shape[1], name=name)
+    write_slots(op, state, reads, every, layer, every.shape[1], name=name)
     return finals
