@@ -18,7 +18,6 @@ import functools
 import gc
 import math
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +26,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import record
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import device_facts, launches, seconds
+from jaxattn.bench.timing import launches, seconds
 from jaxattn.memory.budget import nbytes_each
 from jaxattn.models import DecodeState, divided
 from jaxattn.models.base import init_state, jit_step, overlaid
@@ -97,15 +96,10 @@ def main(argv: Sequence[str], program: str) -> int:
             file=sys.stderr,
         )
         return 2
-    facts = device_facts()
     result: dict[str, Any] = {
-        "what": "parallel",
+        **record.begin("parallel", program, ["parallel", *argv]),
         "model": args.name,
         "layout": args.parallel.flags,
-        "commit": commit(),
-        "command": shlex.join([*program.split(), "parallel", *argv]),
-        **facts,
-        "card": card(),
         "rows": [],
     }
     layouts = ([] if args.not_alone else [ALONE]) + [args.parallel]
@@ -116,6 +110,7 @@ def main(argv: Sequence[str], program: str) -> int:
     for row in result["rows"]:
         if row["GPUs"] > 1 and row["B"] in alone:
             row["times one GPU"] = alone[row["B"]] / row["ms"]
+    record.end(result)
     store(result, args.json)
     table = [{k: v for k, v in row.items() if k != "all-reduce forms"} for row in result["rows"]]
     show(f"{args.name}, {args.tokens:,} tokens a row, {args.parallel.flags}", table)

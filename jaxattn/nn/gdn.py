@@ -182,9 +182,7 @@ class GatedDeltaNet(nnx.Module):
             slots,
             has_initial_state=~fresh,
             layer=layer,
-            gate=qkvz,
-            norm_weight=self.norm.weight[...],
-            norm_eps=self.norm.eps,
+            output_norm=gdn.OutputNorm(gate=qkvz, weight=self.norm.weight[...], eps=self.norm.eps),
             implementation=implementation,
         )
         conv_state = gdn.state_write(conv_state, after, slots, layer=layer)

@@ -7,23 +7,18 @@ the slots, handed out and taken back like pages; an array would be as large as w
 copied into it once more; and most of a prompt's checkpoints may not be wanted at all.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import (
     as_given,
     check_dtype,
-    check_integer,
-    check_integers,
-    finite,
     floats,
     output_scale,
 )
+from jaxattn.core.deprecation import Group, with_older_keywords
 from jaxattn.core.dispatch import Implementation, dispatch, without_gradient
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
@@ -32,18 +27,27 @@ from jaxattn.core.slots import (
     rows_in_use,
     state_read,
     state_write,
-    write_slots,
 )
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic, refuse_prefill
-from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.ops.gdn.chunk import check_chunks
-from jaxattn.ops.gdn.chunk_xla import Checkpoints, gated_delta_rule_chunks
+from jaxattn.ops.gdn.chunk_xla import PoolCheckpoints, gated_delta_rule_chunks
+from jaxattn.ops.gdn.prefill_options import (
+    Checkpoints,
+    OutputNorm,
+    check_checkpoints,
+    check_output_norm,
+    check_writes,
+)
 from jaxattn.ops.gdn.recurrent import check_sequence
 
 OP = "gated_delta_rule_prefill"
 
 
+@with_older_keywords(
+    checkpoints=Group(Checkpoints, {"checkpoint_indices": "slots", "checkpoint_tokens": "tokens"}),
+    output_norm=Group(OutputNorm, {"gate": "gate", "norm_weight": "weight", "norm_eps": "eps"}),
+)
 def gated_delta_rule_prefill(
     q: Float[Array, "B T Hk Dk"],
     k: Float[Array, "B T Hk Dk"],
@@ -57,15 +61,12 @@ def gated_delta_rule_prefill(
     has_initial_state: Bool[Array, " n"] | None = None,
     cu_seqlens: Int[Array, " n+1"] | None = None,
     layer: int | Int[Array, ""] | None = None,
-    checkpoint_tokens: int | None = None,
-    checkpoint_indices: Int[Array, "n M"] | None = None,
+    checkpoints: Checkpoints | None = None,
     scale: float | None = None,
     chunk_size: int = 64,
     use_qk_l2norm: bool = True,
     split_tokens: int | None = None,
-    gate: Float[Array, "B T N"] | None = None,
-    norm_weight: Float[Array, " Dv"] | None = None,
-    norm_eps: float = 1e-6,
+    output_norm: OutputNorm | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
     """`chunk_gated_delta_rule` with each sequence's state read from and written to a pool.
@@ -86,22 +87,10 @@ def gated_delta_rule_prefill(
         has_initial_state: False for a sequence that starts from zeros, whatever its slot holds;
             all start from their slots if None.
         layer: index into the stack, a Python int or traced.
-        checkpoint_tokens: a multiple of chunk_size, counted from each sequence's first token here:
-            a prompt that comes in parts has its checkpoints where it wants them if the parts are
-            multiples of it too.
-        checkpoint_indices: `checkpoint_indices[i, j]` is the slot that takes sequence i's state
-            after `(j + 1) * checkpoint_tokens` tokens; -1 keeps nothing, and what lies past a
-            sequence's end is ignored. The rules of write_indices hold for both together. These
-            are states of the recurrence alone. That of a convolution before it is its last W - 1
-            inputs, which the caller has: of the `x` that `causal_conv1d` was given, the tokens
-            `x[:, end - (W - 1) : end]`, where the checkpoint is taken before token `end`.
+        checkpoints: the slots that keep states on the way, for a cache of prefixes.
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        gate: with norm_weight, o becomes `o / rms(o) * norm_weight * silu(z)` over Dv, in float32
-            (Qwen3-Next's convention). z is in the gate's last Hv * Dv columns, head after head: the
-            packed projection q | k | v | z serves as it is, N = Dc + Hv * Dv. The kernel does it on
-            the way out where more than 66 states are worked on at once and the gate has v's dtype;
-            elsewhere XLA does.
-        norm_eps: added to the mean square.
+        output_norm: the gated norm of o. The kernel does it on the way out where more than 66
+            states are worked on at once and the gate has v's dtype; elsewhere XLA does.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest. It
             is not differentiable.
@@ -117,8 +106,7 @@ def gated_delta_rule_prefill(
     """
     q, k, v, g, beta, state = floats(OP, q=q, k=k, v=v, g=g, beta=beta, state=state)
     initial = None if has_initial_state is None else jnp.asarray(has_initial_state)
-    given = (cu_seqlens, state_indices, write_indices, checkpoint_indices)
-    ends, reads, writes, kept = map(as_given, given)
+    ends, reads, writes = map(as_given, (cu_seqlens, state_indices, write_indices))
     check_sequence(OP, q, k, v, g, beta, None, ends)
     check_chunks(OP, chunk_size, split_tokens)
     count = v.shape[0] if ends is None else ends.shape[0] - 1
@@ -132,13 +120,13 @@ def gated_delta_rule_prefill(
             raise ValueError(
                 f"{OP}: has_initial_state must be [{count}], got {list(initial.shape)}"
             )
-    writes = _check_writes(state, reads, writes, layer, kept, checkpoint_tokens, chunk_size)
-    if kept is not None and kept.shape[1] == 0:
-        kept = checkpoint_tokens = None
+    checkpoints = check_checkpoints(OP, checkpoints, count, chunk_size)
+    kept, every = (None, 0) if checkpoints is None else (checkpoints.slots, checkpoints.tokens)
+    writes = check_writes(OP, state, reads, writes, layer, kept)
     cu_seqlens, reads, writes = as_offsets(ends), jnp.asarray(reads), jnp.asarray(writes)
     kept = None if kept is None else jnp.asarray(kept)
     factor = output_scale(OP, scale, k.shape[-1])
-    norm = _check_norm(v, gate, norm_weight, norm_eps)
+    norm = check_output_norm(OP, output_norm, v)
     refuse_explicit_axes(OP, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
 
     # Nothing but slots in the pool and -1 from here on.
@@ -160,7 +148,7 @@ def gated_delta_rule_prefill(
         tokens, held, normed = without_gradient(OP, ((q, k, v, g, beta), state, norm))
         stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-        pool = Pool(stack, index, live, reads, writes, kept, checkpoint_tokens or 0)
+        pool = Pool(stack, index, live, reads, writes, kept, every)
         with jax.named_scope(OP):
             o, stack = gdn_prefill_mosaic(
                 *tokens,
@@ -179,11 +167,9 @@ def gated_delta_rule_prefill(
             return jnp.zeros_like(v), state
         with jax.named_scope(OP):
             start = state_read(state, reads, layer=layer).astype(jnp.float32)
-            checkpoints = None
-            if kept is not None and checkpoint_tokens is not None:
-                checkpoints = Checkpoints(state, layer, kept, checkpoint_tokens)
+            stored = None if kept is None else PoolCheckpoints(state, layer, kept, every)
             o, final, pool = gated_delta_rule_chunks(
-                q, k, v, g, beta, factor, start, cu_seqlens, use_qk_l2norm, chunk_size, checkpoints
+                q, k, v, g, beta, factor, start, cu_seqlens, use_qk_l2norm, chunk_size, stored
             )
             pool = state_write(state if pool is None else pool, final, writes, layer=layer)
             if cu_seqlens is None:
@@ -206,70 +192,3 @@ def gated_delta_rule_prefill(
             "xla": xla,
         },
     )
-
-
-def _check_norm(v: Array, gate: Array | None, weight: Array | None, eps: float) -> Norm | None:
-    if (gate is None) != (weight is None):
-        raise ValueError(
-            f"{OP}: pass gate and norm_weight together, got gate={_shape(gate)} and norm_weight="
-            f"{_shape(weight)}"
-        )
-    if gate is None or weight is None:
-        return None
-    gate, weight = floats(OP, gate=gate, norm_weight=weight)
-    tokens, columns, width = v.shape[:2], v.shape[2] * v.shape[3], v.shape[3]
-    if gate.ndim != 3 or gate.shape[:2] != tokens or gate.shape[2] < columns:
-        raise ValueError(
-            f"{OP}: gate must be [{tokens[0]}, {tokens[1]}, N] with N at least Hv * Dv = "
-            f"{columns}, got {list(gate.shape)}"
-        )
-    if weight.shape != (width,):
-        raise ValueError(f"{OP}: norm_weight must be [{width}], got {list(weight.shape)}")
-    eps = finite(OP, "norm_eps", eps)
-    gate = gate.reshape(v.shape[0] * v.shape[1], gate.shape[2])
-    return Norm(gate, weight.astype(jnp.float32), eps)
-
-
-def _shape(x: Array | None) -> list[int] | None:
-    return None if x is None else list(x.shape)
-
-
-def _check_writes(
-    state: Array,
-    reads: Array,
-    writes: Array | None,
-    layer: int | Array | None,
-    kept: Array | None,
-    tokens: int | None,
-    chunk_size: int,
-) -> Array:
-    """The slots of the final states; raises where they or the checkpoints do not fit."""
-    count = reads.shape[0]
-    if writes is not None:
-        fits = writes.shape == (count,)
-        check_integers(OP, "write_indices", writes, f"[{count}]", fits=fits)
-    finals = write_slots(OP, state, reads, writes, layer, 1)
-    if (kept is None) != (tokens is None):
-        raise ValueError(
-            f"{OP}: pass checkpoint_tokens and checkpoint_indices together, got checkpoint_tokens="
-            f"{tokens} and checkpoint_indices {_shape(kept)}"
-        )
-    if kept is None or tokens is None:
-        return finals
-    check_integer(OP, "checkpoint_tokens", tokens)
-    if tokens <= 0 or tokens % chunk_size:
-        raise ValueError(
-            f"{OP}: checkpoint_tokens must be a positive multiple of {chunk_size=}, got {tokens}"
-        )
-    fits = kept.ndim == 2 and kept.shape[0] == count
-    check_integers(OP, "checkpoint_indices", kept, f"[{count}, M]", fits=fits)
-    if isinstance(kept, jax.core.Tracer):
-        return finals
-    # Of one width: of uint64 and int64 NumPy would make float64.
-    every: Any = np.asarray(kept).astype(np.int64)
-    name = "checkpoint_indices"
-    if not isinstance(finals, jax.core.Tracer):
-        every = np.concatenate([np.asarray(finals).astype(np.int64)[:, None], every], axis=1)
-        name = f"write_indices and {name}, side by side,"
-    write_slots(OP, state, reads, every, layer, every.shape[1], name=name)
-    return finals
