@@ -27,7 +27,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("nn",),
     ("parallel",),
-    ("mla", "gdn", "gqa", "moe"),
+    ("mla", "gdn", "kda", "gqa", "moe"),
+    ("ops.kda",),  # whose checks, pools and scan over chunks are those of gdn
     ("ops.mla", "ops.gdn", "ops.gqa", "ops"),
     ("kernels.gqa_prefill",),  # which ends as gqa_decode does, and draws work as gdn_prefill
     ("kernels.gqa_turbo",),  # whose line of work, merging and end are those of gqa_decode

@@ -34,6 +34,7 @@ from jaxattn.bench import (
     gdn_prefill,
     gqa,
     gqa_prefill,
+    gqa_turbo,
     host,
     mla,
     mla_fp8,
@@ -58,7 +59,7 @@ PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
-    "gqa": [gqa],
+    "gqa": [gqa, gqa_turbo],
     "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "moe": [moe],

@@ -12,7 +12,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
 
 
-def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def gated_rms_norm(
+    x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float, sigmoid: bool = False
+) -> jax.Array:
     """rms_norm(x) * silu(z) of heads, in x's dtype (Qwen3-Next's convention).
 
     Args:
@@ -20,6 +22,9 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float)
         gate: [*T, N], with z in its last H * D columns, head after head: a packed projection serves
             as it is.
         weight: [D].
+        sigmoid: the factor is sigmoid(z) (Kimi-Linear's convention).
     """
     z = gate[..., gate.shape[-1] - x.shape[-2] * x.shape[-1] :].reshape(x.shape)
-    return (rms_norm(x, weight, eps) * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+    z = z.astype(jnp.float32)
+    factor = jax.nn.sigmoid(z) if sigmoid else jax.nn.silu(z)
+    return (rms_norm(x, weight, eps) * factor).astype(x.dtype)

@@ -88,7 +88,8 @@ class Block:
         token, line = lax.axis_index("token"), lax.axis_index("line")
         smem, width = refs["smem"], self.width
         which = layer_ref[0]
-        own = which if self.stacked else 0
+        # A layer that the cache lacks is written nowhere; its queries have the nearest's weights.
+        own = jnp.clip(which, 0, weights_ref.shape[0] - 1) if self.stacked else 0
         cosine = self.load(angles_ref.at[token, pl.ds(0, width)])
         sine = self.load(angles_ref.at[token, pl.ds(width, width)])
 

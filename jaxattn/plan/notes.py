@@ -46,6 +46,11 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
             )
         elif isinstance(cache, LatentPages):
             found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
+            if cache.format.dtype.itemsize == 1:
+                found.append(
+                    "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
+                    "time with 16 heads, and 2.0 to 2.3 times as long with 128."
+                )
             if isinstance(model, BuiltModel) and cache.format.per_tensor:
                 found.append(
                     "No model of jaxattn serves a float8 cache yet: its pages are counted, and "

@@ -234,11 +234,31 @@ class _Gauges(Collector):
         yield gauge("vllm:kv_cache_usage_perc", "Pages in use, from 0 to 1.", used)
         yield gauge("jaxattn:pages_in_use", "Pages of the cache in use.", snapshot.pages)
         yield gauge("jaxattn:slots_in_use", "State slots in use.", snapshot.slots)
-        preempted = CounterMetricFamily(
-            "vllm:num_preemptions", "Rows that lost their pages to older ones.", labels=labels
-        )
-        preempted.add_metric([metrics.model], snapshot.preemptions)
-        yield preempted
+        for name, said, count in (
+            (
+                "vllm:num_preemptions",
+                "Rows that lost their pages to older ones.",
+                snapshot.preemptions,
+            ),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens that were looked up in the cache of prefixes.",
+                snapshot.prefix_asked,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens that were found there, and not read again.",
+                snapshot.prefix_hits,
+            ),
+            (
+                "jaxattn:prefix_states_missed",
+                "Prompt tokens whose pages were found there without their states.",
+                snapshot.states_missed,
+            ),
+        ):
+            counter = CounterMetricFamily(name, said, labels=labels)
+            counter.add_metric([metrics.model], count)
+            yield counter
         seal = CounterMetricFamily(
             "jaxattn:seal",
             "What was traced, compiled or allocated after the warm-up.",

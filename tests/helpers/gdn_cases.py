@@ -32,8 +32,10 @@ GATES = {
 
 
 def make(
-    batch, length, key_heads, value_heads, key_dim, value_dim=None, gates="logsigmoid", beta=None
-):
+    batch, length, key_heads, value_heads, key_dim, value_dim=None, gates="logsigmoid", beta=None,
+    *, channels=False,
+):  # fmt: skip
+    """Random inputs; `channels`: every channel of the key has a decay of its own."""
     rng = np.random.default_rng([batch, length, key_heads, value_heads, key_dim])
     k = rng.standard_normal((batch, length, key_heads, key_dim))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -42,7 +44,7 @@ def make(
         rng.standard_normal(k.shape),
         k,
         rng.standard_normal((*heads, value_dim or key_dim)),
-        GATES[gates](rng, heads),
+        GATES[gates](rng, (*heads, key_dim) if channels else heads),
         rng.random(heads) if beta is None else np.full(heads, float(beta)),
     )
     return Inputs(*(x.astype(np.float32) for x in inputs))
@@ -55,11 +57,14 @@ def make_state(count, value_heads, key_dim, value_dim=None, seed=7):
 
 
 def oracle(q, k, v, g, beta, initial_state=None, scale=None, cu_seqlens=None, l2norm=False):
-    """Token by token in float64. Returns the output of real tokens and every final state."""
+    """Token by token in float64, of decays per head [B, T, Hv] or channel [B, T, Hv, Dk].
+
+    Returns the output of real tokens and every final state.
+    """
     q, k, v, g, beta = (np.asarray(x).astype(np.float64) for x in (q, k, v, g, beta))
     if l2norm:
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    repeats = v.shape[2] // k.shape[2]
+    channels, repeats = g.ndim == 4, v.shape[2] // k.shape[2]
     q, k = (np.repeat(x, repeats, axis=2) for x in (q, k))
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is None:
@@ -72,7 +77,8 @@ def oracle(q, k, v, g, beta, initial_state=None, scale=None, cu_seqlens=None, l2
         shape = (v.shape[2], v.shape[3], k.shape[3])
         state = np.zeros(shape) if initial_state is None else initial_state[i].astype(np.float64)
         for t in range(start, end):
-            state = state * np.exp(g[row, t])[:, None, None]
+            decay = np.exp(g[row, t])
+            state = state * (decay[:, None] if channels else decay[:, None, None])
             seen = np.einsum("hvd,hd->hv", state, k[row, t])
             delta = beta[row, t][:, None] * (v[row, t] - seen)
             state = state + delta[:, :, None] * k[row, t][:, None, :]

@@ -56,11 +56,12 @@ class Norm(NamedTuple):
     gate: jax.Array  # [T, N]; z is its last Hv * 128 columns
     weight: jax.Array  # float32 [128]
     eps: float
+    sigmoid: bool = False  # sigmoid(z) in place of silu(z), by XLA alone
 
 
 def fits(norm: Norm, dtype: Any) -> bool:
-    """Whether z is there in the output's dtype, with rows that 16 bytes divide."""
-    return norm.gate.dtype == dtype and norm.gate.shape[1] % WIDTH == 0
+    """Whether the factor is silu of a z in the output's dtype, with rows that 16 bytes divide."""
+    return not norm.sigmoid and norm.gate.dtype == dtype and norm.gate.shape[1] % WIDTH == 0
 
 
 def operands(norm: Norm | None, *, interpret: bool) -> dict[str, jax.Array | None]:

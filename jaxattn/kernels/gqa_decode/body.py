@@ -28,8 +28,9 @@ from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import Memory
 from jaxattn.kernels.gqa_decode.pairs import KEYS, VALUES
 from jaxattn.kernels.gqa_decode.products import products_of
+from jaxattn.kernels.gqa_decode.queries import GatheredQueries
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.mla_decode.columns_memory import SCORES
+from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
@@ -72,10 +73,20 @@ class Body(Block[DecodeCut, Memory]):
             Ring(ahead[KEYS], memory.keys_loaded, memory.keys_read, self._copies(KEYS)),
             Ring(ahead[VALUES], memory.values_loaded, memory.values_read, self._copies(VALUES)),
         )
+        queries = GatheredQueries(
+            q_ref=self.refs.q_ref, rows=self.rows, part=self.part, memory=memory,
+            scale=self.cut.scale, kv_scale_ref=self.refs.kv_scale_ref,
+        )  # fmt: skip
         Loader(
-            part=self.part, q_ref=self.refs.q_ref, mine=self.mine, memory=memory, rings=rings,
+            part=self.part, queries=queries, memory=memory, rings=rings,
             consumers=self.cut.consumers, interpret=self.cut.interpret,
-        ).run()  # fmt: skip
+        ).run(self.write_empty_rows)  # fmt: skip
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
+        if not self.cut.fp8:
+            return self.cut.scale
+        factors = self.memory.factors.at[queries_at]
+        return self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
 
     def _copies(self, kind: int) -> Any:
         """`Ring.copies`: as many tokens as lie together at a time."""

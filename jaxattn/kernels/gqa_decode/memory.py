@@ -58,7 +58,7 @@ def product_dtype(dtype: Any, cache_dtype: Any) -> Any:
 def steps_ahead(columns: int, head_dim: int, cache_dtype: Any) -> tuple[int, int]:
     """Steps of each warpgroup that there is room for, of keys and of values, whose place is free
     again later."""
-    exchanged = CONSUMERS * columns * (PAGE + head_dim + 2 * MARGIN + 4) * 4
+    exchanged = CONSUMERS * columns * (PAGE + head_dim + 2 * MARGIN + 4 + 1) * 4
     operands = columns * (QUERIES * head_dim + CONSUMERS * PAGE) * 2
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - exchanged - operands
     boxes = free // (CONSUMERS * PAGE * head_dim * cache_dtype.itemsize)
@@ -76,6 +76,7 @@ class Memory(NamedTuple):
         p: [w, N, 64].
         outputs: float32 [w, N, D and a margin], at a piece's end.
         stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
+        factors: float32 [2, N], of the scores of a piece's queries; None without an FP8 cache.
         keys_loaded, values_loaded, queries_loaded: barriers of what has come.
         keys_read, values_read, queries_read: and of what may be overwritten.
         both_there: of the two warpgroups.
@@ -88,6 +89,7 @@ class Memory(NamedTuple):
     p: Any
     outputs: Any
     stats: Any
+    factors: Any
     keys_loaded: Any
     values_loaded: Any
     queries_loaded: Any
@@ -120,6 +122,7 @@ def scratch_types(
         p=plgpu.SMEM((CONSUMERS, columns, PAGE), dtype, transforms=tiles),
         outputs=plgpu.SMEM((CONSUMERS, columns, head_dim + MARGIN), jnp.float32),
         stats=plgpu.SMEM((3, CONSUMERS, columns), jnp.float32),
+        factors=plgpu.SMEM((QUERIES, columns), jnp.float32) if cache_dtype == FP8 else None,
         keys_loaded=barriers(copies, of_keys),
         values_loaded=barriers(copies, of_values),
         queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),

@@ -3,6 +3,9 @@
 XLA sorts all E scores of a token in several kernels. Here the best is taken K times; of equal ones
 the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.
 
+What surrounds it is in the launch too, as each step of it would be one of XLA's: the sum of the
+logits' two halves, the experts that every token takes and their gate, and padding.
+
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
@@ -24,10 +27,9 @@ MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
 
 
-def refuse(logits: jax.Array, *, interpret: bool) -> None:
+def refuse(logits: jax.Array, experts: int, *, interpret: bool) -> None:
     """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper("route", interpret=interpret)
-    experts = logits.shape[-1]
     if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
         raise Refusal(
             f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
@@ -46,12 +48,25 @@ def route_mosaic(
     best_of_group: int,
     normalize: bool,
     scale: float,
+    experts: int | None = None,
+    halves: bool = False,
+    always: int = 0,
+    gated: bool = False,
+    valid: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(ids int32, weights float32) [T, K] of float32 logits [T, E]; a `Router` has the options."""
-    refuse(logits, interpret=interpret)
-    tokens, experts = logits.shape
+    """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
+
+    Args:
+        logits: [T, E or more], of which `experts` says E; with `halves` two of them side by side.
+        always: experts E, E + 1 and so on that every token takes, with weight 1.
+        gated: or with the sigmoid of the logit behind the last expert's.
+        valid: int32 [T], 0 for padding, whose ids are -1.
+    """
+    tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
+    experts = columns if experts is None else experts
+    refuse(logits, experts, interpret=interpret)
     width = -(-experts // THREADS) * THREADS
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
     size = experts // groups
@@ -59,25 +74,33 @@ def route_mosaic(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
 
-    def body(logits_ref, bias_ref, ids_ref, weights_ref, scores_smem, bias_smem, loaded):
+    def body(
+        logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
+        scores_smem, low_smem, bias_smem, loaded,
+    ):  # fmt: skip
         token = lax.axis_index("token")
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
-        def load(source: Any, target: Any, rest: jax.Array) -> None:
+        def load(source: Any, before: int, target: Any, rest: jax.Array) -> None:
             """Copies come behind what is written over whole vectors."""
             target[...] = rest
             plgpu.commit_smem()
             for first in range(0, experts, COPIED):
-                some = pl.ds(first, min(COPIED, experts - first))
-                plgpu.copy_gmem_to_smem(source.at[some], target.at[some], loaded)
+                size = min(COPIED, experts - first)
+                some, there = pl.ds(first, size), pl.ds(before + first, size)
+                plgpu.copy_gmem_to_smem(source.at[there], target.at[some], loaded)
 
-        load(logits_ref.at[token], scores_smem, nothing)
+        load(logits_ref.at[token], 0, scores_smem, nothing)
+        if halves:
+            load(logits_ref.at[token], columns, low_smem, zero)
         if bias is not None:
-            load(bias_ref, bias_smem, zero)
+            load(bias_ref, 0, bias_smem, zero)
         plgpu.barrier_wait(loaded)
         inside = expert < full(jnp.int32(experts))
         scores = plgpu.load(scores_smem, layout=layout)
+        if halves:
+            scores += plgpu.load(low_smem, layout=layout)
         if sigmoid:
             scores = 1.0 / (1.0 + jnp.exp(-scores))
         else:
@@ -118,9 +141,19 @@ def route_mosaic(
         if normalize:
             total = sum(weights[1:], weights[0]) + 1e-20
             weights = [weight / total for weight in weights]
+        weights = [weight * factor for weight in weights]
+        opened = jnp.float32(1)
+        if gated:
+            logit = logits_ref[token, experts]
+            if halves:
+                logit += logits_ref[token, columns + experts]
+            opened = 1 / (1 + jnp.exp(-logit))
+        ids += [jnp.int32(experts + i) for i in range(always)]
+        weights += [opened] * always
+        some = True if valid_ref is None else valid_ref[token] != 0
         for k, (place, weight) in enumerate(zip(ids, weights, strict=True)):
-            ids_ref[token, k] = place
-            weights_ref[token, k] = weight * factor
+            ids_ref[token, k] = jnp.where(some, place, -1)
+            weights_ref[token, k] = weight
 
     def of_best_groups(choice: jax.Array, expert: jax.Array, best: Any, without: Any) -> jax.Array:
         """-inf for experts of other groups than the best `top_groups`."""
@@ -152,19 +185,21 @@ def route_mosaic(
             kept = jnp.where(inside(group) & is_kept, choice, kept)
         return kept
 
-    copies = -(-experts // COPIED) * (1 if bias is None else 2)
+    copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
+    scores = plgpu.SMEM((width,), jnp.float32)
     out = launch(
         body,
         name="moe_route",
         grid={"token": tokens},
-        inputs={"logits_ref": logits, "bias_ref": bias},
+        inputs={"logits_ref": logits, "bias_ref": bias, "valid_ref": valid},
         outputs={
-            "ids_ref": jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
-            "weights_ref": jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+            "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),
+            "weights_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.float32),
         },
         scratch={
-            "scores_smem": plgpu.SMEM((width,), jnp.float32),
-            "bias_smem": plgpu.SMEM((width,), jnp.float32),
+            "scores_smem": scores,
+            "low_smem": scores if halves else None,
+            "bias_smem": None if bias is None else scores,
             "loaded": plgpu.Barrier(num_arrivals=copies),
         },
         warpgroups=None,

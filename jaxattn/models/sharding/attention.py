@@ -27,6 +27,7 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> Divided[MLA]:
         {
             "q_proj": by_columns,
             "q_b_proj": by_columns,
+            "g_proj": (Cut(-1, "tensor", ((heads, 1),)),),
             "w_uk": by_heads,
             "w_uv": by_heads,
             "o_proj": (Cut(-2, "tensor", ((heads, mixer.v_head_dim),)),),
@@ -48,6 +49,11 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
         raise CannotDivide(
             f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
             "read so; use context=1"
+        )
+    if parallel.context > 1 and mixer.coded is not None:
+        raise CannotDivide(
+            f"context={parallel.context} spreads a row's pages, and those of "
+            f"{mixer.coded.preset} lie on one GPU; use context=1 or another cache_format"
         )
     shared = -(-kv_heads // kv_ways)
     if not divides(shared, parallel.context):

@@ -10,7 +10,7 @@ from jaxattn.core.checks import (
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, Refusal, dispatch, with_gradient_of
 from jaxattn.core.slots import (
     as_offsets,
 )
@@ -18,6 +18,7 @@ from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
+from jaxattn.ops.gdn.rule import GATED, Rule
 
 
 def chunk_gated_delta_rule(
@@ -81,11 +82,48 @@ def chunk_gated_delta_rule(
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
         Refusal: the named implementation refuses; the message says why.
     """
-    op = "chunk_gated_delta_rule"
+    return chunk_rule(
+        "chunk_gated_delta_rule",
+        GATED,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        use_qk_l2norm=use_qk_l2norm,
+        split_tokens=split_tokens,
+        implementation=implementation,
+    )
+
+
+def chunk_rule(
+    op: str,
+    rule: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None,
+    initial_state: Array | None,
+    output_final_state: bool,
+    cu_seqlens: Array | None,
+    chunk_size: int,
+    use_qk_l2norm: bool,
+    split_tokens: int | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array | None]:
+    """`chunk_gated_delta_rule` of either rule; `op` is the public name, for messages."""
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
     initial_state = maybe_floats(op, "initial_state", initial_state)
     ends = as_given(cu_seqlens)
-    check_sequence(op, q, k, v, g, beta, initial_state, ends)
+    check_sequence(op, q, k, v, g, beta, initial_state, ends, channels=rule.channels)
     cu_seqlens = as_offsets(ends)
     check_chunks(op, chunk_size, split_tokens)
     factor = output_scale(op, scale, k.shape[-1])
@@ -95,9 +133,11 @@ def chunk_gated_delta_rule(
         arguments = (q, k, v, g, beta, factor, initial_state, cu_seqlens, use_qk_l2norm)
         if k.shape[1] == 0:
             return _recurrent(*arguments)
-        return gated_delta_rule_chunks(*arguments, chunk_size)[:2]
+        return gated_delta_rule_chunks(*arguments, chunk_size, operands=rule.operands)[:2]
 
     def mosaic(interpret: bool):
+        if rule.channels:
+            raise Refusal(f"{op}: it has no Mosaic GPU kernel")
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
         known = None if isinstance(ends, jax.core.Tracer) else ends
 

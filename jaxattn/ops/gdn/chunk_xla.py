@@ -14,6 +14,9 @@ Only `K S^T`, `X (...)` and `(...)^T K` depend on the chunk before: they are the
 and the rest is batched over all chunks. Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), in
 the arrangement of FlashQLA: no product of X with the keys is formed.
 
+Where every channel of the key has a decay of its own (KDA), G has an axis of Dk, and A, P and what
+multiplies the state are made in another way: ops/kda/channel_decay.py. The scan is the same.
+
 Arrays here are `[N, B, H, C, D]`: N chunks of C tokens, with the keys and queries repeated for the
 Hv value heads. A head axis split in two costs more in transposes than the repeats do.
 """
@@ -29,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.products import _matmul, matmul
 from jaxattn.core.slots import checkpoint_slots, state_write
 from jaxattn.core.varying import vary_alike
+from jaxattn.ops.gdn.inverse import unit_lower_inverse
 
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
 LOWEST_LOG_DECAY = -1e4
@@ -39,57 +43,49 @@ UNROLLED_CHUNKS = 16
 UNROLL = 4
 
 
-@jax.custom_vjp
-def unit_lower_inverse(a: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
-    """`(I + a)^-1` for strictly lower triangular `a` of a power-of-two size, in float32.
+class Operands(NamedTuple):
+    """What the state meets in the scan, by chunk, and the scores for the output behind it.
 
-    Rows of diagonal blocks of 8 are substituted forward, then inverses are merged pairwise:
-    `[[x, 0], [-y l x, y]]` inverts `[[x^-1, 0], [l, y^-1]]`. Unlike the product
-    `(I - a)(I + a^2)(I + a^4)...`, no power of `a` is formed: with equal keys those reach 1e18.
+    A state takes `decay S + (to_end * U)^T k_written`, and gives `from_start * (k_read S^T)` to U.
+
+    Attributes:
+        p: makes the scores P, float32; they are needed behind the scan alone.
     """
-    size = a.shape[-1]
-    block = min(size, 8)
-    diagonal = _blocks(a, block, range(0, size, block), 0)
-    eye = jnp.eye(block, dtype=a.dtype)
-    inverse = jnp.broadcast_to(eye, diagonal.shape)
-    for i in range(1, block):
-        row = eye[i] - jnp.sum(diagonal[..., i, :, None] * inverse, axis=-2)
-        inverse = lax.dynamic_update_slice_in_dim(inverse, row[..., None, :], i, axis=-2)
-    row, column = jnp.arange(2)[:, None, None, None], jnp.arange(2)[:, None]
-    while block < size:
-        below = _blocks(a, block, range(block, size, 2 * block), -block)
-        pairs = inverse.reshape(*a.shape[:-2], -1, 2, block, block)
-        x, y = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        corner = -_product(_product(y, below), x)
-        # [..., pair, 2, block, 2, block]; concatenation takes XLA's CPU compiler twice as long.
-        inverse = jnp.where(row > column, corner[..., None, :, None, :], 0)
-        inverse = jnp.where(row == column, pairs[..., None, :], inverse)
-        block *= 2
-        inverse = inverse.reshape(*a.shape[:-2], -1, block, block)
-    return inverse[..., 0, :, :]
+
+    q_read: Float[Array, "N B H C Dk"]
+    k_read: Float[Array, "N B H C Dk"]
+    k_written: Float[Array, "N B H C Dk"]
+    x: Float[Array, "N B H C C"]  # (I + A)^-1 diag(beta)
+    from_start: Float[Array, "N B H C 1"] | None  # None: k_read and q_read have it
+    to_end: Float[Array, "N B H C 1"] | None  # None: k_written has it
+    decay: Float[Array, "N B H 1 Dk"] | Float[Array, "N B H 1 1"]
+    p: Callable[[], Float[Array, "N B H C C"]]
 
 
-def _blocks(a: Array, size: int, rows: range, offset: int) -> Array:
-    """The square blocks of `a` that start at each row, and `offset` columns from the diagonal."""
-    parts = (a[..., i : i + size, i + offset : i + offset + size] for i in rows)
-    return jnp.stack(list(parts), axis=-3)
+type MakeOperands = Callable[[Array, Array, Array, Array, jnp.dtype], Operands]
 
 
-def _product(a: Array, b: Array) -> Array:
-    return _matmul("...ij,...jk->...ik", a, b)
+def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -> Operands:
+    """The operands where a value head has one decay, g [N, B, H, C]."""
+    size = g.shape[-1]
+    with jax.named_scope("decay"):
+        lower = jnp.tril(jnp.ones((size, size), jnp.float32))
+        strictly_lower = jnp.tril(lower, -1)
+        # Sum of g over j < l <= i, term by term: a difference of running sums would lose a small
+        # decay that follows a large one. The mask comes before exp, or 0 * inf makes NaN.
+        between = _matmul("il,...lj->...ij", lower, g[..., :, None] * strictly_lower)
+        decay = jnp.exp(jnp.where(lower > 0, between, -jnp.inf))
+        from_start = jnp.exp(_matmul("il,...l->...i", lower, g))[..., None]  # gamma
+        to_end = jnp.exp(_matmul("lj,...l->...j", strictly_lower, g))[..., None]  # exp(G_last - G)
 
+    with jax.named_scope("invert"):
+        a = matmul("nbhid,nbhjd->nbhij", k, k, dtype) * decay * beta[..., :, None]
+        x = (unit_lower_inverse(jnp.tril(a, -1)) * beta[..., None, :]).astype(dtype)
 
-def _inverse_forward(a: Array) -> tuple[Array, Array]:
-    inverse = unit_lower_inverse(a)
-    return inverse, inverse
+    def p() -> Array:
+        return matmul("nbhid,nbhjd->nbhij", q, k, dtype) * decay
 
-
-def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-jnp.tril(_product(_product(transposed, cotangent), transposed), -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+    return Operands(q, k, k, x, from_start, to_end, from_start[..., -1:, :], p)
 
 
 class Packing(NamedTuple):
@@ -150,7 +146,7 @@ def gated_delta_rule_chunks(
     q: Float[Array, "B T Hk Dk"],
     k: Float[Array, "B T Hk Dk"],
     v: Float[Array, "B T Hv Dv"],
-    g: Float[Array, "B T Hv"],
+    g: Float[Array, "B T Hv"] | Float[Array, "B T Hv Dk"],
     beta: Float[Array, "B T Hv"],
     scale: float,
     initial_state: Float[Array, "n Hv Dv Dk"] | None,
@@ -158,8 +154,13 @@ def gated_delta_rule_chunks(
     use_qk_l2norm: bool,
     chunk_size: int,
     checkpoints: PoolCheckpoints | None = None,
+    *,
+    operands: MakeOperands = head_operands,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"], Array | None]:
     """What `gdn.chunk_gated_delta_rule` runs on checked arguments, T >= 1.
+
+    Args:
+        operands: of g [B, T, Hv], or of what else it is given as g.
 
     Returns: the output, the final state, and the pool with the checkpoints, if there are any.
     """
@@ -192,28 +193,18 @@ def gated_delta_rule_chunks(
         v_chunks, g, beta = chunked(v), chunked(g), chunked(beta.astype(jnp.float32))
         q, k, v_chunks, g, beta = (jnp.moveaxis(x, 3, 2) for x in (q, k, v_chunks, g, beta))
 
-    with jax.named_scope("decay"):
-        lower = jnp.tril(jnp.ones((size, size), jnp.float32))
-        strictly_lower = jnp.tril(lower, -1)
-        # Sum of g over j < l <= i, term by term: a difference of running sums would lose a small
-        # decay that follows a large one. The mask comes before exp, or 0 * inf makes NaN.
-        between = _matmul("il,...lj->...ij", lower, g[..., :, None] * strictly_lower)
-        decay = jnp.exp(jnp.where(lower > 0, between, -jnp.inf))
-        from_start = jnp.exp(_matmul("il,...l->...i", lower, g))  # gamma
-        to_end = jnp.exp(_matmul("lj,...l->...j", strictly_lower, g))  # exp(G_last - G)
+    made = operands(q, k, g, beta, dtype)
 
-    with jax.named_scope("invert"):
-        a = matmul("nbhid,nbhjd->nbhij", k, k, dtype) * decay * beta[..., :, None]
-        x = (unit_lower_inverse(jnp.tril(a, -1)) * beta[..., None, :]).astype(dtype)
-
-    def chunk_step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        q, k, v, x, from_start, to_end = chunk
-        gamma = from_start[..., None]
+    def chunk_step(state: Array, chunk: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
+        (q, k, written, x, from_start, to_end, decay), v = chunk
         seen = matmul("bhcd,bhvd->bhcv", k, state, dtype)
-        u = matmul("bhij,bhjv->bhiv", x, v.astype(jnp.float32) - gamma * seen, dtype)
-        read = gamma * matmul("bhcd,bhvd->bhcv", q, state, dtype)
-        added = matmul("bhcv,bhcd->bhvd", u * to_end[..., None], k, dtype)
-        return gamma[..., -1:, :] * state + added, (u.astype(dtype), read)
+        read = matmul("bhcd,bhvd->bhcv", q, state, dtype)
+        if from_start is not None:
+            seen, read = from_start * seen, from_start * read
+        u = matmul("bhij,bhjv->bhiv", x, v.astype(jnp.float32) - seen, dtype)
+        weighted = u if to_end is None else u * to_end
+        added = matmul("bhcv,bhcd->bhvd", weighted, written, dtype)
+        return decay * state + added, (u.astype(dtype), read)
 
     if initial_state is not None:
         start = initial_state
@@ -240,7 +231,7 @@ def gated_delta_rule_chunks(
             pool = state_write(pool, state, slots, layer=checkpoints.layer)
         return (state, pool), out
 
-    chunks = ((q, k, v_chunks, x, from_start, to_end), targets)
+    chunks = ((made[:-1], v_chunks), targets)
     with jax.named_scope("scan_chunks"):
         if packing is None or cu_seqlens is None:
             unroll = len(q) if len(q) <= UNROLLED_CHUNKS else UNROLL
@@ -252,8 +243,7 @@ def gated_delta_rule_chunks(
             (final, pool), (u, read) = _scan_packed(step, start, pool, chunks, packing)
 
     with jax.named_scope("output"):
-        p = matmul("nbhid,nbhjd->nbhij", q, k, dtype) * decay
-        out = scale * (read + matmul("nbhij,nbhjv->nbhiv", p, u, dtype))
+        out = scale * (read + matmul("nbhij,nbhjv->nbhiv", made.p(), u, dtype))
         out = jnp.moveaxis(out.astype(v.dtype), 3, 2)  # [N, B, C, Hv, Dv]
         if packing is None:
             out = jnp.moveaxis(out, 0, 1).reshape(batch, padded, value_heads, value_dim)

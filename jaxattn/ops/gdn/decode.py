@@ -1,6 +1,7 @@
 """Gated delta rule of a few new tokens per row, on a state pool."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,40 +82,27 @@ def gated_delta_rule_decode(
         Refusal: the named implementation refuses; the message says why.
     """
     op = "gated_delta_rule_decode"
-    q, k, v, a, b, state = floats(op, q=q, k=k, v=v, a=a, b=b, state=state)
+    q, k, v, a, b = floats(op, q=q, k=k, v=v, a=a, b=b)
     A_log, dt_bias = floats(op, A_log=A_log, dt_bias=dt_bias)
-    check_arena(op, arena)
-    reads, writes = as_given(state_indices), as_given(write_indices)
     _check_heads(op, q, k, v, "S")
-    batch, tokens, value_heads, value_dim = v.shape
-    for name, array, shape in (
-        ("a", a, (batch, tokens, value_heads)),
-        ("b", b, (batch, tokens, value_heads)),
-        ("A_log", A_log, (value_heads,)),
-        ("dt_bias", dt_bias, (value_heads,)),
-    ):
-        if array.shape != shape:
-            raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(array.shape)}")
-    slot_shape = (value_heads, value_dim, k.shape[-1])
-    check_pool(op, "state", state, reads, layer, slot_shape, batch)
-    check_dtype(op, "state", state, "float32", "bfloat16")
-    writes = write_slots(op, state, reads, writes, layer, tokens)
-    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
-    factor = output_scale(op, scale, k.shape[-1])
-    refuse_explicit_axes(op, q, k, v, a, b, state, state_indices, writes)
+    of_tokens, of_heads = v.shape[:3], v.shape[2:3]
+    check_gate_shapes(
+        op, (("a", a, of_tokens), ("b", b, of_tokens), ("A_log", A_log, of_heads),
+             ("dt_bias", dt_bias, of_heads)),
+    )  # fmt: skip
 
-    def mosaic(interpret: bool):
+    def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
         # One array each, as a layer's projections would write them.
         qkv = jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1)
-        out, _, *rest = gdn_decode_mosaic(
+        return gdn_decode_mosaic(
             op,
             qkv,
             jnp.concatenate([b.astype(jnp.float32), a.astype(jnp.float32)], axis=-1),
             jnp.concatenate([A_log.astype(jnp.float32), dt_bias.astype(jnp.float32)]),
             None,
             state,
-            state_indices,
-            writes,
+            slots.reads,
+            slots.writes,
             num_key_heads=k.shape[2],
             layer=layer,
             scale=factor,
@@ -122,18 +110,83 @@ def gated_delta_rule_decode(
             arena=arena,
             interpret=interpret,
         )
+
+    return decode_rule(
+        op,
+        q,
+        k,
+        v,
+        lambda: gdn_gates(a, b, A_log, dt_bias),
+        state,
+        state_indices,
+        kernel,
+        write_indices=write_indices,
+        layer=layer,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        arena=arena,
+        implementation=implementation,
+    )
+
+
+class Slots(NamedTuple):
+    """Where the states of a step's rows are read, [B], and written, [B] or [B, S]."""
+
+    reads: Array
+    writes: Array
+
+
+def decode_rule(
+    op: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Callable[[], tuple[Array, Array]],
+    state: Array,
+    state_indices: Array,
+    kernel: Callable[[Array, Slots, float, bool], tuple[Any, ...]],
+    *,
+    write_indices: Array | None,
+    layer: int | Array | None,
+    scale: float | None,
+    use_qk_l2norm: bool,
+    arena: Arena | None,
+    implementation: Implementation | None,
+) -> tuple[Any, ...]:
+    """`gated_delta_rule_decode` of any gates.
+
+    Args:
+        op: the public name, for messages.
+        q, k, v: as they were checked.
+        gates: makes (g, beta), of which g is [B, S, Hv] or [B, S, Hv, Dk].
+        kernel: of (state, slots, scale, interpret), returns what `gdn_decode_mosaic` does.
+    """
+    (state,) = floats(op, state=state)
+    check_arena(op, arena)
+    reads, writes = as_given(state_indices), as_given(write_indices)
+    batch, tokens, value_heads, value_dim = v.shape
+    slot_shape = (value_heads, value_dim, k.shape[-1])
+    check_pool(op, "state", state, reads, layer, slot_shape, batch)
+    check_dtype(op, "state", state, "float32", "bfloat16")
+    writes = write_slots(op, state, reads, writes, layer, tokens)
+    slots = Slots(jnp.asarray(reads), jnp.asarray(writes))
+    factor = output_scale(op, scale, k.shape[-1])
+    refuse_explicit_axes(op, q, k, v, state, *slots)
+
+    def mosaic(interpret: bool):
+        out, _, *rest = kernel(state, slots, factor, interpret)
         return out, *rest
 
     def xla():
         with jax.named_scope(op):
-            g, beta = gdn_gates(a, b, A_log, dt_bias)
-            now = state_read(state, state_indices, layer=layer).astype(jnp.float32)
-            used = rows_in_use(state, state_indices, layer=layer)
+            g, beta = gates()
+            now = state_read(state, slots.reads, layer=layer).astype(jnp.float32)
+            used = rows_in_use(state, slots.reads, layer=layer)
             new_state, begin, outs = state, 0, []
-            for done, slots in each_write(writes, used, tokens):
+            for done, kept in each_write(slots.writes, used, tokens):
                 qs, ks, vs, gs, betas = (x[:, begin:done] for x in (q, k, v, g, beta))
                 o, now = _recurrent(qs, ks, vs, gs, betas, factor, now, None, use_qk_l2norm)
-                new_state = state_write(new_state, now, slots, layer=layer)
+                new_state = state_write(new_state, now, kept, layer=layer)
                 outs.append(o)
                 begin = done
             o = jnp.concatenate(outs, axis=1) if outs else v  # of S = 0 tokens
@@ -159,3 +212,9 @@ def gated_delta_rule_decode(
             "xla": xla,
         },
     )
+
+
+def check_gate_shapes(op: str, gates: Sequence[tuple[str, Array, tuple[int, ...]]]) -> None:
+    for name, array, shape in gates:
+        if array.shape != shape:
+            raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(array.shape)}")

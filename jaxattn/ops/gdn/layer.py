@@ -6,6 +6,7 @@ value head, and a RMS norm gated by SiLU(z) ends it. Between the projections eve
 one row's token and states, so that one kernel can do it in one pass over the states.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from jaxattn.arena import Arena
 from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import check_pool, rows_in_use, write_slots
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.conv import causal_conv1d_update
-from jaxattn.ops.gdn.decode import gated_delta_rule_decode
+from jaxattn.ops.gdn.decode import Slots, gated_delta_rule_decode
 
 
 def pack_gdn_weights(
@@ -165,50 +167,36 @@ def gated_delta_net_decode(
         A_log, dt_bias, norm, taps = jnp.split(
             own, [value_heads, 2 * value_heads, 2 * value_heads + value_dim]
         )
-        qkv, new_conv = causal_conv1d_update(
-            qkvz[..., :channels],
-            taps.reshape(-1, channels).T,
-            conv_state,
-            state_indices,
-            write_indices=writes,
-            layer=number,
-        )
-        keys = key_heads * key_dim
-        q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
         b, a = jnp.split(ba, 2, axis=-1)
-        o, new_state = gated_delta_rule_decode(
-            q.reshape(batch, tokens, key_heads, key_dim),
-            k.reshape(batch, tokens, key_heads, key_dim),
-            v.reshape(batch, tokens, value_heads, value_dim),
-            a,
-            b,
+
+        def rule(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+            return gated_delta_rule_decode(
+                q,
+                k,
+                v,
+                a,
+                b,
+                state,
+                state_indices,
+                A_log=A_log,
+                dt_bias=dt_bias,
+                write_indices=writes,
+                layer=number,
+                scale=factor,
+                implementation="xla",
+            )
+
+        return layer_in_xla(
+            qkvz[..., :channels],
+            taps,
+            conv_state,
             state,
-            state_indices,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            write_indices=writes,
+            Slots(state_indices, writes),
+            rule,
+            lambda o: gated_rms_norm(o, qkvz, norm, eps),
             layer=number,
-            scale=factor,
-            implementation="xla",
+            arena=arena,
         )
-        with jax.named_scope("gated_rms_norm"):
-            o = o.astype(jnp.float32)
-            o *= lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps) * norm
-            z = qkvz[..., channels:].reshape(o.shape).astype(jnp.float32)
-            used = rows_in_use(state, state_indices, layer=number)
-            # A select: whatever a padding row's gate holds, its output is 0.
-            y = jnp.where(used[:, None, None, None], o * jax.nn.silu(z), 0).astype(qkvz.dtype)
-        if arena is None:
-            return lax.collapse(y, 2), new_conv, new_state
-        spec = scratch(
-            batch=batch,
-            q_len=tokens,
-            num_v_heads=value_heads,
-            head_v_dim=value_dim,
-            dtype=y.dtype,
-        )
-        held = arena.write(spec, "out", y)
-        return lax.collapse(held.read(spec, "out"), 2), new_conv, new_state, held
 
     return dispatch(
         op,
@@ -219,6 +207,59 @@ def gated_delta_net_decode(
             "xla": xla,
         },
     )
+
+
+def layer_in_xla(
+    qkv: Array,
+    taps: Array,
+    conv_state: Array,
+    state: Array,
+    slots: Slots,
+    rule: Callable[[Array, Array, Array], tuple[Any, ...]],
+    gated_norm: Callable[[Array], Array],
+    *,
+    layer: int | Array | None,
+    arena: Arena | None,
+) -> tuple[Any, ...]:
+    """A layer's decode between its projections, of any delta rule and norm.
+
+    Args:
+        qkv: [B, S, Dc], the columns q | k | v.
+        taps: [W * Dc], the oldest first.
+        rule: of q, k [B, S, Hk, Dk] and v [B, S, Hv, Dv], returns (o, the pool of states).
+        gated_norm: of o in float32.
+    """
+    batch, tokens, channels = qkv.shape
+    value_heads, value_dim, key_dim = state.shape[-3:]
+    qkv, new_conv = causal_conv1d_update(
+        qkv,
+        taps.reshape(-1, channels).T,
+        conv_state,
+        slots.reads,
+        write_indices=slots.writes,
+        layer=layer,
+    )
+    keys = (channels - value_heads * value_dim) // 2
+    q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
+    of_keys = (batch, tokens, keys // key_dim, key_dim)
+    v = v.reshape(batch, tokens, value_heads, value_dim)
+    o, new_state = rule(q.reshape(of_keys), k.reshape(of_keys), v)
+    with jax.named_scope("gated_rms_norm"):
+        used = rows_in_use(state, slots.reads, layer=layer)
+        # A select: whatever a padding row's gate holds, its output is 0.
+        y = gated_norm(o.astype(jnp.float32))
+        y = jnp.where(used[:, None, None, None], y, 0).astype(qkv.dtype)
+    if arena is None:
+        return lax.collapse(y, 2), new_conv, new_state
+    spec = scratch(
+        batch=batch,
+        q_len=tokens,
+        num_v_heads=value_heads,
+        head_v_dim=value_dim,
+        dtype=y.dtype,
+    )
+    held = arena.write(spec, "out", y)
+    return lax.collapse(held.read(spec, "out"), 2), new_conv, new_state, held
 
 
 def _check(

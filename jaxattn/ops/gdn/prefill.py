@@ -19,7 +19,7 @@ from jaxattn.core.checks import (
     output_scale,
 )
 from jaxattn.core.deprecation import Group, with_older_keywords
-from jaxattn.core.dispatch import Implementation, dispatch, without_gradient
+from jaxattn.core.dispatch import Implementation, Refusal, dispatch, without_gradient
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
     as_offsets,
@@ -40,8 +40,7 @@ from jaxattn.ops.gdn.prefill_options import (
     check_writes,
 )
 from jaxattn.ops.gdn.recurrent import check_sequence
-
-OP = "gated_delta_rule_prefill"
+from jaxattn.ops.gdn.rule import GATED, Rule
 
 
 @with_older_keywords(
@@ -104,30 +103,78 @@ def gated_delta_rule_prefill(
             slots leave the pool or collide.
         Refusal: the named implementation refuses; the message says why.
     """
-    q, k, v, g, beta, state = floats(OP, q=q, k=k, v=v, g=g, beta=beta, state=state)
+    return prefill_rule(
+        "gated_delta_rule_prefill",
+        GATED,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices,
+        write_indices=write_indices,
+        has_initial_state=has_initial_state,
+        cu_seqlens=cu_seqlens,
+        layer=layer,
+        checkpoints=checkpoints,
+        scale=scale,
+        chunk_size=chunk_size,
+        use_qk_l2norm=use_qk_l2norm,
+        split_tokens=split_tokens,
+        output_norm=output_norm,
+        implementation=implementation,
+    )
+
+
+def prefill_rule(
+    op: str,
+    rule: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array,
+    state_indices: Array,
+    *,
+    write_indices: Array | None,
+    has_initial_state: Array | None,
+    cu_seqlens: Array | None,
+    layer: int | Array | None,
+    checkpoints: Checkpoints | None,
+    scale: float | None,
+    chunk_size: int,
+    use_qk_l2norm: bool,
+    split_tokens: int | None,
+    output_norm: OutputNorm | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array]:
+    """`gated_delta_rule_prefill` of either rule; `op` is the public name, for messages."""
+    q, k, v, g, beta, state = floats(op, q=q, k=k, v=v, g=g, beta=beta, state=state)
     initial = None if has_initial_state is None else jnp.asarray(has_initial_state)
     ends, reads, writes = map(as_given, (cu_seqlens, state_indices, write_indices))
-    check_sequence(OP, q, k, v, g, beta, None, ends)
-    check_chunks(OP, chunk_size, split_tokens)
+    check_sequence(op, q, k, v, g, beta, None, ends, channels=rule.channels)
+    check_chunks(op, chunk_size, split_tokens)
     count = v.shape[0] if ends is None else ends.shape[0] - 1
     slot_shape = (*v.shape[2:], k.shape[-1])
     shared = writes is not None
-    check_pool(OP, "state", state, reads, layer, slot_shape, count, shared=shared)
-    check_dtype(OP, "state", state, "float32", "bfloat16")
+    check_pool(op, "state", state, reads, layer, slot_shape, count, shared=shared)
+    check_dtype(op, "state", state, "float32", "bfloat16")
     if initial is not None:
-        check_dtype(OP, "has_initial_state", initial, "bool")
+        check_dtype(op, "has_initial_state", initial, "bool")
         if initial.shape != (count,):
             raise ValueError(
-                f"{OP}: has_initial_state must be [{count}], got {list(initial.shape)}"
+                f"{op}: has_initial_state must be [{count}], got {list(initial.shape)}"
             )
-    checkpoints = check_checkpoints(OP, checkpoints, count, chunk_size)
+    checkpoints = check_checkpoints(op, checkpoints, count, chunk_size)
     kept, every = (None, 0) if checkpoints is None else (checkpoints.slots, checkpoints.tokens)
-    writes = check_writes(OP, state, reads, writes, layer, kept)
+    writes = check_writes(op, state, reads, writes, layer, kept)
     cu_seqlens, reads, writes = as_offsets(ends), jnp.asarray(reads), jnp.asarray(writes)
     kept = None if kept is None else jnp.asarray(kept)
-    factor = output_scale(OP, scale, k.shape[-1])
-    norm = check_output_norm(OP, output_norm, v)
-    refuse_explicit_axes(OP, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
+    factor = output_scale(op, scale, k.shape[-1])
+    norm = check_output_norm(op, output_norm, v, sigmoid=rule.sigmoid)
+    refuse_explicit_axes(op, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
 
     # Nothing but slots in the pool and -1 from here on.
     live = rows_in_use(state, reads, layer=layer)
@@ -144,12 +191,14 @@ def gated_delta_rule_prefill(
         kept = jnp.where(live[:, None] & inside, kept.astype(jnp.int32), -1)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
-        refuse_prefill(OP, q, v, chunk_size, interpret=interpret)
-        tokens, held, normed = without_gradient(OP, ((q, k, v, g, beta), state, norm))
+        if rule.channels:
+            raise Refusal(f"{op}: it has no Mosaic GPU kernel")
+        refuse_prefill(op, q, v, chunk_size, interpret=interpret)
+        tokens, held, normed = without_gradient(op, ((q, k, v, g, beta), state, norm))
         stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
         pool = Pool(stack, index, live, reads, writes, kept, every)
-        with jax.named_scope(OP):
+        with jax.named_scope(op):
             o, stack = gdn_prefill_mosaic(
                 *tokens,
                 scale=factor,
@@ -165,11 +214,22 @@ def gated_delta_rule_prefill(
     def xla() -> tuple[Array, Array]:
         if v.shape[1] == 0:
             return jnp.zeros_like(v), state
-        with jax.named_scope(OP):
+        with jax.named_scope(op):
             start = state_read(state, reads, layer=layer).astype(jnp.float32)
             stored = None if kept is None else PoolCheckpoints(state, layer, kept, every)
             o, final, pool = gated_delta_rule_chunks(
-                q, k, v, g, beta, factor, start, cu_seqlens, use_qk_l2norm, chunk_size, stored
+                q,
+                k,
+                v,
+                g,
+                beta,
+                factor,
+                start,
+                cu_seqlens,
+                use_qk_l2norm,
+                chunk_size,
+                stored,
+                operands=rule.operands,
             )
             pool = state_write(state if pool is None else pool, final, writes, layer=layer)
             if cu_seqlens is None:
@@ -184,7 +244,7 @@ def gated_delta_rule_prefill(
             return jnp.where(shown[..., None, None], o, 0), pool
 
     return dispatch(
-        OP,
+        op,
         implementation,
         {
             "mosaic_gpu": lambda: mosaic(False),

@@ -40,6 +40,8 @@ class Checkpoints:
 class OutputNorm:
     """`o / rms(o) * weight * silu(z)` over Dv, in float32: Qwen3-Next's convention.
 
+    Kimi Delta Attention has sigmoid(z) in the place of silu(z).
+
     Attributes:
         gate: z is in its last Hv * Dv columns, head after head. The packed projection q | k | v | z
             serves as it is, N = Dc + Hv * Dv.
@@ -52,7 +54,7 @@ class OutputNorm:
     eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
 
 
-def check_output_norm(op: str, norm: Any, v: Array) -> Norm | None:
+def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> Norm | None:
     """What the kernel takes of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
     if norm is None:
         return None
@@ -70,7 +72,7 @@ def check_output_norm(op: str, norm: Any, v: Array) -> Norm | None:
         raise ValueError(f"{op}: output_norm.weight must be [{width}], got {list(weight.shape)}")
     eps = finite(op, "output_norm.eps", norm.eps)
     gate = gate.reshape(v.shape[0] * v.shape[1], gate.shape[2])
-    return Norm(gate, weight.astype(jnp.float32), eps)
+    return Norm(gate, weight.astype(jnp.float32), eps, sigmoid)
 
 
 def check_checkpoints(op: str, checkpoints: Any, count: int, chunk_size: int) -> Any:

@@ -64,11 +64,49 @@ def recurrent_gated_delta_rule(
     Differentiable in both modes; in reverse at the cost of one saved state a token. It has no
     kernel: "mosaic_gpu" is refused, as by an op whose kernel does not serve.
     """
-    op = "recurrent_gated_delta_rule"
+    return recurrent_rule(
+        "recurrent_gated_delta_rule",
+        q,
+        k,
+        v,
+        g,
+        beta,
+        channels=False,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm=use_qk_l2norm,
+        implementation=implementation,
+    )
+
+
+def recurrent_rule(
+    op: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    channels: bool,
+    scale: float | None,
+    initial_state: Array | None,
+    output_final_state: bool,
+    cu_seqlens: Array | None,
+    use_qk_l2norm: bool,
+    implementation: Implementation | None,
+) -> tuple[Array, Array | None]:
+    """`recurrent_gated_delta_rule` of either rule.
+
+    Args:
+        op: the public name, for messages.
+        channels: g is [B, T, Hv, Dk].
+    """
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
     initial_state = maybe_floats(op, "initial_state", initial_state)
     ends = as_given(cu_seqlens)
-    check_sequence(op, q, k, v, g, beta, initial_state, ends)
+    check_sequence(op, q, k, v, g, beta, initial_state, ends, channels=channels)
     cu_seqlens = as_offsets(ends)
     factor: Any = scale  # traced, only a kernel could not take it
     if not isinstance(scale, jax.core.Tracer):
@@ -103,17 +141,20 @@ def _recurrent(
         real = (index < cu_seqlens[-1])[:, None, None]
         # Selected before the arithmetic, so that a NaN in the padding reaches no gradient either.
         q, k, v = (jnp.where(real, x[0], 0)[None] for x in (q, k, v))
-        g, beta = (jnp.where(real[..., 0], x[0], 0)[None] for x in (g, beta))
+        beta = jnp.where(real[..., 0], beta[0], 0)[None]
+        g = jnp.where(real if g.ndim == 4 else real[..., 0], g[0], 0)[None]
     q, k, values, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     q, k = (jnp.repeat(x, value_heads // key_heads, axis=2) for x in (q, k))
-    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q * scale, k, values, jnp.exp(g), beta))
+    # One decay for all channels of the key, or one for each: [B, T, Hv, 1 or Dk].
+    decay = jnp.exp(g if g.ndim == 4 else g[..., None])
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q * scale, k, values, decay, beta))
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         # Products and sums rather than dots: float32 on every device.
         q, k, v, decay, beta = token
-        state = state * decay[..., None, None]
+        state = state * decay[..., None, :]
         delta = beta[..., None] * (v - jnp.sum(state * k[:, :, None], axis=-1))
         state = state + delta[..., None] * k[:, :, None]
         return state, jnp.sum(state * q[:, :, None], axis=-1)
@@ -177,15 +218,21 @@ def check_sequence(
     beta: Array,
     initial_state: Array | None,
     cu_seqlens: Array | None,
+    *,
+    channels: bool = False,
 ) -> None:
+    """Raises where a whole sequence's arguments do not fit; `channels`: g is [B, T, Hv, Dk]."""
     _check_heads(op, q, k, v, "T")
-    for name, array in (("g", g), ("beta", beta)):
-        if array.shape != v.shape[:3]:
+    heads = v.shape[:3]
+    of_g = ("[B, T, Hv, Dk]", (*heads, k.shape[3])) if channels else ("[B, T, Hv]", heads)
+    for name, array, (axes, shape) in (("g", g, of_g), ("beta", beta, ("[B, T, Hv]", heads))):
+        if array.shape != shape:
             raise ValueError(
-                f"{op}: {name} must be [B, T, Hv] = {list(v.shape[:3])}, got {list(array.shape)}"
+                f"{op}: {name} must be {axes} = {list(shape)}, got {list(array.shape)}"
             )
     if g.dtype != jnp.float32:
-        raise TypeError(f"{op}: g must be float32, got {g.dtype}; gdn_gates returns it so")
+        made_by = "kda_gates" if channels else "gdn_gates"
+        raise TypeError(f"{op}: g must be float32, got {g.dtype}; {made_by} returns it so")
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, v.shape[0], v.shape[1])
     if initial_state is None:

@@ -144,6 +144,8 @@ def gqa_decode(
     """
     arguments = Arguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
+    # The kernel itself knows rows of more tokens than their table has places.
+    as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
@@ -172,7 +174,7 @@ def gqa_decode(
             q,
             kv_cache,
             block_tables,
-            seq_lens,
+            as_given,
             scale=scores.scale,
             kv_scale=kv_scale,
             layer=number,

@@ -1,0 +1,86 @@
+"""The chunk form where every channel of the key decays by itself: A, P and what meets the state.
+
+With `G` [C, Dk] the running sum of the log decays in a chunk, and rows i, j of it:
+
+    A_ij      = beta_i sum_d k_id k_jd exp(G_id - G_jd)   for i > j, else 0
+    P_ij      =        sum_d q_id k_jd exp(G_id - G_jd)   for i >= j, else 0
+    k_read    = k exp(G)            q_read = q exp(G)
+    k_written = k exp(G_last - G)   decay  = exp(G_last)
+
+exp(G_i - G_j) has a place in a matrix product only as a product of two factors, and exp(-G_j) of a
+strong decay is inf. So a chunk is cut in halves, those again, and so on. A row i of a second half
+and a column j of the first meet at the place between the halves, m:
+
+    exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
+
+Both factors are at most 1, whatever the gates are. A factor is 0 in float32 only where the whole
+decay is below 1e-38. Sums are made half by half, and never as differences: a small decay that
+follows a large one keeps its digits.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxattn.core.products import matmul
+from jaxattn.ops.gdn.chunk_xla import Operands
+from jaxattn.ops.gdn.inverse import lower_pairs, unit_lower_inverse
+
+
+def channel_operands(
+    q: Float[Array, "N B H C Dk"],
+    k: Float[Array, "N B H C Dk"],
+    g: Float[Array, "N B H C Dk"],
+    beta: Float[Array, "N B H C"],
+    dtype: jnp.dtype,
+) -> Operands:
+    """The operands of the scan over chunks; C is a power of two."""
+    # From the start of a token's block up to it, and from behind it to the block's end.
+    up_to, behind = g, jnp.zeros_like(g)
+    # Blocks of one token: its query meets its own key without decay.
+    rows = (q.astype(jnp.float32), k.astype(jnp.float32))
+    own = jnp.sum(rows[0] * rows[1], axis=-1)
+    p, a = own[..., None, None], jnp.zeros_like(own)[..., None, None]
+    size = 1
+    with jax.named_scope("decay"):
+        while size < g.shape[-2]:
+            first_behind, _ = _halves(behind, size)
+            _, second_up_to = _halves(up_to, size)
+            seen = _halves(rows[1], size)[0] * jnp.exp(first_behind)
+            q_and_k = [_halves(x, size)[1] * jnp.exp(second_up_to) for x in rows]
+            left = jnp.concatenate(q_and_k, axis=-2)
+            scores = matmul("nbhmid,nbhmjd->nbhmij", left, seen, dtype)
+            p = lower_pairs(p, scores[..., :size, :])
+            a = lower_pairs(a, scores[..., size:, :])
+            up_to, behind = _joined_sums(up_to, behind, size)
+            size *= 2
+        from_start, to_end = jnp.exp(up_to), jnp.exp(behind)
+    with jax.named_scope("invert"):
+        x = unit_lower_inverse(a[..., 0, :, :] * beta[..., :, None]) * beta[..., None, :]
+    q_read, k_read = ((row * from_start).astype(dtype) for row in rows)
+    return Operands(
+        q_read=q_read,
+        k_read=k_read,
+        k_written=(rows[1] * to_end).astype(dtype),
+        x=x.astype(dtype),
+        from_start=None,
+        to_end=None,
+        decay=from_start[..., -1:, :],
+        p=lambda: p[..., 0, :, :],
+    )
+
+
+def _halves(x: Array, size: int) -> tuple[Array, Array]:
+    """First and second halves of the blocks of 2 * size rows, each [..., C / 2 size, size, D]."""
+    pairs = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
+    return pairs[..., 0, :, :], pairs[..., 1, :, :]
+
+
+def _joined_sums(up_to: Array, behind: Array, size: int) -> tuple[Array, Array]:
+    """Both sums for blocks of 2 * size rows, of those for blocks of `size`."""
+    (first, second), (first_behind, second_behind) = _halves(up_to, size), _halves(behind, size)
+    up_to = jnp.stack([first, second + first[..., -1:, :]], axis=-3)
+    of_second = second[..., -1:, :]
+    behind = jnp.stack([first_behind + of_second, second_behind], axis=-3)
+    shape = (*up_to.shape[:-4], -1, up_to.shape[-1])
+    return up_to.reshape(shape), behind.reshape(shape)

@@ -1,0 +1,82 @@
+"""Kimi's delta rule of a few new tokens per row, on a state pool."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena
+from jaxattn.core.checks import floats
+from jaxattn.core.dispatch import Implementation, Refusal
+from jaxattn.ops.gdn.decode import Slots, check_gate_shapes, decode_rule
+from jaxattn.ops.gdn.recurrent import _check_heads
+from jaxattn.ops.kda.gates import check_lower_bound, kda_gates
+
+
+def kda_decode(
+    q: Float[Array, "B S Hk Dk"],
+    k: Float[Array, "B S Hk Dk"],
+    v: Float[Array, "B S Hv Dv"],
+    f: Float[Array, "B S Hv Dk"],
+    b: Float[Array, "B S Hv"],
+    state: Float[Array, "*L Z Hv Dv Dk"],
+    state_indices: Int[Array, " B"],
+    *,
+    A_log: Float[Array, " Hv"],
+    dt_bias: Float[Array, "Hv Dk"],
+    lower_bound: float | None = None,
+    write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    arena: Arena | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, ...]:
+    """S more tokens of each row, with the state read from and written to a pool.
+
+    `jaxattn.kda.kimi_delta_attention_decode` is the same with a layer's convolution, gates and
+    gated norm in one kernel; this is for models that have other ones.
+
+    Args:
+        q, k, v: one dtype. The recurrence itself is float32.
+        f, b, A_log, dt_bias, lower_bound: inputs of `kda_gates`, any float dtype.
+        state, state_indices, write_indices, layer, scale, use_qk_l2norm, arena, implementation: as
+            in `jaxattn.gdn.gated_delta_rule_decode`.
+
+    Returns:
+        `(o, state)`, or with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
+
+    Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
+        Refusal: the named implementation refuses; the message says why.
+    """
+    op = "kda_decode"
+    q, k, v, f, b = floats(op, q=q, k=k, v=v, f=f, b=b)
+    A_log, dt_bias = floats(op, A_log=A_log, dt_bias=dt_bias)
+    _check_heads(op, q, k, v, "S")
+    heads, keys = v.shape[2], k.shape[3]
+    check_gate_shapes(
+        op, (("f", f, (*v.shape[:3], keys)), ("b", b, v.shape[:3]), ("A_log", A_log, (heads,)),
+             ("dt_bias", dt_bias, (heads, keys))),
+    )  # fmt: skip
+    check_lower_bound(op, lower_bound)
+
+    def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
+        raise Refusal(f"{op}: it has no Mosaic GPU kernel")
+
+    return decode_rule(
+        op,
+        q,
+        k,
+        v,
+        lambda: kda_gates(f, b, A_log, dt_bias, lower_bound=lower_bound),
+        state,
+        state_indices,
+        kernel,
+        write_indices=write_indices,
+        layer=layer,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        arena=arena,
+        implementation=implementation,
+    )

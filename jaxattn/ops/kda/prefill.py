@@ -1,0 +1,74 @@
+"""Kimi's chunked delta rule on a state pool: prompts start from slots and end in slots."""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.ops.gdn.prefill import prefill_rule
+from jaxattn.ops.gdn.prefill_options import Checkpoints, OutputNorm
+from jaxattn.ops.kda.rule import KIMI
+
+
+def kda_prefill(
+    q: Float[Array, "B T Hk Dk"],
+    k: Float[Array, "B T Hk Dk"],
+    v: Float[Array, "B T Hv Dv"],
+    g: Float[Array, "B T Hv Dk"],
+    beta: Float[Array, "B T Hv"],
+    state: Float[Array, "*L Z Hv Dv Dk"],
+    state_indices: Int[Array, " n"],
+    *,
+    write_indices: Int[Array, " n"] | None = None,
+    has_initial_state: Bool[Array, " n"] | None = None,
+    cu_seqlens: Int[Array, " n+1"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    checkpoints: Checkpoints | None = None,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    use_qk_l2norm: bool = True,
+    split_tokens: int | None = None,
+    output_norm: OutputNorm | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
+    """`chunk_kda` with each sequence's state read from and written to a pool.
+
+    Differentiable in reverse mode only, and only by "xla".
+
+    Args:
+        q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in `chunk_kda`; n is B, or
+            with cu_seqlens the number of sequences.
+        state, state_indices, write_indices, has_initial_state, layer, checkpoints: as
+            in `jaxattn.gdn.gated_delta_rule_prefill`.
+        use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        output_norm: the gated norm of o, by sigmoid(z).
+
+    Returns:
+        `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
+
+    Raises:
+        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
+        ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
+            slots leave the pool or collide.
+        Refusal: the named implementation refuses; the message says why.
+    """
+    return prefill_rule(
+        "kda_prefill",
+        KIMI,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices,
+        write_indices=write_indices,
+        has_initial_state=has_initial_state,
+        cu_seqlens=cu_seqlens,
+        layer=layer,
+        checkpoints=checkpoints,
+        scale=scale,
+        chunk_size=chunk_size,
+        use_qk_l2norm=use_qk_l2norm,
+        split_tokens=split_tokens,
+        output_norm=output_norm,
+        implementation=implementation,
+    )
