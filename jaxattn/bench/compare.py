@@ -43,7 +43,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def conditions(run: dict[str, Any]) -> dict[str, Any]:
     """What two runs have to share."""
-    fields = {name: run.get(name) for name in ("what", "model", "layout", "device", "seed")}
+    fields = {name: run.get(name) for name in ("what", "model", "layouts", "device", "seed")}
     method = run["method"] if isinstance(run["method"], dict) else {"name": run["method"]}
     fields |= {f"method: {name}": value for name, value in method.items()}
     return fields | {"power limit W": run.get("card", {}).get("power limit W")}

@@ -114,7 +114,7 @@ def main(argv: Sequence[str], program: str) -> int:
         )
         return 2
     result: dict[str, Any] = {
-        **record.begin("parallel", program, ["parallel", *argv]),
+        **record.begin("parallel", program, ["parallel", *argv], seed=args.seed),
         "model": args.name,
         "layouts": [parallel.flags for parallel in args.layouts],
         "rows": [],
