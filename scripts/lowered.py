@@ -128,10 +128,10 @@ def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str
     config = jaxattn.RopeConfig(dim=dim, interleaved=False)
 
     def op(*args: Any) -> Any:
-        *args, positions = args
+        *new, positions = args
         turned = jaxattn.rotation(positions, config)
         return jaxattn.gqa.turbo_append(
-            *args, form=form, rotation=turned, config=config, layer=1, **MOSAIC
+            *new, form=form, rotation=turned, config=config, layer=1, **MOSAIC
         )
 
     q, kv = x(rows, q_len, count, dim), x(rows, q_len, kv_heads, dim)
