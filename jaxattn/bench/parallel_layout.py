@@ -1,9 +1,9 @@
 """A model over a group of devices, one included: its steps from shapes, then weights, then times.
 
-    over = Layout(model, parallel, rows, tokens=4096)
-    over.compile_all(pool)     of shapes alone: nothing lies on a device yet
-    over.fill()                weights, caches and states, random
-    over.time(32)              a step of 32 rows
+over = Layout(model, parallel, rows, tokens=4096)
+over.compile_all(pool)     of shapes alone: nothing lies on a device yet
+over.fill()                weights, caches and states, random
+over.time(32)              a step of 32 rows
 """
 
 import dataclasses
