@@ -63,9 +63,9 @@ def decode(shape: Shape, implementation: Implementation | None) -> Op:
     operands, pools = inputs(*shape, gdn_decode.BARELY)
 
     def call(operands: Any, pools: Any, layer: Any) -> tuple[Any, Any]:
-        *tokens, weights, slots = operands
+        (*inputs, slots), (conv, state) = operands, pools
         y, *pools = kimi_delta_attention_decode(
-            *tokens, weights, *pools, slots, layer=layer, implementation=implementation
+            *inputs, conv, state, slots, layer=layer, implementation=implementation
         )
         return y, tuple(pools)
 
