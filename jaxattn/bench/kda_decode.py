@@ -63,11 +63,20 @@ def decode(shape: Shape, implementation: Implementation | None) -> Op:
     operands, pools = inputs(*shape, gdn_decode.BARELY)
 
     def call(operands: Any, pools: Any, layer: Any) -> tuple[Any, Any]:
-        (*inputs, slots), (conv, state) = operands, pools
-        y, *pools = kimi_delta_attention_decode(
-            *inputs, conv, state, slots, layer=layer, implementation=implementation
+        qkv, f, b, gate, weights, slots = operands
+        y, conv, state = kimi_delta_attention_decode(
+            qkv,
+            f,
+            b,
+            gate,
+            weights,
+            pools[0],
+            pools[1],
+            slots,
+            layer=layer,
+            implementation=implementation,
         )
-        return y, tuple(pools)
+        return y, (conv, state)
 
     return Op(call, [operands], pools, layers=operands[4].shape[0])
 
