@@ -1,6 +1,6 @@
 """`python -m jaxattn.bench WHAT`: checks, times, JSON.
 
-WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
+WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, kda, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
 jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
@@ -36,6 +36,8 @@ from jaxattn.bench import (
     gqa_prefill,
     gqa_turbo,
     host,
+    kda_decode,
+    kda_prefill,
     mla,
     mla_fp8,
     mla_prefill,
@@ -62,6 +64,7 @@ MODULES: dict[str, list[Any]] = {
     "gqa": [gqa, gqa_turbo],
     "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
+    "kda": [kda_decode, kda_prefill],
     "moe": [moe],
     "moe-cuts": [moe_cuts],
 }

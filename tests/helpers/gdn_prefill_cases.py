@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn import gdn
+from jaxattn import gdn, kda
 from tests.helpers.kernel_cases import poisoned, relative
 
 BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
@@ -19,7 +19,7 @@ class Case:
     q: Array  # [1, T, Hk, 128]
     k: Array
     v: Array  # [1, T, Hv, 128]
-    g: Array  # [1, T, Hv]
+    g: Array  # [1, T, Hv], or of decays per channel [1, T, Hv, 128]
     beta: Array
     initial_state: Array  # [n, Hv, 128, 128]
     cu_seqlens: Array
@@ -35,8 +35,9 @@ class Case:
 
 
 def make_case(
-    lens, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, padding=10, gates=1.0, seed=0
-):
+    lens, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, padding=10, gates=1.0, seed=0,
+    channels=False,
+):  # fmt: skip
     """Sequences packed in one row, then `padding` tokens of NaN."""
     rng = np.random.default_rng(seed)
     tokens = sum(lens)
@@ -47,8 +48,9 @@ def make_case(
         x[:, tokens:] = np.nan
         return x
 
-    gate = -gates * rng.exponential(size=(1, total, value_heads))
-    beta = rng.uniform(size=gate.shape)
+    of_gate = (value_heads, 128) if channels else (value_heads,)
+    gate = -gates * rng.exponential(size=(1, total, *of_gate))
+    beta = rng.uniform(size=(1, total, value_heads))
     gate[:, tokens:] = beta[:, tokens:] = np.nan
     return Case(
         *(
@@ -74,7 +76,7 @@ def oracle(case, *, l2norm=True, scale=128**-0.5):
     offsets = np.asarray(case.cu_seqlens)
     for state, start, end in zip(states, offsets[:-1], offsets[1:], strict=True):
         for t in range(start, end):
-            state *= np.exp(g[t])[:, None, None]
+            state *= np.exp(g[t])[:, None] if g.ndim == 3 else np.exp(g[t])[:, None, None]
             delta = beta[t][:, None] * (v[t] - (state @ k[t][..., None])[..., 0])
             state += delta[..., None] * k[t][:, None]
             out[t] = scale * (state @ q[t][..., None])[..., 0]
@@ -83,9 +85,8 @@ def oracle(case, *, l2norm=True, scale=128**-0.5):
 
 def run(case, implementation, **options):
     options = {"use_qk_l2norm": True, "output_final_state": True} | options
-    step = functools.partial(
-        gdn.chunk_gated_delta_rule, implementation=implementation, **case.packed, **options
-    )
+    rule = kda.chunk_kda if case.g.ndim == 4 else gdn.chunk_gated_delta_rule
+    step = functools.partial(rule, implementation=implementation, **case.packed, **options)
     return jax.jit(step)(*case.args)
 
 
