@@ -25,6 +25,7 @@ from jax._src.lib.mlir import ir
 import jaxattn
 import jaxattn.gdn
 import jaxattn.gqa
+import jaxattn.kda
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.turboquant import TurboFormat
@@ -184,6 +185,19 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
+def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
+    """A layer of Kimi Delta Attention in a stack, of so many heads."""
+
+    def op(*args: Any) -> Any:
+        return jaxattn.kda.kimi_delta_attention_decode(*args[:-1], layer=args[-1], **MOSAIC)
+
+    width = heads * 128
+    inputs = x(rows, q_len, 3 * width), f32(rows, q_len, width), f32(rows, q_len, heads)
+    weights = f32(6, heads + width + 128 + 4 * 3 * width)
+    pools = x(6, rows, 3, 3 * width), f32(6, rows, heads, 128, 128)
+    return op, (*inputs, x(rows, q_len, width), weights, *pools, ints(rows), ints())
+
+
 def bare_decode(*args: Any) -> Any:
     """The last of what it is given are A_log and dt_bias; q and k are not normed."""
     options: Any = {"A_log": args[-2], "dt_bias": args[-1], "use_qk_l2norm": False, **MOSAIC}
@@ -195,6 +209,13 @@ def delta_rule(made: Any, tokens: int, heads: int, scale: float) -> Launch:
     q, gates = made(2, tokens, heads // 2, 128), f32(2, tokens, heads)
     op = partial(jaxattn.chunk_gated_delta_rule, scale=scale, **MOSAIC)
     return op, (q, q, made(2, tokens, heads, 128), gates, gates)
+
+
+def kimi_rule(sequences: int, tokens: int, heads: int) -> Launch:
+    """Decays per channel, of sequences that start from zeros."""
+    qkv, of_channels = x(sequences, tokens, heads, 128), f32(sequences, tokens, heads, 128)
+    op = partial(jaxattn.kda.chunk_kda, **MOSAIC)
+    return op, (qkv, qkv, qkv, of_channels, f32(sequences, tokens, heads))
 
 
 def delta_rule_normed(sequences: int) -> Launch:
@@ -284,6 +305,12 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
+    "kda_decode_few_states": kimi_delta(1, 1, 32),
+    "kda_decode_large_tiles": kimi_delta(8, 1, 32),
+    "kda_decode": kimi_delta(128, 1, 32),
+    "kda_decode_tokens": kimi_delta(16, 4, 32),
+    "kda_prefill": kimi_rule(8, 1024, 32),
+    "kda_prefill_segments": kimi_rule(1, 8192, 8),
     "gdn_prefill_float16": delta_rule(f16, 300, 4, -0.1),
     "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
     "gdn_prefill_norm_stack": delta_rule_normed(36),

@@ -65,25 +65,28 @@ class RopeConfig:
 
     Attributes:
         dim: P, rotated dims (qk_rope_head_dim), even.
-        theta: base of the frequencies, more than 1.
+        theta: base of the frequencies, more than 1; None turns nothing (Kimi-Linear's NoPE).
         interleaved: True pairs dims (2i, 2i + 1) as DeepSeek's checkpoints do; False pairs
             (i, i + P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the
             same layout.
         yarn: stretches the context; None leaves the frequencies as they are.
 
     Raises:
-        ValueError: a field does not fit, or YaRN's ramp would run backwards.
+        ValueError: a field does not fit, YaRN's ramp would run backwards, or it has no theta.
     """
 
     dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
-    theta: Annotated[float, Number(1, MOST_THETA, open_below=True)] = 10000.0
+    theta: Annotated[float | None, OrNone(Number(1, MOST_THETA, open_below=True))] = 10000.0
     interleaved: Annotated[bool, Flag()] = True
     yarn: Annotated[YarnConfig | None, OrNone(Nested(YarnConfig))] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.yarn is not None:
-            _ramp(self.dim, self.theta, self.yarn)
+        if self.yarn is None:
+            return
+        if self.theta is None:
+            raise ValueError("RopeConfig: yarn stretches a theta; theta=None has yarn=None")
+        _ramp(self.dim, self.theta, self.yarn)
 
 
 def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
@@ -113,6 +116,8 @@ def _mscale(factor: float, weight: float) -> float:
 def inv_freq(config: RopeConfig) -> np.ndarray:
     """Radians per token of each pair, float32 [P / 2], as DeepSeek-V3's model.py computes them."""
     pairs = np.arange(config.dim // 2, dtype=np.float64)
+    if config.theta is None:
+        return np.zeros_like(pairs, np.float32)
     freq = config.theta ** (-2 * pairs / config.dim)
     if config.yarn is None:
         return freq.astype(np.float32)
@@ -228,6 +233,8 @@ def rope(
             "rope: positions must have the axes of x without P, or without H and P, got x "
             f"{x.shape}, positions {tokens}"
         )
+    if config.theta is None:
+        return x
     if x.ndim - len(tokens) == 2:
         angles = angles[..., None, :]
     wide, half = x.astype(dtype), config.dim // 2

@@ -15,7 +15,8 @@ import jax
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.devices import arguments, group_of, jitted_step
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.steps import Step, all_steps
+from jaxattn.engine.step import Step
+from jaxattn.engine.steps import all_steps
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
 

@@ -19,16 +19,10 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.devices import implementation_of
-from jaxattn.engine.steps import (
-    EntryPoint,
-    Step,
-    all_steps,
-    arena_spec,
-    cache_size,
-    new_state,
-    op_specs,
-    row_shapes,
-)
+from jaxattn.engine.model_steps import EntryPoint, Round
+from jaxattn.engine.state import arena_spec, cache_size, new_state, op_specs, row_shapes
+from jaxattn.engine.step import Step
+from jaxattn.engine.steps import all_steps
 from jaxattn.memory.bound import temp_bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
 from jaxattn.memory.device import DeviceMemory
@@ -83,8 +77,9 @@ def bound_of(
     """An upper bound of one executable's memory, which more pages do not raise."""
     tree = jax.tree.structure(params)
     function = step.function(model, limits, tree)
-    if isinstance(step, EntryPoint):
-        chosen = implementation_of(step, implementation)
+    if isinstance(step, EntryPoint | Round):
+        entry = step.decode if isinstance(step, Round) else step
+        chosen = implementation_of(entry, implementation)
         function = functools.partial(function, implementation=chosen)
     arguments = step.arguments(model, limits, params)
     axes = model.parallel.mesh_axes

@@ -6,7 +6,7 @@ import enum
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -293,9 +293,10 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A row's next token; stop tokens are not announced.
+
+    A tuple, since it is made in a third of a dataclass's time, 256 times per round.
 
     Attributes:
         logprobs: if the request asked for them.

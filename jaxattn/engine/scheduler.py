@@ -45,6 +45,8 @@ class Scheduler:
         left: int32 [B], tokens that it may still generate beside those of steps sent.
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
+        changes: how often a row came, read its last chunk, or left: the set of those that decode
+            is another then.
         preemptions: rows that lost their pages so far.
         prefixes: the cache of prompts' beginnings; None without one.
         prefix_counts: what it found, since the scheduler was made.
@@ -63,7 +65,7 @@ class Scheduler:
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
         self.cached, self.room, self.left, self.levels = np.zeros((4, limits.batch), np.int32)
         self.decoding = np.zeros(limits.batch, bool)
-        self.preemptions = 0
+        self.changes = self.preemptions = 0
         self._orders = itertools.count()
         self._new_pools()
 
@@ -175,6 +177,7 @@ class Scheduler:
         self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
         self.decoding[row.index] = True
         self.left[row.index] -= 1
+        self.changes += 1
         return True
 
     def next_decode(self) -> np.ndarray:
@@ -217,10 +220,16 @@ class Scheduler:
                 self._give(row, pool.allocate(1))
         return True
 
-    def sent(self, places: np.ndarray) -> None:
-        """Counts a decode step of these rows."""
-        self.cached[places] += 1
-        self.left[places] -= 1
+    def steady(self, places: np.ndarray) -> int:
+        """How many steps these rows can go on for as they are, if none comes or leaves: until one
+        has a page to get, or no token to generate."""
+        room = self.room[places] - self.cached[places]
+        return int(min(room.min(), self.left[places].min()))
+
+    def sent(self, moved: np.ndarray) -> None:
+        """Counts a decode step: int32 [B] tokens of each row."""
+        self.cached += moved
+        self.left -= moved
 
     def preempt(self) -> None:
         """The youngest row of the group that `grow` found short gives its pages back and waits,
@@ -241,6 +250,7 @@ class Scheduler:
         device runs steps in order: the next owner's come after it.
         """
         row.ended = True
+        self.changes += 1
         self.decoding[row.index] = False
         del self.rows[row.index]
         group = self.group_of(row.index)
@@ -252,6 +262,7 @@ class Scheduler:
         was given its pages, or gave them back.
         """
         dropped = list(self.rows.values())
+        self.changes += 1
         for row in dropped:
             row.ended = True
         self.rows.clear()

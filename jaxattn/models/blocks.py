@@ -7,8 +7,10 @@ from jaxattn.models.block import Block as Block
 from jaxattn.models.block import FeedForward as FeedForward
 from jaxattn.models.block import Mixer as Mixer
 from jaxattn.models.block import Stream as Stream
+from jaxattn.models.delta_mixers import GDN as GDN
+from jaxattn.models.delta_mixers import KDA as KDA
+from jaxattn.models.delta_mixers import DeltaMixer as DeltaMixer
 from jaxattn.models.feed_forwards import MLP as MLP
 from jaxattn.models.feed_forwards import MoE as MoE
-from jaxattn.models.mixers import GDN as GDN
 from jaxattn.models.mixers import GQA as GQA
 from jaxattn.models.mixers import MLA as MLA

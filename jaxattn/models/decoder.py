@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.ahead import Ahead
@@ -253,12 +253,15 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
         stacked = weights or {}
+        batch, overlong = self._within_tables(state, batch)
         shared = self._shared(state, batch, implementation)
         # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
         everyones = self._everyones(valid)
         x = self._embed(batch.tokens, valid > 0)
+        if overlong is not None:
+            x = jnp.where(overlong[:, None, None], jnp.nan, x)
         # What a layer adds to the stream waits for the norm of the next: they are one launch.
         y, few = jnp.zeros_like(x), valid.size <= FEW_TOKENS
         for number, segment in enumerate(self.spec.segments):
@@ -326,6 +329,21 @@ class Decoder(nnx.Module):
             for name in names:  # the module that the body makes holds an empty array
                 mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
         return graphdef, params, stacks
+
+    def _within_tables(
+        self, state: DecodeState, batch: DecodeBatch
+    ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
+        """The batch without rows that are longer than their block tables, and which they are.
+
+        Their tokens become NaN: a finite output would be a wrong one. No layer looks again.
+        """
+        found = (m.most_tokens(state.caches[name], batch) for name, m in self.spec.mixers.items())
+        most = min((each for each in found if each is not None), default=None)
+        if most is None:
+            return batch, None
+        overlong = batch.seq_lens > most
+        lens = jnp.where(overlong, 0, batch.seq_lens)
+        return dataclasses.replace(batch, seq_lens=lens), overlong
 
     def _shared(
         self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None

@@ -19,7 +19,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.fp8_blocks import BLOCK, block_counts
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import LayerCache
-from jaxattn.models.blocks import GDN, GQA, MLA, MLP, MoE
+from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
 from jaxattn.models.parts import divided, part_of
@@ -99,16 +99,16 @@ class BuiltModel(KnownModel):
             elif isinstance(mixer, GQA):
                 heads = max(found["num_heads"], mixer.num_heads)
                 found |= {"num_heads": heads, "qk_dim": mixer.head_dim, "v_dim": mixer.head_dim}
-            elif isinstance(mixer, GDN):
+            elif isinstance(mixer, DeltaMixer):
                 found |= {
-                    "state_heads": mixer.num_v_heads,
-                    "key_heads": mixer.num_k_heads,
-                    "state_shape": (mixer.head_v_dim, mixer.head_k_dim),
+                    "state_heads": mixer.state_shape[0],
+                    "key_heads": mixer.key_heads,
+                    "state_shape": mixer.state_shape[1:],
                     "conv_channels": mixer.conv_dim,
                 }
             else:
                 raise ValueError(
-                    f"a plan for several GPUs bounds MLA, GQA and GDN layers; {self.name} has "
+                    f"a plan for several GPUs bounds MLA, GQA, GDN and KDA layers; {self.name} has "
                     f"{type(mixer).__name__} layers"
                 )
         kinds = {block.feed_forward for block in spec.blocks}

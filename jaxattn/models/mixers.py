@@ -1,4 +1,4 @@
-"""The mixers of tokens: latent attention, grouped-query attention and the gated delta net."""
+"""The mixers of tokens that attend: latent attention and grouped-query attention."""
 
 import dataclasses
 import functools
@@ -8,21 +8,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxattn import gdn, gqa, mla
+from jaxattn import gqa, mla
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import TURBOQUANT, KVFormat, LatentFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
-from jaxattn.models.caches import CodedPages, KeyValuePages, LatentPages, RecurrentState
-from jaxattn.nn import (
-    GatedDeltaNet,
-    GroupedQueryAttention,
-    MultiHeadLatentAttention,
-    TurboQuantAttention,
-)
+from jaxattn.models.caches import CodedPages, KeyValuePages, LatentPages
+from jaxattn.nn import GroupedQueryAttention, MultiHeadLatentAttention, TurboQuantAttention
 from jaxattn.parallel import ALONE, Parallel, Spread
 
 
@@ -47,10 +43,15 @@ def spread_of(parallel: Parallel, batch: DecodeBatch, page_size: int) -> Spread 
     )
 
 
-def places(batch: DecodeBatch, shared: dict[str, Any]) -> Array:
-    """The pages in which this GPU writes new tokens."""
-    spread = shared["spread"]
-    return batch.block_tables if spread is None else spread.places
+def addressing(
+    batch: DecodeBatch, shared: dict[str, Any], most_tokens: int | None
+) -> dict[str, Any]:
+    """Where this GPU writes new tokens, and the lengths of rows."""
+    spread, lens = shared["spread"], batch.seq_lens
+    return {
+        "block_tables": batch.block_tables if spread is None else spread.places,
+        "seq_lens": lens if most_tokens is None else Within(lens, most_tokens),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class MLA(Mixer):
         cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8
             ("fp8_block").
         lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
+        gated: a head's output is multiplied by a sigmoid gate of its own.
         parallel: the layout of the GPUs of which one has these heads.
     """
 
@@ -73,6 +75,7 @@ class MLA(Mixer):
     rope: RopeConfig
     cache_dtype: str | None = None
     lora_norm_eps: float | None = None
+    gated: bool = False
     parallel: Parallel = ALONE
 
     cache_name = "latents"
@@ -92,6 +95,7 @@ class MLA(Mixer):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
             rope=self.rope,
+            gated=self.gated,
             eps=stream.eps if self.lora_norm_eps is None else self.lora_norm_eps,
             **stream.dtypes,
             rngs=rngs,
@@ -152,8 +156,7 @@ class MLA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays["kv_cache"],
-            block_tables=places(batch, shared),
-            seq_lens=batch.seq_lens,
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=layer.index,
             weights=weights,
             arena=arena,
@@ -162,6 +165,11 @@ class MLA(Mixer):
         )
         assert after is not None  # an arena came in
         return y, {"kv_cache": kv_cache}, after
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * arrays["kv_cache"].shape[2]
 
     def shared(
         self,
@@ -348,8 +356,7 @@ class GQA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays[self.array],
-            block_tables=places(batch, shared),
-            seq_lens=batch.seq_lens,
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=layer,
             weights=weights,
             arena=arena,
@@ -358,6 +365,11 @@ class GQA(Mixer):
         )
         assert after is not None  # an arena came in
         return y, {self.array: kv_cache}, after
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * arrays[self.array].shape[3]
 
     def shared(
         self,
@@ -389,106 +401,3 @@ class GQA(Mixer):
         if not self.qk_norm:
             return None
         return gqa.pack_gqa_weights(*(params[n]["weight"][...] for n in ("q_norm", "k_norm")))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GDN(Mixer):
-    """A gated delta net over state slots, in Qwen3-Next's names."""
-
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int = 128
-    head_v_dim: int = 128
-    conv_width: int = 4
-
-    cache_name = "delta"
-    kernels = {"gated_delta_rule_decode": "gdn_decode"}
-
-    @property
-    def conv_dim(self) -> int:
-        """Dc: channels of the convolution."""
-        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
-
-    def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedDeltaNet:
-        return GatedDeltaNet(
-            stream.hidden_size,
-            self.num_k_heads,
-            self.num_v_heads,
-            head_k_dim=self.head_k_dim,
-            head_v_dim=self.head_v_dim,
-            conv_width=self.conv_width,
-            eps=stream.eps,
-            **stream.dtypes,
-            rngs=rngs,
-        )
-
-    def cache(self, stream: Stream, layers: int) -> RecurrentState:
-        return RecurrentState(
-            name=self.cache_name,
-            layers=layers,
-            conv_shape=(self.conv_width - 1, self.conv_dim),
-            conv_dtype=jnp.dtype(stream.dtype),
-            state_shape=(self.num_v_heads, self.head_v_dim, self.head_k_dim),
-        )
-
-    def scratch(
-        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
-    ) -> ArenaSpec:
-        return gdn.scratch(
-            batch=rows,
-            q_len=q_len,
-            num_v_heads=self.num_v_heads,
-            head_v_dim=self.head_v_dim,
-            dtype=jnp.dtype(stream.dtype),
-        )
-
-    def prefill(
-        self,
-        module: GatedDeltaNet,
-        x: Array,
-        arrays: Arrays,
-        batch: PrefillBatch,
-        layer: LayerOf,
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays]:
-        y, conv_state, ssm_state = module.prefill(
-            x,
-            arrays["conv_state"],
-            arrays["ssm_state"],
-            state_indices=batch.state_indices,
-            seq_lens=batch.seq_lens,
-            query_lens=batch.query_lens,
-            layer=layer.index,
-            implementation=implementation,
-        )
-        return y, {"conv_state": conv_state, "ssm_state": ssm_state}
-
-    def decode(
-        self,
-        module: GatedDeltaNet,
-        x: Array,
-        arrays: Arrays,
-        arena: Arena,
-        batch: DecodeBatch,
-        layer: LayerOf,
-        weights: Array | None,
-        shared: Any,
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena]:
-        y, conv_state, ssm_state, after = module.decode(
-            x,
-            arrays["conv_state"],
-            arrays["ssm_state"],
-            state_indices=batch.state_indices,
-            layer=layer,
-            weights=weights,
-            arena=arena,
-            implementation=implementation,
-        )
-        assert after is not None  # an arena came in
-        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
-
-    def pack(self, params: Any) -> Float[Array, "repeats W"]:
-        names = ("A_log", "dt_bias", "norm", "conv1d")
-        leaves = (params[n]["weight"] if n == "norm" else params[n] for n in names)
-        return gdn.pack_gdn_weights(*(leaf[...] for leaf in leaves))

@@ -185,13 +185,30 @@ class OnePlus(Change):
 
 @dataclasses.dataclass(frozen=True)
 class Taps(Change):
-    """[channels, 1, taps] becomes [channels, taps]."""
+    """[channels, 1, taps] becomes [channels, taps], below the parameter's first `first` rows."""
+
+    first: int = 0
+
+    @property
+    def anywhere(self) -> Change:
+        return Taps()
 
     def block(self, rows: Array) -> Array:
         return rows[:, 0]
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (row, 0)
+        return (self.first + row, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat(Change):
+    """A tensor with one leading row becomes a vector."""
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(-1)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +289,9 @@ class LayerPlace:
     def vector(self, name: str, size: int, *path: str, change: Change = AS_IT_IS) -> Placed:
         return self._of(f"{name}.weight", (size,), (*path, "weight"), change)
 
-    def taps(self, name: str, channels: int, taps: int, *path: str) -> Placed:
-        """A depthwise convolution's."""
-        return self._of(f"{name}.weight", (channels, 1, taps), path, Taps())
+    def taps(self, name: str, channels: int, taps: int, *path: str, first: int = 0) -> Placed:
+        """A depthwise convolution's; of several side by side, that of the channels from `first`."""
+        return self._of(f"{name}.weight", (channels, 1, taps), path, Taps(first))
 
     def expert(
         self,
@@ -319,6 +336,10 @@ class LayerPlace:
         """A tensor that goes as it is; `name` is the whole of its name."""
         return self._of(name, shape, path, AsItIs())
 
+    def flat(self, name: str, shape: tuple[int, ...], *path: str) -> Placed:
+        """A tensor [1, ...] that becomes a vector; `name` is the whole of its name."""
+        return self._of(name, shape, path, Flat())
+
     def kv_b(self, name: str, heads: int, keys: int, values: int, rank: int) -> list[Placed]:
         shape = (heads * (keys + values), rank)
         return [
@@ -342,16 +363,22 @@ def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerP
     return [found[layer] for layer in sorted(found)]
 
 
-def ends(spec: DecoderSpec, prefix: str = "model", norm: Change = AS_IT_IS) -> list[Placed]:
+def ends(
+    spec: DecoderSpec,
+    prefix: str = "model",
+    norm: Change = AS_IT_IS,
+    embedding: str = "embed_tokens",
+) -> list[Placed]:
     """Embedding, last norm and, unless it is tied, the head.
 
     Args:
         prefix: of the first two.
         norm: what is done to the norm's weight.
+        embedding: its name behind the prefix.
     """
     vocab, hidden = spec.vocab_size, spec.stream.hidden_size
     found = [
-        Placed(f"{prefix}.embed_tokens.weight", (vocab, hidden), ("embedding",)),
+        Placed(f"{prefix}.{embedding}.weight", (vocab, hidden), ("embedding",)),
         Placed(f"{prefix}.norm.weight", (hidden,), ("norm", "weight"), change=norm),
     ]
     if not spec.tie_embeddings:

@@ -8,14 +8,32 @@ from typing import Literal, NamedTuple
 from jaxattn.core.fields import shown
 from jaxattn.models.blocks import Block, MoE
 from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import deepseek, glm4_moe_lite, qwen3, qwen3_5, qwen3_next, youtu
+from jaxattn.models.families import (
+    bailing_hybrid,
+    deepseek,
+    glm4_moe_lite,
+    kimi_linear,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    youtu,
+)
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed
 from jaxattn.models.quantization import Quantization, read_quantization
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
-    for family in (youtu, deepseek, glm4_moe_lite, qwen3, qwen3_next, qwen3_5)
+    for family in (
+        youtu,
+        deepseek,
+        glm4_moe_lite,
+        qwen3,
+        qwen3_next,
+        qwen3_5,
+        kimi_linear,
+        bailing_hybrid,
+    )  # fmt: skip
     for name in family.MODEL_TYPES
 }
 

@@ -5,25 +5,17 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.core.checks import (
-    Arguments,
-    as_given,
-    check_array,
-    check_features,
-    check_integers,
-    check_sizes,
-)
+from jaxattn.core.checks import as_given, check_features, check_sizes
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.layers import LayerOf, number_to_check
+from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.core.slots import check_pool
+from jaxattn.nn.delta import Chunk, check_lengths, check_pools
 from jaxattn.nn.linear import Linear, linears, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
@@ -154,26 +146,13 @@ class GatedDeltaNet(nnx.Module):
         op = "GatedDeltaNet.prefill"
         self._check_tokens(op, x)
         state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
-        self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
-        _check_lengths(op, x, state_indices, seq_lens, query_lens)
+        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
+        check_lengths(op, x, state_indices, seq_lens, query_lens)
         qkvz, a, b = self._project(x)
-        mixed = qkvz[..., : self.conv_dim]
-        slots = jnp.where(query_lens > 0, state_indices, -1)
-        fresh = seq_lens == query_lens
-        # An unused slot reads as zeros, as a fresh row starts.
-        before = gdn.state_read(conv_state, jnp.where(fresh, -1, slots), layer=layer)
-        before = before.astype(self.dtype)
-        with jax.named_scope("gdn_conv"):
-            window = jnp.concatenate([before, mixed], axis=1)
-            # The last W - 1 inputs of the row, not of the padded chunk.
-            last = query_lens[:, None] + jnp.arange(self.conv_width - 1)
-            after = jnp.take_along_axis(window, last[:, :, None], axis=1)
-        mixed, _ = conv.causal_conv1d(mixed, self.conv1d[...], initial_state=before)
+        chunk = Chunk.of(x.shape[1], state_indices, seq_lens, query_lens, layer)
+        mixed, conv_state = chunk.convolve(qkvz[..., : self.conv_dim], self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
-        g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
-        # No decay and no update: padding leaves the state of its row as it is.
-        valid = (jnp.arange(x.shape[1]) < query_lens[:, None]) & (slots >= 0)[:, None]
-        g, beta = jnp.where(valid[..., None], g, 0.0), jnp.where(valid[..., None], beta, 0.0)
+        g, beta = chunk.gates(*gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...]))
         y, ssm_state = gated_delta_rule_prefill(
             q,
             k,
@@ -181,19 +160,18 @@ class GatedDeltaNet(nnx.Module):
             g,
             beta,
             ssm_state,
-            slots,
-            has_initial_state=~fresh,
+            chunk.slots,
+            has_initial_state=~chunk.fresh,
             layer=layer,
             gate=qkvz,
             norm_weight=self.norm.weight[...],
             norm_eps=self.norm.eps,
             implementation=implementation,
         )
-        conv_state = gdn.state_write(conv_state, after, slots, layer=layer)
         with jax.named_scope("gdn_out_proj"):
             out = self.out_proj(self._join_heads(y))
             # A padding token's z may be anything.
-            return jnp.where(valid[..., None], out, 0), conv_state, ssm_state
+            return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
 
     def decode(
         self,
@@ -228,7 +206,7 @@ class GatedDeltaNet(nnx.Module):
         if x.shape[1] == 0:
             raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
         state_indices = as_given(state_indices)
-        self._check_pools(op, x, conv_state, ssm_state, state_indices, layer)
+        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
         with jax.named_scope("gdn_in_proj"):
             later = [self.out_proj.in_stack]
             qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba, following=later)
@@ -276,50 +254,10 @@ class GatedDeltaNet(nnx.Module):
         if len(x.shape) != 3:
             raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
 
-    def _check_pools(
-        self, op: str, x: Array, conv_state: Any, ssm_state: Any, slots: Any, layer: Any
-    ) -> None:
-        conv_shape = (self.conv_width - 1, self.conv_dim)
-        ssm_shape = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        for name, pool, shape in (
-            ("conv_state", conv_state, conv_shape),
-            ("ssm_state", ssm_state, ssm_shape),
-        ):
-            check_array(op, name, pool)
-            if not jnp.issubdtype(pool.dtype, jnp.floating):
-                raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
-            check_pool(op, name, pool, slots, number_to_check(layer), shape, x.shape[0])
-        if conv_state.shape[:-2] != ssm_state.shape[:-3]:
-            raise ValueError(
-                f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
-                "many slots, and as many layers"
-            )
-
-
-def _check_numbers(op: str, name: str, numbers: Any, x: Array) -> None:
-    check_array(op, name, numbers)
-    check_integers(op, name, numbers, f"[{x.shape[0]}]", fits=numbers.shape == x.shape[:1])
-
-
-def _check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any) -> None:
-    _check_numbers(op, "seq_lens", seq_lens, x)
-    _check_numbers(op, "query_lens", query_lens, x)
-    traced = [isinstance(given, jax.core.Tracer) for given in (slots, seq_lens, query_lens)]
-    if x.shape[0] == 0 or traced[2]:
-        return
-    new = np.asarray(query_lens)
-    if not traced[0]:
-        new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
-    described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
-    but = f"x {tuple(x.shape)} has {tokens} tokens a row"
-    Arguments(op).check_most(described, new, tokens, but)
-    if traced[1]:
-        return
-    ends = np.asarray(seq_lens)
-    short = (new > 0) & (new > ends)
-    if short.any():
-        row = int(short.argmax())
-        raise ValueError(
-            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which counts them "
-            f"too, holds {ends[row]}"
-        )
+    @property
+    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+        """What a slot of either pool holds."""
+        return {
+            "conv_shape": (self.conv_width - 1, self.conv_dim),
+            "state_shape": (self.num_v_heads, self.head_v_dim, self.head_k_dim),
+        }

@@ -37,11 +37,12 @@ class MultiHeadLatentAttention(nnx.Module):
     in which the decode step multiplies them, so that no step transposes or copies weights):
         q_proj [hidden, H * (nope + P)], or with `q_lora_rank` q_a_proj, q_a_norm and q_b_proj
         kv_a_proj [hidden, R + P]   kv_a_norm [R]   w_uk [H, nope, R]   w_uv [H, R, Dv]
-        o_proj [H * Dv, hidden]
+        o_proj [H * Dv, hidden]   and with `gated` g_proj [hidden, H]
 
     Args:
         rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
-            interleaved.
+            interleaved. Without a theta nothing turns.
+        gated: a head's output is multiplied by sigmoid(g_proj(x)) of that head (Ling-3.0).
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
@@ -66,6 +67,7 @@ class MultiHeadLatentAttention(nnx.Module):
         qk_rope_head_dim: int = 64,
         v_head_dim: int = 128,
         rope: RopeConfig | None = None,
+        gated: bool = False,
         eps: float = 1e-6,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
@@ -113,6 +115,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.w_uv = nnx.Param(
             normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
         )
+        self.g_proj = linear(hidden_size, num_heads) if gated else None
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
@@ -130,7 +133,7 @@ class MultiHeadLatentAttention(nnx.Module):
             v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
             q = jnp.concatenate([q_nope, q_pe], axis=-1)
         out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale)
-        return self._project_out(out)
+        return self._project_out(x, out)
 
     def prefill(
         self,
@@ -199,7 +202,7 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_scale=kv_scale,
             implementation=implementation,
         )
-        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
+        return self._output(x, out, kv_cache, written, seq_lens, query_lens), kv_cache
 
     def decode(
         self,
@@ -277,17 +280,15 @@ class MultiHeadLatentAttention(nnx.Module):
             layer=layer,
             implementation=implementation,
         )
-        q_nope, q_pe = self._queries(x, rotation, q if compressed is None else compressed)
-        dtype = self._dtype_beside(kv_cache)
-        q_latent = self._absorbed(q_nope, self.w_uk_in_stack)
-        if q_latent is None:
-            q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
+        queries = self._latent_queries(x, q if compressed is None else compressed, rotation)
+        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
             queries: Any, tables: Any, lens: Any, query_lens: Any = None
         ) -> tuple[Array, Array, list[Any]]:
+            both: Any = tuple(queries) if len(queries) > 1 else queries[0]
             out, lse, *rest = mla.mla_decode(
-                tuple(queries),
+                both,
                 kv_cache,
                 tables,
                 lens,
@@ -302,7 +303,6 @@ class MultiHeadLatentAttention(nnx.Module):
             )
             return out, lse, rest
 
-        queries = [q_latent.astype(dtype), q_pe.astype(dtype)]
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
         else:
@@ -310,7 +310,7 @@ class MultiHeadLatentAttention(nnx.Module):
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        y = self._output(values, kv_cache, block_tables, seq_lens, query_lens)
+        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
     def _read_later(self) -> list[InStack | None]:
@@ -318,12 +318,30 @@ class MultiHeadLatentAttention(nnx.Module):
         q_b_proj = [] if self.q_lora_rank is None else [self.q_b_proj.in_stack]
         return [*q_b_proj, self.w_uk_in_stack, self.w_uv_in_stack, self.o_proj.in_stack]
 
-    def _absorbed(self, x: Array, place: InStack | None) -> Array | None:
+    def _latent_queries(self, x: Array, given: Array, rotation: Rotation) -> list[Array]:
+        """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
+        array of both where a kernel makes it.
+
+        `given`: as in `_queries`.
+        """
+        q = self._heads(x, given)
+        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
+        if both is not None:
+            return [both]
+        q_nope, q_pe = self._turned(q, rotation)
+        return [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
+
+    def _absorbed(
+        self,
+        x: Array,
+        place: InStack | None,
+        turned: tuple[Rotation, RopeConfig] | None = None,
+    ) -> Array | None:
         """A product of each head out of the stack of all layers, where a kernel has it."""
         if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
             return None
         with jax.named_scope("absorb"):
-            return place.of_heads(x)
+            return place.of_heads(x, turned)
 
     def decode_rotation(
         self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
@@ -368,6 +386,10 @@ class MultiHeadLatentAttention(nnx.Module):
 
         `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
         """
+        return self._turned(self._heads(x, given), positions)
+
+    def _heads(self, x: Array, given: Array | None) -> Array:
+        """The heads' queries before rotation, [B, T, H, nope + P]."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
                 q = self.q_proj(x) if given is None else given
@@ -375,7 +397,11 @@ class MultiHeadLatentAttention(nnx.Module):
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
             else:
                 q = self.q_b_proj(given)
-            q = q.reshape(*x.shape[:2], self.num_heads, -1)
+            return q.reshape(*x.shape[:2], self.num_heads, -1)
+
+    def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
+        """Heads' queries in two, the second rotated, in the compute dtype."""
+        with jax.named_scope("mla_q_proj"):
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)
             return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
@@ -389,13 +415,23 @@ class MultiHeadLatentAttention(nnx.Module):
             return latent.astype(self.dtype)
 
     def _output(
-        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
+        self,
+        x: Array,
+        out: Array,
+        kv_cache: Array,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any,
     ) -> Float[Array, "B T hidden"]:
         """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
-        y = self._project_out(out)
+        y = self._project_out(x, out)
         most = block_tables.shape[1] * kv_cache.shape[-2]
         return nan_beyond_table(y, seq_lens, most, query_lens)
 
-    def _project_out(self, out: Array) -> Array:
+    def _project_out(self, x: Array, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
+            if self.g_proj is not None:
+                # A select: whatever a padding token's gate is, its output stays 0.
+                gate = jax.nn.sigmoid(self.g_proj(x))[..., None]
+                out = jnp.where(out == 0, 0, out * gate).astype(out.dtype)
             return self.o_proj(out.reshape(*out.shape[:2], -1))

@@ -78,7 +78,6 @@ class Router:
                 f"top_groups={self.top_groups} groups"
             )
 
-
     @property
     def choice(self) -> dict[str, Any]:
         """The options of `route_mosaic`."""

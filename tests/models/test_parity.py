@@ -20,7 +20,7 @@ import safetensors.numpy
 from jaxattn import Engine, Limits, Request
 from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch, huggingface
 from jaxattn.models.base import init_state, scratch_spec
-from jaxattn.models.blocks import GDN, Block, MoE
+from jaxattn.models.blocks import Block, DeltaMixer, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.registry import FAMILIES
 from jaxattn.nn import moe as nn_moe
@@ -196,7 +196,7 @@ def test_bfloat16_chooses_the_experts_of_the_reference_but_in_near_ties(
 
 
 def recurrent(model: DecoderModel) -> bool:
-    return any(isinstance(block.mixer, GDN) for block in model.spec.blocks)
+    return any(isinstance(block.mixer, DeltaMixer) for block in model.spec.blocks)
 
 
 @devices

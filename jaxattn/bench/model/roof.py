@@ -13,7 +13,7 @@ import jax
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import CacheSize
-from jaxattn.models.blocks import GDN, GQA, MLA, Mixer, MoE
+from jaxattn.models.blocks import GQA, MLA, DeltaMixer, Mixer, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.parts import part_of
 from jaxattn.models.placing import Key
@@ -113,8 +113,8 @@ def mixer_flops(mixer: Mixer, tokens: int) -> float | None:
         seen = min(tokens, mixer.window or tokens)
         pairs = seen * (seen + 1) / 2 + (tokens - seen) * seen
         return 2.0 * mixer.num_heads * 2 * mixer.head_dim * pairs
-    if isinstance(mixer, GDN):
-        return float(STATE_FLOP * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim * tokens)
+    if isinstance(mixer, DeltaMixer):
+        return float(STATE_FLOP * math.prod(mixer.state_shape) * tokens)
     return None
 
 

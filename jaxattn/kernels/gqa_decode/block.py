@@ -16,17 +16,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gqa_decode.arrivals import Arrivals, global_fence
+from jaxattn.kernels.gqa_decode.combine import Combination
 from jaxattn.kernels.gqa_decode.fp8 import Tiles
-from jaxattn.kernels.gqa_decode.memory import QUERIES
+from jaxattn.kernels.gqa_decode.memory import ACROSS, QUERIES
 from jaxattn.kernels.gqa_decode.merge import Epilogue, Outputs, merge, write_nothing
 from jaxattn.kernels.gqa_decode.pairs import Pairs
-from jaxattn.kernels.gqa_decode.rows import PackedRows
+from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-LOADING_REGISTERS = 40
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
     reduction_scratch_bytes=0,  # reductions stay inside a warp
@@ -48,7 +49,8 @@ class Cut:
         first_rows: `Results.first_rows`.
         scale: of all scores; each packed row may have a factor beside it.
         consumers: w, warpgroups that take steps in turns.
-        registers: of each of their threads; None leaves all warpgroups what they have.
+        registers: of each thread that loads, and of each that computes; None leaves all warpgroups
+            what they have.
     """
 
     q_len: int
@@ -64,7 +66,7 @@ class Cut:
     soft_cap: float | None
     page_size: int
     consumers: int
-    registers: int | None
+    registers: tuple[int, int] | None
     interpret: bool
 
 
@@ -82,12 +84,13 @@ class Refs:
     query_lens_ref: Any  # None: every row has all S tokens
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
-    factors_ref: Any = None  # float32 [pairs, rows], of scores
     kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
     out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is cut
     lse_ref: Any  # float32 [B * S * H]
     partial_lse_ref: Any
+    slots_ref: Any  # of the schedule; None: no pair is cut, or another launch merges
+    arrived_ref: Any  # `Arrivals`
 
 
 def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[Refs, M]:
@@ -197,13 +200,13 @@ class Block[C: Cut, M]:
         @pl.when(self.wg == cut.consumers)
         def _load() -> None:
             if cut.registers is not None:
-                plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+                plgpu.set_max_registers(cut.registers[0], action="decrease")
             self.load()
 
         @pl.when(self.wg < cut.consumers)
         def _compute() -> None:
             if cut.registers is not None:
-                plgpu.set_max_registers(cut.registers, action="increase")
+                plgpu.set_max_registers(cut.registers[1], action="increase")
             self.compute()
 
     def compute(self) -> None:
@@ -234,6 +237,9 @@ class Block[C: Cut, M]:
         state = lax.fori_loop(0, taken, functools.partial(self.step, piece), self.empty())
         accs, top, total = self.result(state)
         merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps)
+        if self.refs.slots_ref is not None:
+            whole = steps == self.part.pages_of(pair)
+            pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))
         # Only here all four warps are known to have seen the queries come.
         plgpu.barrier_arrive(memory.queries_read.at[piece.queries_at])
         return number + 1, done + steps
@@ -257,6 +263,33 @@ class Block[C: Cut, M]:
             begin=begin, visible=visible, factor=self.factor(pair, queries_at),
             queries_at=queries_at,
         )  # fmt: skip
+
+    def _combine(self, pair: jax.Array) -> None:
+        """Of a piece that was written: where it is the pair's last, the merging of all."""
+        refs, outputs, cut = self.refs, self.epilogue.outputs, self.cut
+        # Rescaling is over, and each warpgroup's is its own.
+        arrivals = Arrivals(refs.arrived_ref, self.epilogue.memory.stats.at[0])
+        slots = [refs.slots_ref[i, pair] for i in range(3)]
+        tiles = cut.out_rows // cut.columns
+        pl.when(self.wg == 0)(lambda: arrivals.count(pair * tiles + self.tile, slots[1]))
+        self.epilogue.meet()
+
+        @pl.when(arrivals.last(self.wg))
+        def _merge() -> None:
+            global_fence()
+            combination = Combination(
+                first_rows=cut.first_rows, rows=cut.out_rows, out=outputs.out, lse=outputs.lse,
+                partial=outputs.partial, partial_lse=outputs.partial_lse,
+                sinks=self.epilogue.sinks, gate=self.epilogue.gate,
+            )  # fmt: skip
+            row, head = self.part.row_and_head(pair)
+            dims = cut.head_dim // WIDTH
+
+            @pl.loop(self.wg, dims * (cut.columns // ACROSS), step=cut.consumers)
+            def _each(i: jax.Array) -> None:
+                first = self.rows.first + lax.div(i, dims) * ACROSS
+                eight = dataclasses.replace(self.rows, columns=ACROSS, first=first)
+                combination.write(row, head, slots, eight, lax.rem(i, dims) * WIDTH)
 
     def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
         """Of a pair's scores, whose queries have come to that place."""

@@ -29,13 +29,13 @@ from jaxattn.kernels.gqa_decode.memory import (
     steps_ahead,
 )
 from jaxattn.kernels.gqa_decode.results import Packing, Results
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, line_of
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 
-# Three warpgroups have 168 registers each, or 40, 232 and 232. The one that loads gives some away
+# Three warpgroups have 168 registers each, or 56, 224 and 224. The one that loads gives some away
 # where outputs, of so many numbers [D, N], and descriptors of the products' tiles are many.
-MANY_NUMBERS, COMPUTING_REGISTERS = 2048, 232
+MANY_NUMBERS, REGISTERS = 2048, (56, 224)
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
@@ -85,21 +85,22 @@ def gqa_decode_mosaic(
     layers, num_pages, _, page_size, kv_heads, _ = kv_cache.shape
     operand_dtype, fp8 = product_dtype(q.dtype, kv_cache.dtype), kv_cache.dtype == FP8
     packing = Packing(batch, q_len, num_heads, dim, kv_heads)
-    line = line_of(
+    schedule = schedule_of(
         "gqa_decode", schedule, seq_lens, q_len=q_len, num_heads=num_heads, num_kv_heads=kv_heads,
         head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size, window=window,
         interpret=interpret,
     )  # fmt: skip
     queries, gate = packing.flat(q), packing.flat(gate)
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
-    results = Results(arena, line, packing, q.dtype)
+    line = schedule.line
+    results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
     many = columns * dim >= MANY_NUMBERS
     cut = DecodeCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows,
         scale=scale, window=window, soft_cap=soft_cap, page_size=page_size,
-        consumers=CONSUMERS, registers=COMPUTING_REGISTERS if many else None, interpret=interpret,
+        consumers=CONSUMERS, registers=REGISTERS if many else None, interpret=interpret,
         dtype=operand_dtype, fp8=fp8, ahead=steps_ahead(columns, dim, kv_cache.dtype),
     )  # fmt: skip
     memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size)

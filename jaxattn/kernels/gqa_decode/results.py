@@ -2,8 +2,7 @@
 of it.
 
 A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a pair's output,
-or for a pair that was cut its partial results, which `gqa_decode_combine` then merges into the
-output.
+or for a pair that was cut its partial results, which combine.py merges into the output.
 """
 
 import dataclasses
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena
 from jaxattn.kernels.gqa_decode.combine import combine
 from jaxattn.kernels.gqa_decode.memory import block_columns
-from jaxattn.kernels.gqa_decode.schedule import may_cut
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, may_cut
 from jaxattn.kernels.gqa_decode.scratch import spec_of
-from jaxattn.kernels.mla_decode.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +58,6 @@ class Packing:
         """Packed rows that are kept of a pair, in whole blocks."""
         return self.columns * self.tiles
 
-    def pack(self, x: jax.Array) -> jax.Array:
-        """[B, S, H, D] as [pairs, rows, D]."""
-        x = x.reshape(self.batch, self.q_len, self.kv_heads, self.group, self.head_dim)
-        x = x.swapaxes(1, 2).reshape(self.pairs, self.used, self.head_dim)
-        return jnp.pad(x, ((0, 0), (0, self.rows - self.used), (0, 0)))
-
     def flat(self, x: jax.Array | None) -> jax.Array | None:
         """[B, S, H, D] as [B * S * H, D]; None stays None."""
         return None if x is None else x.reshape(-1, self.head_dim)
@@ -80,7 +72,11 @@ class Results:
         inputs, outputs: of the launch. What concerns partial results is None where there are none.
     """
 
-    def __init__(self, arena: Arena | None, line: Schedule, packing: Packing, dtype: Any):
+    def __init__(
+        self, arena: Arena | None, schedule: PairSchedule, packing: Packing, dtype: Any, *,
+        interpret: bool,
+    ):  # fmt: skip
+        line = schedule.line
         self.arena, self.line, self.packing = arena, line, packing
         pairs, rows, dim = packing.pairs, packing.rows, packing.head_dim
         shape = packing.batch, packing.q_len, packing.num_heads, dim
@@ -100,10 +96,14 @@ class Results:
             for of in ((math.prod(shape[:3]),), (2 * line.parts, rows))
         )
         self.inputs: dict[str, Any] = {"out_ref": self.refs[0], "partial_ref": None}
+        self.inputs |= {"slots_ref": None, "arrived_ref": None}
         self.outputs: dict[str, Any] = {"lse_ref": lse, "partial_lse_ref": None}
         if self.split:
             self.inputs["partial_ref"] = self.refs[1]
             self.outputs["partial_lse_ref"] = partial_lse
+        if self.split and not interpret:
+            self.inputs["slots_ref"] = line.slots
+            self.inputs["arrived_ref"] = schedule.arrived_of(packing.tiles)
 
     def finish(
         self,
@@ -118,15 +118,16 @@ class Results:
 
         Args:
             written: what the launch returned.
-            sinks, gate: as the launch has them; pairs that were cut get theirs here.
+            sinks, gate: as the launch has them; in the interpreter pairs that were cut get theirs
+                here.
         """
         packing, arena = self.packing, self.arena
         lse = written["lse_ref"]
-        if self.split:
+        if self.split and interpret:
             lse = combine(
                 self.refs, self.first_rows, lse, written["partial_lse_ref"], self.line, sinks, gate,
                 q_len=packing.q_len, group=packing.group, kv_heads=packing.kv_heads,
-                interpret=interpret, detect_races=detect_races,
+                detect_races=detect_races,
             )  # fmt: skip
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
         shape = packing.batch, packing.q_len, packing.num_heads

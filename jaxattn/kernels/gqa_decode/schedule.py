@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxattn.core.checks import Arguments, check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.kernels.gqa_decode.arrivals import none_yet
 from jaxattn.kernels.gqa_decode.memory import block_columns
 from jaxattn.kernels.gqa_decode.pairs import first_step
 from jaxattn.kernels.hopper.machine import NUM_SMS
@@ -35,6 +36,8 @@ class PairSchedule:
     """
     Attributes:
         line: the parts, of pairs p = row * Hk + head.
+        arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
+            which run one after another. None: each call makes its own.
         num_kv_heads: Hk.
         q_len: S.
         window: keys that a token sees, or None.
@@ -44,6 +47,13 @@ class PairSchedule:
     num_kv_heads: int = dataclasses.field(metadata={"static": True})
     q_len: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
+    arrived: jax.Array | None = None
+
+    def arrived_of(self, tiles: int) -> jax.Array:
+        """`arrived`, made here where it is None, for so many tiles of a pair."""
+        if self.arrived is not None:
+            return self.arrived
+        return none_yet(jnp.repeat(self.line.slots[1], tiles))
 
     def check(
         self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
@@ -135,18 +145,20 @@ def decode_schedule(
     pairs = seq_lens.shape[0] * num_kv_heads
     parts = num_parts(pairs, tiles, steps, INTERPRETED_SMS if interpret else NUM_SMS)
     pieces = most_pieces(pairs, parts) if batch_invariant else 0
+    split = may_cut(pairs, parts, steps)
     line = make_schedule(
         jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads),
         parts=parts,
         max_pages=steps,
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
-        pieces=pieces if may_cut(pairs, parts, steps) else 1,
+        pieces=pieces if split else 1,
     )
-    return PairSchedule(line, num_kv_heads, q_len, window)
+    schedule = PairSchedule(line, num_kv_heads, q_len, window)
+    return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
 
 
-def line_of(
+def schedule_of(
     op: str,
     schedule: PairSchedule | None,
     seq_lens: jax.Array,
@@ -159,8 +171,8 @@ def line_of(
     page_size: int,
     window: int | None,
     interpret: bool,
-) -> Schedule:
-    """The parts of a call: the given schedule's, or those of one that is made for it.
+) -> PairSchedule:
+    """The schedule of a call: the given one, or one that is made for it.
 
     Raises:
         ValueError: the schedule was made for other rows.
@@ -175,4 +187,4 @@ def line_of(
         op, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads, window=window,
         steps=most_steps(max_pages, page_size, q_len, window),
     )  # fmt: skip
-    return schedule.line
+    return schedule

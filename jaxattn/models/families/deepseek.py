@@ -44,11 +44,16 @@ def read_blocks(fields: Fields, dense: list[bool]) -> tuple[Block, ...]:
     if any(dense):
         kinds[True] = MLP(intermediate_size=fields.integer("intermediate_size"))
     if not all(dense):
-        kinds[False] = _experts(fields)
+        kinds[False] = read_experts(fields)
     return tuple(Block(attention, kinds[each]) for each in dense)
 
 
-def _experts(fields: Fields) -> MoE:
+def read_experts(fields: Fields) -> MoE:
+    """Routed and shared experts.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
     width = fields.integer("moe_intermediate_size")
     shared = fields.integer("n_shared_experts", 0, least=0)
     return MoE(expert_size=width, router=_router(fields), shared_size=shared * width)

@@ -1,9 +1,26 @@
 """Tensors of a mixture of experts: router, routed experts and shared experts."""
 
+import dataclasses
+
 from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.models.blocks import MoE
 from jaxattn.models.placing import ExpertColumns, ExpertRows, LayerPlace, Placed
 from jaxattn.models.stored import Numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How a family names the tensors of its experts.
+
+    Attributes:
+        layer: of the whole.
+        expert: of an expert's gate, up and down.
+        bias: of the router's correction.
+    """
+
+    layer: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: str = "e_score_correction_bias"
 
 
 def placed(
@@ -11,8 +28,9 @@ def placed(
     hidden: int,
     moe: MoE,
     *,
-    shared: str = "mlp.shared_experts",
+    shared: str = "shared_experts",
     fused: bool = False,
+    names: Names = Names(),
 ) -> list[Placed]:
     """Router, routed experts and shared experts.
 
@@ -20,16 +38,16 @@ def placed(
         shared: the shared experts' name.
         fused: the routed experts of a layer are two tensors.
     """
-    count = moe.router.experts
-    found = [place.matrix("mlp.gate", count, hidden, "mlp", "router")]
+    count, shared = moe.router.experts, f"{names.layer}.{shared}"
+    found = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
     if moe.router.scores == "sigmoid":
-        name = "mlp.gate.e_score_correction_bias"
+        name = f"{names.layer}.gate.{names.bias}"
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
     if fused:
         found += _fused(place, hidden, moe)
     else:
         for expert in range(count):
-            found += _expert(place, hidden, moe, expert)
+            found += _expert(place, hidden, moe, expert, names)
     if moe.shared_gate:
         found.append(place.matrix(f"{shared}_gate", 1, hidden, "mlp", "shared_gate"))
     if moe.always:
@@ -78,23 +96,24 @@ def _shared(place: LayerPlace, hidden: int, moe: MoE, name: str) -> list[Placed]
     ]
 
 
-def _expert(place: LayerPlace, hidden: int, moe: MoE, expert: int) -> list[Placed]:
+def _expert(place: LayerPlace, hidden: int, moe: MoE, expert: int, names: Names) -> list[Placed]:
     """The three linears of a routed expert, and the scales of those that stay FP8."""
-    name, width = f"mlp.experts.{expert}", moe.expert_size
+    width = moe.expert_size
+    of_gate, of_up, of_down = (f"{names.layer}.experts.{expert}.{each}" for each in names.expert)
     up, down = (expert, width, hidden), (expert, hidden, width)
     kept = Numbers() if moe.weight_format == "fp8" else None
     both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
     found = [
-        place.expert(f"{name}.gate_proj", *up, *both, stored=kept),
-        place.expert(f"{name}.up_proj", *up, *both, below=width, stored=kept),
-        place.expert(f"{name}.down_proj", *down, *last, stored=kept),
+        place.expert(of_gate, *up, *both, stored=kept),
+        place.expert(of_up, *up, *both, below=width, stored=kept),
+        place.expert(of_down, *down, *last, stored=kept),
     ]
     if kept is None:
         return found
     scale = "mlp", "gate_up_scale"
     return [
         *found,
-        place.expert_scale(f"{name}.gate_proj", *up, *scale, number=0),
-        place.expert_scale(f"{name}.up_proj", *up, *scale, number=1),
-        place.expert_scale(f"{name}.down_proj", *down, "mlp", "down_scale"),
+        place.expert_scale(of_gate, *up, *scale, number=0),
+        place.expert_scale(of_up, *up, *scale, number=1),
+        place.expert_scale(of_down, *down, "mlp", "down_scale"),
     ]

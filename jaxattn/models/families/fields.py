@@ -23,10 +23,20 @@ class Fields:
     Attributes:
         values: as the file has them.
         where: the file, for messages.
+        spelled: how the file spells fields that are read under another name.
     """
 
     values: Mapping[str, Any]
     where: str
+    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def renamed(self, **spelled: str) -> "Fields":
+        """The fields with a family's spelling of some, name -> spelling; that of a field which the
+        file has under its own name does not count."""
+        other = {n: word for n, word in spelled.items() if word in self.values}
+        other = {n: word for n, word in other.items() if n not in self.values}
+        own = {n: self.values[word] for n, word in other.items()}
+        return Fields({**self.values, **own}, self.where, other)
 
     def text(self) -> "Fields":
         """The fields of the text model: those of `text_config` too, where there is one. A field
@@ -138,8 +148,11 @@ class Fields:
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name, default)
         if value is _MISSING:
-            raise ConfigError(f"{self.where}: field {name} is missing")
+            raise ConfigError(f"{self.where}: field {self._word(name)} is missing")
         return value
 
     def _error(self, name: str, rule: str, value: Any) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} {rule}; got {shown(value)}")
+        return ConfigError(f"{self.where}: {self._word(name)} {rule}; got {shown(value)}")
+
+    def _word(self, name: str) -> str:
+        return self.spelled.get(name, name)

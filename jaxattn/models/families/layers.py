@@ -40,10 +40,10 @@ def norms(place: LayerPlace, hidden: int, change: Change = AS_IT_IS) -> list[Pla
     ]
 
 
-def mlp(place: LayerPlace, hidden: int, width: int) -> list[Placed]:
+def mlp(place: LayerPlace, hidden: int, width: int, name: str = "mlp") -> list[Placed]:
     """A dense feed-forward."""
     return [
-        place.linear("mlp.gate_proj", width, hidden, "mlp", "gate_proj"),
-        place.linear("mlp.up_proj", width, hidden, "mlp", "up_proj"),
-        place.linear("mlp.down_proj", hidden, width, "mlp", "down_proj"),
+        place.linear(f"{name}.gate_proj", width, hidden, "mlp", "gate_proj"),
+        place.linear(f"{name}.up_proj", width, hidden, "mlp", "up_proj"),
+        place.linear(f"{name}.down_proj", hidden, width, "mlp", "down_proj"),
     ]

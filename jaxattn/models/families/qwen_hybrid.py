@@ -102,7 +102,7 @@ def placed(
             found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(
-                place, hidden, block.feed_forward, shared="mlp.shared_expert", fused=fused
+                place, hidden, block.feed_forward, shared="shared_expert", fused=fused
             )
     return found
 

@@ -27,6 +27,7 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> Divided[MLA]:
         {
             "q_proj": by_columns,
             "q_b_proj": by_columns,
+            "g_proj": (Cut(-1, "tensor", ((heads, 1),)),),
             "w_uk": by_heads,
             "w_uv": by_heads,
             "o_proj": (Cut(-2, "tensor", ((heads, mixer.v_head_dim),)),),

@@ -1,4 +1,4 @@
-"""Gated delta nets on several GPUs: by value heads, with the key heads that they read.
+"""Delta rules on several GPUs: by value heads, with the key heads that they read.
 
 A state is a row's whole history, so it is divided by heads alone. Of key heads that are fewer than
 GPUs each GPU has one, and computes its share of the convolution for itself.
@@ -7,7 +7,7 @@ GPUs each GPU has one, and computes its share of the convolution for itself.
 import dataclasses
 
 from jaxattn.models.block import Stream
-from jaxattn.models.mixers import GDN
+from jaxattn.models.delta_mixers import GDN, KDA
 from jaxattn.models.sharding.cut import Cut, Divided, divided_layer, divides, refuse
 from jaxattn.parallel import Parallel
 
@@ -37,5 +37,29 @@ def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> Divided[GDN]:
             "A_log": per_head,
             "dt_bias": per_head,
             "out_proj": (Cut(-2, "tensor", (values,)),),
+        },
+    )
+
+
+@divided_layer.register
+def divided_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> Divided[KDA]:
+    """Kimi Delta Attention by heads; the narrow side of its low-rank gates is whole everywhere."""
+    ways, heads = parallel.tensor, mixer.num_heads
+    if heads % ways:
+        raise refuse("heads", heads, "tensor", ways)
+    wide, each = (heads, mixer.head_dim), (heads, 1)
+    columns = (Cut(-1, "tensor", (wide,)),)
+    return Divided(
+        dataclasses.replace(mixer, num_heads=heads // ways),
+        {
+            "in_proj_qkv": (Cut(-1, "tensor", (wide, wide, wide)),),
+            "in_proj_b": (Cut(-1, "tensor", (each,)),),
+            "in_proj_fg": (Cut(-1, "tensor", (wide, wide)),),
+            "f_b_proj": columns,
+            "g_b_proj": columns,
+            "conv1d": (Cut(-2, "tensor", (wide, wide, wide)),),
+            "A_log": (Cut(-1, "tensor", (each,)),),
+            "dt_bias": columns,
+            "out_proj": (Cut(-2, "tensor", (wide,)),),
         },
     )

@@ -24,7 +24,7 @@ from jaxattn.core.checks import (
     floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, Refusal, dispatch, without_gradient
+from jaxattn.core.dispatch import Implementation, dispatch, without_gradient
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
     as_offsets,
@@ -209,8 +209,6 @@ def prefill_rule(
         kept = jnp.where(live[:, None] & inside, kept.astype(jnp.int32), -1)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
-        if rule.channels:
-            raise Refusal(f"{op}: it has no Mosaic GPU kernel")
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
         tokens, held, normed = without_gradient(op, ((q, k, v, g, beta), state, norm))
         stack = held.reshape(-1, *state.shape[-4:])
@@ -225,6 +223,7 @@ def prefill_rule(
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
                 norm=normed,
+                make=rule.make,
                 interpret=interpret,
             )
         return o, stack.reshape(state.shape)
@@ -265,7 +264,7 @@ def prefill_rule(
 
     return dispatch(
         op,
-        implementation,
+        implementation or rule.default,
         {
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),

@@ -1,0 +1,201 @@
+"""The mixers of tokens with a recurrent state: the gated delta net and Kimi Delta Attention."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn import gdn, kda
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
+from jaxattn.models.block import Mixer, Stream
+from jaxattn.models.caches import RecurrentState
+from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaMixer(Mixer):
+    """A delta rule behind a short convolution, over state slots."""
+
+    conv_width: int = 4
+
+    cache_name = "delta"
+
+    @property
+    @abc.abstractmethod
+    def conv_dim(self) -> int:
+        """Dc: channels of the convolution."""
+
+    @property
+    @abc.abstractmethod
+    def state_shape(self) -> tuple[int, int, int]:
+        """[Hv, Dv, Dk]."""
+
+    @property
+    @abc.abstractmethod
+    def key_heads(self) -> int: ...
+
+    def cache(self, stream: Stream, layers: int) -> RecurrentState:
+        return RecurrentState(
+            name=self.cache_name,
+            layers=layers,
+            conv_shape=(self.conv_width - 1, self.conv_dim),
+            conv_dtype=jnp.dtype(stream.dtype),
+            state_shape=self.state_shape,
+            kind=type(self).__name__,
+        )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        heads, value_dim, _ = self.state_shape
+        return gdn.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_v_heads=heads,
+            head_v_dim=value_dim,
+            dtype=jnp.dtype(stream.dtype),
+        )
+
+    def prefill(
+        self,
+        module: GatedDeltaNet | KimiDeltaAttention,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, conv_state, ssm_state = module.prefill(
+            x,
+            arrays["conv_state"],
+            arrays["ssm_state"],
+            state_indices=batch.state_indices,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer.index,
+            implementation=implementation,
+        )
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}
+
+    def decode(
+        self,
+        module: GatedDeltaNet | KimiDeltaAttention,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: object,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, conv_state, ssm_state, after = module.decode(
+            x,
+            arrays["conv_state"],
+            arrays["ssm_state"],
+            state_indices=batch.state_indices,
+            layer=layer,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+        )
+        assert after is not None  # an arena came in
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
+
+
+def _small_weights(params: Any) -> list[Array]:
+    """A_log, dt_bias, the norm's weight and the convolution's taps, of all repeats."""
+    names = ("A_log", "dt_bias", "norm", "conv1d")
+    leaves = (params[n]["weight"] if n == "norm" else params[n] for n in names)
+    return [leaf[...] for leaf in leaves]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GDN(DeltaMixer):
+    """A gated delta net over state slots, in Qwen3-Next's names."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int = 128
+    head_v_dim: int = 128
+
+    kernels = {"gated_delta_rule_decode": "gdn_decode"}
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_k_heads
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedDeltaNet:
+        return GatedDeltaNet(
+            stream.hidden_size,
+            self.num_k_heads,
+            self.num_v_heads,
+            head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim,
+            conv_width=self.conv_width,
+            eps=stream.eps,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"]:
+        return gdn.pack_gdn_weights(*_small_weights(params))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KDA(DeltaMixer):
+    """Kimi Delta Attention over state slots.
+
+    Attributes:
+        gate_rank: of the projections to decays and output gate; None projects directly.
+        lower_bound: of the log decays; None is Kimi's gate.
+    """
+
+    num_heads: int
+    head_dim: int = 128
+    gate_rank: int | None = None
+    lower_bound: float | None = None
+
+    kernels = {"kimi_delta_attention_decode": "kda_decode"}
+
+    @property
+    def conv_dim(self) -> int:
+        return 3 * self.num_heads * self.head_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim, self.head_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_heads
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> KimiDeltaAttention:
+        return KimiDeltaAttention(
+            stream.hidden_size,
+            self.num_heads,
+            head_dim=self.head_dim,
+            conv_width=self.conv_width,
+            gate_rank=self.gate_rank,
+            lower_bound=self.lower_bound,
+            eps=stream.eps,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"]:
+        return kda.pack_kda_weights(*_small_weights(params))

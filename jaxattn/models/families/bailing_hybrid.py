@@ -1,0 +1,86 @@
+"""Ling-3.0 (`model_type` bailing_hybrid): Kimi Delta Attention with bounded decays, gated MLA.
+
+The last layer of each group attends, with rotated queries and keys and a gate per head. The first
+layers are dense. Routing is DeepSeek-V3's. The prediction layer (MTP) is not read.
+
+Refused: other activations than SiLU, biases in attention, other routing than by sigmoid.
+"""
+
+from collections.abc import Collection
+
+from jaxattn.models.blocks import KDA, MLA, MLP, MoE
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families import deepseek, experts, kda, layers, mla
+from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.placing import Placed, ends, layer_places
+
+MODEL_TYPES = ("bailing_hybrid",)
+
+_NAMES = experts.Names(bias="expert_bias")
+_ATTENTION, _OUT = "attention", "dense"
+
+
+def read_model(fields: Fields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields = fields.renamed(**kda.SPELLED)
+    heads = fields.integer("num_attention_heads")
+    bound = None
+    if fields.flag("kda_safe_gate", True):
+        bound = _below_zero(fields, "kda_lower_bound", -5.0)
+    # transformers writes the rotated dims as head_dim, and the delta rule's beside them.
+    dim = fields.integer("linear_head_dim", fields.values.get("head_dim"))
+    delta = KDA(
+        num_heads=fields.integer("linear_num_heads", heads),
+        head_dim=dim,
+        conv_width=fields.integer("short_conv_kernel_size", least=2),
+        lower_bound=bound,
+    )
+    count = fields.integer("num_hidden_layers")
+    attends = _attends(fields, count)
+    dense = deepseek.dense_prefix(fields)
+    return kda.read_decoder(fields, attends, mla.read_attention(fields, gated=True), delta, dense)
+
+
+def _attends(fields: Fields, count: int) -> list[bool]:
+    if fields.values.get("layer_types") is not None:
+        words = fields.words("layer_types", count, "linear_attention", "full_attention")
+        return [word == "full_attention" for word in words]
+    group = fields.integer("layer_group_size")
+    return [(layer + 1) % group == 0 for layer in range(count)]
+
+
+def _below_zero(fields: Fields, name: str, default: float) -> float:
+    value = fields.values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e4 < value < 0:
+        raise ConfigError(f"{fields.where}: {name} must be from -1e4 to below 0; got {value!r}")
+    return float(value)
+
+
+def skipped(fields: Fields) -> tuple[str, ...]:
+    """Beginnings of tensors that are not read: the prediction layers."""
+    return deepseek.skipped(fields)
+
+
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    spec = model.spec
+    saved = any(name == "model.embed_tokens.weight" for name in names)
+    hidden = spec.stream.hidden_size
+    found = ends(spec, embedding="embed_tokens" if saved else "word_embeddings")
+    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
+        found += layers.norms(place, hidden)
+        if isinstance(block.mixer, MLA):
+            found += mla.attention(place, block.mixer, hidden, _ATTENTION, _OUT)
+        elif isinstance(block.mixer, KDA):
+            found += kda.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
+            name, heads = f"{_ATTENTION}.A_log", (block.mixer.num_heads,)
+            found.append(place.plain(name, heads, "mixer", "A_log"))
+        if isinstance(block.feed_forward, MLP):
+            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
+        elif isinstance(block.feed_forward, MoE):
+            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
+    return found

@@ -1,0 +1,86 @@
+"""Kimi-Linear (`model_type` kimi_linear): Kimi Delta Attention, MLA without rotation, experts.
+
+Three layers of four have a delta rule. The first layer is dense, and the last one attends, so that
+the layers are a prefix, a body that repeats, and a tail. Routing is DeepSeek-V3's.
+
+Refused: rotated queries and keys, other activations than SiLU, biases in attention, experts in
+every nth layer only, other routing than by sigmoid.
+"""
+
+from collections.abc import Collection
+
+from jaxattn.models.blocks import KDA, MLA, MLP, MoE
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.families import deepseek, experts, kda, layers, mla
+from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.placing import Placed, ends, layer_places
+
+MODEL_TYPES = ("kimi_linear",)
+
+skipped = deepseek.skipped
+
+_NAMES = experts.Names(layer="block_sparse_moe", expert=("w1", "w3", "w2"))
+_DELTA = "linear_attn_config"
+
+
+def read_model(fields: Fields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields = fields.renamed(**kda.SPELLED, scoring_func="moe_router_activation_func")
+    fields.require("mla_use_nope", True)
+    fields.require("moe_layer_freq", 1)
+    given = fields.values.get(_DELTA)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{fields.where}: {_DELTA} must be an object; got {given!r}")
+    of_delta = Fields(given, f"{fields.where}: {_DELTA}")
+    dim = of_delta.integer("head_dim")
+    delta = KDA(
+        num_heads=of_delta.integer("num_heads"),
+        head_dim=dim,
+        conv_width=of_delta.integer("short_conv_kernel_size", least=2),
+        gate_rank=dim,
+    )
+    attention = mla.read_attention(fields, turns=False)
+    attends = _attends(of_delta, fields.integer("num_hidden_layers"))
+    return kda.read_decoder(fields, attends, attention, delta, deepseek.dense_prefix(fields))
+
+
+def _attends(of_delta: Fields, count: int) -> list[bool]:
+    """Whether each layer attends. The file counts layers from 1, and names those of both kinds."""
+    full = of_delta.values.get("full_attn_layers")
+    every = set(range(1, count + 1))
+    if not isinstance(full, list) or not every.issuperset(full):
+        raise ConfigError(
+            f"{of_delta.where}: full_attn_layers must be layers from 1 to {count}; got {full!r}"
+        )
+    rest = sorted(every.difference(full))
+    of_delta.require("kda_layers", rest)
+    return [layer not in rest for layer in range(1, count + 1)]
+
+
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+    """Every tensor of a checkpoint, and where it goes.
+
+    Args:
+        names: of a folder's tensors: transformers saves dense layers under the name of the experts.
+    """
+    spec = model.spec
+    hidden, found = spec.stream.hidden_size, ends(spec)
+    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
+        found += layers.norms(place, hidden)
+        if isinstance(block.mixer, MLA):
+            found += mla.attention(place, block.mixer, hidden)
+        elif isinstance(block.mixer, KDA):
+            found += kda.delta(place, block.mixer, hidden, "self_attn", "o_proj")
+            shape = (1, 1, block.mixer.num_heads, 1)
+            found.append(place.flat("self_attn.A_log", shape, "mixer", "A_log"))
+        if isinstance(block.feed_forward, MLP):
+            saved = f"{place.prefix}.{_NAMES.layer}.gate_proj.weight" in names
+            name = _NAMES.layer if saved else "mlp"
+            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size, name)
+        elif isinstance(block.feed_forward, MoE):
+            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
+    return found

@@ -1,0 +1,119 @@
+"""What the layers of delta rules share: checks of their pools, and a chunk of rows' prompts."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.checks import Arguments, check_array, check_integers
+from jaxattn.core.layers import number_to_check
+from jaxattn.core.slots import check_pool, state_read, state_write
+from jaxattn.ops.gdn.conv import causal_conv1d
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of each row's prompt, left-aligned.
+
+    Attributes:
+        slots: of both pools; -1 where a row is padding or has no new token.
+        fresh: whether a row starts here, from zeros.
+        valid: whether a token belongs to a row.
+        layer: into the stacks of pools.
+    """
+
+    slots: Int[Array, " B"]
+    fresh: Bool[Array, " B"]
+    valid: Bool[Array, "B T"]
+    query_lens: Int[Array, " B"]
+    layer: int | Array | None
+
+    @classmethod
+    def of(
+        cls, tokens: int, slots: Any, seq_lens: Any, query_lens: Any, layer: int | Array | None
+    ) -> Self:
+        slots = jnp.where(query_lens > 0, slots, -1)
+        valid = (jnp.arange(tokens) < query_lens[:, None]) & (slots >= 0)[:, None]
+        return cls(slots, seq_lens == query_lens, valid, query_lens, layer)
+
+    def convolve(
+        self,
+        inputs: Float[Array, "B T Dc"],
+        taps: Float[Array, "Dc W"],
+        conv_state: Float[Array, "*L Z W-1 Dc"],
+    ) -> tuple[Float[Array, "B T Dc"], Array]:
+        """The causal convolution with SiLU, and the pool with each row's last inputs."""
+        # An unused slot reads as zeros, as a fresh row starts.
+        reads = jnp.where(self.fresh, -1, self.slots)
+        before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
+        with jax.named_scope("last_inputs"):
+            window = jnp.concatenate([before, inputs], axis=1)
+            # Those of the row, not of the padded chunk.
+            last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
+            after = jnp.take_along_axis(window, last[:, :, None], axis=1)
+        mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
+        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
+
+    def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
+        """Without decay and update at padding, which leave the state of its row as it is."""
+        of_g = self.valid.reshape(*self.valid.shape, *(1,) * (g.ndim - 2))
+        return jnp.where(of_g, g, 0.0), jnp.where(self.valid[..., None], beta, 0.0)
+
+
+def check_pools(
+    op: str,
+    x: Array,
+    conv_state: Any,
+    ssm_state: Any,
+    slots: Any,
+    layer: Any,
+    *,
+    conv_shape: tuple[int, ...],
+    state_shape: tuple[int, ...],
+) -> None:
+    """Raises where the pools, or the slots of x's rows, do not fit what a slot holds."""
+    for name, pool, shape in (
+        ("conv_state", conv_state, conv_shape),
+        ("ssm_state", ssm_state, state_shape),
+    ):
+        check_array(op, name, pool)
+        if not jnp.issubdtype(pool.dtype, jnp.floating):
+            raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
+        check_pool(op, name, pool, slots, number_to_check(layer), shape, x.shape[0])
+    if conv_state.shape[:-2] != ssm_state.shape[:-3]:
+        raise ValueError(
+            f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
+            "many slots, and as many layers"
+        )
+
+
+def _check_numbers(op: str, name: str, numbers: Any, x: Array) -> None:
+    check_array(op, name, numbers)
+    check_integers(op, name, numbers, f"[{x.shape[0]}]", fits=numbers.shape == x.shape[:1])
+
+
+def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any) -> None:
+    _check_numbers(op, "seq_lens", seq_lens, x)
+    _check_numbers(op, "query_lens", query_lens, x)
+    traced = [isinstance(given, jax.core.Tracer) for given in (slots, seq_lens, query_lens)]
+    if x.shape[0] == 0 or traced[2]:
+        return
+    new = np.asarray(query_lens)
+    if not traced[0]:
+        new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
+    described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
+    but = f"x {tuple(x.shape)} has {tokens} tokens a row"
+    Arguments(op).check_most(described, new, tokens, but)
+    if traced[1]:
+        return
+    ends = np.asarray(seq_lens)
+    short = (new > 0) & (new > ends)
+    if short.any():
+        row = int(short.argmax())
+        raise ValueError(
+            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which counts them "
+            f"too, holds {ends[row]}"
+        )

@@ -1,0 +1,270 @@
+"""Kimi Delta Attention as a layer: one module for training, prefill and decoding."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import kda
+from jaxattn.arena import Arena
+from jaxattn.core.checks import as_given, check_features, check_sizes
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.core.norms import gated_rms_norm
+from jaxattn.nn.delta import Chunk, check_lengths, check_pools
+from jaxattn.nn.linear import Linear, linears, normal
+from jaxattn.nn.norm import RMSNorm
+
+
+class Projected(NamedTuple):
+    """What the layer makes of its input."""
+
+    qkv: Float[Array, "B T 3*H*D"]  # before the convolution, in the compute dtype
+    f: Float[Array, "B T H*D"]  # of the decays
+    b: Float[Array, "B T H"]
+    gate: Float[Array, "B T H*D"]  # of the output
+
+
+class KimiDeltaAttention(nnx.Module):
+    """Kimi's delta rule with short convolutions and an output gate, without the layer's pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Parameters, where R is `gate_rank`:
+        in_proj_qkv [hidden, 3 H D]: columns q | k | v, head after head
+        in_proj_b [hidden, H]
+        in_proj_fg [hidden, 2 H D]: columns f | g, of the decays and of the output's gate; with
+            gate_rank in_proj_fg_a [hidden, 2 R], and f_b_proj and g_b_proj [R, H D]
+        conv1d [3 H D, W]: causal and depthwise, the convolutions of q, k and v
+        A_log float32 [H]   dt_bias float32 [H D]   norm [D]   out_proj [H D, hidden]
+    The gates (`jaxattn.kda.kda_gates`) are float32, and so is the state.
+
+    Args:
+        gate_rank: of the projections to decays and output gate (Kimi-Linear: D); None projects
+            directly (Ling-3.0).
+        lower_bound: of the log decays (Ling-3.0: -5); None is Kimi's gate.
+        dtype: the operands of every matrix product (sums are float32), and the convolution state's
+            dtype.
+        param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
+        out_init_scale: scale of the initial out_proj, for deep residual stacks.
+
+    Raises:
+        ValueError: a size is not a positive integer, or `conv_width` is below 2.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_dim: int = 128,
+        conv_width: int = 4,
+        gate_rank: int | None = None,
+        lower_bound: float | None = None,
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}
+        if gate_rank is not None:
+            sizes["gate_rank"] = gate_rank
+        check_sizes("KimiDeltaAttention", **sizes)
+        check_sizes("KimiDeltaAttention", least=2, conv_width=conv_width)
+        self.num_heads, self.head_dim, self.conv_width = num_heads, head_dim, conv_width
+        self.gate_rank, self.lower_bound = gate_rank, lower_bound
+        self.dtype = jnp.dtype(dtype)
+        width = num_heads * head_dim
+        self.conv_dim = 3 * width
+
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.in_proj_qkv = linear(hidden_size, self.conv_dim, out_dtype=dtype)
+        self.in_proj_b = linear(hidden_size, num_heads)
+        if gate_rank is None:
+            self.in_proj_fg = linear(hidden_size, 2 * width)
+        else:
+            self.in_proj_fg_a = linear(hidden_size, 2 * gate_rank)
+            self.f_b_proj = linear(gate_rank, width)
+            self.g_b_proj = linear(gate_rank, width)
+        self.conv1d = nnx.Param(
+            normal(rngs, (self.conv_dim, conv_width), conv_width**-0.5, param_dtype)
+        )
+        # As the gated delta net's: rates uniform in (0, 16), off 0, whose logarithm is -inf.
+        rates = jax.random.uniform(
+            rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0
+        )
+        self.A_log = nnx.Param(jnp.log(rates))
+        self.dt_bias = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.norm = RMSNorm(head_dim, eps=eps, param_dtype=param_dtype)
+        self.out_proj = linear(width, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Whole sequences from a zero state. Returns float32."""
+        self._check_tokens("KimiDeltaAttention", x)
+        made = self._project(x)
+        mixed, _ = kda.causal_conv1d(made.qkv, self.conv1d[...])
+        q, k, v = self._split_heads(mixed)
+        o, _ = kda.chunk_kda(q, k, v, *self._gates(made), use_qk_l2norm=True)
+        with jax.named_scope("kda_out_proj"):
+            o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+            weight = self.norm.weight[...]
+            y = gated_rms_norm(o, made.gate, weight, self.norm.eps, sigmoid=True)
+            return self.out_proj(y.reshape(*x.shape[:2], -1))
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array, Array]:
+        """A chunk of each row's prompt, from the states in its slot to the states after the chunk.
+
+        A row with `seq_lens == query_lens` is fresh: it starts from zero, whatever an earlier row
+        left in its slot. Slot -1, or `query_lens` 0, is a padding row.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            conv_state: [L, Z, W - 1, 3 H D] with `layer`, or [Z, W - 1, 3 H D].
+            ssm_state: float32 or bfloat16 [L, Z, H, D, D] with `layer`, or [Z, H, D, D].
+            seq_lens: the row's length after this chunk.
+            query_lens: new tokens of each row, at most T and at most its seq_lens.
+
+        Returns:
+            (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; it is named.
+        """
+        op = "KimiDeltaAttention.prefill"
+        self._check_tokens(op, x)
+        state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
+        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
+        check_lengths(op, x, state_indices, seq_lens, query_lens)
+        made = self._project(x)
+        chunk = Chunk.of(x.shape[1], state_indices, seq_lens, query_lens, layer)
+        mixed, conv_state = chunk.convolve(made.qkv, self.conv1d[...], conv_state)
+        q, k, v = self._split_heads(mixed)
+        y, ssm_state = kda.kda_prefill(
+            q,
+            k,
+            v,
+            *chunk.gates(*self._gates(made)),
+            ssm_state,
+            chunk.slots,
+            has_initial_state=~chunk.fresh,
+            layer=layer,
+            gate=made.gate,
+            norm_weight=self.norm.weight[...],
+            norm_eps=self.norm.eps,
+            implementation=implementation,
+        )
+        with jax.named_scope("kda_out_proj"):
+            out = self.out_proj(y.reshape(*x.shape[:2], -1))
+            # A padding token's gate may be anything.
+            return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        weights: Float[Array, "*L P"] | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
+        """The next S tokens of each row; the states in its slot are updated in place.
+
+        Args:
+            conv_state: [L, Z, W - 1, 3 H D] with `layer`, or [Z, W - 1, 3 H D].
+            ssm_state: float32 or bfloat16 [L, Z, H, D, D] with `layer`, or [Z, H, D, D].
+            state_indices: -1 is a padding row.
+            write_indices: the slots that are written, if not those that were read, [B] or [B, S];
+                see `jaxattn.kda.kimi_delta_attention_decode`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
+
+        Returns:
+            (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
+            A padding row's output is exactly 0 and its states are neither read nor written.
+        """
+        op = "KimiDeltaAttention.decode"
+        self._check_tokens(op, x)
+        if x.shape[1] == 0:
+            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
+        state_indices = as_given(state_indices)
+        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
+        made = self._project(x)
+        y, conv_state, ssm_state, *rest = kda.kimi_delta_attention_decode(
+            *made,
+            self.packed_weights() if weights is None else weights,
+            conv_state,
+            ssm_state,
+            state_indices,
+            lower_bound=self.lower_bound,
+            write_indices=write_indices,
+            layer=layer,
+            eps=self.norm.eps,
+            arena=arena,
+            implementation=implementation,
+        )
+        with jax.named_scope("kda_out_proj"):
+            return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
+
+    def packed_weights(self) -> Float[Array, "*L P"]:
+        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        return kda.pack_kda_weights(
+            self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
+        )
+
+    def _project(self, x: Array) -> Projected:
+        with jax.named_scope("kda_in_proj"):
+            of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
+            qkv, fg = linears(x, self.in_proj_qkv, of_gates)
+            f, gate = jnp.split(fg, 2, axis=-1)
+            if self.gate_rank is not None:
+                f, gate = self.f_b_proj(f), self.g_b_proj(gate)
+            b = self.in_proj_b(x)
+            return Projected(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
+
+    def _gates(self, made: Projected) -> tuple[Array, Array]:
+        return kda.kda_gates(
+            made.f.reshape(*made.b.shape, self.head_dim),
+            made.b,
+            self.A_log[...],
+            self.dt_bias[...].reshape(self.num_heads, self.head_dim),
+            lower_bound=self.lower_bound,
+        )
+
+    def _split_heads(self, mixed: Array) -> list[Array]:
+        heads = (*mixed.shape[:2], self.num_heads, self.head_dim)
+        return [x.reshape(heads) for x in jnp.split(mixed, 3, axis=-1)]
+
+    def _check_tokens(self, op: str, x: Any) -> None:
+        weight = self.in_proj_qkv.weight
+        check_features(op, x, "hidden", "in_proj_qkv", weight.shape, 0)
+        if len(x.shape) != 3:
+            raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
+
+    @property
+    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+        """What a slot of either pool holds."""
+        return {
+            "conv_shape": (self.conv_width - 1, self.conv_dim),
+            "state_shape": (self.num_heads, self.head_dim, self.head_dim),
+        }
