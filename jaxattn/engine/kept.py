@@ -88,7 +88,7 @@ class Kept:
         """Keeps an executable, if its kind can be kept and the folder be written to."""
         try:
             serialized, in_tree, out_tree = serialize_executable.serialize(executable)
-        except (ValueError, NotImplementedError):
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             return
         sizes = sizes_of(executable)
         packed = pickle.dumps((self._facts, sizes, in_tree, out_tree, serialized))
