@@ -18,11 +18,29 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 MOST_WINDOW = 2**30
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """Lengths of rows that are `most` at most: what made them has seen to it.
+
+    Ops take them for `seq_lens`. Traced lengths they would check themselves, in every layer.
+
+    Attributes:
+        lengths: int32 [B].
+        most: tokens that a row's table has places for.
+    """
+
+    lengths: Array
+    most: int = dataclasses.field(metadata={"static": True})
+
+
 def as_given(x: Any) -> Any:
     """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
 
     `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
     """
+    if isinstance(x, Within):
+        return x
     known = all(
         isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
     )
@@ -292,6 +310,7 @@ class Arguments:
             What is known of it: a NumPy array, JAX's, or a tracer; and the JAX array, int32.
         """
         title = f"{name} [{', '.join(axes.split())}]"
+        x = x.lengths if isinstance(x, Within) else x
         if not isinstance(x, list | tuple | int):
             check_array(self.op, name, x)
         try:
@@ -338,7 +357,8 @@ class Arguments:
         """
         known, lengths = self.integers(name, x, "B")
         self.check_most(f"{name} {lengths.shape}", known, most, but)
-        if isinstance(known, jax.core.Tracer) and most < MOST:
+        checked = isinstance(x, Within) and x.most <= most
+        if isinstance(known, jax.core.Tracer) and most < MOST and not checked:
             # Such a row is marked by what padding gives. Cut to `most`, it would give numbers.
             lengths = jnp.where(lengths > most, 0, lengths)
         return known, lengths

@@ -7,18 +7,16 @@ all its layers share in a step, and the small weights that decoding reads from o
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
-from jaxattn.nn.linear import first_read
 from jaxattn.parallel import Dimension
 
 
@@ -123,13 +121,19 @@ class Mixer(abc.ABC):
         shared: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        """The new tokens' output, the cache's arrays and the arena; `x` is normed."""
+        """The new tokens' output, the cache's arrays and the arena; `x` is normed, and no row is
+        longer than `most_tokens`."""
 
     def shared(
         self, module: Any, arrays: Arrays, batch: DecodeBatch, implementation: Any
     ) -> dict[str, Any]:
         """What every layer of a decode step needs; inside the loop XLA would make it in each."""
         return {}
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        """Tokens that a row's block table has places for; None where a row may be of any length,
+        or the layer looks after longer ones itself."""
+        return None
 
     def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
         """The small weights of one place in a pattern, a row for each repeat."""
@@ -164,10 +168,6 @@ class FeedForward(abc.ABC):
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
         """Those parameters, [repeats, ...], that the steps read faster in another form."""
         return {}
-
-    def reads_first(self, module: Any, stacks: Arrays, layer: LayerOf) -> Sequence[Ahead]:
-        """The weights that a step needs first, whatever the tokens are."""
-        return first_read(module)
 
     def step(
         self,

@@ -7,7 +7,7 @@ out of a cache, and all layers reuse one arena.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.core.layers import LayerOf
@@ -37,8 +36,7 @@ from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import InStack, Linear, first_read, matmul, normal
-from jaxattn.ops.linear import FEW_TOKENS
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.norm import add_rms_norm_layer
 from jaxattn.parallel import (
     ALONE,
@@ -253,14 +251,17 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
         stacked = weights or {}
+        batch, overlong = self._within_tables(state, batch)
         shared = self._shared(state, batch, implementation)
         # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
         everyones = self._everyones(valid)
         x = self._embed(batch.tokens, valid > 0)
+        if overlong is not None:
+            x = jnp.where(overlong[:, None, None], jnp.nan, x)
         # What a layer adds to the stream waits for the norm of the next: they are one launch.
-        y, few = jnp.zeros_like(x), valid.size <= FEW_TOKENS
+        y = jnp.zeros_like(x)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -282,7 +283,7 @@ class Decoder(nnx.Module):
                     add_norm, add_mlp_norm = self._norms_of(
                         layer, norms, segment, place, following, implementation
                     )
-                    x, normed = add_norm(x, y, ahead=first_read(layer.mixer) if few else ())
+                    x, normed = add_norm(x, y)
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
                         normed,
@@ -294,10 +295,7 @@ class Decoder(nnx.Module):
                         shared[name],
                         implementation,
                     )
-                    ahead = block.feed_forward.reads_first(
-                        layer.mlp, stacks[place], _in_repeat(following)
-                    )
-                    x, normed = add_mlp_norm(x, self._total(y), ahead=ahead if few else ())
+                    x, normed = add_mlp_norm(x, self._total(y))
                     y, after = self._feed_forward(
                         block,
                         layer.mlp,
@@ -326,6 +324,21 @@ class Decoder(nnx.Module):
             for name in names:  # the module that the body makes holds an empty array
                 mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
         return graphdef, params, stacks
+
+    def _within_tables(
+        self, state: DecodeState, batch: DecodeBatch
+    ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
+        """The batch without rows that are longer than their block tables, and which they are.
+
+        Their tokens become NaN: a finite output would be a wrong one. No layer looks again.
+        """
+        found = (m.most_tokens(state.caches[name], batch) for name, m in self.spec.mixers.items())
+        most = min((each for each in found if each is not None), default=None)
+        if most is None:
+            return batch, None
+        overlong = batch.seq_lens > most
+        lens = jnp.where(overlong, 0, batch.seq_lens)
+        return dataclasses.replace(batch, seq_lens=lens), overlong
 
     def _shared(
         self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
@@ -388,8 +401,10 @@ class Decoder(nnx.Module):
         following: Array,
         implementation: Implementation | None,
     ) -> tuple[Callable, Callable]:
-        """A layer's two norms, `norm(x, added, ahead=...)` -> (the sum, its norm); from the stack
-        of all layers' if there is one."""
+        """A layer's two norms, `norm(x, added)` -> (the sum, its norm).
+
+        They are from the stack of all layers' norms if there is one.
+        """
         if norms is None:
             return _apart(layer.norm), _apart(layer.mlp_norm)
         stream = self.spec.stream
@@ -478,10 +493,9 @@ def _in_repeat(following: Array) -> LayerOf:
 
 
 def _apart(norm: RMSNorm) -> Callable:
-    """A norm as a function that adds first; nothing is asked for ahead."""
+    """A norm as a function that adds first."""
 
-    def add_norm(x: Array, added: Array, *, ahead: Sequence[Ahead]) -> tuple[Array, Array]:
-        del ahead
+    def add_norm(x: Array, added: Array) -> tuple[Array, Array]:
         x = x + added
         return x, norm(x)
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxattn import gqa, mla
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import TURBOQUANT, KVFormat, LatentFormat
 from jaxattn.core.layers import LayerOf
@@ -42,10 +43,15 @@ def spread_of(parallel: Parallel, batch: DecodeBatch, page_size: int) -> Spread 
     )
 
 
-def places(batch: DecodeBatch, shared: dict[str, Any]) -> Array:
-    """The pages in which this GPU writes new tokens."""
-    spread = shared["spread"]
-    return batch.block_tables if spread is None else spread.places
+def addressing(
+    batch: DecodeBatch, shared: dict[str, Any], most_tokens: int | None
+) -> dict[str, Any]:
+    """Where this GPU writes new tokens, and the lengths of rows."""
+    spread, lens = shared["spread"], batch.seq_lens
+    return {
+        "block_tables": batch.block_tables if spread is None else spread.places,
+        "seq_lens": lens if most_tokens is None else Within(lens, most_tokens),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,8 +156,7 @@ class MLA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays["kv_cache"],
-            block_tables=places(batch, shared),
-            seq_lens=batch.seq_lens,
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=layer.index,
             weights=weights,
             arena=arena,
@@ -160,6 +165,11 @@ class MLA(Mixer):
         )
         assert after is not None  # an arena came in
         return y, {"kv_cache": kv_cache}, after
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * arrays["kv_cache"].shape[2]
 
     def shared(
         self,
@@ -346,8 +356,7 @@ class GQA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays[self.array],
-            block_tables=places(batch, shared),
-            seq_lens=batch.seq_lens,
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=layer,
             weights=weights,
             arena=arena,
@@ -356,6 +365,11 @@ class GQA(Mixer):
         )
         assert after is not None  # an arena came in
         return y, {self.array: kv_cache}, after
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * arrays[self.array].shape[3]
 
     def shared(
         self,

@@ -15,7 +15,10 @@ from jaxattn.engine.memory_plan import (
     packed_shapes,
     plan_engine,
 )
-from jaxattn.engine.steps import EntryPoint, Sample, Step, all_steps, entry_points, sampled_rows
+from jaxattn.engine.model_steps import EntryPoint, Round
+from jaxattn.engine.row_steps import Sample
+from jaxattn.engine.step import Step, sampled_rows
+from jaxattn.engine.steps import all_steps, entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -120,9 +123,9 @@ def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, Ex
 def _bound_in(model: Model, step: Step, limits: Limits, on_hopper: bool) -> Executable:
     """Of an executable of an engine of these limits."""
     rows, longest = limits.batch, limits.max_model_len
-    if isinstance(step, EntryPoint | Sample):
+    if isinstance(step, EntryPoint | Round | Sample):
         rows = sampled_rows(limits, step.rows)
-    if isinstance(step, EntryPoint):  # its tables decide, and advice asks for many lengths
+    if isinstance(step, EntryPoint | Round):  # its tables decide, and advice asks for many lengths
         longest = min(limits.table_width * limits.page_tokens, MOST)
     return _bound(model, step, rows, limits.table_width, longest, on_hopper)
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.ahead import Ahead
 from jaxattn.core.layers import taken_apart
-from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.registers import Thread, asm, plus, pointer, single, times, word
 
 PIECE = 2048  # bytes of a request, at most
@@ -62,14 +62,14 @@ class _Request:
         del ctx
         wide = ir.IntegerType.get_signless(64)
         layer, share = single(layer), single(share)
-        begin = arith.muli(arith.extsi(wide, layer), arith.constant(wide, self.of_layer))
+        begin = arith.muli(arith.extsi(wide, layer), mgpu.c(self.of_layer, wide))
         mine = plus(times(share, THREADS), Thread().index)
         together = self.shares * THREADS
         for turn in range(-(-self.pieces // together)):
             number = plus(mine, word(turn * together))
             there = arith.cmpi(arith.CmpIPredicate.ult, number, word(self.pieces))
             with utils.when(there):
-                offset = arith.muli(arith.extui(wide, number), arith.constant(wide, self.piece))
-                offset = arith.addi(arith.addi(begin, offset), arith.constant(wide, self.first))
+                offset = arith.muli(arith.extui(wide, number), mgpu.c(self.piece, wide))
+                offset = arith.addi(arith.addi(begin, offset), mgpu.c(self.first, wide))
                 place = llvm.ptrtoint(wide, pointer(ref, offset))
                 asm(ASK, [], [place, word(self.piece)], "l,r")
