@@ -28,6 +28,9 @@ INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or w
 # What a pair costs its part beside its steps, in steps: the exchange of two outputs and the write,
 # while the producer goes on. And what partial results and their merging cost.
 PAIR_COST, MERGE_COST = 2, 6
+# Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
+# by at most one part in this.
+LONGER = 50
 SHORT_PART = 2  # steps of a part, where few are merged: one for each of two warpgroups
 
 
@@ -162,6 +165,7 @@ def decode_schedule(
         pieces=pieces if split else 1,
         short_part=SHORT_PART,
         least_piece=SHORT_PART,
+        longer=LONGER,
     )
     schedule = PairSchedule(line, num_kv_heads, q_len, window)
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule

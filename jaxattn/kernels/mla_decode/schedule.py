@@ -238,12 +238,14 @@ def make_schedule(
     pieces: int = 0,
     short_part: int = MIN_PART,
     least_piece: int = 1,
+    longer: int | None = None,
 ) -> Schedule:
     """Cuts the pages of all rows into `parts`; with `pieces` each row into up to so many equal
     pieces, which are a part each, and of more rows than parts none.
 
     A part has `MIN_PART` pages or more, and where a row has `FEW_PIECES` only `short_part`. Where
-    rows are cut alike, a piece has `least_piece` pages or is a row's last.
+    rows are cut alike, a piece has `least_piece` pages or is a row's last; with `longer` it may
+    be longer than a part's share by one part in so many.
     No part has a row without tokens: the others are cut alike with and without it.
     """
     batch = seq_lens.shape[0]
@@ -275,6 +277,8 @@ def make_schedule(
     # Pages of a piece: as many as leave no part longer than its share and what a row costs. The
     # first with which there are parts enough is taken.
     longest_piece = size - row_cost + jnp.arange(row_cost + 1, dtype=jnp.int32)
+    if longer is not None:
+        longest_piece = jnp.append(longest_piece, size + size // longer)
     longest_piece = jnp.maximum(longest_piece, least_piece)
     number = (pages[:, None] + longest_piece - 1) // longest_piece
     fits = jnp.sum(number, axis=0, dtype=jnp.int32) <= used
