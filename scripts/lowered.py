@@ -241,9 +241,10 @@ def delta_rule_normed(sequences: int) -> Launch:
     """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
 
     def op(*args: Any) -> Any:
-        names = "cu_seqlens", "layer", "gate", "norm_weight"
-        options: Any = {**dict(zip(names, args[-4:], strict=True)), **MOSAIC}
-        return jaxattn.gated_delta_rule_prefill(*args[:-4], **options)
+        *rule, ends, layer, gate, weight = args
+        normed = jaxattn.gdn.OutputNorm(gate=gate, weight=weight)
+        options: Any = dict(cu_seqlens=ends, layer=layer, output_norm=normed, **MOSAIC)
+        return jaxattn.gated_delta_rule_prefill(*rule, **options)
 
     q, v, gates = x(1, 900, 2, 128), x(1, 900, 4, 128), f32(1, 900, 4)
     pool = x(3, sequences, 4, 128, 128), ints(sequences), ints(sequences + 1), ints()

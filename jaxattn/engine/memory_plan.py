@@ -185,6 +185,7 @@ def plan_engine(
     executables: Mapping[str, Executable],
     *,
     outside: int = 0,
+    collectives: int = 0,
     others: int = 0,
     outside_basis: str = "measured",
 ) -> MemoryPlan:
@@ -194,6 +195,7 @@ def plan_engine(
         params: the parameters, or their shapes.
         executables: name -> what is known of it; empty leaves inputs, temp and code out.
         outside: bytes of the driver and of other processes, and how they are known.
+        collectives: bytes of NCCL and of XLA's collective kernels, known in the same way.
         others: bytes of JAX's pool that other arrays and engines hold.
     """
     state = jax.eval_shape(functools.partial(new_state, model, limits))
@@ -243,6 +245,9 @@ def plan_engine(
         if outside_basis == "measured":
             why += ", and what other processes hold of the device"
         items.append(Item("driver", outside, why, basis=outside_basis, outside=True))
+    if collectives:
+        why = "NCCL's channels and buffers, and those of XLA's collective kernels"
+        items.append(Item("collectives", collectives, why, basis=outside_basis, outside=True))
     if outside_basis != "measured":
         items += held_elsewhere(memory)
     budget = None
