@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxattn.arena import Arena
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.timing import launches, seconds
