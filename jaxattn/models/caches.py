@@ -1,4 +1,4 @@
-"""The kinds of cache that models are built of: pages of latents, of keys and values, or states."""
+"""The kinds of cache that models are built of: pages of latents, keys and values, codes; states."""
 
 import dataclasses
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, PrefillBatch, divided
 from jaxattn.models.base import init_state, jit_step, scratch_spec
-from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
+from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
 from jaxattn.ops.moe import Router
 from jaxattn.parallel import Group, Parallel
 
@@ -39,18 +39,23 @@ class Sizes:
 SMALL = Sizes()
 
 ROPE = RopeConfig(dim=8)
+LATENT = MLA(
+    num_heads=8,
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    rope=ROPE,
+)
 MIXERS: dict[str, Mixer] = {
-    "mla": MLA(
-        num_heads=8,
-        q_lora_rank=12,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        rope=ROPE,
-    ),
+    "mla": LATENT,
+    "unrotated mla": dataclasses.replace(LATENT, rope=RopeConfig(dim=8, theta=None)),
+    "gated mla": dataclasses.replace(LATENT, gated=True),
     "gqa": GQA(num_heads=8, num_kv_heads=2, head_dim=16, rope=ROPE, qk_norm=True, gated=True),
     "gdn": GDN(num_k_heads=2, num_v_heads=8, head_k_dim=8, head_v_dim=8),
+    "kda": KDA(num_heads=8, head_dim=8, gate_rank=4),
+    "bounded kda": KDA(num_heads=8, head_dim=8, lower_bound=-5.0),
 }
 ROUTER = Router(experts=8, top_k=3, scores="softmax", normalize=True)
 FEED_FORWARDS: dict[str, FeedForward] = {
@@ -91,10 +96,13 @@ def on_one_device(model: DecoderModel, sizes: Sizes = SMALL) -> tuple[np.ndarray
 
 
 def followed(
-    model: DecoderModel, parallel: Parallel, sizes: Sizes = SMALL
+    model: DecoderModel,
+    parallel: Parallel,
+    sizes: Sizes = SMALL,
+    steps: "Stepped | None" = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(greedy tokens [STEPS, rows], logits of the first of them) after prompts of two chunks."""
-    steps, chunk = Stepped(model, parallel, sizes), sizes.chunk
+    steps, chunk = steps or Stepped(model, parallel, sizes), sizes.chunk
     texts, ends = prompts(model, sizes), np.array(sizes.lengths)
     first, second = (
         np.asarray(steps.prefill([text[begin : begin + chunk] for text in texts], begin))
@@ -136,6 +144,12 @@ class Stepped:
             self._decode = group.step(self._greedy, specs, (group.rows, specs[1]))
         self._prefill, self._decode = jit_step(self._prefill), jit_step(self._decode)
 
+    @functools.cached_property
+    def compiled_decode(self) -> Any:
+        """The decode step, compiled; `decode` runs it."""
+        batch = self.decode_batch(np.zeros(self.rows, np.int32), np.array(self.sizes.lengths))
+        return self._decode.lower(self.params, self.state, batch).compile()
+
     def _greedy(self, params: Any, state: Any, batch: DecodeBatch) -> tuple[Any, Any]:
         logits, state = self.model.decode(params, state, batch)
         return self.model.vocabulary.best(logits)[0], state
@@ -161,5 +175,5 @@ class Stepped:
 
     def decode(self, tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
         batch = self.decode_batch(tokens, lens)
-        chosen, self.state = self._decode(self.params, self.state, batch)
+        chosen, self.state = self.compiled_decode(self.params, self.state, batch)
         return np.asarray(chosen)

@@ -84,7 +84,6 @@ class Refs:
     query_lens_ref: Any  # None: every row has all S tokens
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
-    factors_ref: Any = None  # float32 [pairs, rows], of scores
     kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
     out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is cut

@@ -1,4 +1,4 @@
-"""How a pair's queries come to shared memory: copied by TMA, or gathered from the caller's array.
+"""How a pair's queries come to shared memory: gathered from the caller's array.
 
 In two turns, of which the first starts loads and the second waits for them: the first step's copies
 of the cache start between the two.
@@ -32,27 +32,6 @@ class Queries(Protocol):
     def put(self, asked: Any, pair: jax.Array, at: jax.Array) -> None:
         """Brings a pair's queries to place `at`, and says so when they are there."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class CopiedQueries:
-    """
-    Attributes:
-        q_ref: packed queries [pairs, rows, D].
-        mine: the block's rows of them.
-        memory: has `queries`, and their barriers `queries_loaded`.
-    """
-
-    q_ref: Any
-    mine: Any
-    memory: Any
-
-    def ask(self, pair: jax.Array) -> Any:
-        return None
-
-    def put(self, asked: Any, pair: jax.Array, at: jax.Array) -> None:
-        there, memory = self.memory.queries_loaded.at[at], self.memory
-        plgpu.copy_gmem_to_smem(self.q_ref.at[pair, self.mine], memory.queries.at[at], there)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,12 +58,6 @@ class Packing:
         """Packed rows that are kept of a pair, in whole blocks."""
         return self.columns * self.tiles
 
-    def pack(self, x: jax.Array) -> jax.Array:
-        """[B, S, H, D] as [pairs, rows, D]."""
-        x = x.reshape(self.batch, self.q_len, self.kv_heads, self.group, self.head_dim)
-        x = x.swapaxes(1, 2).reshape(self.pairs, self.used, self.head_dim)
-        return jnp.pad(x, ((0, 0), (0, self.rows - self.used), (0, 0)))
-
     def flat(self, x: jax.Array | None) -> jax.Array | None:
         """[B, S, H, D] as [B * S * H, D]; None stays None."""
         return None if x is None else x.reshape(-1, self.head_dim)

@@ -1,7 +1,7 @@
 """Grouped-query decode over TurboQuant pages: softmax(q K^T) V of each row's last S tokens.
 
 Work is cut and merged as in gqa_decode: the same schedule, parts, partial results and combination.
-Queries are rotated and made two e4m3 terms by XLA, once a call; nothing dense is made of the cache.
+The kernel rotates the queries and makes them two e4m3 terms; nothing dense is made of the cache.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, any preset, S
 and group.
@@ -16,13 +16,12 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.core.turboquant import TurboFormat, rotate
+from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
 from jaxattn.kernels.gqa_decode.results import Packing, Results
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
-from jaxattn.kernels.gqa_turbo.fragments import query_terms
 from jaxattn.kernels.gqa_turbo.memory import (
     REGISTERS,
     Memory,
@@ -86,8 +85,7 @@ def turbo_decode_mosaic(
         num_kv_heads=kv_heads, head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size,
         window=window, interpret=interpret,
     )  # fmt: skip
-    queries, factors = _operands(packing.pack(q), form, packing.tiles)
-    gate = packing.flat(gate)
+    queries, gate = packing.flat(q), packing.flat(gate)
     cache = coded_view(kv_cache, form, page_size, interpret=interpret)
     line = schedule.line
     results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
@@ -111,7 +109,6 @@ def turbo_decode_mosaic(
             "table_ref": block_tables,
             "lens_ref": seq_lens,
             "cuts_ref": line.cuts,
-            "factors_ref": factors,
             "order_ref": line.order,
             "query_lens_ref": query_lens,
             "sinks_ref": sinks,
@@ -126,13 +123,3 @@ def turbo_decode_mosaic(
         detect_races=detect_races,
     )
     return results.finish(written, sinks, gate, interpret=interpret, detect_races=detect_races)
-
-
-def _operands(q: jax.Array, form: TurboFormat, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Of packed queries [pairs, rows, D]: e4m3 [pairs, 2 rows, D], of each tile its first terms and
-    then its second ones, and the factors of their scores [pairs, rows]."""
-    pairs, rows, dim = q.shape
-    wide = rotate(q) if form.rotated else q.astype(jnp.float32)
-    *terms, factors = query_terms(wide)
-    by_tile = [x.reshape(pairs, tiles, rows // tiles, dim) for x in terms]
-    return jnp.concatenate(by_tile, axis=2).reshape(pairs, 2 * rows, dim), factors
