@@ -43,13 +43,13 @@ def work_of_several(
     experts: int,
     columns: int,
     *,
-    blocks: int = NUM_SMS,
+    blocks: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Work, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
-    An id that is no expert's has no work. `blocks` share the pairs.
+    An id that is no expert's has no work. `blocks` share the pairs; the interpreter takes two.
     """
     tokens, top_k = ids.shape
     pairs, features = tokens * top_k, x.shape[1]
@@ -59,7 +59,7 @@ def work_of_several(
         experts=experts,
         columns=columns,
         most_of_expert=-(-tokens // columns),
-        blocks=min(blocks, pairs),
+        blocks=min(blocks or (2 if interpret else NUM_SMS), pairs),
         interpret=interpret,
     )
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
