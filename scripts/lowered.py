@@ -121,6 +121,25 @@ def turbo(
     return op, (q, cache, ints(rows, width), ints(rows), *more, q if dim == 256 else None)
 
 
+def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
+    """New tokens on their way into a TurboQuant cache."""
+    count, kv_heads, dim = heads
+    form = TurboFormat(preset=preset, head_dim=dim)
+    config = jaxattn.RopeConfig(dim=dim, interleaved=False)
+
+    def op(*args: Any) -> Any:
+        *new, positions = args
+        turned = jaxattn.rotation(positions, config)
+        return jaxattn.gqa.turbo_append(
+            *new, form=form, rotation=turned, config=config, layer=1, **MOSAIC
+        )
+
+    q, kv = x(rows, q_len, count, dim), x(rows, q_len, kv_heads, dim)
+    cache = x(2, 64, kv_heads, 64 * form.slot_bytes, dtype=jnp.uint8)
+    weights, tables = f32(2, 2 * max(dim, 128)), ints(rows, 128)
+    return op, (q, kv, kv, weights, cache, tables, ints(rows), ints(rows, q_len))
+
+
 def append(width: int, interleaved: bool, made: Any) -> Launch:
     """In a stack of layers; of queries of that width, 0 for none, and a cache so `made`."""
     config = jaxattn.RopeConfig(interleaved=interleaved)
@@ -222,9 +241,10 @@ def delta_rule_normed(sequences: int) -> Launch:
     """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
 
     def op(*args: Any) -> Any:
-        names = "cu_seqlens", "layer", "gate", "norm_weight"
-        options: Any = {**dict(zip(names, args[-4:], strict=True)), **MOSAIC}
-        return jaxattn.gated_delta_rule_prefill(*args[:-4], **options)
+        *rule, ends, layer, gate, weight = args
+        normed = jaxattn.gdn.OutputNorm(gate=gate, weight=weight)
+        options: Any = dict(cu_seqlens=ends, layer=layer, output_norm=normed, **MOSAIC)
+        return jaxattn.gated_delta_rule_prefill(*rule, **options)
 
     q, v, gates = x(1, 900, 2, 128), x(1, 900, 4, 128), f32(1, 900, 4)
     pool = x(3, sequences, 4, 128, 128), ints(sequences), ints(sequences + 1), ints()
@@ -284,6 +304,9 @@ EXTRA: dict[str, Launch] = {
     "turbo_decode_pages_of_16": turbo(1, (32, 8, 128), 16, 1, "4bit_nc", soft_cap=30.0),
     "turbo_decode_gate_tokens": turbo(64, (16, 2, 256), 128, 3, "k8v4"),
     "turbo_decode_gate": turbo(64, (16, 2, 256), 64, 1, "4bit_nc"),
+    "turbo_append_4bit_nc": turbo_append(64, (32, 8, 128), 1, "4bit_nc"),
+    "turbo_append_k8v4": turbo_append(1, (64, 8, 64), 300, "k8v4"),
+    "turbo_append_3bit_nc": turbo_append(4, (16, 2, 256), 2, "3bit_nc"),
     "turbo_decode_sinks": turbo(64, (64, 8, 64), 64, 1, "3bit_nc", window=128),
     "gqa_append": heads_append((32, 8, 128), 128),
     "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),

@@ -1,11 +1,12 @@
 """`python -m jaxattn.bench host`: what the engine's host side adds to a decode step.
 
 `round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
-decode. `executable ms` is that of the same executables on the same shapes, queued one after
-another, of which nothing is read. `exposed us` is the difference: the time per step for which the
-device waits for its host. Both are run in turn, and each column is the median of the runs; `spread
-us` is the largest exposed time of a run less the smallest. `host us` is what the host takes for a
-round beside its waiting for the device: hidden while it is shorter than a step.
+decode. `executable ms` is that of the same executable on the same shapes, queued one after
+another, of which nothing is read. `call us` is what the host takes to send it, where no queue
+holds it up. `exposed us` is the difference of the first two: the time per step for which the device
+waits for its host. Both are run in turn, and each column is the median of the runs; `spread us` is
+the largest exposed time of a run less the smallest. `host us` is what the host takes for a round
+beside its waiting for the device: hidden while it is shorter than a step.
 
 Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
 """
@@ -24,24 +25,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import record
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import device_facts
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
+from jaxattn.engine.model_steps import Round
 from jaxattn.engine.request import Completion, FinishReason, Request
-from jaxattn.engine.rows import INTEGERS, STOPS, Places, Rows
+from jaxattn.engine.rows import INTEGERS, STOPS, Rows
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.steps import EntryPoint, Sample, row_shapes
+from jaxattn.engine.state import row_shapes
 from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid, HybridConfig
 from jaxattn.models.base import Model
 from jaxattn.models.checkpoint import EMBEDDED, load
 
 PROMPT = b"def f("
+BURST = 4  # calls that no queue holds up
 WARM = 32  # rounds after the last prompt that do not count
+ROUNDS = {"name": "the wall clock of rounds", "version": 1}
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -132,31 +135,46 @@ def rounds(engine: Engine, rows: int, steps: int) -> Run:
 
 def longest(rows: int, steps: int) -> int:
     """Tokens of the longest row: the first goes on until the last to begin has its steps."""
-    return len(PROMPT) + WARM + steps + rows + 8
+    return len(PROMPT) + 2 * WARM + steps + max(rows, 50 * BURST) + 8
 
 
-def queued(engine: Engine, rows: int, steps: int) -> float:
-    """Seconds per step of the decode and sampling executables, of which nothing is read."""
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """Seconds per step of executables that are sent one after another, and never read.
+
+    Attributes:
+        whole: of a step.
+        call: of the call that sends one, where the queue is short.
+    """
+
+    whole: float
+    call: float
+
+
+def queued(engine: Engine, rows: int, steps: int) -> Queued:
+    """The executable of a round, on its own."""
     engine.start()
     runner = engine._runner
     assert runner is not None
-    decode = engine.executables[str(EntryPoint("decode", rows, 1))]
-    sample = engine.executables[str(Sample(rows, Level.GREEDY))]
-    on_device = jax.device_put(begun(engine, rows))
+    step = engine.executables[str(Round(rows, Level.GREEDY))]
     places = jax.device_put(np.arange(rows, dtype=np.int32))
-    runner.rows, kept = on_device, runner.rows
-    start = 0.0
-    for step in range(WARM + steps):
-        if step == WARM:
-            jax.block_until_ready((runner.state, runner.rows))
-            start = time.perf_counter()
-        batch = Places(runner.rows, places)
-        logits, runner.state = decode(runner.weights, runner.state, batch)
-        runner.rows, _ = sample(runner.rows, logits, places)
-    jax.block_until_ready((runner.state, runner.rows))
-    spent = time.perf_counter() - start
-    runner.rows = kept
-    return spent / steps
+    held, kept = (runner.state, jax.device_put(begun(engine, rows))), runner.rows
+
+    def run(count: int) -> tuple[float, float]:
+        """Seconds until so many steps are sent, and until they have run."""
+        nonlocal held
+        start = time.perf_counter()
+        for _ in range(count):
+            held, _ = step(runner.weights, held, places)
+        sent = time.perf_counter()
+        jax.block_until_ready(held)
+        return sent - start, time.perf_counter() - start
+
+    run(WARM)
+    whole = run(steps)[1] / steps
+    calls = [run(BURST)[0] / BURST for _ in range(50)]
+    runner.state, runner.rows = held[0], kept
+    return Queued(whole, statistics.median(calls))
 
 
 def begun(engine: Engine, rows: int) -> Rows:
@@ -179,10 +197,11 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
         rounds(engine, rows, min(steps, 64))
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
         seal = list(engine.seal.what)
-    exposed = [run.whole - alone for alone, run in runs]
+    exposed = [run.whole - alone.whole for alone, run in runs]
     return {
         "B": rows,
-        "executable ms": statistics.median(alone for alone, _ in runs) * 1e3,
+        "executable ms": statistics.median(alone.whole for alone, _ in runs) * 1e3,
+        "call us": statistics.median(alone.call for alone, _ in runs) * 1e6,
         "round ms": statistics.median(run.whole for _, run in runs) * 1e3,
         "exposed us": statistics.median(exposed) * 1e6,
         "spread us": (max(exposed) - min(exposed)) * 1e6,
@@ -198,8 +217,8 @@ def main(argv: Sequence[str], program: str) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     name, model, params = model_of(args)
-    result: dict[str, Any] = {"what": "host", "model": name, "commit": commit(), **device_facts()}
-    result |= {"card": card(), "steps": args.steps, "repeats": args.repeats, "rows": []}
+    result = record.begin("host", program, ["host", *argv], method=ROUNDS) | {"model": name}
+    result |= {"steps": args.steps, "repeats": args.repeats, "rows": []}
     for rows in args.rows:
         needed = longest(rows, args.steps)
         if needed > model.max_position_embeddings:
@@ -212,6 +231,7 @@ def main(argv: Sequence[str], program: str) -> int:
         row = measure(model, params, rows, args.steps, args.repeats)
         print(json.dumps(row), file=sys.stderr, flush=True)
         result["rows"].append(row)
+        record.end(result)
         store(result, args.json)
     show(f"jaxattn host, {name} on {result['device']}", result["rows"])
     return 0

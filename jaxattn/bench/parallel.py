@@ -1,11 +1,15 @@
 """`python -m jaxattn.bench parallel NAME --tensor 2`: decode steps on several GPUs beside one.
 
-    python -m jaxattn.bench parallel DeepSeek-V2-Lite --rows 32 128 --tensor 2
+    python -m jaxattn.bench parallel DeepSeek-V2-Lite --tensor 2 --also data=2,expert=2
     python -m jaxattn.bench parallel DeepSeek-V2-Lite --tokens 32768 --tensor 2 --context 2
 
 NAME is as for `bench model`. Weights, latents and states are random, of the model's real shapes.
-The steps on one GPU and on the group run one after the other in one process, on the same cards.
-`ms` is a step's share of a run of steps, each sent before the one before it is done.
+All steps are compiled first, several at a time. Then the steps on one GPU and on each layout run
+one after the other in one process, on the same cards. `ms` is a step's share of a run of steps,
+each sent before the one before it is done.
+
+Rows whose caches one GPU has no room for are left out. `times one GPU` compares tokens/s with those
+of one GPU at `beside B` rows: as many, or a data group's where one GPU has no room for all.
 
 `collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
 of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that
@@ -14,43 +18,26 @@ XLA's own kernel does not take.
 
 import argparse
 import dataclasses
-import functools
 import gc
-import math
 import os
-import shlex
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import record
 from jaxattn.bench.model.named import UnknownModel, find
-from jaxattn.bench.model.rows import Rows
-from jaxattn.bench.model.weights import Draw, draw_of, fill
+from jaxattn.bench.parallel_layout import Layout
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import device_facts, launches, seconds
-from jaxattn.memory.budget import nbytes_each
-from jaxattn.models import DecodeState, divided
-from jaxattn.models.base import init_state, jit_step, overlaid
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.parallel import ALONE, Group, Parallel
-from jaxattn.parallel.compiled import all_reduces
+from jaxattn.models import divided
+from jaxattn.parallel import ALONE, Parallel
 
-STEPS = 4  # different batches, taken in turn
-RUN_SECONDS = 0.3  # of a run of steps
-COLLECTIVES = (
-    "nccl",
-    "all-reduce",
-    "all_reduce",
-    "allreduce",
-    "collective",
-    "all_gather",
-    "alltoall",
-)
+COMPILERS = 16  # threads
+SPARE_BYTES = 2 * 2**30  # of a GPU, for temp, code and NCCL
+HIDDEN = ("all-reduce forms", "launches")  # in the JSON alone
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -64,6 +51,13 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="of each row")
     for field in dataclasses.fields(Parallel):
         parser.add_argument(f"--{field.name}", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="LAYOUT",
+        help="more layouts, as tensor=2,context=2; one takes those rows that its groups share",
+    )
     parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
     parser.add_argument(
@@ -73,16 +67,37 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         names = [field.name for field in dataclasses.fields(Parallel)]
-        args.parallel = Parallel(**{name: getattr(args, name) for name in names})
+        first = Parallel(**{name: getattr(args, name) for name in names})
+        args.layouts = [first, *(read_layout(text) for text in args.also)]
         args.name, _, args.model = find(args.name)
-        divided(args.model, args.parallel)
-    except (UnknownModel, ValueError) as error:
+        for parallel in args.layouts:
+            divided(args.model, parallel)
+    except (UnknownModel, TypeError, ValueError) as error:
         parser.error(str(error))
     if min(args.rows) < 1 or args.tokens < 1:
         parser.error("--rows and --tokens must be positive")
-    if odd := [rows for rows in args.rows if rows % args.parallel.data]:
-        parser.error(f"--rows {odd[0]} is no multiple of --data {args.parallel.data}")
+    if odd := [rows for rows in args.rows if rows % first.data]:
+        parser.error(f"--rows {odd[0]} is no multiple of --data {first.data}")
     return args
+
+
+def read_layout(text: str) -> Parallel:
+    """A layout as tensor=2,context=2.
+
+    Raises:
+        ValueError: it is written in another way, or its numbers do not fit each other.
+    """
+    known = [field.name for field in dataclasses.fields(Parallel)]
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name not in known or not number.isdigit():
+            raise ValueError(
+                f"{text!r} is no layout: write {', '.join(known)} with numbers, as in "
+                "tensor=2,context=2"
+            )
+        found[name] = int(number)
+    return Parallel(**found)
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -90,168 +105,97 @@ def main(argv: Sequence[str], program: str) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     args = parse(argv, program)
-    if len(jax.devices()) < args.parallel.gpus:
+    gpus = max(parallel.gpus for parallel in args.layouts)
+    if len(jax.devices()) < gpus:
+        flags = max(args.layouts, key=lambda parallel: parallel.gpus).flags
         print(
-            f"{program}: {args.parallel.flags} takes {args.parallel.gpus} devices, and JAX sees "
-            f"{len(jax.devices())}",
+            f"{program}: {flags} takes {gpus} devices, and JAX sees {len(jax.devices())}",
             file=sys.stderr,
         )
         return 2
-    facts = device_facts()
     result: dict[str, Any] = {
-        "what": "parallel",
+        **record.begin("parallel", program, ["parallel", *argv], seed=args.seed),
         "model": args.name,
-        "layout": args.parallel.flags,
-        "commit": commit(),
-        "command": shlex.join([*program.split(), "parallel", *argv]),
-        **facts,
-        "card": card(),
+        "layouts": [parallel.flags for parallel in args.layouts],
         "rows": [],
     }
-    layouts = ([] if args.not_alone else [ALONE]) + [args.parallel]
-    for parallel in layouts:
-        measure(args, parallel, result)
+    layouts = [layout for each in _wanted(args) if (layout := _layout(args, each))]
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for layout in layouts:
+            layout.compile_all(pool)
+        for layout in layouts:
+            layout.wait()
+    _say(f"{len(layouts)} layouts are compiled")
+    while layouts:
+        _measure(args, layouts.pop(0), result)
         gc.collect()  # the next layout needs the room
-    alone = {row["B"]: row["ms"] for row in result["rows"] if row["GPUs"] == 1}
-    for row in result["rows"]:
-        if row["GPUs"] > 1 and row["B"] in alone:
-            row["times one GPU"] = alone[row["B"]] / row["ms"]
+    record.end(result)
     store(result, args.json)
-    table = [{k: v for k, v in row.items() if k != "all-reduce forms"} for row in result["rows"]]
-    show(f"{args.name}, {args.tokens:,} tokens a row, {args.parallel.flags}", table)
+    table = [{k: v for k, v in row.items() if k not in HIDDEN} for row in result["rows"]]
+    show(f"{args.name}, {args.tokens:,} tokens a row", table)
     return 0
 
 
-def measure(args: argparse.Namespace, parallel: Parallel, result: dict[str, Any]) -> None:
-    """A row for each number of rows, of one layout."""
-    run = Run(args.model, parallel, args)
-    print(f"{parallel.flags or 'one GPU'}: {run.gigabytes}", file=sys.stderr, flush=True)
-    for rows in args.rows:
-        row = run.decode(rows)
-        print(row, file=sys.stderr, flush=True)
+def _wanted(args: argparse.Namespace) -> list[Parallel]:
+    alone = [] if args.not_alone else [ALONE]
+    return list(dict.fromkeys(alone + args.layouts))
+
+
+def _layout(args: argparse.Namespace, parallel: Parallel) -> Layout | None:
+    """The layout with those rows that its groups share and that it has room for."""
+    rows = sorted(count for count in args.rows if count % parallel.data == 0)
+    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    while rows:
+        layout = Layout(
+            args.model,
+            parallel,
+            rows,
+            tokens=args.tokens,
+            devices=jax.devices()[: parallel.gpus],
+            seed=args.seed,
+            implementation=args.implementation,
+        )
+        weights, caches = layout.nbytes
+        if room is None or weights + caches + SPARE_BYTES <= room:
+            return layout
+        _say(
+            f"{_name(parallel)} has no room for {rows[-1]} rows: weights {weights / 1e9:.1f} GB, "
+            f"caches and states {caches / 1e9:.1f} GB of {room / 1e9:.1f} GB"
+        )
+        most, rows = rows[-1], rows[:-1]
+        if parallel == ALONE:  # in place of all rows, those of a data group
+            rows = sorted({*rows, *(most // each.data for each in args.layouts if each.data > 1)})
+    return None
+
+
+def _measure(args: argparse.Namespace, layout: Layout, result: dict[str, Any]) -> None:
+    """A row for each number of rows, stored as soon as it is there."""
+    layout.fill()
+    weights, caches = layout.nbytes
+    _say(
+        f"{_name(layout.parallel)}: weights {weights / 1e9:.1f} GB and caches and states "
+        f"{caches / 1e9:.1f} GB on each GPU"
+    )
+    for count in layout.counts:
+        row = layout.time(count)
+        row.update(_beside(row, result["rows"], layout.parallel))
         result["rows"].append(row)
         store(result, args.json)
+        _say(str({k: v for k, v in row.items() if k not in HIDDEN}))
 
 
-class Run:
-    """A model with random weights and caches over a group, one GPU included."""
-
-    def __init__(self, model: DecoderModel, parallel: Parallel, args: argparse.Namespace):
-        self.parallel, self.args = parallel, args
-        self.model: Any = divided(model, parallel)
-        self.group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
-        local = tuple(rows // parallel.data for rows in args.rows)
-        own_tokens = -(-args.tokens // parallel.context)
-        self.rows = Rows(
-            rows=local, context=own_tokens, prompt=0, vocab=model.vocab_size, seed=args.seed
-        )
-        specs = self.model.packed_specs(), self.model.state_specs()
-        self.params = self._params()
-        self.state = self._state(specs[1])
-        self.specs = specs
-        jax.block_until_ready((self.params, self.state))
-        weights, caches = nbytes_each(self.params) / 1e9, nbytes_each(self.state) / 1e9
-        self.gigabytes = f"weights {weights:.1f} GB and state {caches:.1f} GB on each GPU"
-
-    def _params(self) -> Any:
-        """The same random numbers on every GPU, so that all routers choose alike."""
-        model = self.model
-        leaves, tree = jax.tree.flatten_with_path(model.param_shapes())
-        draws = [
-            draw_of(jax.tree_util.keystr(path, simple=True, separator="."), leaf, model)
-            for path, leaf in leaves
-        ]
-        specs = jax.tree.leaves(model.param_specs())
-        filled = [
-            self._filled(leaf, draw, spec, number)
-            for number, ((_, leaf), draw, spec) in enumerate(zip(leaves, draws, specs, strict=True))
-        ]
-        params = jax.tree.unflatten(tree, filled)
-        packed = [model.pack(own) for own in self.group.split(params)]
-        return self.group.join(packed, model.packed_specs())
-
-    def _state(self, specs: DecodeState) -> DecodeState:
-        counts = self.rows.rows
-        width = self.rows.width
-        spec = overlaid(s for n in counts for s in self.model.scratch(n, max_pages=width))
-        state: Any = self.group.make(
-            functools.partial(init_state, self.model, self.rows.size, spec), specs
-        )
-        shapes = jax.eval_shape(lambda: init_state(self.model, self.rows.size, spec))
-        for number, (cache, arrays) in enumerate(shapes.caches.items()):
-            for name, shape in arrays.items():
-                spec_of = specs.caches[cache][name]
-                state.caches[cache][name].delete()
-                state.caches[cache][name] = self._filled(
-                    shape, Draw.of(1.0), spec_of, 1000 + number
-                )
-        return state
-
-    def _filled(self, leaf: jax.ShapeDtypeStruct, draw: Draw, spec: Any, number: int) -> Any:
-        make = functools.partial(fill, shape=leaf.shape, dtype=leaf.dtype.name)
-        key = jax.random.fold_in(jax.random.key(self.args.seed), number)
-        return self.group.make(functools.partial(make, key, *map(float, draw)), spec)
-
-    def batch(self, rows: int, step: int) -> Any:
-        """A decode step's batch: each data group has as many rows, with pages of its own."""
-        batch = self.rows.decode(rows // self.parallel.data, step)
-        batch = dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, self.args.tokens))
-        whole = jax.tree.map(lambda x: np.concatenate([x] * self.parallel.data), batch)
-        return jax.device_put(whole, self.group.sharding(self.group.rows))
-
-    def decode(self, rows: int) -> dict[str, Any]:
-        """The row of a decode step of `rows` rows in all."""
-        step = functools.partial(_greedy, self.model, self.args.implementation)
-        over = self.group.step(
-            step, (*self.specs, self.group.rows), (self.group.rows, self.specs[1])
-        )
-        batches = [self.batch(rows, number) for number in range(STEPS)]
-        compiled = jit_step(over).lower(self.params, self.state, batches[0]).compile()
-        on_gpu = jax.default_backend() == "gpu"
-
-        def call(number: int = 0) -> Any:
-            tokens, self.state = compiled(self.params, self.state, batches[number % STEPS])
-            # Virtual devices of a CPU wait for one another for ever with several steps under way.
-            return tokens if on_gpu else jax.block_until_ready(tokens)
-
-        for _ in range(3):  # one loads, one records, and with collectives one more updates
-            jax.block_until_ready(call())
-        once = seconds(call, repeats=3, warmup=0.0)
-        calls = max(1, min(256, math.ceil(RUN_SECONDS / once)))
-
-        def run() -> Any:
-            for number in range(calls):
-                result = call(number)
-            return result
-
-        whole = seconds(run, repeats=5, warmup=0.0) / calls
-        spent = launches(call, calls=min(calls, 8))
-        found = all_reduces(compiled.as_text() or "")
-        gpus, forms = self.parallel.gpus, [each for each in found if each.of_layers]
-        meeting = [
-            each.seconds
-            for launch, each in spent.items()
-            if any(name in f"{launch.kernel} {launch.op}".lower() for name in COLLECTIVES)
-        ]
-        memory = compiled.memory_analysis()
-        return {
-            "GPUs": gpus,
-            "B": rows,
-            "T": self.args.tokens,
-            "ms": whole * 1e3,
-            "tokens/s": rows / whole,
-            "kernels ms": sum(each.seconds for each in spent.values()) / gpus * 1e3,
-            "collectives ms": sum(meeting) / gpus * 1e3,
-            "all-reduces": len(forms),
-            "other form": sum(not each.serves for each in forms),
-            "temp MiB": memory.temp_size_in_bytes / 2**20 if memory else 0,
-            "all-reduce forms": [dataclasses.asdict(each) for each in forms],
-        }
+def _beside(row: dict[str, Any], rows: list[dict[str, Any]], parallel: Parallel) -> dict[str, Any]:
+    """How many times one GPU's tokens/s, at as many rows or at those of a data group."""
+    alone = {each["B"]: each["tokens/s"] for each in rows if each["GPUs"] == 1}
+    for count in (row["B"], row["B"] // parallel.data):
+        if parallel.gpus > 1 and count in alone:
+            return {"times one GPU": row["tokens/s"] / alone[count], "beside B": count}
+    return {}
 
 
-def _greedy(
-    model: Any, implementation: Any, params: Any, state: DecodeState, batch: Any
-) -> tuple[jax.Array, DecodeState]:
-    """The likeliest tokens, each GPU's of its part of the vocabulary merged, and the state."""
-    logits, state = model.decode(params, state, batch, implementation=implementation)
-    return model.vocabulary.best(logits)[0], state
+def _name(parallel: Parallel) -> str:
+    return parallel.flags or "one GPU"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from jaxattn import interrupt
 from jaxattn.cli.compiled import keep_compiled, own_folder
 from jaxattn.cli.models import Chosen, one_line
 from jaxattn.cli.options import InputError
+from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import start_engine
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.seal import SealError
@@ -43,6 +44,7 @@ def serve(
     limits: Limits,
     options: argparse.Namespace,
     messages: Console,
+    stages: Stages,
 ) -> int:
     """Serves over HTTP; returns 0, or 1 if an answer was cut at the end.
 
@@ -86,16 +88,18 @@ def serve(
             f"warning: {settings.host} can be reached by others, and no key is asked for; set "
             f"{keys.VARIABLE} or --api-key-file"
         )
+    stages.ended("opening the port")
     _log_to_stderr(quiet=options.quiet)
     if options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
         _keep_compiled(messages)
 
     def make() -> Engine:
-        return start_engine(chosen, model, tokenizer, limits, options, messages)[0]
+        return start_engine(chosen, model, tokenizer, limits, options, messages, stages)[0]
 
     def on_ready() -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"http://{host}:{bound.getsockname()[1]}"
+        messages.print(stages.line())
         messages.print(f"serving {settings.names[0]} at {address}/v1; a page to chat at {address}/")
 
     interrupt.listen(False)  # asyncio hears of signals from here on

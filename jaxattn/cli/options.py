@@ -83,8 +83,8 @@ def add_cache_format(group: Any) -> None:
         "--kv-cache-dtype",
         choices=CACHE_FORMATS,
         default="auto",
-        help="what the cache stores: MLA has bfloat16 and fp8_block, grouped-query attention "
-        "bfloat16 and fp8",
+        help="what the cache stores: MLA has bfloat16 and fp8_block, grouped-query attention all "
+        "but fp8_block",
     )
     group.add_argument(
         "--kv-cache-native-layers",

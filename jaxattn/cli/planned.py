@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 
 from jaxattn.cli.options import InputError, in_options
+from jaxattn.core.dispatch import Refusal
 from jaxattn.memory.budget import PlanError
 from jaxattn.memory.device import device_memory
 from jaxattn.memory.limits import Limits
@@ -66,7 +67,7 @@ def refused_plan(messages: Console, before: Callable[[], None]) -> Iterator[None
         if error.plan is not None:
             print_plan(_wide(messages), error.plan)
         raise InputError(in_options(error)) from error
-    except NotImplementedError as error:
+    except Refusal as error:
         raise InputError(" ".join(str(error).split())) from error
 
 

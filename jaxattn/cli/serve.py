@@ -35,6 +35,7 @@ from jaxattn.cli.models import choose, one_line
 from jaxattn.cli.options import PROGRAM, InputError, parser
 from jaxattn.cli.planned import show_plan
 from jaxattn.cli.report import Run, measure, summary_lines, to_json
+from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import choose_device, start_engine
 from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.engine.engine import Engine
@@ -57,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     messages = Console(
         stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
     )
+    stages = Stages()
+    stages.ended("imports")
     check_options(options)
     if options.checkpoint is not None:
         messages.print("--checkpoint is called --model now; both work")
@@ -73,13 +76,18 @@ def run(options: argparse.Namespace) -> int:
         if not converses(options):
             prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
         check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
+    stages.ended("reading")
     choose_device(options.device, options.implementation, options.utilization)
+    stages.ended("device")
     if options.compile_cache not in (None, NONE):
         keep_compiled(options.compile_cache)
     model = chosen.model(tokenizer)
     if options.port is not None:
-        return listening.serve(chosen, model, tokenizer, limits, options, messages)
-    engine, compile_seconds = start_engine(chosen, model, tokenizer, limits, options, messages)
+        return listening.serve(chosen, model, tokenizer, limits, options, messages, stages)
+    engine, compile_seconds = start_engine(
+        chosen, model, tokenizer, limits, options, messages, stages
+    )
+    messages.print(stages.line())
 
     printer = Printer(messages if options.json else Console())
     requests = Requests(options, tokenizer, length)

@@ -23,6 +23,8 @@ from jaxattn.cli.options import InputError
 from jaxattn.cli.planned import refused_plan
 from jaxattn.cli.progress import Display
 from jaxattn.cli.report import plan_lines
+from jaxattn.cli.stages import Stages, executable_lines
+from jaxattn.core.dispatch import Refusal
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.prepare import prepare
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -57,7 +59,7 @@ def choose_device(
     if implementation == "mosaic_gpu":
         try:
             require_hopper("--implementation mosaic_gpu", interpret=False)
-        except NotImplementedError as error:
+        except Refusal as error:
             raise InputError(one_line(error)) from error
 
 
@@ -116,11 +118,12 @@ def start_engine(
     limits: Limits,
     options: argparse.Namespace,
     messages: Console,
+    stages: Stages,
 ) -> tuple[Engine, dict[str, float]]:
     """(a running engine, the seconds that each executable took to compile).
 
-    The engine's plan is printed before its state is allocated. A folder is checked before anything
-    is compiled, a model of the hub when it has been fetched.
+    Executables and the engine's plan are printed before its state is allocated. A folder is checked
+    before anything is compiled, a model of the hub when it has been fetched.
 
     Raises:
         InputError: the model does not fit, its plan is printed; its weights are damaged or
@@ -159,10 +162,16 @@ def start_engine(
                 parallel=parallel,
             )
             engine = Engine.of(prepared, strict=options.strict, detokenize=tokenizer.decode)
+            stages.ended("compiling")
             params = loading.result()
+        stages.ended("loading")
         display.stop()
+        code = sum(known.code for known in prepared.known.values())
+        for line in executable_lines(compile_seconds, code):
+            messages.print(line)
         for line in plan_lines(engine.plan):
             messages.print(line)
         with refused_plan(messages, display.stop):
             engine.start(params)
+    stages.ended("warm-up")
     return engine, compile_seconds

@@ -14,6 +14,24 @@ from jaxattn.arena import Arena
 from jaxattn.core.tables import check_pages, check_places
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+# A window beyond this is this: no row is as long, and positions plus a window stay in 32 bits.
+MOST_WINDOW = 2**30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """Lengths of rows that are `most` at most: what made them has seen to it.
+
+    Ops take them for `seq_lens`. Traced lengths they would check themselves, in every layer.
+
+    Attributes:
+        lengths: int32 [B].
+        most: tokens that a row's table has places for.
+    """
+
+    lengths: Array
+    most: int = dataclasses.field(metadata={"static": True})
 
 
 def as_given(x: Any) -> Any:
@@ -21,6 +39,8 @@ def as_given(x: Any) -> Any:
 
     `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
     """
+    if isinstance(x, Within):
+        return x
     known = all(
         isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)
     )
@@ -66,6 +86,26 @@ def check_sizes(op: str, *, least: int = 1, **sizes: Any) -> None:
         if not is_integer(size) or size < least:
             wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise ValueError(f"{op}: {name} must be {wanted}, got {size!r}")
+
+
+def check_window(op: str, window: Any) -> int | None:
+    """The keys that a token sees, at most `MOST_WINDOW`; None is all.
+
+    Raises:
+        TypeError: it is no Python integer.
+        ValueError: it is below 1.
+    """
+    if window is None:
+        return None
+    if not is_integer(window):
+        raise TypeError(
+            f"{op}: window must be a Python integer or None, got {type(window).__name__}"
+        )
+    if window < 1:
+        raise ValueError(
+            f"{op}: window counts the token itself and must be at least 1, got {window}"
+        )
+    return min(int(window), MOST_WINDOW)
 
 
 def floats(op: str, **arrays: Any) -> list[Array]:
@@ -270,6 +310,7 @@ class Arguments:
             What is known of it: a NumPy array, JAX's, or a tracer; and the JAX array, int32.
         """
         title = f"{name} [{', '.join(axes.split())}]"
+        x = x.lengths if isinstance(x, Within) else x
         if not isinstance(x, list | tuple | int):
             check_array(self.op, name, x)
         try:
@@ -316,7 +357,8 @@ class Arguments:
         """
         known, lengths = self.integers(name, x, "B")
         self.check_most(f"{name} {lengths.shape}", known, most, but)
-        if isinstance(known, jax.core.Tracer) and most < MOST:
+        checked = isinstance(x, Within) and x.most <= most
+        if isinstance(known, jax.core.Tracer) and most < MOST and not checked:
             # Such a row is marked by what padding gives. Cut to `most`, it would give numbers.
             lengths = jnp.where(lengths > most, 0, lengths)
         return known, lengths

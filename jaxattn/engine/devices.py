@@ -12,8 +12,11 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.model_steps import EntryPoint, Round
+from jaxattn.engine.row_steps import Copy, Mask, Sample
 from jaxattn.engine.rows import Rows
-from jaxattn.engine.steps import Copy, EntryPoint, Mask, Sample, Step, new_rows, new_state
+from jaxattn.engine.state import new_rows, new_state
+from jaxattn.engine.step import Step
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, compiler_options, jit_step
 from jaxattn.parallel import Group
@@ -69,6 +72,9 @@ def arguments(
         return shapes
     if isinstance(step, EntryPoint):
         return group.shapes(shapes, _specs(model))
+    if isinstance(step, Round):
+        weights, state, whole = _specs(model)
+        return group.shapes(shapes, (weights, (state, whole), whole))
     if isinstance(step, Copy):
         return group.shapes(shapes, (model.state_specs(), WHOLE))
     specs: Any = WHOLE
@@ -96,14 +102,24 @@ def jitted_step(
         tree: the structure of the packed parameters.
     """
     function = step.function(model, limits, tree)
-    if isinstance(step, EntryPoint):
-        chosen = implementation_of(step, implementation)
+    if isinstance(step, EntryPoint | Round):
+        entry = step.decode if isinstance(step, Round) else step
+        chosen = implementation_of(entry, implementation)
         if group is None:
             return jit_step(function, implementation=chosen, backend=backend)
         specs = _specs(model)
         out_specs = (logits_spec(model), specs[1])
-        over = group.step(partial(function, implementation=chosen), specs, out_specs)
-        return jit_step(over, backend=backend)
+        of_one = partial(entry.function(model, limits, tree), implementation=chosen)
+        over = group.step(of_one, specs, out_specs)
+        if isinstance(step, EntryPoint):
+            return jit_step(over, backend=backend)
+        whole = everywhere(group)
+        return jax.jit(
+            step.behind(over),
+            donate_argnums=step.donated,
+            compiler_options=compiler_options(backend),
+            out_shardings=((None, whole), whole),
+        )
     out = everywhere(group)
     if group is not None and isinstance(step, Mask):
         out = group.sharding(logits_spec(model))

@@ -61,7 +61,7 @@ class Engine(Lifecycle):
         stats: of the last `generate`, or of what was added since.
 
     Raises:
-        TypeError, ValueError, PlanError, NotImplementedError: see `prepare`.
+        TypeError, ValueError, PlanError, Refusal: see `prepare`.
     """
 
     def __init__(
@@ -208,15 +208,10 @@ class Engine(Lifecycle):
                 self._add(request)
             while self.busy:
                 events = self._step()
-                for event in events:  # before a callback can be interrupted
-                    if isinstance(event, FinishEvent):
-                        done.setdefault(event.completion.request.id, event.completion)
-                for event in events:
-                    if isinstance(event, FinishEvent):
-                        if on_finish:
-                            on_finish(event.completion)
-                    elif on_token:
-                        on_token(event.request, event.token)
+                ended = [event for event in events if isinstance(event, FinishEvent)]
+                for event in ended:  # before a callback can be interrupted
+                    done.setdefault(event.completion.request.id, event.completion)
+                _tell(events, on_token, on_finish)
         except KeyboardInterrupt as interrupt:
             self._interrupt(requests, done)
             completions = [done[request.id] for request in requests]
@@ -261,3 +256,13 @@ class Engine(Lifecycle):
                 raise
         events, self._endings.events = self._endings.events, []
         return events
+
+
+def _tell(events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None) -> None:
+    """Calls back, in the order of the events."""
+    for event in events:
+        if not isinstance(event, FinishEvent):
+            if on_token:
+                on_token(event.request, event.token)
+        elif on_finish:
+            on_finish(event.completion)

@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.steps import EntryPoint
 
 UPDATE, COPY, PREFILL, FIRST, DECODE, MASKS, FORGET, END = range(8)
 HEAD = 8

@@ -19,8 +19,9 @@ from jaxattn.engine.runner import Runner
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.seal import Seal
 from jaxattn.engine.start import allocated, check_arrays, measured, tried
+from jaxattn.engine.state import recurrent
 from jaxattn.engine.stats import Stats
-from jaxattn.engine.steps import entry_points, recurrent
+from jaxattn.engine.steps import entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model

@@ -22,15 +22,44 @@ import numpy as np
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
 from jaxattn.engine.grammar import masks
+from jaxattn.engine.model_steps import EntryPoint
+from jaxattn.engine.request import Request
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.stats import Stats
-from jaxattn.engine.steps import EntryPoint, prompts_together, sampled_rows
+from jaxattn.engine.step import sampled_rows
+from jaxattn.engine.steps import prompts_together
 
 # Rounds that are sent and not read when the next one is sent.
 ROUNDS_AHEAD = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """The rows that decode, worked out once for all rounds in which they stay the same.
+
+    Attributes:
+        lines: the rows of a step, by their places; -1 is padding.
+        moved: int32 [B], 1 for each of them.
+        rows: those of the lines; None is padding.
+        requests: theirs, and `texts` what each has generated.
+        kept: their lines among all.
+        plain: whether the host only hands their tokens on.
+        changes: of the scheduler, when they were found.
+    """
+
+    lines: np.ndarray
+    moved: np.ndarray
+    rows: list[Row | None]
+    requests: list[Request]
+    texts: list[list[int]]
+    level: Level
+    kept: np.ndarray
+    grammars: bool
+    plain: bool
+    changes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +69,12 @@ class Flight:
     Attributes:
         told: of `advance`, or logits that nobody samples.
         rows: those that it is about, by their line; None is padding.
-        decodes: whether it is a decode step.
+        running: of a decode step; None of a prefill step.
     """
 
     told: jax.Array
     rows: Sequence[Row | None]
-    decodes: bool
+    running: Running | None = None
 
 
 class Loop:
@@ -63,7 +92,9 @@ class Loop:
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
         self._flights: deque[list[Flight]] = deque()
         self._round = 0
-        self._running: tuple[np.ndarray, np.ndarray, list[Row | None], bool] | None = None
+        self._running: Running | None = None
+        self._steady = 0  # rounds that the rows which decode can still go on for as they are
+        self._together = prompts_together(scheduler.limits)
         self._read_at = time.perf_counter()
 
     @property
@@ -121,7 +152,7 @@ class Loop:
 
     def _read_prompts(self) -> None:
         limits = self.scheduler.limits
-        buckets = prompts_together(limits)
+        buckets = self._together
         rows = self.scheduler.next_prompts(buckets[-1])
         self._round += 1
         if not rows:
@@ -151,7 +182,7 @@ class Loop:
             level = max(row.level for row in found)
             told = self.runner.first(told, done, level, self._masks(ended, len(done)))
         self.stats.prefill_steps += 1
-        self._flights[-1].append(Flight(told, ended, decodes=False))
+        self._flights[-1].append(Flight(told, ended))
 
     def _next_chunk(self, row: Row, size: int) -> Chunk:
         cached = int(self.scheduler.cached[row.index])
@@ -161,28 +192,58 @@ class Loop:
         return Chunk(tokens, cached + len(tokens), row.slot, place, pages)
 
     def _decode(self) -> None:
+        running = self._next_running()
+        if running is None:
+            return
+        words = None
+        if running.grammars:
+            words = functools.partial(self._masks_after_all, running.rows)
+        self.scheduler.sent(running.moved)
+        told = self.runner.decode(running.lines, running.level, words)
+        self.stats.decode_steps += 1
+        self._flights[-1].append(Flight(told, running.rows, running))
+
+    def _next_running(self) -> Running | None:
+        """The rows to decode, with the pages of their next token; None if there are none."""
+        scheduler = self.scheduler
+        known = self._running
+        if self._steady > 0 and known and known.changes == scheduler.changes:
+            self._steady -= 1
+            self._send_deltas()
+            return known
         places = self._grown()
         self._send_deltas()
         if not len(places):
-            return
-        if self._running is None or not np.array_equal(self._running[0], places):
-            lines = self._lines(places)
-            running = [self.scheduler.rows.get(index) for index in lines.tolist()]
-            grammars = any(row is not None and row.request.grammar for row in running)
-            self._running = places, lines, running, grammars
-        _, lines, rows, grammars = self._running
-        level = Level(int(self.scheduler.levels[places].max()))
-        words = functools.partial(self._masks_after_all, rows) if grammars else None
-        self.scheduler.sent(places)
-        told = self.runner.decode(lines, level, words)
-        self.stats.decode_steps += 1
-        self._flights[-1].append(Flight(told, rows, decodes=True))
+            self._running = None
+            return None
+        self._steady = scheduler.steady(places) - 1
+        if known is None or known.changes != scheduler.changes or known.moved.sum() != len(places):
+            self._running = self._found(places)
+        return self._running
+
+    def _found(self, places: np.ndarray) -> Running:
+        scheduler, lines = self.scheduler, self._lines(places)
+        rows = [scheduler.rows.get(index) for index in lines.tolist()]
+        there = [row for row in rows if row is not None]
+        moved = np.zeros_like(scheduler.cached)
+        moved[places] = 1
+        return Running(
+            lines=lines,
+            moved=moved,
+            rows=rows,
+            requests=[row.request for row in there],
+            texts=[row.tokens for row in there],
+            level=Level(int(scheduler.levels[places].max())),
+            grammars=any(row.request.grammar for row in there),
+            kept=np.flatnonzero(lines >= 0),
+            plain=len(there) == len(places) and all(row.plain for row in there),
+            changes=scheduler.changes,
+        )
 
     def _masks_after_all(self, rows: Sequence[Row | None], lines: int) -> np.ndarray:
         """The masks of rows behind all tokens so far: what is in flight is read first."""
         self.drain()
         self._flights.append([])
-        self._running = None  # a row may have ended
         return masks(rows, lines, self.scheduler.vocab_size)
 
     def _masks(self, rows: Sequence[Row | None], lines: int) -> np.ndarray | None:
@@ -214,13 +275,11 @@ class Loop:
             else:
                 self.scheduler.preempt()
                 self.stats.preemptions += 1
-                self._running = None
             places = self.scheduler.next_decode()
         return places
 
     def _send_deltas(self) -> None:
         if self.scheduler.deltas:
-            self._running = None  # another row may have come to where one was
             for packed in self.scheduler.deltas.drain():
                 self.runner.update(packed)
 
@@ -241,7 +300,7 @@ class Loop:
         """
         if self._flights and self._flights[-1]:
             flight = self._flights[-1][0]
-            if not flight.decodes and any(row is not None for row in flight.rows):
+            if flight.running is None and any(row is not None for row in flight.rows):
                 del self._flights[-1][0]
                 self._read(flight)
 
@@ -249,14 +308,28 @@ class Loop:
         """Waits for a step. Steps end in the order in which they were sent, so the time since the
         one before it is its own.
         """
+        tells = any(row is not None for row in flight.rows)
         before = time.perf_counter()
-        flight.told.block_until_ready()
+        if tells:
+            told = np.asarray(flight.told)
+        else:
+            flight.told.block_until_ready()
         now = time.perf_counter()
         self.stats.waited_seconds += now - before
         spent, self._read_at = now - self._read_at, now
-        if not flight.decodes:
+        running = flight.running
+        if running is None:
             self.stats.prefill_seconds += spent
-        if any(row is not None for row in flight.rows):
-            told = np.array(flight.told)  # a view would keep the array
-            taken = self.endings.take(flight.rows, told)
-            self.stats.decoded_tokens += taken if flight.decodes else 0
+            if tells:
+                self.endings.take(flight.rows, told)
+            return
+        self.stats.decoded_tokens += self._taken(running, told)
+
+    def _taken(self, running: Running, told: np.ndarray) -> int:
+        """How many tokens a decode step gave."""
+        if running.plain and running.changes == self.scheduler.changes:
+            own = told[running.kept]
+            if not own[:, 1].any():
+                tokens = own[:, 0].tolist()
+                return self.endings.take_plain(running.requests, running.texts, tokens)
+        return self.endings.take(running.rows, told)

@@ -19,16 +19,10 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.devices import implementation_of
-from jaxattn.engine.steps import (
-    EntryPoint,
-    Step,
-    all_steps,
-    arena_spec,
-    cache_size,
-    new_state,
-    op_specs,
-    row_shapes,
-)
+from jaxattn.engine.model_steps import EntryPoint, Round
+from jaxattn.engine.state import arena_spec, cache_size, new_state, op_specs, row_shapes
+from jaxattn.engine.step import Step
+from jaxattn.engine.steps import all_steps
 from jaxattn.memory.bound import temp_bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, PlanError, nbytes, solve
 from jaxattn.memory.device import DeviceMemory
@@ -83,8 +77,9 @@ def bound_of(
     """An upper bound of one executable's memory, which more pages do not raise."""
     tree = jax.tree.structure(params)
     function = step.function(model, limits, tree)
-    if isinstance(step, EntryPoint):
-        chosen = implementation_of(step, implementation)
+    if isinstance(step, EntryPoint | Round):
+        entry = step.decode if isinstance(step, Round) else step
+        chosen = implementation_of(entry, implementation)
         function = functools.partial(function, implementation=chosen)
     arguments = step.arguments(model, limits, params)
     axes = model.parallel.mesh_axes
@@ -190,6 +185,7 @@ def plan_engine(
     executables: Mapping[str, Executable],
     *,
     outside: int = 0,
+    collectives: int = 0,
     others: int = 0,
     outside_basis: str = "measured",
 ) -> MemoryPlan:
@@ -199,6 +195,7 @@ def plan_engine(
         params: the parameters, or their shapes.
         executables: name -> what is known of it; empty leaves inputs, temp and code out.
         outside: bytes of the driver and of other processes, and how they are known.
+        collectives: bytes of NCCL and of XLA's collective kernels, known in the same way.
         others: bytes of JAX's pool that other arrays and engines hold.
     """
     state = jax.eval_shape(functools.partial(new_state, model, limits))
@@ -248,6 +245,9 @@ def plan_engine(
         if outside_basis == "measured":
             why += ", and what other processes hold of the device"
         items.append(Item("driver", outside, why, basis=outside_basis, outside=True))
+    if collectives:
+        why = "NCCL's channels and buffers, and those of XLA's collective kernels"
+        items.append(Item("collectives", collectives, why, basis=outside_basis, outside=True))
     if outside_basis != "measured":
         items += held_elsewhere(memory)
     budget = None

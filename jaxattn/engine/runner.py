@@ -8,10 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.engine.model_steps import FUSED, EntryPoint, Round
+from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.steps import Copy, EntryPoint, Mask, Remember, Sample, Update, sampled_rows
+from jaxattn.engine.step import sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState
 from jaxattn.parallel import Group
@@ -101,6 +103,8 @@ class Runner:
             words: makes `masks` of so many lines, while the device decodes.
         """
         bucket = sampled_rows(self.limits, len(places))
+        if words is None and level in FUSED:
+            return self._round(places, bucket, level)
         entry = EntryPoint("decode", bucket, 1)
         with self.seal.allowed():
             on_device = self._on_device(places, bucket)
@@ -125,6 +129,14 @@ class Runner:
             if not leaf.is_deleted():
                 leaf.delete()
 
+    def _round(self, places: np.ndarray, bucket: int, level: Level) -> jax.Array:
+        step = self._step(Round(bucket, level))
+        with self.seal.allowed():
+            on_device, held = self._on_device(places, bucket), (self.state, self.rows)
+            (self.state, self.rows), told = self._sent(step(self.weights, held, on_device))
+            told.copy_to_host_async()
+        return told
+
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
         step = self._step(Sample(len(places), level))
         self.rows, told = self._sent(step(self.rows, logits, places))
@@ -146,7 +158,8 @@ class Runner:
 
     def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
         """The places with padding; they stay on the device until rows come or go."""
-        if self._placed is None or not np.array_equal(places, self._placed):
+        known = self._placed
+        if places is not known and (known is None or not np.array_equal(places, known)):
             padded = np.full(bucket, -1, np.int32)
             padded[: len(places)] = places
             whole = PartitionSpec()

@@ -15,6 +15,7 @@ What a step needs to know of all rows at once (lengths, room, tokens left) is in
 import bisect
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class Scheduler:
         left: int32 [B], tokens that it may still generate beside those of steps sent.
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
+        changes: how often a row came, read its last chunk, or left: the set of those that decode
+            is another then.
         preemptions: rows that lost their pages so far.
         prefixes: the cache of prompts' beginnings; None without one.
         prefix_counts: what it found, since the scheduler was made.
@@ -63,7 +66,7 @@ class Scheduler:
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
         self.cached, self.room, self.left, self.levels = np.zeros((4, limits.batch), np.int32)
         self.decoding = np.zeros(limits.batch, bool)
-        self.preemptions = 0
+        self.changes = self.preemptions = 0
         self._orders = itertools.count()
         self._new_pools()
 
@@ -175,6 +178,7 @@ class Scheduler:
         self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
         self.decoding[row.index] = True
         self.left[row.index] -= 1
+        self.changes += 1
         return True
 
     def next_decode(self) -> np.ndarray:
@@ -217,10 +221,16 @@ class Scheduler:
                 self._give(row, pool.allocate(1))
         return True
 
-    def sent(self, places: np.ndarray) -> None:
-        """Counts a decode step of these rows."""
-        self.cached[places] += 1
-        self.left[places] -= 1
+    def steady(self, places: np.ndarray) -> int:
+        """How many steps these rows can go on for as they are, if none comes or leaves: until one
+        has a page to get, or no token to generate."""
+        room = self.room[places] - self.cached[places]
+        return int(min(room.min(), self.left[places].min()))
+
+    def sent(self, moved: np.ndarray) -> None:
+        """Counts a decode step: int32 [B] tokens of each row."""
+        self.cached += moved
+        self.left -= moved
 
     def preempt(self) -> None:
         """The youngest row of the group that `grow` found short gives its pages back and waits,
@@ -231,7 +241,8 @@ class Scheduler:
         own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
         row = max(own, key=lambda row: (row.request.priority, row.order))
         self.release(row)
-        self._queue(Queued(row.request, row.order, row.tokens, row.logprobs))
+        again = Queued(row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted)
+        self._queue(again)
         self.preemptions += 1
 
     def release(self, row: Row) -> None:
@@ -241,6 +252,7 @@ class Scheduler:
         device runs steps in order: the next owner's come after it.
         """
         row.ended = True
+        self.changes += 1
         self.decoding[row.index] = False
         del self.rows[row.index]
         group = self.group_of(row.index)
@@ -252,6 +264,7 @@ class Scheduler:
         was given its pages, or gave them back.
         """
         dropped = list(self.rows.values())
+        self.changes += 1
         for row in dropped:
             row.ended = True
         self.rows.clear()
@@ -329,6 +342,7 @@ class Scheduler:
             queued.logprobs,
             plain=not (late_stops or request.watched),
             late_stops=late_stops,
+            admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)

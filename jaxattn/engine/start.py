@@ -8,17 +8,9 @@ import jax
 
 from jaxattn.engine.devices import group_of, new_rows_over, new_state_over, put_given
 from jaxattn.engine.prepare import Prepared, on_device, smallest_memory
-from jaxattn.engine.rows import Places, Rows
-from jaxattn.engine.steps import (
-    Copy,
-    EntryPoint,
-    Mask,
-    Sample,
-    Step,
-    all_steps,
-    new_rows,
-    new_state,
-)
+from jaxattn.engine.rows import Rows
+from jaxattn.engine.state import new_rows, new_state
+from jaxattn.engine.steps import all_steps
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState, Model, line_name
@@ -106,35 +98,6 @@ def warmed(
         given = step.padding(model, limits)
         if group is not None:
             given = put_given(step, given, model, group)
-        state, rows, told = run_padding(step, executables[str(step)], given, weights, state, rows)
+        state, rows, told = step.call(executables[str(step)], given, weights, state, rows)
         jax.block_until_ready((told, rows))
     return state, rows
-
-
-def run_padding(
-    step: Step,
-    executable: Any,
-    given: Any,
-    weights: tuple[jax.Array, ...],
-    state: DecodeState,
-    rows: Rows,
-) -> tuple[DecodeState, Rows, Any]:
-    """Runs a step on padding, with arrays where serving has them; gives what it tells as well."""
-    if isinstance(step, EntryPoint):
-        batch = Places(rows, _put(given)) if step.reads_rows else given
-        told, state = executable(weights, state, batch)
-        return state, rows, told
-    if isinstance(step, Sample):
-        rows, told = executable(rows, *map(_put, given))
-        return state, rows, told
-    if isinstance(step, Mask):
-        logits, words = given
-        return state, rows, executable(_put(logits), words)
-    if isinstance(step, Copy):
-        return executable(state, given), rows, ()
-    return state, executable(rows, given), ()
-
-
-def _put(array: Any) -> jax.Array:
-    """The array on JAX's default device, unless it is on devices already."""
-    return array if isinstance(array, jax.Array) else jax.device_put(array)

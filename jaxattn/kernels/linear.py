@@ -9,46 +9,38 @@ of a cluster add up their sums, each some of the tokens', in the order of the bl
 
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
 silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
-their own, [L * heads, K, N]. A token's result does not depend on the other tokens.
+their own, [L * heads, K, N], and rotated dims may follow them (linear_turned.py). A token's result
+does not depend on the other tokens.
 
-Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64, N at least 128; bfloat16
-or float16.
+A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
+
+Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
+have N at least 128.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import (
-    NUM_SMS,
-    meet,
-    require_hopper,
-    swizzled,
-)
-from jaxattn.kernels.hopper.turned import store_turned
+from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper, swizzled
+from jaxattn.kernels.linear_block import ROWS, STEP, Block, Cut, Refs
+from jaxattn.kernels.linear_turned import DIMS, NUMBERS, Turned
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 
 OP = "linear_layer"
-ROWS = 128  # columns of a matrix that a cluster has
-STEP = 64  # numbers of K of a copy
 MOST_TOKENS = 32  # XLA's product is as fast from here on
 # Matrices of more bytes, where XLA's product of so many tokens is faster.
 LARGE_BYTES, MOST_LARGE = 32 * 2**20, 4
 MOST_PARTS = 8  # blocks of a cluster, on any Hopper GPU
-TOGETHER = 4  # tokens whose sums a block reads at a time
 BLOCK_BYTES = 72 * 1024  # of copies: three blocks share a multiprocessor
 
 
@@ -75,18 +67,32 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
 
 
 def refuse(
-    x: Shaped, weights: Sequence[Shaped], *, gated: bool = False, interpret: bool = False
+    x: Shaped,
+    weights: Sequence[Shaped],
+    *,
+    gated: bool = False,
+    least: int = STEP,
+    interpret: bool = False,
 ) -> None:
     """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper(OP, interpret=interpret)
-    if why := refusal(x.shape, x.dtype, weights, gated=gated):
+    if why := refusal(x.shape, x.dtype, weights, gated=gated, least=least):
         raise Refusal(f"{OP}: {why}")
 
 
 def refusal(
-    x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped], *, gated: bool = False
+    x: tuple[int, ...],
+    dtype: Any,
+    weights: Sequence[Shaped],
+    *,
+    gated: bool = False,
+    least: int = STEP,
 ) -> str | None:
-    """Why the kernel does not serve x [T, K] of this dtype, or None."""
+    """Why the kernel does not serve x [T, K] of this dtype, or None.
+
+    Args:
+        least: columns of a matrix.
+    """
     tokens, inner = x
     large = max(math.prod(each.shape[1:]) * each.dtype.itemsize for each in weights) > LARGE_BYTES
     most = MOST_LARGE if large else MOST_TOKENS
@@ -94,9 +100,9 @@ def refusal(
         size = " of so large matrices" if large else ""
         return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
     for weight in weights:
-        if inner % STEP or weight.shape[-1] < ROWS or weight.shape[-1] % STEP:
+        if inner % STEP or weight.shape[-1] < least or weight.shape[-1] % STEP:
             return (
-                f"the kernel has K and N multiples of {STEP}, and N at least {ROWS}; got weights "
+                f"the kernel has K and N multiples of {STEP}, and N at least {least}; got weights "
                 f"{weight.shape}"
             )
         if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:
@@ -116,6 +122,7 @@ def linears_mosaic(
     out_dtypes: Sequence[Any],
     gated: bool = False,
     heads: int = 1,
+    turned: Turned | None = None,
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -128,30 +135,48 @@ def linears_mosaic(
         affine: (a, b), for the layer `a * layer + b`.
         out_dtypes: of the results, [T, N] or with heads [T, heads * N].
         heads: each multiplies K numbers of x by a matrix of its own.
+        turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
+            rotated. Then N is a multiple of 128.
     """
-    tokens, inner = x.shape[0], x.shape[1] // heads
+    behind = 0 if turned is None else DIMS
+    tokens, inner = x.shape[0], x.shape[1] // heads - behind
     refuse(
-        jax.ShapeDtypeStruct((tokens, inner), x.dtype), weights, gated=gated, interpret=interpret
-    )
+        jax.ShapeDtypeStruct((tokens, inner), x.dtype), weights, gated=gated,
+        least=ROWS if heads > 1 else STEP, interpret=interpret,
+    )  # fmt: skip
     columns = -(-tokens // 8) * 8
     steps = inner // STEP
-    sizes = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
+    widths = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
+    sizes = [max(width, ROWS) for width in widths]
     tiles = [-(-size // ROWS) for size in sizes]
     config = config or choose(tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated)
     parts, stages = config.parts, config.stages
-    body = _body(
-        config, tokens=tokens, steps=steps, sizes=sizes, affine=affine, gated=gated, heads=heads,
-        columns=columns, interpret=interpret,
-    )  # fmt: skip
+    cut = Cut(
+        parts=parts,
+        stages=stages,
+        tokens=tokens,
+        columns=columns,
+        steps=steps,
+        sizes=tuple(sizes),
+        affine=affine,
+        gated=gated,
+        heads=heads,
+        behind=behind,
+        interpret=interpret,
+    )
     tiled, many = swizzled(x.dtype), 1 + gated
     apart = None
     if interpret and parts > 1:  # whose blocks have no shared memory in common
         apart = jnp.zeros((parts, heads * sum(tiles), many, columns, ROWS), jnp.float32)
+    if interpret:
+        narrow = [max(ROWS - each.shape[-1], 0) for each in weights]
+        pads = [((0, 0), (0, 0), (0, more)) for more in narrow]
+        weights = [jnp.pad(each, pad) for each, pad in zip(weights, pads, strict=True)]
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     out = launch(
-        body,
+        lambda **refs: Block(cut, turned, Refs(**refs)).run(),
         name="linear_layer",
         grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},
@@ -160,10 +185,11 @@ def linears_mosaic(
             "weights_refs": tuple(weights),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": None if apart is None else jax.new_ref(apart),
+            "angles_ref": None if turned is None else turned.angles,
         },
         outputs={
             "out_refs": tuple(
-                jax.ShapeDtypeStruct((tokens, heads * size), dtype)
+                jax.ShapeDtypeStruct((tokens, heads * (size + behind)), dtype)
                 for size, dtype in zip(sizes, out_dtypes, strict=True)
             )
         },
@@ -171,6 +197,7 @@ def linears_mosaic(
             "x_smem": plgpu.SMEM((stages, columns, STEP), x.dtype, transforms=tiled),
             "w_smem": plgpu.SMEM((stages, many, STEP, ROWS), x.dtype, transforms=tiled),
             "sums_smem": plgpu.SMEM((many, columns, ROWS), jnp.float32),
+            "turn_smem": None if turned is None else plgpu.SMEM((NUMBERS,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=1 + many, num_barriers=stages),
             "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
@@ -180,140 +207,7 @@ def linears_mosaic(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return list(out["out_refs"])
-
-
-def _body(
-    config: Config,
-    *,
-    tokens: int,
-    steps: int,
-    sizes: Sequence[int],
-    affine: tuple[int, int],
-    gated: bool,
-    heads: int,
-    columns: int,
-    interpret: bool,
-) -> Any:
-    parts, stages = config.parts, config.stages
-    many = 1 + gated
-    row_layout = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
-
-    def body(
-        x_ref, weights_refs, layer_ref, apart_ref, out_refs,
-        x_smem, w_smem, sums_smem, loaded, met,
-    ):  # fmt: skip
-        zero = jnp.minimum(layer_ref[0], 0)
-        layer = layer_ref[0] * affine[0] + affine[1]
-        block = tile = lax.axis_index("tile")
-        first_of_x = first_of_out = jnp.int32(0)
-        if heads > 1:
-            per_head = -(-sizes[0] // ROWS)
-            head, tile = lax.div(tile, per_head), lax.rem(tile, per_head)
-            layer = layer * heads + head
-            first_of_x, first_of_out = head * (steps * STEP), head * sizes[0]
-        part = block_of_cluster(parts, interpret=interpret) if parts > 1 else jnp.int32(0)
-        begin, end = (lax.div((part + more) * steps, parts) for more in (0, 1))
-        mine = end - begin
-        # Of each result the tile's number, and its first column: the last tile ends with N.
-        places, before = [], 0
-        for size in sizes:
-            places.append((tile - before, jnp.minimum((tile - before) * ROWS, size - ROWS)))
-            before += -(-size // ROWS)
-
-        def when_in(result: int, function: Any) -> None:
-            number, size = places[result][0], sizes[result]
-            if len(sizes) == 1:
-                function()
-            else:
-                pl.when((number >= 0) & (number < -(-size // ROWS)))(function)
-
-        def load(step: Any) -> None:
-            slot = lax.rem(step, stages)
-            some = pl.ds(pl.multiple_of((begin + step) * STEP, STEP), STEP)
-            of_x = some
-            if heads > 1:
-                first = first_of_x + (begin + step) * STEP
-                of_x = pl.ds(pl.multiple_of(first, STEP), STEP)
-            tokens_of_x = x_ref.at[pl.ds(zero, columns), of_x]
-            plgpu.copy_gmem_to_smem(tokens_of_x, x_smem.at[slot], loaded.at[slot])
-
-            def of_matrix(matrix: int, place: int, first: Any) -> None:
-                source = weights_refs[matrix].at[layer, some, pl.ds(first, ROWS)]
-                plgpu.copy_gmem_to_smem(source, w_smem.at[slot, place], loaded.at[slot])
-
-            for result, (_, first) in enumerate(places):
-                when_in(result, partial(of_matrix, result, 0, first))
-                if gated:
-                    of_matrix(1, 1, first)
-
-        for step in range(stages):
-            pl.when(step < mine)(partial(load, step))
-
-        def accumulate(*accs: Any) -> list[jax.Array]:
-            @pl.loop(0, mine)
-            def _step(step):
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(loaded.at[slot])
-                for place, acc in enumerate(accs):
-                    weights = w_smem.at[slot, place].transpose((1, 0))
-                    plgpu.wgmma(acc, weights, x_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(len(accs))  # all but this step's are done
-
-                @pl.when((step > 0) & (step + stages - 1 < mine))
-                def _reload():
-                    meet(interpret=interpret)  # all four warps' products have read the slot
-                    load(step + stages - 1)
-
-            return [acc[...] for acc in accs]
-
-        sums = pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, columns), jnp.float32)] * many)
-        for place, total in enumerate(sums):
-            store_turned(sums_smem.at[place], total, interpret=interpret)
-        if apart_ref is not None:
-            apart_ref[part, block] = sums_smem[...]
-        together = partial(meet_in_cluster, met, interpret=interpret)
-        if parts > 1:
-            together()
-        else:
-            meet(interpret=interpret)
-
-        def rows_of(place: int, token: Any) -> list[jax.Array]:
-            """A token's sums of each block."""
-            rows = []
-            for other in range(parts):
-                if apart_ref is not None:
-                    source = apart_ref.at[other, block, place]
-                elif parts > 1:
-                    source = plgpu.cluster_ref(sums_smem.at[place], {"part": jnp.int32(other)})
-                else:
-                    source = sums_smem.at[place]
-                rows.append(plgpu.load(source.at[token], layout=row_layout, optimized=False))
-            return rows
-
-        def store(result: int, first: Any) -> None:
-            """The block's tokens, a few at a time: all their rows are on their way together."""
-            out = out_refs[result]
-            first = first_of_out + first if heads > 1 else first
-            for start in range(0, tokens, TOGETHER * parts):
-                some = range(start, min(start + TOGETHER * parts, tokens), parts)
-                mine = [part + token for token in some]
-                rows = [
-                    [rows_of(place, jnp.minimum(token, columns - 1)) for place in range(many)]
-                    for token in mine
-                ]
-                for token, parts_of in zip(mine, rows, strict=True):
-                    y, *up = (sum(each[1:], each[0]) for each in parts_of)
-                    if gated:
-                        y = y * (1 / (1 + jnp.exp(-y))) * up[0]
-
-                    @pl.when(token < tokens)
-                    def _store(token=token, y=y):
-                        out.at[token, pl.ds(first, ROWS)][...] = y.astype(out.dtype)
-
-        for result, (_, first) in enumerate(places):
-            when_in(result, partial(store, result, first))
-        if parts > 1:
-            together()  # no block ends before the others have read its sums
-
-    return body
+    return [
+        y if size == width else y[:, :width]
+        for y, size, width in zip(out["out_refs"], sizes, widths, strict=True)
+    ]

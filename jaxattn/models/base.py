@@ -188,7 +188,7 @@ class LayerCache(abc.ABC):
 # Lines that every plan has: no array of a cache may take their names.
 PLAN_LINES = (
     "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
-    "step inputs and outputs",
+    "collectives", "step inputs and outputs",
 )  # fmt: skip
 
 

@@ -121,13 +121,19 @@ class Mixer(abc.ABC):
         shared: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        """The new tokens' output, the cache's arrays and the arena; `x` is normed."""
+        """The new tokens' output, the cache's arrays and the arena; `x` is normed, and no row is
+        longer than `most_tokens`."""
 
     def shared(
         self, module: Any, arrays: Arrays, batch: DecodeBatch, implementation: Any
     ) -> dict[str, Any]:
         """What every layer of a decode step needs; inside the loop XLA would make it in each."""
         return {}
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        """Tokens that a row's block table has places for; None where a row may be of any length,
+        or the layer looks after longer ones itself."""
+        return None
 
     def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
         """The small weights of one place in a pattern, a row for each repeat."""
@@ -176,7 +182,7 @@ class FeedForward(abc.ABC):
         """The output and the arena.
 
         Args:
-            valid: whether a token is no padding.
+            valid: whether a token is no padding, a truth value or a number.
             stacks: the parameters `stacked`, [repeats, ...] each.
             layer: the number of this layer in them.
             arena: None in prefill.

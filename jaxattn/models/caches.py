@@ -1,4 +1,4 @@
-"""The kinds of cache that models are built of: pages of latents, of keys and values, and states."""
+"""The kinds of cache that models are built of: pages of latents, keys and values, codes; states."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxattn.core.formats import LatentFormat
+from jaxattn.core.turboquant import TurboFormat
 from jaxattn.models.base import CacheSize, LayerCache
 from jaxattn.parallel import Parallel
 
@@ -61,6 +62,40 @@ class KeyValuePages(LayerCache):
         return (
             f"{layers} attention layers x {pages:,} pages x {page_size} tokens x 2 x {heads} heads "
             f"x {dim} {shape.dtype.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodedPages(LayerCache):
+    """TurboQuant's codes of keys and values: `kv_cache` uint8 [L, N, Hk, C * slot_bytes].
+
+    Attributes:
+        heads: Hk, key-value heads.
+        form: of a token's slot.
+        array: the name of their array, where another cache of the model has a `kv_cache`.
+    """
+
+    heads: int
+    form: TurboFormat
+    array: str = "kv_cache"
+
+    @property
+    def head_dim(self) -> int:
+        return self.form.head_dim
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.layers, size.pages, self.heads, size.page_size * self.form.slot_bytes)
+        return {self.array: jax.ShapeDtypeStruct(shape, jnp.uint8)}
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        return PartitionSpec(None, _pages(parallel), parallel.axes("heads"))
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, pages, heads, size = shape.shape
+        form = self.form
+        return (
+            f"{layers} attention layers x {pages:,} pages x {size // form.slot_bytes} tokens x "
+            f"{heads} heads x {form.slot_bytes} bytes, {form.preset}"
         )
 
 

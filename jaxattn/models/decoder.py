@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
@@ -37,7 +37,7 @@ from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack, Linear, matmul, normal
-from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.ops.norm import add_rms_norm_layer
 from jaxattn.parallel import (
     ALONE,
     Dimension,
@@ -108,15 +108,17 @@ class DecoderSpec:
         layers = Counter(block.mixer.cache_name for block in self.blocks)
         return tuple(mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items())
 
-    def layer_of(self, segment: Segment[Block], place: int, repeat: Array) -> LayerOf:
-        """The number, within its cache, of the layer at a place of a segment's pattern."""
+    def layer_of(self, segment: Segment[Block], place: int, following: Array) -> LayerOf:
+        """The number, within its cache, of the layer at a place of a segment's pattern, in the
+        repeat before `following`."""
         name = segment.pattern[place].mixer.cache_name
 
         def count(blocks: tuple[Block, ...]) -> int:
             return sum(block.mixer.cache_name == name for block in blocks)
 
         before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
-        return LayerOf(repeat, count(segment.pattern), before)
+        per_repeat = count(segment.pattern)
+        return LayerOf(following, per_repeat, before - per_repeat)
 
 
 LEAST_ROWS = 8  # of the head's product
@@ -205,11 +207,11 @@ class Decoder(nnx.Module):
             graphdef, params, stacks = self._split(number)
 
             def body(carry, xs, graphdef=graphdef, stacks=stacks, number=number, segment=segment):
-                (x, state), (repeat, *xs) = carry, xs
+                (x, state), (following, *xs) = carry, xs
                 pattern = nnx.merge(graphdef, self._unpack(number, *xs))
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
-                    index = self.spec.layer_of(segment, place, repeat)
+                    index = self.spec.layer_of(segment, place, following)
                     y, arrays = block.mixer.prefill(
                         layer.mixer,
                         layer.norm(x),
@@ -226,7 +228,7 @@ class Decoder(nnx.Module):
                         valid,
                         everyones,
                         stacks[place],
-                        repeat,
+                        following,
                         None,
                         implementation,
                     )
@@ -249,10 +251,17 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
         stacked = weights or {}
+        batch, overlong = self._within_tables(state, batch)
         shared = self._shared(state, batch, implementation)
+        # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
+        valid = valid.astype(jnp.int32)
         everyones = self._everyones(valid)
-        x = self._embed(batch.tokens, valid)
+        x = self._embed(batch.tokens, valid > 0)
+        if overlong is not None:
+            x = jnp.where(overlong[:, None, None], jnp.nan, x)
+        # What a layer adds to the stream waits for the norm of the next: they are one launch.
+        y = jnp.zeros_like(x)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -266,42 +275,43 @@ class Decoder(nnx.Module):
                 linear_stacks=linear_stacks,
                 segment=segment,
             ):
-                (x, state), (repeat, params) = carry, xs
+                (x, y, state), (following, params) = carry, xs
                 pattern = nnx.merge(graphdef, params)
-                _leave_in_stacks(pattern, linear_stacks, repeat, implementation)
+                _leave_in_stacks(pattern, linear_stacks, following, implementation)
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
-                    norm, mlp_norm = self._norms_of(
-                        layer, norms, segment, place, repeat, implementation
+                    add_norm, add_mlp_norm = self._norms_of(
+                        layer, norms, segment, place, following, implementation
                     )
+                    x, normed = add_norm(x, y)
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
-                        norm(x),
+                        normed,
                         state.caches[name],
                         state.arena,
                         batch,
-                        self.spec.layer_of(segment, place, repeat),
+                        self.spec.layer_of(segment, place, following),
                         stacked.get(name),
                         shared[name],
                         implementation,
                     )
-                    x = x + self._total(y)
+                    x, normed = add_mlp_norm(x, self._total(y))
                     y, after = self._feed_forward(
                         block,
                         layer.mlp,
-                        mlp_norm(x),
+                        normed,
                         valid,
                         everyones,
                         stacks[place],
-                        repeat,
+                        following,
                         arena,
                         implementation,
                     )
-                    x, state = x + y, state.replace(name, arrays, after)
-                return x, state
+                    state = state.replace(name, arrays, after)
+                return x, y, state
 
-            x, state = _loop(segment.repeats, body, (x, state), (params,))
-        return self._head(x), state
+            x, y, state = _loop(segment.repeats, body, (x, y, state), (params,))
+        return self._head(x + y), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
         """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
@@ -314,6 +324,21 @@ class Decoder(nnx.Module):
             for name in names:  # the module that the body makes holds an empty array
                 mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
         return graphdef, params, stacks
+
+    def _within_tables(
+        self, state: DecodeState, batch: DecodeBatch
+    ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
+        """The batch without rows that are longer than their block tables, and which they are.
+
+        Their tokens become NaN: a finite output would be a wrong one. No layer looks again.
+        """
+        found = (m.most_tokens(state.caches[name], batch) for name, m in self.spec.mixers.items())
+        most = min((each for each in found if each is not None), default=None)
+        if most is None:
+            return batch, None
+        overlong = batch.seq_lens > most
+        lens = jnp.where(overlong, 0, batch.seq_lens)
+        return dataclasses.replace(batch, seq_lens=lens), overlong
 
     def _shared(
         self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
@@ -347,7 +372,7 @@ class Decoder(nnx.Module):
         valid: Array,
         everyones: Array,
         stacks: dict[str, Array],
-        repeat: Array,
+        following: Array,
         arena: Arena | None,
         implementation: Implementation | None,
     ) -> tuple[Array, Arena | None]:
@@ -355,13 +380,14 @@ class Decoder(nnx.Module):
 
         Args:
             everyones: `valid` of all those tokens.
+            following: the repeat after the layer's.
         """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
         meets = over == "experts" and parallel.experts_meet
         if meets:
             x, valid = met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
-            module, x, valid, stacks, LayerOf(repeat, 1, 0), arena, implementation
+            module, x, valid, stacks, _in_repeat(following), arena, implementation
         )
         y = self._total(y, over)
         return (own_part(y, parallel, "data") if meets else y), arena
@@ -372,15 +398,18 @@ class Decoder(nnx.Module):
         norms: Array | None,
         segment: Segment[Block],
         place: int,
-        repeat: Array,
+        following: Array,
         implementation: Implementation | None,
     ) -> tuple[Callable, Callable]:
-        """A layer's two norms, from the stack of all layers' if there is one."""
+        """A layer's two norms, `norm(x, added)` -> (the sum, its norm).
+
+        They are from the stack of all layers' norms if there is one.
+        """
         if norms is None:
-            return layer.norm, layer.mlp_norm
+            return _apart(layer.norm), _apart(layer.mlp_norm)
         stream = self.spec.stream
         norm = partial(
-            rms_norm_layer,
+            add_rms_norm_layer,
             weights=norms,
             eps=stream.eps,
             dtype=jnp.dtype(stream.dtype),
@@ -388,8 +417,8 @@ class Decoder(nnx.Module):
         )
         step, first = 2 * len(segment.pattern), 2 * (segment.first + place)
         return (
-            partial(norm, layer=LayerOf(repeat, step, first)),
-            partial(norm, layer=LayerOf(repeat, step, first + 1)),
+            partial(norm, layer=LayerOf(following, step, first - step)),
+            partial(norm, layer=LayerOf(following, step, first + 1 - step)),
         )
 
     def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:
@@ -441,18 +470,36 @@ class Decoder(nnx.Module):
 def _loop[Carry](
     repeats: int, body: Callable[[Carry, Any], Carry], carry: Carry, stacks: Any
 ) -> Carry:
-    """`carry = body(carry, (i, *stacks[i]))` for each repeat, with one counter.
+    """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
 
     A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
-    XLA adds to both and copies both in every repeat, 3 us of it on an H200.
+    XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
+    i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
     """
 
     def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
         i, carry = looped
-        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacks)
-        return i + 1, body(carry, (i, *one))
+        following = i + 1
+        here = following - 1
+        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, here, keepdims=False), stacks)
+        return following, body(carry, (following, *one))
 
     return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
+
+
+def _in_repeat(following: Array) -> LayerOf:
+    """A layer's number in the stacks of its place in the pattern."""
+    return LayerOf(following, 1, -1)
+
+
+def _apart(norm: RMSNorm) -> Callable:
+    """A norm as a function that adds first."""
+
+    def add_norm(x: Array, added: Array) -> tuple[Array, Array]:
+        x = x + added
+        return x, norm(x)
+
+    return add_norm
 
 
 def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
@@ -468,13 +515,13 @@ def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
 def _leave_in_stacks(
     pattern: Pattern,
     stacks: dict[Any, Array],
-    repeat: Array,
+    following: Array,
     implementation: Implementation | None,
 ) -> None:
-    """Tells the modules of one repeat where the weights of all of them lie."""
+    """Tells the modules of the repeat before `following` where the weights of all of them lie."""
     for path, module in nnx.iter_modules(pattern):
         for name, place in getattr(module, "stacked", {}).items():
-            found = InStack(stacks[path, name], LayerOf(repeat, 1, 0), implementation)
+            found = InStack(stacks[path, name], _in_repeat(following), implementation)
             setattr(module, place, found)
 
 

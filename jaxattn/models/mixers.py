@@ -1,6 +1,7 @@
 """The mixers of tokens that attend: latent attention and grouped-query attention."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,14 +10,15 @@ from jaxtyping import Array, Float
 
 from jaxattn import gqa, mla
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.formats import KVFormat, LatentFormat
+from jaxattn.core.formats import TURBOQUANT, KVFormat, LatentFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
-from jaxattn.models.caches import KeyValuePages, LatentPages
-from jaxattn.nn import GroupedQueryAttention, MultiHeadLatentAttention
+from jaxattn.models.caches import CodedPages, KeyValuePages, LatentPages
+from jaxattn.nn import GroupedQueryAttention, MultiHeadLatentAttention, TurboQuantAttention
 from jaxattn.parallel import ALONE, Parallel, Spread
 
 
@@ -41,10 +43,15 @@ def spread_of(parallel: Parallel, batch: DecodeBatch, page_size: int) -> Spread 
     )
 
 
-def places(batch: DecodeBatch, shared: dict[str, Any]) -> Array:
-    """The pages in which this GPU writes new tokens."""
-    spread = shared["spread"]
-    return batch.block_tables if spread is None else spread.places
+def addressing(
+    batch: DecodeBatch, shared: dict[str, Any], most_tokens: int | None
+) -> dict[str, Any]:
+    """Where this GPU writes new tokens, and the lengths of rows."""
+    spread, lens = shared["spread"], batch.seq_lens
+    return {
+        "block_tables": batch.block_tables if spread is None else spread.places,
+        "seq_lens": lens if most_tokens is None else Within(lens, most_tokens),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +156,7 @@ class MLA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays["kv_cache"],
-            block_tables=places(batch, shared),
-            seq_lens=batch.seq_lens,
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=layer.index,
             weights=weights,
             arena=arena,
@@ -159,6 +165,11 @@ class MLA(Mixer):
         )
         assert after is not None  # an arena came in
         return y, {"kv_cache": kv_cache}, after
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * arrays["kv_cache"].shape[2]
 
     def shared(
         self,
@@ -215,11 +226,12 @@ class GQA(Mixer):
     apart: bool = False
     parallel: Parallel = ALONE
 
-    kernels = {"gqa_append": "gqa_append", "gqa_decode": "gqa_decode"}
-    cache_formats = ("bfloat16", "fp8")
+    cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
     read_apart = ("sinks", "kv_scale")
 
     def in_format(self, name: str) -> "GQA":
+        if name in TURBOQUANT:
+            gqa.TurboFormat(preset=name, head_dim=self.head_dim)  # refuses, or warns
         return dataclasses.replace(self, cache_format=name, apart=False)
 
     def set_apart(self) -> "GQA":
@@ -236,11 +248,27 @@ class GQA(Mixer):
         of_window = "" if self.window is None else f"_{self.window}"
         return f"kv_cache{of_window}{'_apart' if self.apart else ''}"
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        if self.coded is not None:
+            return {"turbo_attention": f"turbo_decode_{self.coded.preset}"}
+        return {"gqa_append": "gqa_append", "gqa_decode": "gqa_decode"}
+
+    @property
+    def coded(self) -> gqa.TurboFormat | None:
+        """The format of a TurboQuant cache; None of another."""
+        if self.cache_format not in TURBOQUANT:
+            return None
+        return gqa.TurboFormat(preset=self.cache_format, head_dim=self.head_dim)
+
     def format(self, stream: Stream) -> KVFormat:
         return KVFormat(self.cache_format or stream.dtype, self.head_dim)
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> GroupedQueryAttention:
-        return GroupedQueryAttention(
+        module: Any = GroupedQueryAttention
+        if self.coded is not None:
+            module = functools.partial(TurboQuantAttention, self.coded.preset)
+        return module(
             stream.hidden_size,
             self.num_heads,
             self.num_kv_heads,
@@ -257,7 +285,15 @@ class GQA(Mixer):
             rngs=rngs,
         )
 
-    def cache(self, stream: Stream, layers: int) -> KeyValuePages:
+    def cache(self, stream: Stream, layers: int) -> KeyValuePages | CodedPages:
+        if self.coded is not None:
+            return CodedPages(
+                name=self.cache_name,
+                layers=layers,
+                heads=self.num_kv_heads,
+                form=self.coded,
+                array=self.array,
+            )
         return KeyValuePages(
             name=self.cache_name,
             layers=layers,
@@ -278,7 +314,8 @@ class GQA(Mixer):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=jnp.dtype(stream.dtype),
-            cache_dtype=self.format(stream).dtype,
+            # Codes need the scratch of keys and values in the dtype of queries.
+            cache_dtype=None if self.coded is not None else self.format(stream).dtype,
             max_pages=max_pages,
             page_size=page_size,
         )
@@ -319,8 +356,7 @@ class GQA(Mixer):
         y, kv_cache, after = module.decode(
             x,
             arrays[self.array],
-            block_tables=places(batch, shared),
-            seq_lens=batch.seq_lens,
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=layer,
             weights=weights,
             arena=arena,
@@ -330,6 +366,11 @@ class GQA(Mixer):
         assert after is not None  # an arena came in
         return y, {self.array: kv_cache}, after
 
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * arrays[self.array].shape[3]
+
     def shared(
         self,
         module: GroupedQueryAttention,
@@ -337,7 +378,8 @@ class GQA(Mixer):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        q_len, page_size = batch.tokens.shape[1], arrays[self.array].shape[3]
+        q_len, kv_cache = batch.tokens.shape[1], arrays[self.array]
+        page_size = kv_cache.shape[3] if self.coded is None else self.coded.page_size(kv_cache)
         spread = spread_of(self.parallel, batch, page_size)
         _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
         schedule = gqa.decode_schedule(

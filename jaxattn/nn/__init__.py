@@ -2,6 +2,7 @@
 
 from jaxattn.nn.gdn import GatedDeltaNet as GatedDeltaNet
 from jaxattn.nn.gqa import GroupedQueryAttention as GroupedQueryAttention
+from jaxattn.nn.gqa_turbo import TurboQuantAttention as TurboQuantAttention
 from jaxattn.nn.kda import KimiDeltaAttention as KimiDeltaAttention
 from jaxattn.nn.linear import Linear as Linear
 from jaxattn.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention

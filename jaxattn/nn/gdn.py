@@ -161,9 +161,7 @@ class GatedDeltaNet(nnx.Module):
             chunk.slots,
             has_initial_state=~chunk.fresh,
             layer=layer,
-            gate=qkvz,
-            norm_weight=self.norm.weight[...],
-            norm_eps=self.norm.eps,
+            output_norm=gdn.OutputNorm(gate=qkvz, weight=self.norm.weight[...], eps=self.norm.eps),
             implementation=implementation,
         )
         with jax.named_scope("gdn_out_proj"):

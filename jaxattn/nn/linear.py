@@ -20,8 +20,14 @@ from jaxtyping import Array, Float
 from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
+from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.varying import vary_alike
-from jaxattn.ops.linear import heads_layer, heads_serve, kernel_serves, linear_layer
+from jaxattn.ops.linear import (
+    heads_layer,
+    heads_serve,
+    kernel_serves,
+    linear_layer,
+)
 
 
 def matmul(
@@ -90,11 +96,20 @@ class InStack:
     layer: LayerOf
     implementation: Implementation | None
 
-    def of_heads(self, x: Float[Array, "*T H K"]) -> Float[Array, "*T H N"] | None:
-        """The product of each head by the kernel, or None where the kernel does not serve."""
-        if self.implementation == "xla" or not heads_serve(x, self.weights):
+    def of_heads(
+        self, x: Float[Array, "*T H K"], turned: tuple[Rotation, RopeConfig] | None = None
+    ) -> Float[Array, "*T H N"] | None:
+        """`heads_layer` by the kernel, or None where the kernel does not serve."""
+        behind = 0 if turned is None else turned[1].dim
+        if self.implementation == "xla" or not heads_serve(x, self.weights, behind):
             return None
-        return heads_layer(x, self.weights, layer=self.layer, implementation=self.implementation)
+        return heads_layer(
+            x,
+            self.weights,
+            layer=self.layer,
+            turned=turned,
+            implementation=self.implementation,
+        )
 
     def serves(self, x: Array, dtype: jnp.dtype, *beside: "InStack", gated: bool = False) -> bool:
         """Whether the kernel takes x, to be rounded to `dtype`, and these weights."""

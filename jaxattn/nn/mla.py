@@ -279,17 +279,15 @@ class MultiHeadLatentAttention(nnx.Module):
             layer=layer,
             implementation=implementation,
         )
-        q_nope, q_pe = self._queries(x, rotation, q if compressed is None else compressed)
-        dtype = self._dtype_beside(kv_cache)
-        q_latent = self._absorbed(q_nope, self.w_uk_in_stack)
-        if q_latent is None:
-            q_latent = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype))
+        queries = self._latent_queries(x, q if compressed is None else compressed, rotation)
+        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
             queries: Any, tables: Any, lens: Any, query_lens: Any = None
         ) -> tuple[Array, Array, list[Any]]:
+            both: Any = tuple(queries) if len(queries) > 1 else queries[0]
             out, lse, *rest = mla.mla_decode(
-                tuple(queries),
+                both,
                 kv_cache,
                 tables,
                 lens,
@@ -304,7 +302,6 @@ class MultiHeadLatentAttention(nnx.Module):
             )
             return out, lse, rest
 
-        queries = [q_latent.astype(dtype), q_pe.astype(dtype)]
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
         else:
@@ -315,12 +312,30 @@ class MultiHeadLatentAttention(nnx.Module):
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
-    def _absorbed(self, x: Array, place: InStack | None) -> Array | None:
+    def _latent_queries(self, x: Array, given: Array, rotation: Rotation) -> list[Array]:
+        """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
+        array of both where a kernel makes it.
+
+        `given`: as in `_queries`.
+        """
+        q = self._heads(x, given)
+        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
+        if both is not None:
+            return [both]
+        q_nope, q_pe = self._turned(q, rotation)
+        return [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
+
+    def _absorbed(
+        self,
+        x: Array,
+        place: InStack | None,
+        turned: tuple[Rotation, RopeConfig] | None = None,
+    ) -> Array | None:
         """A product of each head out of the stack of all layers, where a kernel has it."""
         if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
             return None
         with jax.named_scope("absorb"):
-            return place.of_heads(x)
+            return place.of_heads(x, turned)
 
     def decode_rotation(
         self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
@@ -365,6 +380,10 @@ class MultiHeadLatentAttention(nnx.Module):
 
         `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
         """
+        return self._turned(self._heads(x, given), positions)
+
+    def _heads(self, x: Array, given: Array | None) -> Array:
+        """The heads' queries before rotation, [B, T, H, nope + P]."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
                 q = self.q_proj(x) if given is None else given
@@ -372,7 +391,11 @@ class MultiHeadLatentAttention(nnx.Module):
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
             else:
                 q = self.q_b_proj(given)
-            q = q.reshape(*x.shape[:2], self.num_heads, -1)
+            return q.reshape(*x.shape[:2], self.num_heads, -1)
+
+    def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
+        """Heads' queries in two, the second rotated, in the compute dtype."""
+        with jax.named_scope("mla_q_proj"):
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)
             return q_nope.astype(self.dtype), q_pe.astype(self.dtype)

@@ -1,6 +1,6 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,14 +10,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
+from jaxattn.core.ahead import Ahead
 from jaxattn.core.checks import check_features
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.fp8_blocks import BLOCK, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.moe import Router, mixture_of_experts, route, route_serves
-from jaxattn.ops.router import router_logits
+from jaxattn.ops.linear import FEW_TOKENS
+from jaxattn.ops.moe import Router, mixture_of_experts, route_serves
+from jaxattn.ops.router import added_up, choose_experts, router_products
 
 type WeightFormat = Literal["fp8"]
 
@@ -126,7 +128,7 @@ class MixtureOfExperts(nnx.Module):
             for name in EXPERTS:
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
-        return self._sum(x, stacks, 0, *self._exact_logits(x, self.router[...], gate))[0]
+        return self._sum(x, stacks, 0, self._exact_logits(x, self.router[...], gate))[0]
 
     def step(
         self,
@@ -134,7 +136,7 @@ class MixtureOfExperts(nnx.Module):
         stacks: Mapping[str, Array],
         layer: LayerOf,
         *,
-        valid: Bool[Array, "*T"] | None = None,
+        valid: Bool[Array, "*T"] | Int[Array, "*T"] | None = None,
         share: Share | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -146,44 +148,87 @@ class MixtureOfExperts(nnx.Module):
                 own: the experts of a layer are too many bytes to be sliced out. The router and
                 the gate may be one matrix, see `split_router`.
             layer: this layer's number in `stacks`.
-            valid: whether a token is no padding; padding takes no expert.
+            valid: whether a token is no padding, a truth value or a number; padding takes no
+                expert.
             share: which experts are this GPU's, where others have the rest; the output is its part
                 of the sum.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
-        if self.dtype == jnp.bfloat16:
-            columns = router_logits(x, router, layer, implementation, gates=gate)
-            logits, opening = self._columns(columns)
+        halves = self.dtype == jnp.bfloat16
+        if halves:
+            logits = router_products(x, router, layer, implementation, gates=gate)
         else:
             of_layer = None if gate is None else gate[layer.index]
-            logits, opening = self._exact_logits(x, router[layer.index], of_layer)
-        return self._sum(x, stacks, layer, logits, opening, valid, share, arena, implementation)
+            logits = self._exact_logits(x, router[layer.index], of_layer)
+        return self._sum(x, stacks, layer, logits, halves, valid, share, arena, implementation)
 
     def choose(
-        self, logits: Float[Array, "T E"], implementation: Implementation | None
+        self,
+        logits: Float[Array, "T N"],
+        halves: bool,
+        always: int,
+        valid: Array | None,
+        ahead: Sequence[Ahead],
+        implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """The routed experts of each token, and their weights."""
+        """The experts of each token and their weights, see `choose_experts`."""
         bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
-        by = implementation if route_serves(self.config.experts) else "xla"
-        return route(logits, bias, self.config, implementation=by)
+        return choose_experts(
+            logits,
+            bias,
+            self.config,
+            halves=halves,
+            always=always,
+            gated=self.has_gate,
+            valid=valid,
+            ahead=ahead,
+            implementation=implementation if route_serves(self.config.experts) else "xla",
+        )
 
-    def _exact_logits(
-        self, x: Array, router: Array, gate: Array | None
-    ) -> tuple[Float[Array, "T E"], Float[Array, "T 1"] | None]:
+    def _exact_logits(self, x: Array, router: Array, gate: Array | None) -> Float[Array, "T N"]:
         check_features("MixtureOfExperts", x, "F", "router", (self.hidden_size,), 0)
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        return self._columns(jnp.matmul(tokens, weight, precision="highest"))
+        return jnp.matmul(tokens, weight, precision="highest")
 
-    def _columns(
-        self, products: Float[Array, "T N"]
-    ) -> tuple[Float[Array, "T E"], Float[Array, "T 1"] | None]:
-        """The router's logits, and of the column behind them what the shared experts are times."""
-        count = self.config.experts
+    def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
+        """What the shared experts' output is times."""
         if not self.has_gate:
-            return products, None
-        return products[:, :count], jax.nn.sigmoid(products[:, count : count + 1])
+            return jnp.ones((len(logits), 1), jnp.float32)
+        count = self.config.experts
+        columns = added_up(logits) if halves else logits
+        return jax.nn.sigmoid(columns[:, count : count + 1])
+
+    def _shared_ahead(
+        self, tokens: int, stacks: Mapping[str, Array], layer: int | LayerOf
+    ) -> list[Ahead]:
+        """Gate and up of the experts that every token takes, for a kernel to ask for. They are
+        worth it with few tokens, while those experts come first."""
+        if not self.always or tokens > FEW_TOKENS or not isinstance(layer, LayerOf):
+            return []
+        gate_up = stacks["gate_up_proj"]
+        last = gate_up.shape[1]
+        return [Ahead(gate_up, layer, (last - self.always, last))]
+
+    def _choose_own(
+        self,
+        logits: Array,
+        halves: bool,
+        valid: Array | None,
+        share: Share,
+        implementation: Implementation | None,
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        """`choose` on one of several GPUs, in the numbers of its own experts."""
+        ids, weights = self.choose(logits, halves, 0, valid, (), implementation)
+        ids = ids - share.first
+        ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
+        shape = len(ids), self.always
+        last = jnp.broadcast_to(self.own_experts + jnp.arange(self.always, dtype=ids.dtype), shape)
+        own = share.own_tokens if valid is None else share.own_tokens & (valid.reshape(-1) != 0)
+        last = jnp.where(own[:, None], last, -1)
+        opened = jnp.broadcast_to(self._opening(logits, halves), shape)
+        return jnp.concatenate([ids, last], 1), jnp.concatenate([weights, opened], 1)
 
     def _sum(
         self,
@@ -191,27 +236,18 @@ class MixtureOfExperts(nnx.Module):
         stacks: Mapping[str, Array],
         layer: int | LayerOf,
         logits: Array,
-        opening: Array | None,
+        halves: bool = False,
         valid: Array | None = None,
         share: Share | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Array, Arena | None]:
-        ids, weights = self.choose(logits, implementation)
-        if share is not None:
-            ids = ids - share.first
-            ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
-        if self.always:
-            last = self.own_experts + jnp.arange(self.always, dtype=ids.dtype)
-            last = jnp.broadcast_to(last, (len(ids), self.always))
-            if share is not None:
-                last = jnp.where(share.own_tokens[:, None], last, -1)
-            ids = jnp.concatenate([ids, last], 1)
-            opened = jnp.ones((len(ids), 1), weights.dtype) if opening is None else opening
-            opened = jnp.broadcast_to(opened, (len(ids), self.always))
-            weights = jnp.concatenate([weights, opened], 1)
-        if valid is not None:
-            ids = jnp.where(valid.reshape(-1, 1), ids, -1)
+        valid = None if valid is None else valid.reshape(-1)
+        if share is None:
+            ahead = self._shared_ahead(len(logits), stacks, layer) if arena is not None else ()
+            ids, weights = self.choose(logits, halves, self.always, valid, ahead, implementation)
+        else:
+            ids, weights = self._choose_own(logits, halves, valid, share, implementation)
         found = mixture_of_experts(
             x.reshape(-1, x.shape[-1]).astype(self.dtype),
             ids,
@@ -227,9 +263,8 @@ class MixtureOfExperts(nnx.Module):
         y, arena = (found, None) if arena is None else found
         y = y.reshape(x.shape)
         if self.has_shared:
-            shared = self.shared(x)
-            gated = shared if opening is None else shared * opening.reshape(*x.shape[:-1], 1)
-            y = y + gated
+            opening = self._opening(logits, halves).reshape(*x.shape[:-1], 1)
+            y = y + self.shared(x) * opening
         return y, arena
 
 

@@ -20,10 +20,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import (
+    Implementation,
+    Refusal,
+    dispatch,
+    with_gradient_of,
+)
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.products import dot
+from jaxattn.core.rope import RopeConfig, Rotation, rope
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal
+from jaxattn.kernels.linear_block import ROWS
+from jaxattn.kernels.linear_turned import DIMS, Turned
 
 # Of a product of heads: XLA pads fewer to so many, and is the faster with more.
 FEW_TOKENS = 8
@@ -47,8 +55,8 @@ def linear_layer(
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
-            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, N at least
-            128, in bfloat16 or float16. Its gradient is recomputed by "xla".
+            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, in bfloat16
+            or float16. Its gradient is recomputed by "xla".
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
@@ -81,38 +89,62 @@ def heads_layer(
     weights: Float[Array, "L H K N"],
     *,
     layer: Layer,
+    turned: tuple[Rotation, RopeConfig] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T H N"]:
     """`x[..., h, :] @ weights[layer, h]` of each head, summed in float32, in x's dtype.
 
-    Arguments, limits and errors are those of `linear_layer`, with K and N of a head.
+    Args:
+        turned: the tokens' rotation. x then has P numbers more of each head, [*T, H, K + P], and
+            the result has them rotated behind the product, [*T, H, N + P].
+
+    Other arguments, limits and errors are those of `linear_layer`, with K and N of a head. The
+    kernel has P 64 and N a multiple of 128 where it rotates.
     """
     arguments = Arguments("heads_layer")
     arguments.check("weights", weights, "L H K N", FLOATS)
     heads, inner, size = weights.shape[1:]
-    if x.shape[-2:] != (heads, inner):
+    behind = 0 if turned is None else turned[1].dim
+    if x.shape[-2:] != (heads, inner + behind):
         raise ValueError(
-            f"heads_layer: x {tuple(x.shape)} must end in [H, K] of weights {tuple(weights.shape)}"
+            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with H and K of weights "
+            f"{tuple(weights.shape)} and P {behind}"
         )
     first, affine, number = taken_apart(layer)
     check_layer(arguments.op, "weights", weights.shape, number)
 
-    def reference(tokens: Array, first: Array, weights: Array) -> list[Array]:
-        weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
-        by_head = tokens.reshape(-1, heads, inner)
-        return [dot("thk,hkn->thn", by_head, weight).astype(x.dtype).reshape(len(tokens), -1)]
+    angles = None if turned is None else turned[0].angles
+    angles = None if angles is None else angles.reshape(-1, angles.shape[-1])
 
-    def kernel(tokens: Array, first: Array, weights: Array, interpret: bool) -> list[Array]:
-        stack = weights.reshape(-1, inner, size)
+    def reference(tokens: Array, first: Array, weights: Array, angles: Array | None) -> list[Array]:
+        weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
+        by_head = tokens.reshape(-1, heads, inner + behind)
+        y = dot("thk,hkn->thn", by_head[..., :inner], weight).astype(x.dtype)
+        if turned is not None and angles is not None:
+            rotated = rope(by_head[..., inner:], Rotation(angles), turned[1])
+            y = jnp.concatenate([y, rotated.astype(x.dtype)], axis=-1)
+        return [y.reshape(len(tokens), -1)]
+
+    def kernel(
+        tokens: Array, first: Array, weights: Array, angles: Array | None, interpret: bool
+    ) -> list[Array]:
+        if turned is not None and (behind != DIMS or size % ROWS):
+            raise Refusal(
+                f"heads_layer: the kernel rotates {DIMS} dims behind N, a multiple of {ROWS}; got "
+                f"{behind} and N {size}"
+            )
+        turn = None
+        if turned is not None and angles is not None:
+            turn = Turned(angles.astype(jnp.float32), turned[1].interleaved)
         return linears_mosaic(
-            tokens, [stack], layer=first, affine=affine, out_dtypes=[x.dtype], heads=heads,
-            interpret=interpret,
+            tokens, [weights.reshape(-1, inner, size)], layer=first, affine=affine,
+            out_dtypes=[x.dtype], heads=heads, turned=turn, interpret=interpret,
         )  # fmt: skip
 
-    tokens = x.reshape(-1, heads * inner).astype(weights.dtype)
-    operands = (tokens, jnp.asarray(first, jnp.int32), weights)
+    tokens = x.reshape(-1, heads * (inner + behind)).astype(weights.dtype)
+    operands = (tokens, jnp.asarray(first, jnp.int32), weights, angles)
     found = _dispatch("heads_layer", implementation, kernel, reference, operands)
-    return found[0].reshape(*x.shape[:-1], size)
+    return found[0].reshape(*x.shape[:-1], size + behind)
 
 
 def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
@@ -158,12 +190,18 @@ def _linears(
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
 
-def heads_serve(x: Array, weights: Array) -> bool:
-    """Whether the kernel has the shapes and dtypes of `heads_layer`, and is the faster."""
+def heads_serve(x: Array, weights: Array, behind: int = 0) -> bool:
+    """Whether the kernel has the shapes and dtypes of `heads_layer`, and is the faster.
+
+    Args:
+        behind: dims of x that are rotated.
+    """
     tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
     inner, size = weights.shape[-2:]
     stack = jax.ShapeDtypeStruct((1, inner, size), weights.dtype)
-    return tokens <= FEW_TOKENS and refusal((tokens, inner), x.dtype, [stack]) is None
+    if behind and (behind != DIMS or size % ROWS):
+        return False
+    return tokens <= FEW_TOKENS and not refusal((tokens, inner), x.dtype, [stack], least=ROWS)
 
 
 def _dispatch(
@@ -171,7 +209,7 @@ def _dispatch(
     implementation: Implementation | None,
     kernel: Callable[..., list[Array]],
     reference: Callable[..., list[Array]],
-    operands: tuple[Array, ...],
+    operands: tuple[Array | None, ...],
 ) -> list[Array]:
     def mosaic(interpret: bool) -> list[Array]:
         return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)

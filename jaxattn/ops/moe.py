@@ -78,6 +78,13 @@ class Router:
                 f"top_groups={self.top_groups} groups"
             )
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The options of `route_mosaic`."""
+        fields = (field.name for field in dataclasses.fields(self))
+        options = {x: getattr(self, x) for x in fields if x not in ("experts", "scores")}
+        return {"sigmoid": self.scores == "sigmoid", **options}
+
 
 def route(
     logits: Float[Array, "*T E"],
@@ -115,20 +122,9 @@ def route(
         return _by_sorting(logits, bias, router)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
-        options = {
-            field.name: getattr(router, field.name)
-            for field in dataclasses.fields(router)
-            if field.name not in ("experts", "scores")
-        }
-
         def kernel(logits: Array, bias: Array | None) -> Any:
-            chosen = route_mosaic(
-                logits.reshape(-1, router.experts),
-                bias,
-                sigmoid=router.scores == "sigmoid",
-                interpret=interpret,
-                **options,
-            )
+            rows = logits.reshape(-1, router.experts)
+            chosen = route_mosaic(rows, bias, **router.choice, interpret=interpret)
             return tuple(x.reshape(*logits.shape[:-1], router.top_k) for x in chosen)
 
         return with_gradient_of(reference, kernel)(logits, bias)

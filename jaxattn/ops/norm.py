@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer, finite
+from jaxattn.core.checks import FLOATS, Arguments, check_array, check_features, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
@@ -36,6 +36,46 @@ def rms_norm_layer(
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
         Refusal: the named implementation refuses, and says why.
     """
+    return _normed(x, None, weights, layer, eps, dtype, implementation)[1]
+
+
+def add_rms_norm_layer(
+    x: Float[Array, "*T F"],
+    added: Float[Array, "*T F"],
+    weights: Float[Array, "L F"],
+    *,
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"]]:
+    """(`x + added` in float32, `rms_norm_layer` of the sum): one launch in a loop over layers.
+
+    Args:
+        x: a residual stream.
+        added: what is added to it, in x's shape.
+
+    Other arguments, limits and errors are those of `rms_norm_layer`.
+    """
+    check_array("rms_norm_layer", "x", x)
+    check_array("rms_norm_layer", "added", added)
+    if x.shape != added.shape:
+        raise ValueError(
+            f"rms_norm_layer: added {tuple(added.shape)} must have the shape of x {tuple(x.shape)}"
+        )
+    return _normed(x, added, weights, layer, eps, dtype, implementation)
+
+
+def _normed(
+    x: Array,
+    added: Array | None,
+    weights: Array,
+    layer: int | Array | LayerOf,
+    eps: float,
+    dtype: DTypeLike | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array]:
+    """(the sum, or x where nothing is added, and its norm)."""
     op = "rms_norm_layer"
     weights = Arguments(op).check("weights", weights, "L F", FLOATS)
     check_features(op, x, "F", "weights", weights.shape, -1)
@@ -44,10 +84,16 @@ def rms_norm_layer(
     first, affine, number = taken_apart(layer)
     check_layer(op, "weights", weights.shape, number)
 
-    def mosaic(interpret: bool) -> Array:
-        return rms_norm_mosaic(
-            x, weights, layer=first, affine=affine, eps=eps, dtype=out_dtype, interpret=interpret
-        )
+    def mosaic(interpret: bool) -> tuple[Array, Array]:
+        total, normed = rms_norm_mosaic(
+            x, weights, added=added, layer=first, affine=affine, eps=eps, dtype=out_dtype,
+            interpret=interpret,
+        )  # fmt: skip
+        return x if total is None else total, normed
+
+    def xla() -> tuple[Array, Array]:
+        total = x if added is None else x.astype(jnp.float32) + added
+        return total, rms_norm(total, weights[number], eps).astype(out_dtype)
 
     with jax.named_scope(op):
         return dispatch(
@@ -56,6 +102,6 @@ def rms_norm_layer(
             {
                 "mosaic_gpu": lambda: mosaic(False),
                 "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": lambda: rms_norm(x, weights[number], eps).astype(out_dtype),
+                "xla": xla,
             },
         )

@@ -1,18 +1,30 @@
-"""A router's logits: float32 weights times bfloat16 tokens, by products of bfloat16.
+"""A router: its products with tokens, and the experts that follow from them.
+
+Float32 weights times bfloat16 tokens are products of bfloat16.
 
 A float32 weight is nearly the sum of two bfloat16 numbers, its rounding and what the rounding left:
 within 2**-17 of it, and exactly where the checkpoint has the router in bfloat16. Float32 products
 are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), where these take 4.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.dispatch import Implementation
+from jaxattn.core.ahead import Ahead
+from jaxattn.core.dispatch import (
+    Implementation,
+    dispatch,
+    with_gradient_of,
+    without_gradient,
+)
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rounding import rounded
+from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.linear import kernel_serves, linear_layer
+from jaxattn.ops.moe import Router, route
 
 # The kernel of the product wants columns by 64, and two halves are side by side.
 HALF = 32
@@ -37,27 +49,92 @@ def split_router(
 
 
 @jax.named_scope("router_logits")
-def router_logits(
+def router_products(
     x: Float[Array, "*T F"],
     routers: Float[Array, "L F E"],
     layer: LayerOf,
     implementation: Implementation | None = None,
     *,
     gates: Float[Array, "L F 1"] | None = None,
-) -> Float[Array, "T N"]:
-    """Float32 logits of a layer's router, [T, E].
+) -> Float[Array, "T 2N"]:
+    """Float32 logits of a layer's router in two halves side by side, whose sum they are.
 
     Args:
         x: tokens; they are rounded to bfloat16.
         routers: of all layers, float32, or what `split_router` makes of them.
         implementation: of the product, where the kernel has its shape.
         gates: of all layers, where `routers` are float32; then, or where `split_router` had gates,
-            the columns are its N, and number E is the gate's product.
+            column E of a half is the gate's product.
     """
     halves = routers if routers.dtype == jnp.bfloat16 else split_router(routers, gates)
     tokens = x.reshape(-1, x.shape[-1])
     if not kernel_serves(tokens, [halves]):
         implementation = "xla"
     (both,) = linear_layer(tokens, (halves,), layer=layer, implementation=implementation)
-    high, low = jnp.split(both, 2, axis=-1)
+    return both
+
+
+def added_up(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:
+    """The logits of `router_products`."""
+    high, low = jnp.split(products, 2, axis=-1)
     return high + low
+
+
+def choose_experts(
+    logits: Float[Array, "T N"],
+    bias: Float[Array, " E"] | None,
+    router: Router,
+    *,
+    halves: bool = False,
+    always: int = 0,
+    gated: bool = False,
+    valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
+    ahead: Sequence[Ahead] = (),
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+    """The experts of each token and their weights, `route`'s and those that every token takes.
+
+    Args:
+        logits: of the E experts, in the first columns; or with `halves`, `router_products`.
+        always: the experts from E on that every token takes, with weight 1.
+        gated: or with the sigmoid of column E.
+        valid: false or 0 for a token that is padding: its ids are -1.
+        ahead: weights that the kernel asks for. With any it has no gradient.
+        implementation: as of `route`.
+
+    Raises:
+        Refusal: the named implementation refuses, and says why.
+    """
+    count = router.experts
+    valid = None if valid is None else valid.astype(jnp.int32)
+
+    def reference(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
+        columns = added_up(logits) if halves else logits
+        ids, weights = route(columns[:, :count], bias, router, implementation="xla")
+        shape = len(ids), always
+        last = jnp.broadcast_to(count + jnp.arange(always, dtype=ids.dtype), shape)
+        opened = jax.nn.sigmoid(columns[:, count : count + 1]) if gated else jnp.float32(1)
+        weights = jnp.concatenate([weights, jnp.broadcast_to(opened, shape)], axis=1)
+        ids = jnp.concatenate([ids, last], axis=1)
+        return (ids if valid is None else jnp.where(valid[:, None] != 0, ids, -1)), weights
+
+    def mosaic(interpret: bool) -> tuple[Array, Array]:
+        def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
+            return route_mosaic(
+                logits, bias, **router.choice, experts=count, halves=halves, always=always,
+                gated=gated, valid=valid, ahead=ahead, interpret=interpret,
+            )  # fmt: skip
+
+        if ahead:
+            return kernel(*without_gradient("route", (logits, bias)), valid)
+        return with_gradient_of(reference, kernel)(logits, bias, valid)
+
+    return dispatch(
+        "route",
+        implementation,
+        {
+            "mosaic_gpu": lambda: mosaic(False),
+            "mosaic_gpu_interpret": lambda: mosaic(True),
+            "xla": lambda: reference(logits, bias, valid),
+        },
+    )

@@ -17,7 +17,7 @@ from functools import partial
 from jaxattn import gqa
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.memory.budget import nbytes
-from jaxattn.models.caches import KeyValuePages, LatentPages, RecurrentState
+from jaxattn.models.caches import CodedPages, KeyValuePages, LatentPages, RecurrentState
 from jaxattn.models.known_model import KnownModel
 
 GIB = 2**30
@@ -114,7 +114,7 @@ def of_model(model: KnownModel, rows: int, ways: int, arena: int) -> Sequence[Na
         if isinstance(cache, LatentPages):
             heads, rank = model.num_heads // ways, cache.format.kv_lora_rank
             found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
-        elif isinstance(cache, KeyValuePages):
+        elif isinstance(cache, KeyValuePages | CodedPages):
             heads, dim = model.num_heads // ways, cache.head_dim
             found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
         elif isinstance(cache, RecurrentState):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.memory.budget import nbytes
@@ -44,6 +45,11 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
             )
         elif isinstance(cache, LatentPages):
             found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
+            if cache.format.dtype.itemsize == 1:
+                found.append(
+                    "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
+                    "time with 16 heads, and 2.0 to 2.3 times as long with 128."
+                )
             if isinstance(model, BuiltModel) and cache.format.per_tensor:
                 found.append(
                     "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
@@ -97,7 +103,7 @@ def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
     q = jax.ShapeDtypeStruct((1, 1, heads, form.kv_lora_rank + form.qk_rope_head_dim), dtype)
     try:
         mla_decode.refuse(q, cache, form.kv_lora_rank)
-    except NotImplementedError as refusal:
+    except Refusal as refusal:
         return f"XLA reads the {name} cache: {refusal}."
     token = nbytes(cache) // (latents.layers * PAGE_SIZE)
     return f"MLA's decode kernel reads the {name} cache: {token:,} bytes per token and layer."

@@ -47,6 +47,7 @@ class Answer:
         try:
             with self.service.running(generation, self.arrived):
                 await self.exchange.attended(work)
+            self.service.admission.answered(time.perf_counter() - self.arrived)
         except ClientLeft:
             self.service.metrics.left()
             raise

@@ -1,5 +1,6 @@
 """Log-probabilities in the two forms that OpenAI has for them."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def of_completion(chances: Sequence[Chance], spell: Spell, offset: int) -> dict[
             {_text(token, spell): max(value, LEAST) for token, value in found.top}
             for _, found in chances
         ],
-        "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
     }
 
 

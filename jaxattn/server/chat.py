@@ -22,7 +22,10 @@ from jaxattn.text import TextError
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_VARIABLES = 32
-OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+OWN_VARIABLES = frozenset(
+    # The last is Python's own word for the object whose method is called.
+    {"messages", "tools", "documents", "add_generation_prompt", "self"}
+)
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -38,7 +41,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         logprobs = (top or 0) if fields.flag("logprobs") else None
         most = fields.integer("max_completion_tokens", 1, MOST_ID)
         most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
-        sampling = read_sampling(fields, service.served.defaults, most, logprobs)
+        served = service.served
+        sampling = read_sampling(
+            fields, served.defaults, most, logprobs, vocab_size=served.vocab_size
+        )
         streaming = read_streaming(fields)
         tools = read_tools(fields)
         grammar = read_grammar(fields, tools)

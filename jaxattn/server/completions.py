@@ -33,7 +33,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
         grammar = read_grammar(fields, ())
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
-        sampling = read_sampling(fields, service.served.defaults, most, logprobs)
+        served = service.served
+        sampling = read_sampling(
+            fields, served.defaults, most, logprobs, vocab_size=served.vocab_size
+        )
         if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
             raise bad("best_of", "best_of must be n; leave it out")
         streaming = read_streaming(fields)

@@ -177,6 +177,7 @@ class Endpoint:
             try:
                 await self._handler(exchange)
             except ApiError as error:
+                exchange.log["error"] = error.code or error.param
                 self._refused(error.status)
                 await exchange.refuse(error)
             except ClientLeft:

@@ -19,7 +19,7 @@ class Text:
     text: str = ""
     finish: str | None = None
     stop: str | int | None = None
-    chances: tuple[Chance, ...] = ()
+    chances: list[Chance] = dataclasses.field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text

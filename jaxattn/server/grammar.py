@@ -46,8 +46,8 @@ class Vocabulary:
         wrapper = llguidance.TokenizerWrapper(_Tokens(self._tokenizer))
         return llguidance.LLTokenizer(wrapper, eos_token=ends)
 
-    def matcher(self, grammar: str, param: str) -> "Matcher":
-        """A new text's state.
+    def matchers(self, grammar: str, param: str, count: int) -> list["Matcher"]:
+        """The states of new texts, of a grammar that is compiled once.
 
         Raises:
             ApiError: 400, the grammar is damaged, too large, or asks for what is not supported.
@@ -55,7 +55,7 @@ class Vocabulary:
         matcher = llguidance.LLMatcher(self.known, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise bad(param, f"{param} cannot be followed: {matcher.get_error()[:300]}")
-        return Matcher(matcher)
+        return [Matcher(matcher.deep_copy()) for _ in range(count)]
 
 
 class _Tokens:
@@ -156,7 +156,10 @@ def _of_calls(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> str:
         for tool in tools
         if tool["function"]["name"] in names
     ]
-    schema = orjson.dumps({"anyOf": calls}).decode()
+    try:
+        schema = orjson.dumps({"anyOf": calls}).decode()
+    except orjson.JSONEncodeError as error:
+        raise bad("tools", f"tools has parameters that cannot be followed: {error}") from error
     lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}\n'
     return llguidance.grammar_from("lark", lark)
 

@@ -106,6 +106,12 @@ class Metrics:
         self._whole = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", WHOLE
         )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to a row of the batch.", WHOLE
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "From a row to the first token.", WHOLE
+        )
         self._decode = self._histogram(
             "vllm:request_decode_time_seconds", "From the first to the last token.", WHOLE
         )
@@ -195,6 +201,10 @@ class Metrics:
         reason = "stop" if stopped else REASONS.get(completion.finish_reason, "error")
         self._success.labels(self.model, reason).inc()
         self._whole.observe(now - times.arrived)
+        if (queued := completion.seconds_queued) is not None:
+            self._queue.observe(queued)
+            if (first := completion.seconds_to_first_token) is not None:
+                self._prefill.observe(first - queued)
         self._request_prompt.observe(times.prompt)
         self._request_generated.observe(len(completion.tokens))
         if times.first is not None and times.last is not None:
@@ -234,11 +244,31 @@ class _Gauges(Collector):
         yield gauge("vllm:kv_cache_usage_perc", "Pages in use, from 0 to 1.", used)
         yield gauge("jaxattn:pages_in_use", "Pages of the cache in use.", snapshot.pages)
         yield gauge("jaxattn:slots_in_use", "State slots in use.", snapshot.slots)
-        preempted = CounterMetricFamily(
-            "vllm:num_preemptions", "Rows that lost their pages to older ones.", labels=labels
-        )
-        preempted.add_metric([metrics.model], snapshot.preemptions)
-        yield preempted
+        for name, said, count in (
+            (
+                "vllm:num_preemptions",
+                "Rows that lost their pages to older ones.",
+                snapshot.preemptions,
+            ),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens that were looked up in the cache of prefixes.",
+                snapshot.prefix_asked,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens that were found there, and not read again.",
+                snapshot.prefix_hits,
+            ),
+            (
+                "jaxattn:prefix_states_missed",
+                "Prompt tokens whose pages were found there without their states.",
+                snapshot.states_missed,
+            ),
+        ):
+            counter = CounterMetricFamily(name, said, labels=labels)
+            counter.add_metric([metrics.model], count)
+            yield counter
         seal = CounterMetricFamily(
             "jaxattn:seal",
             "What was traced, compiled or allocated after the warm-up.",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jaxattn.server.app import build
+from jaxattn.server.connection import Config
 from jaxattn.server.phase import Phase
 from jaxattn.server.service import Served, Service
 from jaxattn.server.settings import Settings
@@ -89,16 +90,7 @@ async def _serve(
             ending.set_result(error)
 
     service = Service(served, settings, on_end=end)
-    config = uvicorn.Config(
-        build(service),
-        access_log=False,
-        log_config=None,
-        log_level="critical",  # what it says of broken requests is noise
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=CLOSE_SECONDS,
-    )
-    server = Server(config)
+    server = Server(Config(build(service), settings, CLOSE_SECONDS))
 
     def on_signal(number: int) -> None:
         if service.phase is not Phase.READY:

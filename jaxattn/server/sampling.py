@@ -76,14 +76,14 @@ class Sampling:
 
         Args:
             choice: its number.
-            most: tokens to generate if the client set no limit.
+            most: tokens that there is room for.
             ends: the model's stop tokens.
             more: further fields, of this choice alone.
         """
         stops = self.stop_tokens if self.ignore_eos else (*self.stop_tokens, *ends)
         return Request(
             prompt,
-            max_tokens=most if self.max_tokens is None else self.max_tokens,
+            max_tokens=most if self.max_tokens is None else min(self.max_tokens, most),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -101,11 +101,14 @@ def read_sampling(
     defaults: SamplingDefaults,
     max_tokens: int | None,
     logprobs: int | None = None,
+    *,
+    vocab_size: int,
 ) -> Sampling:
     """The sampling fields of a request.
 
     Args:
         max_tokens, logprobs: whose names and forms are the endpoint's own.
+        vocab_size: of the model, which bounds the tokens of `logit_bias`.
 
     Raises:
         ApiError: 400 with the field's name.
@@ -129,7 +132,7 @@ def read_sampling(
         ignore_eos=ignore_eos,
         stop_included=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", True),
-        more=_more(fields, logprobs),
+        more=_more(fields, logprobs, vocab_size),
     )
 
 
@@ -139,7 +142,7 @@ def _folded(seed: int) -> int:
     return (low ^ high * GOLDEN) % 2**32
 
 
-def _more(fields: Fields, logprobs: int | None) -> dict[str, Any]:
+def _more(fields: Fields, logprobs: int | None, vocab_size: int) -> dict[str, Any]:
     """Penalties, biases, priority, salt and log-probabilities, where they change something."""
     found: dict[str, Any] = {}
     if logprobs is not None:
@@ -153,7 +156,7 @@ def _more(fields: Fields, logprobs: int | None) -> dict[str, Any]:
         value = fields.number(name, least, most)
         if value is not None and value != neutral:
             found[name] = value
-    if bias := _bias(fields):
+    if bias := _bias(fields, vocab_size):
         found["logit_bias"] = bias
     for name in found:
         if name not in ABLE:
@@ -161,14 +164,18 @@ def _more(fields: Fields, logprobs: int | None) -> dict[str, Any]:
     return found
 
 
-def _bias(fields: Fields) -> dict[int, float]:
+def _bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     given = fields.object("logit_bias")
     if len(given.values) > MOST_BIASES:
         raise bad("logit_bias", f"logit_bias must have at most {MOST_BIASES} tokens")
     found = {}
     for key in given.values:
-        if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) > MOST_ID:
-            raise bad("logit_bias", f"logit_bias must have ids of tokens as its keys; got {key!r}")
+        if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
+            raise bad(
+                "logit_bias",
+                f"logit_bias must have tokens from 0 to {vocab_size - 1:,} as its keys; got "
+                f"{key[:20]!r}",
+            )
         bias = given.number(key, -100, 100)
         if bias:
             found[int(key)] = bias

@@ -35,6 +35,7 @@ from jaxattn.text import SamplingDefaults, Tokenizer
 LOG = logging.getLogger("jaxattn.server")
 MOST_IDS = 2**31
 TEXT_THREADS = 4
+CUT_SECONDS = 5.0  # for the errors of answers that are cut to reach their clients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Service:
         self.vocabulary = Vocabulary(served.tokenizer)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._cut = itertools.count(), False
         self._loop = asyncio.get_running_loop()
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
         self.worker = Worker(
@@ -113,8 +114,9 @@ class Service:
             self.phase = Phase.DRAINING
         whole = await self._emptied(seconds)
         if not whole:
+            self._cut = True
             self.worker.abort(list(self._generations))
-            await self._emptied(self.settings.write_seconds)
+            await self._emptied(CUT_SECONDS)
         return whole
 
     async def _emptied(self, seconds: float) -> bool:
@@ -170,11 +172,9 @@ class Service:
         """
         if self.phase is not Phase.READY:
             raise unavailable(self.phase)
-        began = time.perf_counter()
         try:
             with self.admission.enter() as ticket:
                 yield ticket
-            self.admission.answered(time.perf_counter() - began)
         finally:
             self._idle.set()
 
@@ -237,7 +237,7 @@ class Service:
         if grammar is not None:
             text, param = grammar
             matchers = await self.in_thread(
-                lambda: [self.vocabulary.matcher(text, param) for _ in more]
+                lambda: self.vocabulary.matchers(text, param, len(more))
             )
             more = [{"grammar": matcher} for matcher in matchers]
         given = iter(more)
@@ -264,7 +264,13 @@ class Service:
 
     @contextlib.contextmanager
     def running(self, generation: Generation, arrived: float) -> Iterator[None]:
-        """Queues its rows. Those that have not ended at the end are aborted."""
+        """Queues its rows. Those that have not ended at the end are aborted.
+
+        Raises:
+            ApiError: 503, what ran was cut meanwhile, or the engine has failed.
+        """
+        if self._cut or self.phase is Phase.FAILED:
+            raise unavailable(self.phase)
         requests = generation.requests
         ids = [request.id for request in requests if request.id is not None]
         generation.abort = self.worker.abort
@@ -292,15 +298,18 @@ class Service:
         tokens = 0
         for event in events:
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
-            assert request.id is not None
-            generation = self._generations[request.id]
+            id = request.id
+            generation = None if id is None else self._generations.get(id)
+            if id is None or generation is None:
+                LOG.error("the engine tells of request %s, which is none of those that run", id)
+                continue  # the others get what is theirs
             if isinstance(event, FinishEvent):
-                del self._generations[request.id]
-                stopped = generation.stopped(request.id)
+                del self._generations[id]
+                stopped = generation.stopped(id)
                 self.metrics.finished(event.completion, now, stopped=stopped)
             else:
                 tokens += 1
-                self.metrics.token(request.id, now)
+                self.metrics.token(id, now)
             found.setdefault(generation, []).append(event)
         for generation, given in found.items():
             generation.put(given)

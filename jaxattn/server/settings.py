@@ -20,7 +20,7 @@ class Settings:
         max_waiting: choices that may wait beside those that the batch has rows for.
         max_waiting_tokens: prompt tokens that may wait for their first token; None sets no limit.
         max_body_bytes: of a request.
-        body_seconds: for a request's body to arrive.
+        body_seconds: for a request's head to arrive, and then for its body.
         queue_seconds: for the first token to come; None waits for ever.
         request_seconds: for the whole answer; None sets no limit.
         write_seconds: for a client to take one piece of an answer.

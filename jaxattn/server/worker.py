@@ -43,6 +43,17 @@ class Scheduler(Protocol):
     def preemptions(self) -> int: ...
 
 
+class Prefixes(Protocol):
+    """Tokens of prompts that were looked up in the cache of prefixes."""
+
+    @property
+    def asked(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def states_missed(self) -> int: ...
+
+
 class Seal(Protocol):
     @property
     def counts(self) -> Mapping[str, int]: ...
@@ -61,6 +72,8 @@ class Engine(Protocol):
     def scheduler(self) -> Scheduler: ...
     @property
     def seal(self) -> Seal: ...
+    @property
+    def prefixes(self) -> Prefixes: ...
     def add(self, request: Request) -> int: ...
     def abort(self, id: int) -> bool: ...
     def step(self) -> list[Event]: ...
@@ -75,6 +88,9 @@ class Snapshot:
         rows: requests that have a row.
         pages, slots: in use.
         preemptions: rows that lost their pages to older ones, so far.
+        prefix_asked: tokens of prompts that were looked up in the cache of prefixes, so far.
+        prefix_hits: those of them that were not read again.
+        states_missed: those whose pages were cached without the states behind them.
         seal: what was traced, compiled or allocated after the warm-up, by kind.
     """
 
@@ -82,6 +98,9 @@ class Snapshot:
     pages: int = 0
     slots: int = 0
     preemptions: int = 0
+    prefix_asked: int = 0
+    prefix_hits: int = 0
+    states_missed: int = 0
     seal: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -238,11 +257,14 @@ class Worker:
 
 
 def _snapshot(engine: Engine) -> Snapshot:
-    scheduler = engine.scheduler
+    scheduler, prefixes = engine.scheduler, engine.prefixes
     return Snapshot(
         rows=len(scheduler.rows),
         pages=scheduler.pages.in_use,
         slots=scheduler.slots.in_use,
         preemptions=scheduler.preemptions,
+        prefix_asked=prefixes.asked,
+        prefix_hits=prefixes.hits,
+        states_missed=prefixes.states_missed,
         seal=dict(engine.seal.counts),
     )

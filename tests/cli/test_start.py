@@ -18,6 +18,7 @@ from rich.console import Console
 from jaxattn.cli.models import Chosen
 from jaxattn.cli.options import InputError
 from jaxattn.cli.progress import Display
+from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import Loading, Stopped, start_engine
 from jaxattn.engine.prepare import prepare
 from jaxattn.memory import device as memory_device
@@ -54,7 +55,8 @@ def started(make, limits=WHOLE, console=None):
     layout = dict(data=1, tensor=1, context=1, expert=1)
     options = argparse.Namespace(implementation=None, strict=True, **layout)
     console = console or Console(file=io.StringIO(), quiet=True)
-    return start_engine(Chosen(folder=folder), MODEL, ByteTokenizer(), limits, options, console)
+    chosen = Chosen(folder=folder)
+    return start_engine(chosen, MODEL, ByteTokenizer(), limits, options, console, Stages())
 
 
 @pytest.fixture

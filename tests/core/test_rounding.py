@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxattn.core.rounding import rounded
-from jaxattn.kernels.gqa_turbo.fragments import SECOND_TERM, query_terms
 from jaxattn.ops.router import split_router
 
 devices = pytest.mark.parametrize("device", ["any", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -27,11 +26,3 @@ def test_both_halves_of_a_router_are_there(device):
     router = jax.random.normal(jax.random.key(1), (64, 32))
     halves = np.asarray(jax.jit(split_router)(router), np.float64)
     np.testing.assert_allclose(halves[:, :32] + halves[:, 32:], router, rtol=2**-16)
-
-
-@devices
-def test_both_terms_of_queries_are_there(device):
-    q = jax.random.normal(jax.random.key(2), (64, 128))
-    first, second, factor = jax.jit(query_terms)(q)
-    both = np.asarray(first, np.float64) + np.asarray(second, np.float64) / SECOND_TERM
-    np.testing.assert_allclose(both * np.asarray(factor)[:, None], q, rtol=2**-7, atol=2**-9)

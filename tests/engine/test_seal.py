@@ -15,7 +15,7 @@ from jaxattn.engine import compiling as compiling_module
 from jaxattn.engine import loop as loop_module
 from jaxattn.engine import prepare as prepare_module
 from jaxattn.engine import start as start_module
-from jaxattn.engine import steps as steps_module
+from jaxattn.engine import state as state_module
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import Request
@@ -104,7 +104,7 @@ def test_every_entry_point_is_an_executable(bucketed):
     for entry in entry_points(bucketed.limits):
         assert str(entry) in bucketed.executables
         arena = bucketed.state.arena
-        for spec in steps_module.op_specs(Hybrid(SMALLEST), BUCKETS, BUCKETS.table_width):
+        for spec in state_module.op_specs(Hybrid(SMALLEST), BUCKETS, BUCKETS.table_width):
             arena.check(spec)
 
 

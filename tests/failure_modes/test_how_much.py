@@ -20,7 +20,8 @@ from jaxattn.engine.batches import prefill_width
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes
 from jaxattn.engine.request import Request
-from jaxattn.engine.steps import arena_spec, entry_points, new_state, op_specs
+from jaxattn.engine.state import arena_spec, new_state, op_specs
+from jaxattn.engine.steps import entry_points
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models import known

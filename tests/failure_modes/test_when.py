@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from jaxattn.engine.engine import Engine
+from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.request import Request
 from jaxattn.engine.seal import Seal, SealError
-from jaxattn.engine.steps import EntryPoint, all_steps, entry_points, new_state
+from jaxattn.engine.state import new_state
+from jaxattn.engine.steps import all_steps, entry_points
 from jaxattn.models.base import DecodeBatch
 from jaxattn.models.hybrid import Hybrid
 from tests.helpers.engine_cases import (

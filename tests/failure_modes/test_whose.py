@@ -25,7 +25,8 @@ from jaxattn.aliasing.check import AliasingError, check_aliasing
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.steps import entry_points, new_state
+from jaxattn.engine.state import new_state
+from jaxattn.engine.steps import entry_points
 from jaxattn.models.hybrid import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,

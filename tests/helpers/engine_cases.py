@@ -14,8 +14,8 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.request import Request
 from jaxattn.engine.rows import CONTROLS, INTEGERS, Places
-from jaxattn.engine.start import run_padding
-from jaxattn.engine.steps import Step, row_shapes
+from jaxattn.engine.state import row_shapes
+from jaxattn.engine.step import Step
 from jaxattn.memory import device as memory_device
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -96,9 +96,7 @@ def run_step(engine: Engine, step: Step, given: Any, state: Any) -> tuple[Any, A
     engine.start()
     runner = engine._runner
     executable = engine.executables[str(step)]
-    state, runner.rows, told = run_padding(
-        step, executable, given, runner.weights, state, runner.rows
-    )
+    state, runner.rows, told = step.call(executable, given, runner.weights, state, runner.rows)
     return told, state
 
 

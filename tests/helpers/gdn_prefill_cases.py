@@ -111,7 +111,8 @@ class PoolCase:
     pool: Array  # [2, Z, Hv, 128, 128]
     reads: list[int]  # -1: a padding sequence
     writes: list[int]
-    kept: list[list[int]]
+    kept: list[list[int]]  # slots of the states after every so many tokens
+    every: int
     fresh: list[bool]
 
     @property
@@ -121,7 +122,7 @@ class PoolCase:
 
     @property
     def arguments(self):
-        """Of `gated_delta_rule_prefill`, by name, all arrays."""
+        """Of `gated_delta_rule_prefill`, by name."""
         names = ("q", "k", "v", "g", "beta")
         slots = dict(state_indices=self.reads, write_indices=self.writes)
         return dict(
@@ -129,7 +130,7 @@ class PoolCase:
             state=self.pool,
             cu_seqlens=self.case.cu_seqlens,
             has_initial_state=~jnp.asarray(self.fresh),
-            checkpoint_indices=jnp.asarray(self.kept, jnp.int32),
+            checkpoints=gdn.Checkpoints(slots=jnp.asarray(self.kept, jnp.int32), tokens=self.every),
             layer=jnp.int32(1),
             **{name: jnp.asarray(slots, jnp.int32) for name, slots in slots.items()},
         )
@@ -142,7 +143,7 @@ def live_tokens(case, reads):
     return tokens
 
 
-def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float32):
+def on_a_pool(case, reads, writes, kept, *, num_slots, every=64, fresh=(), dtype=jnp.float32):
     count, token = len(reads), live_tokens(case, reads)
     state = case.initial_state.astype(dtype)
     started = np.array([i for i in range(count) if reads[i] >= 0 and i not in fresh])
@@ -153,7 +154,7 @@ def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float
     names = ("q", "k", "v", "g", "beta")
     own, states = _own(token, np.asarray(first), case.args, state)
     case = dataclasses.replace(case, **dict(zip(names, own, strict=True)), initial_state=states)
-    return PoolCase(case, pool, reads, writes, kept, first)
+    return PoolCase(case, pool, reads, writes, kept, every, first)
 
 
 @jax.jit
@@ -164,10 +165,10 @@ def _own(token, first, args, state):
     return own, jnp.where(first[:, None, None, None], 0.0, state.astype(jnp.float32))
 
 
-def assert_pool_matches(pooled, out, new, *, every=64):
+def assert_pool_matches(pooled, out, new):
     """Against float64; every slot that nobody writes keeps its bits, NaN or not."""
     out, new = np.asarray(out), np.asarray(new)
-    case, untouched = pooled.case, np.ones(new.shape[:2], bool)
+    case, every, untouched = pooled.case, pooled.every, np.ones(new.shape[:2], bool)
     inputs, initial = [np.asarray(x) for x in case.args], np.asarray(case.initial_state)
     offsets, real = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
     for i, read in enumerate(pooled.reads):

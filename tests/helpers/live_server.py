@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-import uvicorn
 
 from jaxattn.server.app import build
+from jaxattn.server.connection import Config
 from jaxattn.server.run import Server, listen
 from jaxattn.server.service import Served, Service
 from jaxattn.server.settings import Settings
@@ -146,15 +146,9 @@ def live(
         bound = listen("127.0.0.1", 0)
         if buffered is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffered)
-        service = Service(given, Settings(**{"access_log": False, **settings}))
-        config = uvicorn.Config(
-            build(service),
-            log_config=None,
-            log_level="critical",
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-        )
-        server = Server(config)
+        chosen = Settings(**{"access_log": False, **settings})
+        service = Service(given, chosen)
+        server = Server(Config(build(service), chosen, close_seconds=1))
         serving = asyncio.create_task(server.serve([bound]))
         service.start()
         while not server.started:

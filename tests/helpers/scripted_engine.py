@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxattn.engine.prefix import Counts
 from jaxattn.engine.request import Completion, Event, FinishEvent, FinishReason, Request, TokenEvent
 from jaxattn.memory.budget import Item, MemoryPlan
 from jaxattn.memory.limits import Limits
@@ -76,7 +77,7 @@ class ScriptedEngine:
     def __init__(self, script: Script = echo, limits: Limits = LIMITS, step_seconds: float = 0.0):
         self.script, self.limits, self.step_seconds = script, limits, step_seconds
         self.plan = MemoryPlan((Item("weights", 1000, "of a test"),))
-        self.seal, self.scheduler = Seal(), Scheduler(limits)
+        self.seal, self.scheduler, self.prefixes = Seal(), Scheduler(limits), Counts()
         self.failures = 0
         self.hold = threading.Event()
         self.hold.set()

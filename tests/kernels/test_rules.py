@@ -1,6 +1,7 @@
-"""What holds of every kernel's source: the rules of docs/kernels.md."""
+"""What holds of the source of kernels and of their callers: the rules of docs/kernels.md."""
 
 import ast
+import collections
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ ROOT = Path(jaxattn.__file__).parent
 KERNELS, OPS = ROOT / "kernels", ROOT / "ops"
 HOPPER = KERNELS / "hopper"
 MOST_LINES = 150
+MOST_OPTIONS = 12
 INTERNALS = ("jaxlib.", "jax._src.", "jax.experimental.mosaic.")
 
 
@@ -78,3 +80,49 @@ def test_an_implementation_refuses_by_refusal_alone():
         and node.exc.func.id == "NotImplementedError"
     ]
     assert not found, "raise jaxattn.core.dispatch.Refusal"
+
+
+def test_nobody_takes_an_error_of_jax_for_a_refusal():
+    """Whoever asks whether a kernel serves catches `Refusal`, in every room."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files(ROOT)
+        for node in nodes(path)
+        if isinstance(node, ast.ExceptHandler)
+        and node.type is not None
+        and any(
+            isinstance(each, ast.Name) and each.id == "NotImplementedError"
+            for each in ast.walk(node.type)
+        )
+    ]
+    assert not found, "catch jaxattn.core.dispatch.Refusal"
+
+
+def test_an_op_has_two_overloads_at_most():
+    """With an arena and without one: more of them hide the docstring from a reader."""
+
+    def is_overload(node: ast.AST) -> bool:
+        return isinstance(node, ast.FunctionDef) and any(
+            isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list
+        )
+
+    counts = collections.Counter(
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in files(OPS)
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef) and is_overload(node)
+    )
+    assert counts, "no op has overloads any more: drop this test"
+    assert not [name for name, count in counts.items() if count > 2]
+
+
+def test_an_op_has_a_dozen_options_at_most():
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}, {len(node.args.kwonlyargs)}"
+        for path in files(OPS)
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.kwonlyargs) > MOST_OPTIONS
+    ]
+    assert not long, "what belongs together is a class, as gdn.Checkpoints is"

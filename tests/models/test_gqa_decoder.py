@@ -97,6 +97,23 @@ def _check(logits, done, rows) -> None:
         assert not np.any(logits[b])
 
 
+def test_a_row_longer_than_its_block_table_is_nan_and_leaves_the_others_as_they_are():
+    held, decode = model().pack(params()), jit_step(model().decode)
+    sizes = CacheSize(pages=PAGES, slots=SLOTS, page_size=PAGE)
+    spec = scratch_spec(model(), 3, max_pages=4, page_size=PAGE)
+    tokens = np.full((3, 1), 7, np.int32)
+    found = []
+    for length in (2, 4 * PAGE + 1):
+        state = jax.tree.map(lambda x: jnp.full_like(x, 0.25), init_state(model(), sizes, spec))
+        batch = DecodeBatch(tokens, np.array([length, 3, 0], np.int32), TABLES, INDICES)
+        found.append(decode(held, state, batch))
+    (fits, _), (logits, state) = found
+    assert np.isfinite(fits).all() and np.isnan(logits[0]).all()
+    np.testing.assert_array_equal(logits[1:], fits[1:])
+    written = np.any(state.array("kv_cache") != 0.25, axis=(0, 2, 3, 4, 5))
+    assert set(np.flatnonzero(written)) <= set(TABLES[1].tolist())
+
+
 def test_the_engine_says_what_the_training_forward_says():
     bound = jax.jit(lambda tokens: model().bind(params())(tokens))
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.steps import EntryPoint, new_state
+from jaxattn.engine.model_steps import EntryPoint
+from jaxattn.engine.state import new_state
 from jaxattn.memory.limits import Limits
 from jaxattn.models import checkpoint, huggingface
 from jaxattn.models.checkpoint import EMBEDDED, CheckpointError

@@ -10,7 +10,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
-from jaxattn.ops.router import router_logits, split_router
+from jaxattn.ops.router import added_up, router_products, split_router
 from tests.helpers.moe_cases import expected, moe_case
 
 V2_LITE = Router(experts=8, top_k=3, scores="softmax")
@@ -203,8 +203,8 @@ def test_a_gate_is_a_column_behind_the_routers(tokens):
     exact = np.asarray(x, np.float64) @ both
     place = LayerOf(jnp.int32(1), 1, 0)
     for found in (
-        router_logits(x, routers, place, gates=gates),
-        router_logits(x, split_router(routers, gates), place, gates=gates[:, :0]),
+        added_up(router_products(x, routers, place, gates=gates)),
+        added_up(router_products(x, split_router(routers, gates), place, gates=gates[:, :0])),
     ):
         assert found.shape == (tokens, 32) and not np.any(found[:, 25:])
         np.testing.assert_allclose(found[:, :25], exact, rtol=1e-5, atol=1e-4)
@@ -218,7 +218,7 @@ def test_a_router_in_halves_chooses_as_float32_does(tokens):
     exact = np.asarray(x, np.float64) @ np.asarray(routers[1], np.float64)
     place = LayerOf(jnp.int32(1), 1, 0)
     for given in (routers, split_router(routers)):
-        found = router_logits(x, given, place)
+        found = added_up(router_products(x, given, place))
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
     published = routers.astype(jnp.bfloat16).astype(jnp.float32)
     assert not np.any(split_router(published)[..., 24:])

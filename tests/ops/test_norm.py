@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
-from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
 from tests.helpers.kernel_cases import both_devices, no_races
 
 
@@ -40,6 +40,25 @@ def test_matches_float64(tokens, features, dtype, implementation):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected(x, weights[2], 1e-3), rtol)
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+def test_the_sum_is_exact_and_the_norm_is_of_the_sum(implementation):
+    x, weights = operands((3, 1), 640)
+    added = jax.random.normal(jax.random.key(5), x.shape)
+    norm = functools.partial(add_rms_norm_layer, eps=1e-3, implementation=implementation)
+    total, out = jax.jit(norm)(x, added, weights, layer=1)
+    np.testing.assert_array_equal(total, x + added)
+    np.testing.assert_allclose(out, expected(total, weights[1], 1e-3), rtol=1e-5)
+
+
+def test_what_is_added_has_the_shape_of_the_stream():
+    x, weights = operands((2,), 256)
+    with pytest.raises(ValueError, match=r"added \(1, 256\) must have the shape of x \(2, 256\)"):
+        add_rms_norm_layer(x, x[:1], weights, layer=0)
+
+
 @both_devices
 def test_a_place_in_a_pattern_is_the_layer_of_its_number(implementation):
     x, weights = operands((2,), 256, layers=6)
@@ -59,8 +78,9 @@ def test_real_widths_and_more_blocks_than_65535(features):
 def test_no_race_in_the_interpreter():
     x, weights = operands((2,), 256)
     options = dict(eps=1e-6, dtype=jnp.bfloat16, interpret=True, detect_races=True)
-    with no_races():
-        jax.block_until_ready(rms_norm_mosaic(x, weights, layer=0, **options))
+    for added in (None, 2 * x):
+        with no_races():
+            jax.block_until_ready(rms_norm_mosaic(x, weights, added=added, layer=0, **options))
 
 
 @pytest.mark.parametrize("features", [100, 16384])

@@ -96,10 +96,13 @@ def on_one_device(model: DecoderModel, sizes: Sizes = SMALL) -> tuple[np.ndarray
 
 
 def followed(
-    model: DecoderModel, parallel: Parallel, sizes: Sizes = SMALL
+    model: DecoderModel,
+    parallel: Parallel,
+    sizes: Sizes = SMALL,
+    steps: "Stepped | None" = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(greedy tokens [STEPS, rows], logits of the first of them) after prompts of two chunks."""
-    steps, chunk = Stepped(model, parallel, sizes), sizes.chunk
+    steps, chunk = steps or Stepped(model, parallel, sizes), sizes.chunk
     texts, ends = prompts(model, sizes), np.array(sizes.lengths)
     first, second = (
         np.asarray(steps.prefill([text[begin : begin + chunk] for text in texts], begin))
@@ -141,6 +144,12 @@ class Stepped:
             self._decode = group.step(self._greedy, specs, (group.rows, specs[1]))
         self._prefill, self._decode = jit_step(self._prefill), jit_step(self._decode)
 
+    @functools.cached_property
+    def compiled_decode(self) -> Any:
+        """The decode step, compiled; `decode` runs it."""
+        batch = self.decode_batch(np.zeros(self.rows, np.int32), np.array(self.sizes.lengths))
+        return self._decode.lower(self.params, self.state, batch).compile()
+
     def _greedy(self, params: Any, state: Any, batch: DecodeBatch) -> tuple[Any, Any]:
         logits, state = self.model.decode(params, state, batch)
         return self.model.vocabulary.best(logits)[0], state
@@ -166,5 +175,5 @@ class Stepped:
 
     def decode(self, tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
         batch = self.decode_batch(tokens, lens)
-        chosen, self.state = self._decode(self.params, self.state, batch)
+        chosen, self.state = self.compiled_decode(self.params, self.state, batch)
         return np.asarray(chosen)

@@ -20,7 +20,7 @@ def test_a_layout_is_timed_beside_one_gpu(tmp_path):
     assert parallel.main(argv, "bench") == 0
     one, two = json.loads(file.read_text())["rows"]
     assert (one["GPUs"], two["GPUs"], two["B"], two["T"]) == (1, 2, 4, 128)
-    assert two["times one GPU"] == pytest.approx(one["ms"] / two["ms"])
+    assert two["times one GPU"] == pytest.approx(one["ms"] / two["ms"]) and two["beside B"] == 4
     assert one["all-reduces"] == 0 and two["all-reduces"] > 0 and not two["other form"]
 
 

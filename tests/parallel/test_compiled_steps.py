@@ -1,6 +1,5 @@
 """What a compiled step over several devices does: its collectives, and what it copies."""
 
-import numpy as np
 import pytest
 
 from jaxattn import check_aliasing
@@ -13,10 +12,7 @@ LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("gdn", "wide"))
 
 
 def compiled_decode(parallel: Parallel):
-    stepped = Stepped(decoder(*LAYERS), parallel)
-    tokens = np.zeros(len(SMALL.lengths), np.int32)
-    batch = stepped.decode_batch(tokens, np.array(SMALL.lengths))
-    return stepped._decode.lower(stepped.params, stepped.state, batch).compile()
+    return Stepped(decoder(*LAYERS), parallel).compiled_decode
 
 
 @pytest.mark.parametrize("layout", [dict(tensor=2), dict(tensor=2, context=2)], ids=str)

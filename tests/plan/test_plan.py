@@ -20,7 +20,9 @@ from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.memory_plan import bound_of, packed_shapes
-from jaxattn.engine.steps import entry_points, int32, new_state
+from jaxattn.engine.state import new_state
+from jaxattn.engine.step import int32
+from jaxattn.engine.steps import entry_points
 from jaxattn.memory.bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.memory.device import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits

@@ -1,5 +1,7 @@
 """One engine of the embedded model for all tests here, and servers that say what they are told."""
 
+import dataclasses
+
 import pytest
 
 from jaxattn.engine.engine import Engine
@@ -26,7 +28,7 @@ class Kept:
 @pytest.fixture(scope="session")
 def engine():
     model, params = load(EMBEDDED)
-    with Engine(model, params, LIMITS) as engine:
+    with Engine(model, params, dataclasses.replace(LIMITS, checkpoints=2)) as engine:
         engine.start()
         yield engine
 

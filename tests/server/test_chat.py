@@ -110,6 +110,14 @@ def test_tokens_of_a_conversation_and_back(scripted):
     assert scripted.post("/tokenize", {"prompt": "ab"}).json()["tokens"] == [97, 98]
 
 
+def deep(levels):
+    """A tool whose parameters lie in as many lists."""
+    kind = {"type": "string"}
+    for _ in range(levels):
+        kind = {"type": "array", "items": kind}
+    return {"type": "function", "function": {"name": "f", "parameters": kind}}
+
+
 @pytest.mark.parametrize(
     "fields, param, said",
     [
@@ -124,7 +132,9 @@ def test_tokens_of_a_conversation_and_back(scripted):
         ({"chat_template": "{{ 1 }}"}, "chat_template", "is not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "and none of"),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0] must be a function with a name"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "and none of"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [deep(500)], "tool_choice": "required"}, "tools", "cannot be followed"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "one of text"),
     ],

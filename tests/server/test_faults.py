@@ -2,157 +2,203 @@
 
 import asyncio
 import collections
-import json
+import dataclasses
+import os
 import random
+import time
 
-import httpx
 import jax
 import pytest
 
-from tests.helpers.live_server import live, objects, served
-from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.request import FinishEvent, FinishReason, Request
+from jaxattn.engine.runner import Runner
+from tests.helpers.live_server import live, served
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.storm import MOST_BODY, Storm
 
-BAD = (b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "n": 0}', b"x" * 20_000)
+SETTINGS = {"max_waiting": 12, "max_body_bytes": MOST_BODY, "write_seconds": 0.5, "buffered": 4096}
 
 
-class Once(ScriptedEngine):
-    """Counts the ends of each request, and the steps that did not fail."""
+class Counted:
+    """An engine that counts what comes in and how it ends, and goes on when a server ends.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: collections.Counter[int] = collections.Counter()
-        self.good = 0
+    Attributes:
+        added: the ids of requests, in their order.
+        ends: (id, reason) -> how often.
+        good: steps that did not fail.
+    """
+
+    def __init__(self, engine):
+        self.engine, self.good = engine, 0
+        self.added: list[int] = []
+        self.ends = collections.Counter[tuple[int, FinishReason]]()
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def add(self, request):
+        self.added.append(self.engine.add(request))
 
     def step(self):
-        events = super().step()
+        events = self.engine.step()
         self.good += 1
-        self.ends.update(
-            event.completion.request.id for event in events if hasattr(event, "completion")
-        )
+        done = [event.completion for event in events if isinstance(event, FinishEvent)]
+        self.ends.update((each.request.id, each.finish_reason) for each in done)
         return events
 
+    def close(self):
+        assert not self.engine.busy
 
-async def visit(client: httpx.AsyncClient, luck: random.Random, outcomes: collections.Counter):
-    """One client of some kind."""
-    body = {"prompt": "ab" * luck.randint(1, 9), "max_tokens": luck.choice((1, 5, 40))}
-    body |= {"n": luck.choice((1, 1, 1, 3)), "stream": luck.random() < 0.6}
-    kind = luck.choice(("whole", "whole", "leaves", "bad", "impatient", "long"))
-    if kind == "bad":
-        response = await client.post("/v1/completions", content=luck.choice(BAD))
-        assert response.status_code in (400, 413, 429), response.text
-    elif kind == "leaves":
-        async with client.stream(
-            "POST", "/v1/completions", json={**body, "stream": True}
-        ) as response:
-            async for _ in response.aiter_text():
-                break
-    elif kind == "impatient":
-        try:
-            await client.post("/v1/completions", json=body, timeout=luck.random() / 50)
-        except httpx.TimeoutException:
-            pass
-    elif kind == "long":
-        response = await client.post("/v1/completions", json={"prompt": "x" * 300})
-        assert response.status_code in (400, 429)
-    else:
-        response = await client.post("/v1/completions", json=body)
-        assert response.status_code in (200, 429, 500), response.text
-        if response.status_code == 200 and body["stream"]:
-            objects(response.text)  # its last line is [DONE]
-    outcomes[kind] += 1
+    def check(self):
+        """Every request that came in has ended, once."""
+        ended = collections.Counter(id for id, _ in self.ends.elements())
+        assert ended == collections.Counter(self.added)
 
 
-def test_random_clients_and_failing_steps_leave_nothing_behind():
-    engine, outcomes, luck = Once(), collections.Counter(), random.Random(7)
+@dataclasses.dataclass
+class Trouble:
+    """Steps that fail, as on a device error.
 
-    async def crowd(server) -> None:
-        limits = httpx.Limits(max_connections=24)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as client:
+    Attributes:
+        most: of them.
+        seconds: between two of them, at most.
+        armed: the next step fails.
+        count: of those that were armed.
+    """
 
-            async def guest(seed: int) -> None:
-                own = random.Random(seed)
-                for _ in range(25):
-                    await visit(client, own, outcomes)
+    most: int
+    seconds: float
+    armed: bool = False
+    count: int = 0
 
-            async def trouble() -> None:
-                good = 0
-                while True:
-                    await asyncio.sleep(luck.random() / 5)
-                    if engine.good > good:  # three failures in a row would end the server
-                        good, engine.failures = engine.good, 1
+    async def make(self, engine):
+        """Never three in a row, which would end the server."""
+        luck, good = random.Random(7), engine.good
+        while self.count < self.most:
+            await asyncio.sleep(luck.random() * self.seconds)
+            if engine.good > good + 2:
+                good = engine.good
+                self.armed = True
+                self.count += 1
 
-            troubling = asyncio.create_task(trouble())
-            await asyncio.gather(*(guest(seed) for seed in range(20)))
+    def strike(self):
+        if self.armed:
+            self.armed = False
+            raise jax.errors.JaxRuntimeError("INTERNAL: a device error of a test")
+
+
+def weathered(engine, trouble, events, *, grammars, seed=0):
+    """The storm that a server on the engine lived through; at its end the server was drained."""
+    with live(served(lambda: engine), **SETTINGS) as server:
+        storm = Storm(server.port, grammars=grammars)
+
+        async def rage():
+            troubling = asyncio.create_task(trouble.make(engine))
+            await storm.rage(events - events // 10, guests=20, seed=seed)
             troubling.cancel()
 
-    with live(served(lambda: engine), max_waiting=12, max_body_bytes=10_000) as server:
-        asyncio.run(crowd(server))
+        asyncio.run(rage())
+        trouble.armed = False
+        assert server.quiet() and server.complete("ab", max_tokens=4).status_code == 200
         assert server.quiet()
-        engine.failures = 0
-        assert server.complete("ab", max_tokens=4).json()["choices"][0]["text"] == "abab"
+        left_nothing(server, engine)
+
+        async def end():
+            raging = asyncio.create_task(storm.rage(events // 10, guests=20, seed=seed + 1))
+            await asyncio.sleep(0.1)
+            draining = asyncio.run_coroutine_threadsafe(server.service.drain(1), server._loop)
+            await raging
+            await asyncio.wrap_future(draining)
+
+        asyncio.run(end())
         assert server.quiet()
-        assert sum(outcomes.values()) == 500 and len(outcomes) == 5
-        scheduler = engine.scheduler
-        assert scheduler.pages.in_use == scheduler.slots.in_use == 0
-        # `step` raises before it gives the ends of the rows that failed: they come with the next.
-        assert engine.ends == collections.Counter(request.id for request in engine.added)
-        metrics = server.service.metrics
-        assert not metrics._rows and metrics.waiting == 0
-
-        async def tasks() -> set[str]:
-            await asyncio.sleep(0.05)
-            return {task.get_coro().__qualname__ for task in asyncio.all_tasks()}
-
-        allowed = ("live.<locals>.main", "Server.serve", "tasks", "RequestResponseCycle.run_asgi")
-        assert all(name.endswith(allowed) for name in server.call(tasks())), server.call(tasks())
+        left_nothing(server, engine)
+    return storm
 
 
-def test_random_clients_leave_the_engine_s_pools_and_plan_as_they_were(real, engine):
-    plan, state = engine.plan.total, addresses(engine)
-    luck, outcomes = random.Random(3), collections.Counter()
-
-    async def crowd() -> None:
-        transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=8))
-        async with httpx.AsyncClient(base_url=real.url, transport=transport, timeout=30) as client:
-
-            async def guest(seed: int) -> None:
-                own = random.Random(seed)
-                for _ in range(4):
-                    await visit(client, own, outcomes)
-
-            await asyncio.gather(*(guest(luck.randrange(10**6)) for _ in range(8)))
-
-    asyncio.run(crowd())
-    assert real.quiet()
-    assert engine.plan.total == plan
-    assert addresses(engine) == state
-    assert not engine.seal.counts, engine.seal.what
-    scheduler = engine.scheduler
+def left_nothing(server, engine):
+    """Nothing of a request is left in the engine, the service or the loop."""
+    scheduler, metrics = engine.scheduler, server.service.metrics
     assert scheduler.pages.in_use == scheduler.slots.in_use == 0 and not scheduler.rows
+    assert server.service.admission.open == metrics.waiting == 0
+    assert not metrics._rows and not server.service._generations
+    engine.check()
+    text = server.client.get("/metrics").text
+    ended = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]
+    asked = [line for line in text.splitlines() if line.startswith("vllm:request_params_n_sum")]
+    assert sum(float(line.split()[-1]) for line in ended) == float(asked[0].split()[-1])
+
+    async def tasks():
+        await asyncio.sleep(0.05)
+        return {task.get_coro().__qualname__ for task in asyncio.all_tasks()}
+
+    allowed = ("live.<locals>.main", "Server.serve", "tasks", "RequestResponseCycle.run_asgi")
+    assert all(name.endswith(allowed) for name in server.call(tasks())), server.call(tasks())
 
 
-def addresses(engine) -> list[int]:
-    leaves = jax.tree.leaves(engine.state)
-    return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+class Striking(ScriptedEngine):
+    """Whose steps fail when trouble strikes."""
+
+    def __init__(self, trouble):
+        super().__init__()
+        self._trouble = trouble
+
+    def step(self):
+        if self._trouble.armed:
+            self.failures = 1
+            self._trouble.armed = False
+        return super().step()
 
 
-@pytest.mark.parametrize("streams", [128])
-def test_128_streams_at_once_all_have_their_own_text(streams):
-    """No token is lost or doubled, and none comes to another stream."""
+def files():
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
-    async def crowd(server) -> list[str]:
-        limits = httpx.Limits(max_connections=streams)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as client:
 
-            async def ask(number: int) -> str:
-                body = {"prompt": f"<{number}>", "max_tokens": 30, "stream": True}
-                response = await client.post("/v1/completions", content=json.dumps(body))
-                events = objects(response.text)
-                return "".join(event["choices"][0]["text"] for event in events)
+def test_a_storm_of_clients_and_failing_steps_leaves_nothing_behind():
+    before, trouble = files(), Trouble(most=100, seconds=0.2)
+    engine = Counted(Striking(trouble))
+    storm = weathered(engine, trouble, 300, grammars=False)
+    assert sum(storm.outcomes.values()) == 300 and len(storm.outcomes) == 11
+    assert storm.whole > 20 and trouble.count > 2
+    reasons = {reason for _, reason in engine.ends}
+    assert reasons >= {FinishReason.LENGTH, FinishReason.ABORTED, FinishReason.FAILED}
+    for _ in range(100):
+        if files() <= before:
+            break
+        time.sleep(0.02)
+    assert files() <= before
 
-            return await asyncio.gather(*map(ask, range(streams)))
 
-    with live(served(ScriptedEngine, limits=LIMITS), max_waiting=streams) as server:
-        found = asyncio.run(crowd(server))
-        assert found == [(f"<{number}>" * 30)[:30] for number in range(streams)]
-        assert server.quiet()
+@pytest.mark.parametrize("events", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_storm_and_device_errors_leave_the_engine_s_pools_and_plan_as_they_were(
+    events, engine, generated, monkeypatch
+):
+    trouble, decode = Trouble(most=events // 50, seconds=0.5), Runner.decode
+
+    def failing(self, *arguments):
+        trouble.strike()
+        return decode(self, *arguments)
+
+    monkeypatch.setattr(Runner, "decode", failing)
+    plan, arrays = engine.plan.items, array_bytes()
+    counted = Counted(engine)
+    storm = weathered(counted, trouble, events, grammars=True)
+    assert trouble.count >= 1 and sum(storm.outcomes.values()) == events
+    assert not engine.seal.counts, engine.seal.what
+    forgets_prefixes(engine)
+    done = engine.generate([Request(prompt.encode(), max_tokens=12) for prompt in generated])
+    assert [bytes(each.tokens).decode() for each in done] == list(generated.values())
+    assert engine.plan.items == plan and array_bytes() == arrays
+
+
+def array_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def forgets_prefixes(engine: Engine):
+    """Every page and checkpoint of the cache of prefixes can be had back."""
+    prefixes = engine.scheduler.prefixes
+    while prefixes._evict():
+        pass
+    assert prefixes.states == 0 and engine.scheduler.pages.available == engine.limits.pages

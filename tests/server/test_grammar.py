@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import socket
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def vocabulary():
 
 def written(vocabulary, body, seed, tools=()):
     """A text of tokens that are drawn from those allowed; white space is avoided."""
-    luck, matcher = random.Random(seed), vocabulary.matcher(*read_grammar(Fields(body), tools))
+    [matcher] = vocabulary.matchers(*read_grammar(Fields(body), tools), 1)
+    luck = random.Random(seed)
     found = bytearray()
     for _ in range(2000):
         words = np.zeros(8, np.int32)
@@ -97,7 +99,7 @@ def test_a_call_of_a_tool_can_be_read(vocabulary, choice, names, seed):
 )
 def test_what_cannot_be_followed_is_400(vocabulary, asked):
     with pytest.raises(ApiError) as refused:
-        vocabulary.matcher(*read_grammar(Fields({"response_format": asked}), ()))
+        vocabulary.matchers(*read_grammar(Fields({"response_format": asked}), ()), 1)
     assert refused.value.status == 400 and refused.value.param.startswith("response_format")
 
 
@@ -106,3 +108,27 @@ def test_an_engine_without_grammars_says_so(monkeypatch):
     with pytest.raises(ApiError, match="this engine follows none"):
         read_grammar(Fields({"response_format": {"type": "json_object"}}), ())
     assert read_grammar(Fields({"response_format": {"type": "text"}}), ()) is None
+
+
+def test_texts_of_one_grammar_go_on_each_for_itself(vocabulary):
+    asked = {"type": "regex", "pattern": "ab|cd"}
+    grammar = read_grammar(Fields({"response_format": asked}), ())
+    first, second = vocabulary.matchers(*grammar, 2)
+    assert first.accept(ord("a"))
+    for matcher, wanted in ((first, "b"), (second, "ac")):
+        words = np.zeros(8, np.int32)
+        matcher.mask(words)
+        allowed = [chr(token) for token in range(256) if words[token // 32] >> token % 32 & 1]
+        assert allowed == list(wanted)
+
+
+def test_a_schema_fetches_nothing(vocabulary):
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        schema = {"$ref": f"http://127.0.0.1:{elsewhere.getsockname()[1]}/schema"}
+        asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        grammar = read_grammar(Fields({"response_format": asked}), ())
+        with pytest.raises(ApiError, match="retrieving it failed"):
+            vocabulary.matchers(*grammar, 1)
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()

@@ -95,3 +95,24 @@ def test_a_body_that_does_not_arrive_is_408():
             connection.sendall(head + b"{")
             assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
         assert server.quiet()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["none", "half"])
+@pytest.mark.parametrize("served_before", [False, True])
+def test_a_head_that_does_not_arrive_closes_its_connection(sent, served_before):
+    whole = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with live(served(ScriptedEngine), body_seconds=0.2) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=3) as connection:
+            if served_before:
+                connection.sendall(whole)
+                answer = b""
+                while not answer.endswith(b'{"status":"ready"}'):
+                    answer += connection.recv(10_000)
+            connection.sendall(sent)
+            assert connection.recv(100) == b""
+
+
+def test_an_answer_may_take_longer_than_a_head():
+    with live(served(lambda: ScriptedEngine(step_seconds=0.1)), body_seconds=0.2) as server:
+        assert server.complete("ab", max_tokens=6).status_code == 200
+        assert server.complete("ab", max_tokens=1).status_code == 200

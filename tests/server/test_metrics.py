@@ -12,8 +12,10 @@ NAMES = {
     "vllm:request_success", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds",
     "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:iteration_tokens_total",
+    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds",
     "vllm:request_params_n", "vllm:request_params_max_tokens",
-    "vllm:num_preemptions", "jaxattn:seal", "jaxattn:plan_bytes",
+    "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+    "jaxattn:prefix_states_missed", "jaxattn:seal", "jaxattn:plan_bytes",
     "jaxattn:step_seconds", "jaxattn:requests_refused",
 }  # fmt: skip
 
@@ -71,3 +73,22 @@ def test_rows_that_run_and_wait_are_counted():
             engine.hold.set()
             assert stats["plan"] == [{"name": "weights", "bytes": 1000, "why": "of a test"}]
         assert server.quiet()
+
+
+def test_prompts_that_begin_alike_hit_the_cache_unless_their_salts_differ(real):
+    asked, hits = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+    prompt = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
+
+    def read(**fields):
+        """Tokens that were looked up for this request, and found."""
+        before = samples(real)
+        assert real.complete(prompt, max_tokens=1, **fields).status_code == 200
+        assert real.quiet()
+        after = samples(real)
+        return after[asked] - before[asked], after[hits] - before[hits]
+
+    read()  # the engine has served others before this server
+    salted = {"cache_salt": "mine"}
+    assert read(**salted) == (len(prompt), 0)
+    assert read(**salted) == (len(prompt), 64)
+    assert read(cache_salt="theirs") == (len(prompt), 0)

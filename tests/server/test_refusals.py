@@ -29,6 +29,7 @@ FIELDS = [
     ("presence_penalty", 3), ("repetition_penalty", 0), ("logit_bias", {"a": 1}),
     ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"1": "x"}),
     ("logit_bias", {str(i): 1 for i in range(301)}), ("ignore_eos", 1), ("echo", "x"),
+    ("logit_bias", {"256": 1}), ("logit_bias", {"9" * 20: 1}),
     ("guided_json", {}), ("truncate_prompt_tokens", 5),
 ]  # fmt: skip
 

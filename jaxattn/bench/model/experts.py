@@ -35,9 +35,9 @@ class WatchedExperts(MixtureOfExperts):
 
     choices: Choices
 
-    def choose(self, logits: Float[Array, "T E"], implementation: Any) -> Any:
-        ids, weights = super().choose(logits, implementation)
-        jax.debug.callback(self.choices, ids)
+    def choose(self, logits: Float[Array, "T N"], *args: Any) -> Any:
+        ids, weights = super().choose(logits, *args)
+        jax.debug.callback(self.choices, ids[:, : self.config.top_k])
         return ids, weights
 
 

@@ -21,8 +21,8 @@ from jaxattn.bench.model.weights import random_state
 from jaxattn.bench.timing import PROFILED, launches, seconds
 from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.sampling import Level, SamplingBatch, sample
-from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import init_state, jit_step, overlaid
 from jaxattn.models.decoder import DecoderModel

@@ -33,8 +33,8 @@ class Turns:
     """The items of a block.
 
     Args:
-        drawn: int32 [1] of global memory: how many have been drawn, 0 when the kernel starts, and
-            again when it has ended.
+        drawn: int32 or uint32 [1] of global memory: how many have been drawn, 0 when the kernel
+            starts, and again when it has ended.
         refs: of `scratch`.
         first, blocks, items: the block's number, and how many of both there are.
     """

@@ -16,16 +16,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gqa_decode.arrivals import Arrivals, global_fence
+from jaxattn.kernels.gqa_decode.combine import Combination
 from jaxattn.kernels.gqa_decode.fp8 import Tiles
-from jaxattn.kernels.gqa_decode.memory import QUERIES
+from jaxattn.kernels.gqa_decode.memory import ACROSS, QUERIES
 from jaxattn.kernels.gqa_decode.merge import Epilogue, Outputs, merge, write_nothing
 from jaxattn.kernels.gqa_decode.pairs import Pairs
+from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-LOADING_REGISTERS = 40
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
     reduction_scratch_bytes=0,  # reductions stay inside a warp
@@ -42,12 +44,13 @@ class Cut:
     Attributes:
         group: query heads that share a KV head.
         columns: N, packed rows s * group + j of a block.
-        out_rows: packed rows that the output keeps of a pair.
+        out_rows: packed rows that partial results have of a pair.
         parts: of the schedule.
         first_rows: `Results.first_rows`.
-        scale: of all scores; None: each packed row has its own, in `Refs.factors_ref`.
+        scale: of all scores; each packed row may have a factor beside it.
         consumers: w, warpgroups that take steps in turns.
-        registers: of each of their threads; None leaves all warpgroups what they have.
+        registers: of each thread that loads, and of each that computes; None leaves all warpgroups
+            what they have.
     """
 
     q_len: int
@@ -58,18 +61,18 @@ class Cut:
     out_rows: int
     parts: int
     first_rows: Sequence[int]
-    scale: float | None
+    scale: float
     window: int | None
     soft_cap: float | None
     page_size: int
     consumers: int
-    registers: int | None
+    registers: tuple[int, int] | None
     interpret: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs:
-    """What a block works on: operands and results."""
+    """What a block works on: operands and results. Queries are as the block's loader takes them."""
 
     q_ref: Any
     kv_ref: Any
@@ -79,14 +82,15 @@ class Refs:
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
     query_lens_ref: Any  # None: every row has all S tokens
-    sinks_ref: Any
-    gate_ref: Any
-    factors_ref: Any  # float32 [pairs, rows], of scores; None: all have `Cut.scale`
-    value_scale_ref: Any = None  # float32 [Hk], of an FP8 cache
-    out_ref: Any
+    sinks_ref: Any  # float32 [H]
+    gate_ref: Any  # [B * S * H, D]
+    kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
+    out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is cut
-    lse_ref: Any
+    lse_ref: Any  # float32 [B * S * H]
     partial_lse_ref: Any
+    slots_ref: Any  # of the schedule; None: no pair is cut, or another launch merges
+    arrived_ref: Any  # `Arrivals`
 
 
 def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[Refs, M]:
@@ -133,17 +137,21 @@ class Block[C: Cut, M]:
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         self.part = self.pairs()
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)
+        self.rows = PackedRows(
+            q_len=cut.q_len, group=cut.group, kv_heads=cut.kv_heads, columns=cut.columns,
+            first=self.tile * cut.columns, interpret=cut.interpret,
+        )  # fmt: skip
         outputs = Outputs(
-            self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, refs.out_ref,
-            refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
+            self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, self.rows,
+            refs.out_ref, refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
         )  # fmt: skip
         self.epilogue = Epilogue[Any](
             self.wg, memory, outputs, refs.sinks_ref, refs.gate_ref, self.tiles(),
-            refs.value_scale_ref, cut.interpret,
+            refs.kv_scale_ref, cut.interpret,
         )  # fmt: skip
 
     def load(self) -> None:
-        """All copies of the part, by one warpgroup."""
+        """All copies of the part, and `write_empty_rows`, by one warpgroup."""
         raise NotImplementedError
 
     def empty(self) -> Any:
@@ -178,9 +186,10 @@ class Block[C: Cut, M]:
         """What `Pairs` are made of."""
         cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
+        layer = jnp.clip(refs.layer_ref[0], 0, refs.kv_ref.shape[0] - 1)
         return dict(
             begin=begin, end=end, lens_ref=refs.lens_ref, table_ref=refs.table_ref,
-            kv_ref=refs.kv_ref, layer=refs.layer_ref[0], index=self.index,
+            kv_ref=refs.kv_ref, layer=layer, index=self.index,
             order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
             q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
         )  # fmt: skip
@@ -191,66 +200,100 @@ class Block[C: Cut, M]:
         @pl.when(self.wg == cut.consumers)
         def _load() -> None:
             if cut.registers is not None:
-                plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+                plgpu.set_max_registers(cut.registers[0], action="decrease")
             self.load()
 
         @pl.when(self.wg < cut.consumers)
         def _compute() -> None:
             if cut.registers is not None:
-                plgpu.set_max_registers(cut.registers, action="increase")
+                plgpu.set_max_registers(cut.registers[1], action="increase")
             self.compute()
 
     def compute(self) -> None:
-        """Each piece of the part, and each pair that has none."""
-        first_column = self.tile * self.cut.columns
+        """Each piece of the part."""
         nothing = (jnp.int32(0), jnp.int32(0))
-        self.part.each_piece(functools.partial(self._piece, first_column), nothing)
-        rows = self.refs.lens_ref.shape[0]
+        self.part.each_piece(self._piece, nothing)
 
-        @pl.loop(self.index, rows * self.cut.kv_heads, step=self.cut.parts)
-        def _each_empty_pair(pair):
-            @pl.when((self.part.pages_of(pair) <= 0) & (self.wg == 0))
+    def write_empty_rows(self) -> None:
+        """What the rows without keys are answered: the blocks take these rows in turns."""
+        rows, kv_heads = self.refs.lens_ref.shape[0], self.cut.kv_heads
+
+        @pl.loop(self.index, rows, step=self.cut.parts)
+        def _each(row):
+            first = row * kv_heads
+
+            @pl.when(self.part.pages_of(first) <= 0)
             def _():
-                write_nothing(self.epilogue.outputs, pair)
+                @pl.loop(first, first + kv_heads)
+                def _each_pair(pair):
+                    write_nothing(self.epilogue.outputs, pair)
 
-    def _piece(
-        self, first_column: jax.Array, place: Place, start: jax.Array, steps: jax.Array, carry: Any
-    ) -> Any:
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         """The steps that are this warpgroup's, and one result of all warpgroups."""
         (number, done), pair = carry, place.row
-        piece = self._opened(first_column, pair, start, number, done)
+        piece = self._opened(pair, start, number, done)
         consumers, memory = self.cut.consumers, self.epilogue.memory
         taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
         state = lax.fori_loop(0, taken, functools.partial(self.step, piece), self.empty())
         accs, top, total = self.result(state)
         merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps)
+        if self.refs.slots_ref is not None:
+            whole = steps == self.part.pages_of(pair)
+            pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))
         # Only here all four warps are known to have seen the queries come.
         plgpu.barrier_arrive(memory.queries_read.at[piece.queries_at])
         return number + 1, done + steps
 
     def _opened(
-        self, first_column: jax.Array, pair: jax.Array, start: jax.Array, number: jax.Array,
-        done: jax.Array,
-    ) -> Piece:  # fmt: skip
+        self, pair: jax.Array, start: jax.Array, number: jax.Array, done: jax.Array
+    ) -> Piece:
         """A piece whose queries have come."""
         cut, part = self.cut, self.part
         length, queries = part.length_of(pair), part.queries_of(pair)
         begin = self.first_key(pair)
         first_token = (start + part.first_step_of(pair)) * PAGE
-        factor: Any = cut.scale
-        if factor is None:
-            of_rows = self.refs.factors_ref.at[pair, self.mine]
-            factor = self.over_keys(plgpu.load(of_rows, layout=BY_ROW, optimized=False))
         visible = visible_keys(
-            first_column + self.iota(0), length, queries,
+            self.rows.first + self.iota(0), length, queries,
             q_len=cut.q_len, num_heads=cut.group, layout=SCORES,
         )  # fmt: skip
         queries_at = lax.rem(number, QUERIES)
         plgpu.barrier_wait(self.epilogue.memory.queries_loaded.at[queries_at])
         return Piece(
             done=done, first=self.first_step(done), first_token=first_token, length=length,
-            begin=begin, visible=visible, factor=factor, queries_at=queries_at,
+            begin=begin, visible=visible, factor=self.factor(pair, queries_at),
+            queries_at=queries_at,
         )  # fmt: skip
+
+    def _combine(self, pair: jax.Array) -> None:
+        """Of a piece that was written: where it is the pair's last, the merging of all."""
+        refs, outputs, cut = self.refs, self.epilogue.outputs, self.cut
+        # Rescaling is over, and each warpgroup's is its own.
+        arrivals = Arrivals(refs.arrived_ref, self.epilogue.memory.stats.at[0])
+        slots = [refs.slots_ref[i, pair] for i in range(3)]
+        tiles = cut.out_rows // cut.columns
+        pl.when(self.wg == 0)(lambda: arrivals.count(pair * tiles + self.tile, slots[1]))
+        self.epilogue.meet()
+
+        @pl.when(arrivals.last(self.wg))
+        def _merge() -> None:
+            global_fence()
+            combination = Combination(
+                first_rows=cut.first_rows, rows=cut.out_rows, out=outputs.out, lse=outputs.lse,
+                partial=outputs.partial, partial_lse=outputs.partial_lse,
+                sinks=self.epilogue.sinks, gate=self.epilogue.gate,
+            )  # fmt: skip
+            row, head = self.part.row_and_head(pair)
+            dims = cut.head_dim // WIDTH
+
+            @pl.loop(self.wg, dims * (cut.columns // ACROSS), step=cut.consumers)
+            def _each(i: jax.Array) -> None:
+                first = self.rows.first + lax.div(i, dims) * ACROSS
+                eight = dataclasses.replace(self.rows, columns=ACROSS, first=first)
+                combination.write(row, head, slots, eight, lax.rem(i, dims) * WIDTH)
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
+        """Of a pair's scores, whose queries have come to that place."""
+        return self.cut.scale
 
     def softened(
         self, scores: jax.Array, factor: Any, piece: Piece, token: jax.Array

@@ -1,4 +1,4 @@
-"""The body of `gqa_decode`: a warpgroup loads, and two take the steps of a part in turns.
+"""The body of `gqa_decode`: a warpgroup loads, and two or three take a part's steps in turns.
 
 Packed rows (query token, head of the group) are the columns of both products, so that eight of them
 cost eight columns:
@@ -8,7 +8,7 @@ cost eight columns:
 
 The softmax runs over the scores turned round through shared memory, so that a column's lie in half
 a warp; P goes back the same way. Keys' places in a ring are free again once the scores are there,
-before the values' are. At a piece's end merge.py makes one result of the two warpgroups'.
+before the values' are. At a piece's end merge.py makes one result of the warpgroups'.
 
 products.py has the products, of 16-bit and of FP8 caches.
 """
@@ -28,8 +28,9 @@ from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import Memory
 from jaxattn.kernels.gqa_decode.pairs import KEYS, VALUES
 from jaxattn.kernels.gqa_decode.products import products_of
+from jaxattn.kernels.gqa_decode.queries import GatheredQueries
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.mla_decode.columns_memory import SCORES
+from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
@@ -63,19 +64,26 @@ class Body(Block[DecodeCut, Memory]):
     def first_key(self, pair: jax.Array) -> jax.Array | None:
         return self.part.first_key(pair)
 
-    def first_step(self, done: jax.Array) -> jax.Array:
-        return lax.rem(done + self.wg, self.cut.consumers)  # there are two
-
     def load(self) -> None:
         memory, ahead = self.memory, self.cut.ahead
         rings = (
             Ring(ahead[KEYS], memory.keys_loaded, memory.keys_read, self._copies(KEYS)),
             Ring(ahead[VALUES], memory.values_loaded, memory.values_read, self._copies(VALUES)),
         )
+        queries = GatheredQueries(
+            q_ref=self.refs.q_ref, rows=self.rows, part=self.part, memory=memory,
+            scale=self.cut.scale, kv_scale_ref=self.refs.kv_scale_ref,
+        )  # fmt: skip
         Loader(
-            part=self.part, q_ref=self.refs.q_ref, mine=self.mine, memory=memory, rings=rings,
+            part=self.part, queries=queries, memory=memory, rings=rings,
             consumers=self.cut.consumers, interpret=self.cut.interpret,
-        ).run()  # fmt: skip
+        ).run(self.write_empty_rows)  # fmt: skip
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
+        if not self.cut.fp8:
+            return self.cut.scale
+        factors = self.memory.factors.at[queries_at]
+        return self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
 
     def _copies(self, kind: int) -> Any:
         """`Ring.copies`: as many tokens as lie together at a time."""

@@ -1,10 +1,12 @@
-"""Merges the partial results of the pairs that `gqa_decode` cut; sinks and gate join here.
+"""Merges the partial results of a pair that `gqa_decode` cut; sinks and gate join here.
 
-A block for eight packed rows of a pair and 64 of its dims. A pair that lies in one part was written
-whole, and its blocks leave at once.
+The block that has a pair's last piece does it. The interpreter knows no atomic operations: there a
+launch of its own follows, a block for eight packed rows of a pair and 64 of its dims.
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,13 +16,106 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa_decode.memory import ACROSS
-from jaxattn.kernels.gqa_decode.merge import WIDTH, gated, with_sink
+from jaxattn.kernels.gqa_decode.merge import gated, with_sink
+from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 from jaxattn.kernels.mla_decode.schedule import Schedule
 
 AHEAD = 8  # partial results that are read at a time, four registers each
+
+
+def _wide(vector: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, (ACROSS, WIDTH), [0]), SCORES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Combination:
+    """
+    Attributes:
+        first_rows: of the output, and of the partial results, in the arrays below.
+        rows: packed rows that partial results have of a pair.
+        out: [.., D], lse float32 [B * S * H].
+        partial: float32 [.., D], partial_lse float32 [2 * parts, rows], natural logarithm.
+        sinks: float32 [H], or None.
+        gate: [B * S * H, D], or None.
+    """
+
+    first_rows: Sequence[int]
+    rows: int
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+    sinks: Any
+    gate: Any
+
+    def write(
+        self, row: Any, head: Any, slots: list[jax.Array], packed: PackedRows, first_dim: Any
+    ) -> None:
+        """Eight packed rows of the pair (row, KV head), and 64 of its dims.
+
+        Args:
+            slots: the pair's of `Schedule`.
+            packed: the eight.
+        """
+        at, dims = packed.row_of(row, head), pl.ds(pl.multiple_of(first_dim, WIDTH), WIDTH)
+        top, total, out = self._sum(slots, packed.first, dims)
+        empty = total == 0
+        if self.sinks is not None:
+            # The sum was relative to `top`, and so is the output.
+            new_top, total = with_sink(top, total, packed.of_heads(self.sinks, head))
+            out = out * _wide(jnp.exp2(top - new_top))
+            top = new_top
+        out = out * _wide(1 / total)
+        if self.gate is not None:
+            out = gated(out, packed.load(self.gate, at, first_dim, WIDTH))
+        out = jnp.where(_wide(empty.astype(jnp.float32)) > 0, 0.0, out)
+        packed.store(self.out, self.first_rows[0] + at, first_dim, out.astype(self.out.dtype))
+
+        @pl.when(first_dim == 0)
+        def _lse():
+            lse = (top + jnp.log2(total)) * (1 / LOG2E)
+            packed.store_numbers(self.lse, at, jnp.where(empty, -jnp.inf, lse))
+
+    def _sum(self, slots: list[jax.Array], first: Any, dims: Any) -> Any:
+        """(maximum of the log2 of weights, their sum divided by 2**that, outputs times it)."""
+        number, mine = slots[1], pl.ds(pl.multiple_of(first, ACROSS), ACROSS)
+
+        def add(j: jax.Array, state: Any) -> Any:
+            top, total, out = state
+            numbers = [j * AHEAD + k for k in range(AHEAD)]
+            places = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
+            of_rows = [
+                pl.ds(self.first_rows[1] + slot * self.rows + first, ACROSS) for slot in places
+            ]
+            pieces = [
+                plgpu.load(self.partial.at[at, dims], layout=SCORES, optimized=False)
+                for at in of_rows
+            ]
+            lses = [
+                plgpu.load(self.partial_lse.at[slot, mine], layout=BY_ROW, optimized=False) * LOG2E
+                for slot in places
+            ]
+            lses = [
+                jnp.where(k < number, lse, -jnp.inf) for k, lse in zip(numbers, lses, strict=True)
+            ]
+            new_top = functools.reduce(jnp.maximum, lses, top)
+            rescale = jnp.exp2(top - new_top)
+            total, out = total * rescale, out * _wide(rescale)
+            for lse, one in zip(lses, pieces, strict=True):
+                weight = jnp.exp2(lse - new_top)
+                total += weight
+                out += _wide(weight) * one
+            return new_top, total, out
+
+        state = (
+            plgpu.layout_cast(jnp.full((ACROSS,), EMPTY, jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.zeros((ACROSS,), jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES),
+        )
+        return lax.fori_loop(0, lax.div(number + (AHEAD - 1), AHEAD), add, state)
 
 
 def combine(
@@ -32,102 +127,48 @@ def combine(
     sinks: jax.Array | None,
     gate: jax.Array | None,
     *,
+    q_len: int,
+    group: int,
     kv_heads: int,
-    interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """Writes the merged pairs to the output and returns the LSE of all.
+    """In the interpreter, writes the pairs that were cut to the output, and returns the LSE of all.
 
     Args:
-        refs: the output's rows [.., D], and the partial results' float32 [.., D].
-        first_rows: where in each the op's own rows begin.
-        lse: float32 [pairs, rows].
-        partial_lse: float32 [2 * parts, rows], natural logarithm.
-        sinks: float32 [Hk, rows].
-        gate: [pairs, rows, D].
+        refs: the output's rows [.., D], and the partial results'.
+        lse: float32 [B * S * H].
+        q_len, group, kv_heads: S, query heads of a KV head, and Hk.
+        first_rows, partial_lse, sinks, gate: as `Combination` has them.
     """
-    pairs, rows = lse.shape
-    out_ref, partial_ref = refs
+    pairs, rows = line.slots.shape[1], partial_lse.shape[1]
     lse_ref = jax.new_ref(lse)
 
-    def wide(vector: jax.Array) -> jax.Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(vector, (ACROSS, WIDTH), [0]), SCORES)
-
-    def body(partial_lse_ref, slots_ref, sinks_ref, gate_ref, out_ref, partial_ref, lse_ref):
+    def body(slots_ref: Any, **refs: Any) -> None:
         pair, chunk, piece = (lax.axis_index(name) for name in ("pair", "chunk", "dims"))
-        mine, dims = pl.ds(chunk * ACROSS, ACROSS), pl.ds(piece * WIDTH, WIDTH)
         slots = [slots_ref[i, pair] for i in range(3)]
-        number = slots[1]
+        packed = PackedRows(
+            q_len=q_len, group=group, kv_heads=kv_heads, columns=ACROSS, first=chunk * ACROSS,
+            interpret=True,
+        )  # fmt: skip
+        combination = Combination(first_rows=first_rows, rows=rows, **refs)
+        row, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
 
-        def add(j, state):
-            top, total, out = state
-            numbers = [j * AHEAD + k for k in range(AHEAD)]
-            places = [line.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
-            of_rows = [
-                pl.ds(first_rows[1] + slot * rows + chunk * ACROSS, ACROSS) for slot in places
-            ]
-            pieces = [
-                plgpu.load(partial_ref.at[at, dims], layout=SCORES, optimized=False)
-                for at in of_rows
-            ]
-            lses = [
-                plgpu.load(partial_lse_ref.at[slot, mine], layout=BY_ROW, optimized=False) * LOG2E
-                for slot in places
-            ]
-            lses = [
-                jnp.where(k < number, lse, -jnp.inf) for k, lse in zip(numbers, lses, strict=True)
-            ]
-            new_top = functools.reduce(jnp.maximum, lses, top)
-            rescale = jnp.exp2(top - new_top)
-            total, out = total * rescale, out * wide(rescale)
-            for lse, one in zip(lses, pieces, strict=True):
-                weight = jnp.exp2(lse - new_top)
-                total += weight
-                out += wide(weight) * one
-            return new_top, total, out
-
-        @pl.when(number > 0)
-        def _merge():
-            state = (
-                plgpu.layout_cast(jnp.full((ACROSS,), EMPTY, jnp.float32), BY_ROW),
-                plgpu.layout_cast(jnp.zeros((ACROSS,), jnp.float32), BY_ROW),
-                plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES),
-            )
-            steps = lax.div(number + (AHEAD - 1), AHEAD)
-            top, total, out = lax.fori_loop(0, steps, add, state)
-            empty = total == 0
-            if sinks_ref is not None:
-                head = lax.rem(pair, kv_heads)
-                sink = plgpu.load(sinks_ref.at[head, mine], layout=BY_ROW, optimized=False)
-                # The sum was relative to `top`, and so is the output.
-                new_top, total = with_sink(top, total, sink)
-                out = out * wide(jnp.exp2(top - new_top))
-                top = new_top
-            out = out * wide(1 / total)
-            if gate_ref is not None:
-                some = gate_ref.at[pair, mine, dims]
-                out = gated(out, plgpu.load(some, layout=SCORES, optimized=False))
-            out = jnp.where(wide(empty.astype(jnp.float32)) > 0, 0.0, out)
-            at = pl.ds(first_rows[0] + pair * rows + chunk * ACROSS, ACROSS)
-            out_ref[at, dims] = out.astype(out_ref.dtype)
-
-            @pl.when(piece == 0)
-            def _lse():
-                lse = (top + jnp.log2(total)) * (1 / LOG2E)
-                lse_ref[pair, mine] = jnp.where(empty, -jnp.inf, lse)
+        @pl.when(slots[1] > 0)
+        def _merge() -> None:
+            combination.write(row, head, slots, packed, piece * WIDTH)
 
     launch(
         body,
         name="gqa_decode_combine",
-        grid={"pair": pairs, "chunk": rows // ACROSS, "dims": out_ref.shape[1] // WIDTH},
+        grid={"pair": pairs, "chunk": rows // ACROSS, "dims": refs[0].shape[1] // WIDTH},
         inputs={
-            "partial_lse_ref": partial_lse,
             "slots_ref": line.slots,
-            "sinks_ref": sinks,
-            "gate_ref": gate,
-            "out_ref": out_ref,
-            "partial_ref": partial_ref,
-            "lse_ref": lse_ref,
+            "out": refs[0],
+            "lse": lse_ref,
+            "partial": refs[1],
+            "partial_lse": partial_lse,
+            "sinks": sinks,
+            "gate": gate,
         },
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
@@ -135,7 +176,7 @@ def combine(
             reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        interpret=interpret,
+        interpret=True,
         detect_races=detect_races,
     )
     return jax.freeze(lse_ref)

@@ -14,6 +14,7 @@ a warp's 16, a block being a tile's dims:
               32 w + 4 g + 2 j + h, and row 16 w + 8 h + g of one of 64 its dim 16 w + 2 g + h
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,20 +63,26 @@ def tiles_of(head_dim: int) -> Any:
     return swizzled(FP8, block_width(head_dim))
 
 
-def half_queries(q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries [..., D] as float16 in the order of the keys, and float32 [...]: what their scores
-    are to be multiplied by, a power of two."""
-    wide = q.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1)
+def half_queries(
+    q: jax.Array, wide: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [N, D] as float16, and float32 [N]: what their scores are to be multiplied by, a
+    power of two.
+
+    Args:
+        q: float32.
+        wide: makes a number of each row a number of each of its dims.
+    """
+    largest = jnp.max(jnp.abs(q), axis=1)
     exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
     # Inf and NaN, and float32's largest and smallest, are divided by less.
-    exponent = jnp.clip(exponent, QUERY_EXPONENT + 1, 2 * FLOAT_BIAS)
+    exponent = jnp.minimum(jnp.maximum(exponent, QUERY_EXPONENT + 1), 2 * FLOAT_BIAS)
 
     def power(biased: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
 
-    wide = wide * power(2 * FLOAT_BIAS + QUERY_EXPONENT - exponent)[..., None]
-    return in_order(wide.astype(jnp.float16)), power(exponent - QUERY_EXPONENT)
+    q = q * wide(power(2 * FLOAT_BIAS + QUERY_EXPONENT - exponent))
+    return q.astype(jnp.float16), power(exponent - QUERY_EXPONENT)
 
 
 def in_order(x: jax.Array) -> jax.Array:
@@ -83,6 +90,25 @@ def in_order(x: jax.Array) -> jax.Array:
     width = block_width(x.shape[-1])
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // width, 4, width // 16, 2, 2)
     return jnp.moveaxis(blocks, -4, -2).reshape(x.shape)
+
+
+def order_of(head_dim: int) -> Callable[[Any], tuple[Any, Any]]:
+    """Of words: the two dims from which on a thread has two numbers each, for four neighbouring
+    columns of queries `in_order`, of the first of them."""
+    width = block_width(head_dim)
+
+    def dims(column: Any) -> tuple[Any, Any]:
+        inside = arith.andi(column, word(width - 1))
+        step, lane = arith.shrui(inside, word(4)), arith.andi(inside, word(7))
+        first = plus(
+            arith.subi(column, inside),
+            times(arith.shrui(lane, word(1)), width // 4),
+            times(step, 4),
+            arith.andi(arith.shrui(inside, word(2)), word(2)),
+        )
+        return first, plus(first, word(width // 4))
+
+    return dims
 
 
 def _wide(four: Any, half: int) -> Any:

@@ -20,23 +20,17 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.formats import FP8
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.body import Body, DecodeCut
-from jaxattn.kernels.gqa_decode.fp8 import half_queries
 from jaxattn.kernels.gqa_decode.memory import (
-    CONSUMERS,
     Memory,
     product_dtype,
     refusal,
+    room_of,
     scratch_types,
-    steps_ahead,
 )
 from jaxattn.kernels.gqa_decode.results import Packing, Results
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, line_of
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
-
-# Three warpgroups have 168 registers each, or 40, 232 and 232. The one that loads gives some away
-# where outputs, of so many numbers [D, N], and descriptors of the products' tiles are many.
-MANY_NUMBERS, COMPUTING_REGISTERS = 2048, 232
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
@@ -86,31 +80,25 @@ def gqa_decode_mosaic(
     layers, num_pages, _, page_size, kv_heads, _ = kv_cache.shape
     operand_dtype, fp8 = product_dtype(q.dtype, kv_cache.dtype), kv_cache.dtype == FP8
     packing = Packing(batch, q_len, num_heads, dim, kv_heads)
-    line = line_of(
+    schedule = schedule_of(
         "gqa_decode", schedule, seq_lens, q_len=q_len, num_heads=num_heads, num_kv_heads=kv_heads,
         head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size, window=window,
         interpret=interpret,
     )  # fmt: skip
-    sinks = None if sinks is None else packing.pack_heads(sinks)
-    gate = None if gate is None else packing.pack(gate)
+    queries, gate = packing.flat(q), packing.flat(gate)
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
-    queries, factors, value_scale = packing.pack(q), None, None
-    if fp8:
-        assert kv_scale is not None
-        queries, factors = half_queries(queries)
-        factors *= jnp.tile(kv_scale[0], batch)[:, None] * scale
-        value_scale = kv_scale[1]
-    results = Results(arena, line, packing, q.dtype)
+    line = schedule.line
+    results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
-    many = columns * dim >= MANY_NUMBERS
+    room = room_of(columns, dim, kv_cache.dtype, line.max_pages)
     cut = DecodeCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows,
-        scale=None if fp8 else scale, window=window, soft_cap=soft_cap, page_size=page_size,
-        consumers=CONSUMERS, registers=COMPUTING_REGISTERS if many else None, interpret=interpret,
-        dtype=operand_dtype, fp8=fp8, ahead=steps_ahead(columns, dim, kv_cache.dtype),
+        scale=scale, window=window, soft_cap=soft_cap, page_size=page_size,
+        consumers=room.consumers, registers=room.registers, interpret=interpret,
+        dtype=operand_dtype, fp8=fp8, ahead=room.ahead,
     )  # fmt: skip
-    memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size)
+    memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size, room)
     written = launch(
         lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
         name="gqa_decode",
@@ -127,13 +115,12 @@ def gqa_decode_mosaic(
             "query_lens_ref": query_lens,
             "sinks_ref": sinks,
             "gate_ref": gate,
-            "factors_ref": factors,
-            "value_scale_ref": value_scale,
+            "kv_scale_ref": kv_scale,
             **results.inputs,
         },
         outputs=results.outputs,
         scratch=memory._asdict(),
-        warpgroups=CONSUMERS + 1,
+        warpgroups=room.consumers + 1,
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         detect_races=detect_races,

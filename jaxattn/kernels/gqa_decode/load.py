@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa_decode.memory import QUERIES
 from jaxattn.kernels.gqa_decode.pairs import Pairs
+from jaxattn.kernels.gqa_decode.queries import Queries
 from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.mla_decode.part import Place
 
@@ -48,25 +49,24 @@ class Ring:
 class Loader:
     """
     Attributes:
-        q_ref: packed queries [pairs, rows, D].
-        mine: the block's rows of them.
-        memory: has `queries`, and their barriers `queries_loaded` and `queries_read`.
+        queries: how they come.
+        memory: has `queries_read`, barriers of the places of queries.
         rings: in the order in which a step's copies start.
         consumers: warpgroups that compute.
     """
 
     part: Pairs
-    q_ref: Any
-    mine: Any
+    queries: Queries
     memory: Any
     rings: tuple[Ring, ...]
     consumers: int
     interpret: bool
 
-    def run(self) -> None:
+    def run(self, between: Callable[[], None]) -> None:
         """Everything, to the end: a thread that waits on a barrier has to see each of its
-        completions."""
+        completions. `between` is done when all has been asked for."""
         number, done = self.part.each_piece(self._piece, (jnp.int32(0), jnp.int32(0)))
+        between()
 
         # What nobody waited for: the last steps of each ring, and the last queries.
         for ring in self.rings:
@@ -81,15 +81,12 @@ class Loader:
             plgpu.barrier_wait(self.memory.queries_read.at[lax.rem(i, QUERIES)])
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
-        memory = self.memory
         number, done = carry
         pair, stop = place.row, start + steps
         at = lax.rem(number, QUERIES)
-        # Before the queries' place is waited for, the first page's number is asked for.
+        # Before anything is waited for, the first page's number and the queries are asked for.
         numbers = self.part.numbers(pair, start, stop)
-        pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(memory.queries_read.at[at]))
-        there = memory.queries_loaded.at[at]
-        plgpu.copy_gmem_to_smem(self.q_ref.at[pair, self.mine], memory.queries.at[at], there)
+        asked = self.queries.ask(pair)
 
         def step(i, numbers):
             wg, turn = place_of(done + i, self.consumers)
@@ -104,5 +101,9 @@ class Loader:
             meet(interpret=self.interpret)
             return following
 
-        lax.fori_loop(0, steps, step, numbers)
+        numbers = step(jnp.int32(0), numbers)
+        read = self.memory.queries_read.at[at]
+        pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(read))
+        self.queries.put(asked, pair, at)
+        lax.fori_loop(1, steps, step, numbers)
         return number + 1, done + steps

@@ -16,14 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gqa_decode.arrivals import global_fence
 from jaxattn.kernels.gqa_decode.fp8 import Tiles
-from jaxattn.kernels.gqa_decode.pairs import Pairs
+from jaxattn.kernels.gqa_decode.pairs import VALUES, Pairs
+from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
-
-# Dims that half a warp writes of a row: those of the layout of scores.
-WIDTH = 64
 
 
 class Exchanged(Protocol):
@@ -49,10 +48,10 @@ class Outputs:
 
     Attributes:
         first_rows: of the output, and of the partial results, in the arrays below.
-        rows: packed rows that the arrays keep of a pair.
-        columns: the block's of them, a `pl.ds`.
-        out: [.., D], lse [pairs, rows]: of whole pairs.
-        partial, partial_lse: partial results, or None where there are none.
+        rows: packed rows that partial results have of a pair.
+        columns: the block's of them, a `pl.ds`, and `packed` where they are in callers' arrays.
+        out: [.., D], lse [B * S * H]: of whole pairs.
+        partial, partial_lse: [.., D] and [2 * parts, rows], or None where there are none.
     """
 
     part: Pairs
@@ -60,15 +59,23 @@ class Outputs:
     rows: int
     head_dim: int
     columns: Any
+    packed: PackedRows
     out: Any
     partial: Any
     lse: Any
     partial_lse: Any
 
-    def at(self, pair: jax.Array) -> Any:
-        """The block's rows of a pair in the output."""
-        begin = self.first_rows[0] + pair * self.rows + self.columns.start
-        return pl.ds(begin, self.columns.size)
+    def at(self, pair: jax.Array) -> jax.Array:
+        """Where a pair's rows begin in callers' arrays."""
+        return self.packed.row_of(*self.part.row_and_head(pair))
+
+    def write(self, pair: jax.Array, first_dim: Any, out: jax.Array) -> None:
+        """Dims of a pair's output."""
+        at = self.first_rows[0] + self.at(pair)
+        self.packed.store(self.out, at, first_dim, out.astype(self.out.dtype))
+
+    def write_lse(self, pair: jax.Array, lse: jax.Array) -> None:
+        self.packed.store_numbers(self.lse, self.at(pair), lse)
 
     def at_partial(self, pair: jax.Array) -> Any:
         begin = self.first_rows[1] + self.part.partial_slot(pair) * self.rows
@@ -80,10 +87,10 @@ class Epilogue[M: Exchanged]:
     """
     Attributes:
         wg: this warpgroup, from 0.
-        sinks: float32 [Hk, rows], or None.
-        gate: [pairs, rows, D], or None.
+        sinks: float32 [H], or None.
+        gate: [B * S * H, D], or None.
         tiles: of an FP8 cache, whose outputs are in their order; else None.
-        value_scale: of such a cache, float32 [Hk]; else None.
+        kv_scale: of such a cache, float32 [2, Hk]; else None.
     """
 
     wg: jax.Array
@@ -92,7 +99,7 @@ class Epilogue[M: Exchanged]:
     sinks: Any
     gate: Any
     tiles: Tiles | None
-    value_scale: Any
+    kv_scale: Any
     interpret: bool
 
     def meet(self) -> None:
@@ -169,8 +176,8 @@ def merge(
             return plgpu.layout_cast(vector, SCORES)
 
         share = jnp.exp2(top - top_now) / total_now
-        if epilogue.value_scale is not None:
-            share *= epilogue.value_scale[head]
+        if epilogue.kv_scale is not None:
+            share *= epilogue.kv_scale[VALUES, head]
         some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in range(consumers)]
         both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
         share = jnp.where(empty, -1.0, share)
@@ -183,21 +190,16 @@ def merge(
         def _whole():
             top_now, total_now = top, total
             if epilogue.sinks is not None:
-                of_head = epilogue.sinks.at[head, outputs.columns]
-                sink = plgpu.load(of_head, layout=BY_ROW, optimized=False)
+                sink = outputs.packed.of_heads(epilogue.sinks, head)
                 top_now, total_now = with_sink(top, total, sink)
             out = output(top_now, total_now, first, width)
             if epilogue.gate is not None:
-                some = epilogue.gate.at[pair, outputs.columns, pl.ds(first, width)]
-                gate = plgpu.load(some, layout=SCORES, optimized=False)
+                gate = outputs.packed.load(epilogue.gate, outputs.at(pair), first, width)
                 dead = lax.broadcast_in_dim(empty.astype(jnp.float32), (columns, width), [0])
                 dead = plgpu.layout_cast(dead, SCORES)
                 out = jnp.where(dead > 0, 0.0, gated(out, gate))
-            outputs.out[outputs.at(pair), pl.ds(first, width)] = out.astype(outputs.out.dtype)
-
-            @pl.when(wg == 0)
-            def _lse():
-                outputs.lse[pair, outputs.columns] = lse_of(top_now, total_now)
+            outputs.write(pair, first, out)
+            pl.when(wg == 0)(lambda: outputs.write_lse(pair, lse_of(top_now, total_now)))
 
         if outputs.partial is None:
             return
@@ -212,6 +214,9 @@ def merge(
                 slot = outputs.part.partial_slot(pair)
                 outputs.partial_lse[slot, outputs.columns] = lse_of(top, total)
 
+            if not epilogue.interpret:
+                global_fence()
+
     each = -(-dims // (consumers * WIDTH)) * WIDTH
     if dims == consumers * each:
         write(wg * each, each)
@@ -223,7 +228,8 @@ def merge(
 def write_nothing(outputs: Outputs, pair: jax.Array) -> None:
     """Of a pair without keys: 0, and an LSE of -inf."""
     count, dims = outputs.columns.size, outputs.head_dim
-    nothing = plgpu.layout_cast(jnp.zeros((count, dims), outputs.out.dtype), SCORES)
-    outputs.out[outputs.at(pair), :] = nothing
+    nothing = plgpu.layout_cast(jnp.zeros((count, WIDTH), outputs.out.dtype), SCORES)
+    for first in range(0, dims, WIDTH):
+        outputs.write(pair, first, nothing)
     lse = plgpu.layout_cast(jnp.full((count,), -jnp.inf, jnp.float32), BY_ROW)
-    outputs.lse[pair, outputs.columns] = lse
+    outputs.write_lse(pair, lse)

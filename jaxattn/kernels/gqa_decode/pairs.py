@@ -17,6 +17,7 @@ from jaxattn.kernels.mla_decode.part import Part
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two
+MOST = 2**31 - 1  # of int32
 
 
 def window_start(lengths: jax.Array, queries: Any, window: int) -> jax.Array:
@@ -55,7 +56,10 @@ class Pairs(Part):
         return row, pair - row * self.kv_heads
 
     def length_of(self, pair: jax.Array) -> jax.Array:
-        return self.lens_ref[self.row_and_head(self.some_row(pair))[0]]
+        """Tokens of its row; 0, as of padding, where they are more than the table has places."""
+        length = self.lens_ref[self.row_and_head(self.some_row(pair))[0]]
+        most = self.table_ref.shape[1] * self.page_size
+        return length if most >= MOST else jnp.where(length > most, 0, length)
 
     def queries_of(self, pair: jax.Array) -> jax.Array | None:
         """How many query tokens its row has; None: all S."""

@@ -2,8 +2,7 @@
 of it.
 
 A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a pair's output,
-or for a pair that was cut its partial results, which `gqa_decode_combine` then merges into the
-output.
+or for a pair that was cut its partial results, which combine.py merges into the output.
 """
 
 import dataclasses
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena
 from jaxattn.kernels.gqa_decode.combine import combine
 from jaxattn.kernels.gqa_decode.memory import block_columns
-from jaxattn.kernels.gqa_decode.schedule import may_cut
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, may_cut
 from jaxattn.kernels.gqa_decode.scratch import spec_of
-from jaxattn.kernels.mla_decode.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +58,9 @@ class Packing:
         """Packed rows that are kept of a pair, in whole blocks."""
         return self.columns * self.tiles
 
-    def pack(self, x: jax.Array) -> jax.Array:
-        """[B, S, H, D] as [pairs, rows, D]."""
-        x = x.reshape(self.batch, self.q_len, self.kv_heads, self.group, self.head_dim)
-        x = x.swapaxes(1, 2).reshape(self.pairs, self.used, self.head_dim)
-        return jnp.pad(x, ((0, 0), (0, self.rows - self.used), (0, 0)))
-
-    def pack_heads(self, x: jax.Array) -> jax.Array:
-        """[H] as [Hk, rows]."""
-        x = jnp.tile(x.reshape(self.kv_heads, self.group), (1, self.q_len))
-        return jnp.pad(x, ((0, 0), (0, self.rows - self.used)))
-
-    def unpack(self, x: jax.Array) -> jax.Array:
-        """[pairs, rows, ...] as [B, S, H, ...]."""
-        x = x[:, : self.used]
-        x = x.reshape(self.batch, self.kv_heads, self.q_len, self.group, *x.shape[2:])
-        return x.swapaxes(1, 2).reshape(self.batch, self.q_len, self.num_heads, *x.shape[4:])
+    def flat(self, x: jax.Array | None) -> jax.Array | None:
+        """[B, S, H, D] as [B * S * H, D]; None stays None."""
+        return None if x is None else x.reshape(-1, self.head_dim)
 
 
 class Results:
@@ -87,11 +72,16 @@ class Results:
         inputs, outputs: of the launch. What concerns partial results is None where there are none.
     """
 
-    def __init__(self, arena: Arena | None, line: Schedule, packing: Packing, dtype: Any):
+    def __init__(
+        self, arena: Arena | None, schedule: PairSchedule, packing: Packing, dtype: Any, *,
+        interpret: bool,
+    ):  # fmt: skip
+        line = schedule.line
         self.arena, self.line, self.packing = arena, line, packing
         pairs, rows, dim = packing.pairs, packing.rows, packing.head_dim
+        shape = packing.batch, packing.q_len, packing.num_heads, dim
         self.split = may_cut(pairs, line.parts, line.max_pages)
-        self.spec = spec_of(pairs, rows, dim, dtype, line.parts, self.split)
+        self.spec = spec_of(shape, rows, dtype, line.parts, self.split)
         regions = dict(self.spec.regions)
         self.names = ["out", *(["partial_out"] if self.split else [])]
         if arena is None:
@@ -101,12 +91,19 @@ class Results:
             lanes = [arena.lane(self.spec, name, width=dim) for name in self.names]
         self.refs = [jax.new_ref(lane) for lane, _ in lanes]
         self.first_rows = [first for _, first in lanes]
-        counts = [pairs, *([2 * line.parts] if self.split else [])]
-        types = [jax.ShapeDtypeStruct((count, rows), jnp.float32) for count in counts]
+        lse, partial_lse = (
+            jax.ShapeDtypeStruct(of, jnp.float32)
+            for of in ((math.prod(shape[:3]),), (2 * line.parts, rows))
+        )
         self.inputs: dict[str, Any] = {"out_ref": self.refs[0], "partial_ref": None}
-        self.outputs: dict[str, Any] = {"lse_ref": types[0], "partial_lse_ref": None}
+        self.inputs |= {"slots_ref": None, "arrived_ref": None}
+        self.outputs: dict[str, Any] = {"lse_ref": lse, "partial_lse_ref": None}
         if self.split:
-            self.inputs["partial_ref"], self.outputs["partial_lse_ref"] = self.refs[1], types[1]
+            self.inputs["partial_ref"] = self.refs[1]
+            self.outputs["partial_lse_ref"] = partial_lse
+        if self.split and not interpret:
+            self.inputs["slots_ref"] = line.slots
+            self.inputs["arrived_ref"] = schedule.arrived_of(packing.tiles)
 
     def finish(
         self,
@@ -121,21 +118,22 @@ class Results:
 
         Args:
             written: what the launch returned.
-            sinks, gate: packed; pairs that were cut get theirs here.
+            sinks, gate: as the launch has them; in the interpreter pairs that were cut get theirs
+                here.
         """
         packing, arena = self.packing, self.arena
         lse = written["lse_ref"]
-        if self.split:
+        if self.split and interpret:
             lse = combine(
                 self.refs, self.first_rows, lse, written["partial_lse_ref"], self.line, sinks, gate,
-                kv_heads=packing.kv_heads, interpret=interpret, detect_races=detect_races,
+                q_len=packing.q_len, group=packing.group, kv_heads=packing.kv_heads,
+                detect_races=detect_races,
             )  # fmt: skip
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
+        shape = packing.batch, packing.q_len, packing.num_heads
+        lse = lse.reshape(shape)
         if arena is None:
-            out = lanes["out"].reshape(packing.pairs, packing.rows, packing.head_dim)
-        else:
-            for name, lane in lanes.items():
-                arena = arena.with_lane(self.spec, name, lane)
-            out = arena.read(self.spec, "out")
-        out, lse = packing.unpack(out), packing.unpack(lse)
-        return (out, lse) if arena is None else (out, lse, arena)
+            return lanes["out"].reshape(*shape, packing.head_dim), lse
+        for name, lane in lanes.items():
+            arena = arena.with_lane(self.spec, name, lane)
+        return arena.read(self.spec, "out"), lse, arena

@@ -8,9 +8,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.checks import Arguments, check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gqa_decode.memory import block_columns
+from jaxattn.kernels.gqa_decode.arrivals import none_yet
+from jaxattn.kernels.gqa_decode.memory import block_columns, blocks_together
 from jaxattn.kernels.gqa_decode.pairs import first_step
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.schedule import (
@@ -35,6 +36,8 @@ class PairSchedule:
     """
     Attributes:
         line: the parts, of pairs p = row * Hk + head.
+        arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
+            which run one after another. None: each call makes its own.
         num_kv_heads: Hk.
         q_len: S.
         window: keys that a token sees, or None.
@@ -44,6 +47,13 @@ class PairSchedule:
     num_kv_heads: int = dataclasses.field(metadata={"static": True})
     q_len: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
+    arrived: jax.Array | None = None
+
+    def arrived_of(self, tiles: int) -> jax.Array:
+        """`arrived`, made here where it is None, for so many tiles of a pair."""
+        if self.arrived is not None:
+            return self.arrived
+        return none_yet(jnp.repeat(self.line.slots[1], tiles))
 
     def check(
         self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
@@ -74,10 +84,13 @@ def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -
     return min(steps, -(-(q_len + window - 2) // PAGE) + 1)
 
 
-def num_parts(pairs: int, tiles: int, steps: int, num_sms: int) -> int:
-    """Parts of a call, from static shapes: a block for each multiprocessor and tile, or fewer
-    where the pairs are not worth as many."""
-    return max(1, min(num_sms // tiles, pairs * (steps + PAIR_COST) // MIN_PART))
+def num_parts(
+    pairs: int, steps: int, *, columns: int, tiles: int, head_dim: int, num_sms: int
+) -> int:
+    """Parts of a call, from static shapes: as many blocks for each tile as the GPU runs at a time,
+    or fewer where the pairs are not worth as many."""
+    blocks = num_sms * blocks_together(columns, head_dim, steps)
+    return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // MIN_PART))
 
 
 def may_cut(pairs: int, parts: int, steps: int) -> bool:
@@ -120,7 +133,8 @@ def decode_schedule(
     arguments = Arguments("gqa.decode_schedule")
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
-    check_sizes(arguments.op, q_len=q_len, **heads, **pages, window=window or 1)
+    check_sizes(arguments.op, q_len=q_len, **heads, **pages)
+    window = check_window(arguments.op, window)
     seq_lens = arguments.lengths(
         "seq_lens",
         seq_lens,
@@ -130,22 +144,27 @@ def decode_schedule(
     )[1]
     refuse_explicit_axes(arguments.op, seq_lens)
     steps = most_steps(max_pages, page_size, q_len, window)
-    _, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
+    columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     pairs = seq_lens.shape[0] * num_kv_heads
-    parts = num_parts(pairs, tiles, steps, INTERPRETED_SMS if interpret else NUM_SMS)
+    parts = num_parts(
+        pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim,
+        num_sms=INTERPRETED_SMS if interpret else NUM_SMS,
+    )  # fmt: skip
     pieces = most_pieces(pairs, parts) if batch_invariant else 0
+    split = may_cut(pairs, parts, steps)
     line = make_schedule(
         jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads),
         parts=parts,
         max_pages=steps,
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
-        pieces=pieces if may_cut(pairs, parts, steps) else 1,
+        pieces=pieces if split else 1,
     )
-    return PairSchedule(line, num_kv_heads, q_len, window)
+    schedule = PairSchedule(line, num_kv_heads, q_len, window)
+    return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
 
 
-def line_of(
+def schedule_of(
     op: str,
     schedule: PairSchedule | None,
     seq_lens: jax.Array,
@@ -158,8 +177,8 @@ def line_of(
     page_size: int,
     window: int | None,
     interpret: bool,
-) -> Schedule:
-    """The parts of a call: the given schedule's, or those of one that is made for it.
+) -> PairSchedule:
+    """The schedule of a call: the given one, or one that is made for it.
 
     Raises:
         ValueError: the schedule was made for other rows.
@@ -174,4 +193,4 @@ def line_of(
         op, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads, window=window,
         steps=most_steps(max_pages, page_size, q_len, window),
     )  # fmt: skip
-    return schedule.line
+    return schedule

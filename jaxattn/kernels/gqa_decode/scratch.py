@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.checks import check_sizes
+from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.kernels.gqa_decode.memory import block_columns, refusal
 from jaxattn.kernels.gqa_decode.schedule import may_cut, most_steps, num_parts
 from jaxattn.kernels.hopper.machine import NUM_SMS
@@ -39,28 +39,35 @@ def scratch(
         cache_dtype: of keys and values; None is `dtype`.
 
     Returns:
-        Regions `out` [B * Hk, rows, D], row s * group + j of a pair, S * group rounded up to 8;
-        and, for pairs that may be cut, `partial_out` float32 [parts, 2, rows, D], parts at most
-        132: 1 MiB for 32 query heads over 8 of 128 dims, whatever the batch and the context.
+        Regions `out` [B, S, H, D]; and, for pairs that may be cut, `partial_out` float32
+        [parts, 2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
+        query heads over 8 of 128 dims, whatever the batch and the context.
         Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
 
     Raises:
-        ValueError: a size is not a positive integer; it is named.
+        TypeError, ValueError: a size is not a positive integer; it is named.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
-    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages, window=window or 1)
+    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages)
+    window = check_window("gqa.scratch", window)
     if refusal(dtype, cache_dtype or dtype, head_dim, page_size):
         return ArenaSpec()
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     steps = most_steps(max_pages, page_size, q_len, window)
     pairs = batch * num_kv_heads
-    parts = num_parts(pairs, tiles, steps, NUM_SMS)
-    return spec_of(pairs, columns * tiles, head_dim, dtype, parts, may_cut(pairs, parts, steps))
+    parts = num_parts(
+        pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim, num_sms=NUM_SMS
+    )
+    split = may_cut(pairs, parts, steps)
+    return spec_of((batch, q_len, num_heads, head_dim), columns * tiles, dtype, parts, split)
 
 
-def spec_of(pairs: int, rows: int, head_dim: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
-    regions: dict[str, Any] = {"out": ((pairs, rows, head_dim), dtype)}
+def spec_of(
+    shape: tuple[int, int, int, int], rows: int, dtype: Any, parts: int, split: bool
+) -> ArenaSpec:
+    """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
+    regions: dict[str, Any] = {"out": (shape, dtype)}
     if split:
-        regions["partial_out"] = ((parts, 2, rows, head_dim), jnp.float32)
+        regions["partial_out"] = ((parts, 2, rows, shape[-1]), jnp.float32)
     return ArenaSpec.of("gqa_decode", **regions)

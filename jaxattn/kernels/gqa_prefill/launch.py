@@ -77,6 +77,16 @@ class Paged:
     layer: jax.Array
 
 
+def _zero_of(q: jax.Array) -> jax.Array:
+    """uint32 [1], 0, in memory of its own: the kernel counts in it, and leaves it at 0.
+
+    XLA does not know that no NaN is above 0. A constant might share its memory with another 0, as
+    the layer's number. A ref in its place could not be in a scan that is differentiated.
+    """
+    one = q[0, 0, 0, :1]
+    return (jnp.isnan(one) & (one > 0)).astype(jnp.uint32)
+
+
 def gqa_prefill_mosaic(
     q: jax.Array,
     k: jax.Array,
@@ -111,6 +121,8 @@ def gqa_prefill_mosaic(
         out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
         for a token that sees nothing and for those outside of `first` and `queries`.
     """
+    if k_rest is not None and paged is not None:
+        raise ValueError("gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None")
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
@@ -157,9 +169,7 @@ def gqa_prefill_mosaic(
         interpret=interpret,
     )  # fmt: skip
     whole_rows = -(-rows // ROWS) * ROWS
-    # 0, but XLA does not know, so that it is no constant. The kernel counts in it, and leaves it at
-    # 0: a ref in its place could not be in a scan that is differentiated.
-    drawn = (bounds[0, :1] > tokens).astype(jnp.int32) if items > blocks else None
+    drawn = _zero_of(q) if items > blocks else None
     results = launch(
         block.run,
         name="gqa_prefill",

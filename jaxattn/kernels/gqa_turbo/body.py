@@ -26,11 +26,13 @@ from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.block import Block, Cut, Piece, Refs
 from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import over_out
-from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms, store_terms
+from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms
 from jaxattn.kernels.gqa_turbo.memory import TERMS, Memory, Room
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
+from jaxattn.kernels.gqa_turbo.queries import TurnedQueries
+from jaxattn.kernels.gqa_turbo.terms import store_terms
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, SCORES
+from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 # What the largest of a row's s P becomes; and what it is at least taken for, so that no float32
@@ -67,16 +69,23 @@ class Body(Block[CodedCut, Memory]):
 
     def load(self) -> None:
         memory, cut = self.memory, self.cut
-        rows = TERMS * cut.columns
 
         def copies(pair, numbers, step, wg, slot):
             return self.part.copies(pair, numbers, step, memory.codes.at[wg, slot])
 
+        queries = TurnedQueries(
+            q_ref=self.refs.q_ref, rows=self.rows, part=self.part, memory=memory, scale=cut.scale,
+            kv_scale_ref=None, form=cut.form,
+        )  # fmt: skip
         Loader(
-            part=self.part, q_ref=self.refs.q_ref, mine=pl.ds(self.tile * rows, rows),
-            memory=memory, consumers=cut.consumers, interpret=cut.interpret,
+            part=self.part, queries=queries, memory=memory, consumers=cut.consumers,
+            interpret=cut.interpret,
             rings=(Ring(cut.room.steps, memory.codes_loaded, memory.codes_read, copies),),
-        ).run()  # fmt: skip
+        ).run(self.write_empty_rows)  # fmt: skip
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> jax.Array:
+        factors = self.memory.factors.at[queries_at]
+        return self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
 
     def empty(self) -> Any:
         none, blocks = self.no_sum(), self.cut.head_dim // PAGE
@@ -123,7 +132,9 @@ class Body(Block[CodedCut, Memory]):
         """s P as two terms, what 1 stands for in them, and the rescaling, for all to read."""
         largest = jnp.maximum(weights.max(axis=1), SMALLEST)
         terms = weights * self.over_keys(LARGEST_P / largest)
-        store_terms(self.p_smem, terms, interpret=self.cut.interpret)
+        columns = self.cut.columns
+        targets = tuple(self.p_smem.at[pl.ds(i * columns, columns)] for i in range(TERMS))
+        store_terms(targets, terms, interpret=self.cut.interpret)
         self.rescale_smem[...] = rescale
         self.units_smem[...] = largest * (1 / LARGEST_P)
         plgpu.commit_smem()

@@ -1,7 +1,7 @@
 """Grouped-query decode over TurboQuant pages: softmax(q K^T) V of each row's last S tokens.
 
 Work is cut and merged as in gqa_decode: the same schedule, parts, partial results and combination.
-Queries are rotated and made two e4m3 terms by XLA, once a call; nothing dense is made of the cache.
+The kernel rotates the queries and makes them two e4m3 terms; nothing dense is made of the cache.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, any preset, S
 and group.
@@ -16,13 +16,12 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.core.turboquant import TurboFormat, rotate
+from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
 from jaxattn.kernels.gqa_decode.results import Packing, Results
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, line_of
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
-from jaxattn.kernels.gqa_turbo.fragments import query_terms
 from jaxattn.kernels.gqa_turbo.memory import (
     REGISTERS,
     Memory,
@@ -81,22 +80,20 @@ def turbo_decode_mosaic(
     batch, q_len, num_heads, dim = q.shape
     kv_heads, page_size = kv_cache.shape[2], form.page_size(kv_cache)
     packing = Packing(batch, q_len, num_heads, dim, kv_heads)
-    line = line_of(
+    schedule = schedule_of(
         "turbo_attention", schedule, seq_lens, q_len=q_len, num_heads=num_heads,
         num_kv_heads=kv_heads, head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size,
         window=window, interpret=interpret,
     )  # fmt: skip
-    queries, factors = _operands(packing.pack(q), form, packing.tiles)
-    sinks = None if sinks is None else packing.pack_heads(sinks)
-    gate = None if gate is None else packing.pack(gate)
+    queries, gate = packing.flat(q), packing.flat(gate)
     cache = coded_view(kv_cache, form, page_size, interpret=interpret)
-    factors = factors * scale
-    results = Results(arena, line, packing, q.dtype)
+    line = schedule.line
+    results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
     room = room_of(form, columns, page_size)
     cut = CodedCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
-        out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=None,
+        out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
         window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
         registers=REGISTERS[room.consumers], interpret=interpret, form=form, room=room,
     )  # fmt: skip
@@ -112,7 +109,6 @@ def turbo_decode_mosaic(
             "table_ref": block_tables,
             "lens_ref": seq_lens,
             "cuts_ref": line.cuts,
-            "factors_ref": factors,
             "order_ref": line.order,
             "query_lens_ref": query_lens,
             "sinks_ref": sinks,
@@ -127,13 +123,3 @@ def turbo_decode_mosaic(
         detect_races=detect_races,
     )
     return results.finish(written, sinks, gate, interpret=interpret, detect_races=detect_races)
-
-
-def _operands(q: jax.Array, form: TurboFormat, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Of packed queries [pairs, rows, D]: e4m3 [pairs, 2 rows, D], of each tile its first terms and
-    then its second ones, and the factors of their scores [pairs, rows]."""
-    pairs, rows, dim = q.shape
-    wide = rotate(q) if form.rotated else q.astype(jnp.float32)
-    *terms, factors = query_terms(wide)
-    by_tile = [x.reshape(pairs, tiles, rows // tiles, dim) for x in terms]
-    return jnp.concatenate(by_tile, axis=2).reshape(pairs, 2 * rows, dim), factors

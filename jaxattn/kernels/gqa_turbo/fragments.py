@@ -1,7 +1,6 @@
-"""A step's codes as operands in registers, and P as two e4m3 terms; the interpreter's way beside.
+"""A step's codes as operands in registers; the interpreter's way beside.
 
-A number x is two e4m3 ones, x rounded and 16 times what is left. They stand as columns n and N + n
-of one product, and `joined_terms` adds them up: 2**-8 of x is lost at most, as of a bfloat16.
+Both terms (terms.py) stand as columns n and N + n of one product, and `joined_terms` adds them up.
 """
 
 from typing import Any
@@ -11,20 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.rounding import rounded
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
-from jaxattn.kernels.gqa_decode.fp8 import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
+from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
-    asm,
     asm_word,
-    element,
     f32,
     fragmented,
-    i32,
     joined,
     load,
     number,
@@ -34,33 +29,6 @@ from jaxattn.kernels.hopper.registers import (
 )
 from jaxattn.kernels.mla_decode.columns_memory import SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
-
-SECOND_TERM = 16.0
-TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
-
-
-def two_terms(x: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32 number, at most 448, as two e4m3 ones, the second SECOND_TERM times too large.
-
-    Args:
-        first: x in e4m3; outside of a kernel by `rounded`.
-    """
-    return first, ((x - first.astype(jnp.float32)) * SECOND_TERM).astype(E4M3)
-
-
-def query_terms(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Both terms of queries [..., D], and float32 [...]: what their scores are to be multiplied by,
-    a power of two."""
-    largest = jnp.max(jnp.abs(q), axis=-1)
-    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
-    # Inf and NaN, and float32's largest and smallest, are divided by less.
-    exponent = jnp.clip(exponent, TERM_EXPONENT + 1, 2 * FLOAT_BIAS)
-
-    def power(biased: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
-
-    wide = q * power(2 * FLOAT_BIAS + TERM_EXPONENT - exponent)[..., None]
-    return *two_terms(wide, rounded(wide, E4M3)), power(exponent - TERM_EXPONENT)
 
 
 class _Registers:
@@ -194,43 +162,3 @@ def joined_terms(product: jax.Array, *, interpret: bool) -> jax.Array:
     layout = plgpu.Layout.WGMMA
     out = plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(run)(product)
-
-
-def store_terms(target: Any, x: jax.Array, *, interpret: bool) -> None:
-    """Both terms of x [N, 64], as scores lie in registers, to `target` [2 N, 64]."""
-    columns = x.shape[0]
-    if interpret:
-        terms: Any = two_terms(x, x.astype(E4M3))
-    else:
-        out = plgpu.ShapeDtypeStruct(x.shape, E4M3, SCORES)
-        run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=(out, out))
-        terms = run(lambda ctx, x: _terms(x))(x)
-    for i, term in enumerate(terms):
-        target[i * columns : (i + 1) * columns, :] = term
-
-
-def _terms(x: Any) -> Any:
-    four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-    code = (
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
-    )
-    back = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
-        "cvt.rn.f16x2.e4m3x2 $1, high; }"
-    )
-    pair = ir.VectorType.get((2,), ir.F16Type.get())
-    first, second = [], []
-    for register in x.registers.flat:
-        numbers = [element(register, i) for i in range(4)]
-        (packed,) = asm(code, [i32()], numbers, "=r,f,f,f,f", movable=True)
-        first.append(vector.bitcast(four, joined([packed])))
-        halves = asm(back, [i32(), i32()], [packed], "=r,=r,r", movable=True)
-        kept = [vector.bitcast(pair, joined([half])) for half in halves]
-        rest = []
-        for i, one in enumerate(numbers):
-            rounded = arith.extf(f32(), element(kept[i // 2], i % 2))
-            rest.append(arith.mulf(arith.subf(one, rounded), number(SECOND_TERM)))
-        (packed,) = asm(code, [i32()], rest, "=r,f,f,f,f", movable=True)
-        second.append(vector.bitcast(four, joined([packed])))
-    return tuple(fragmented(some, x.shape, x.layout) for some in (first, second))

@@ -20,9 +20,9 @@ ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
 ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
 LINE = 128  # and what copies and their places in shared memory are multiples of
 # Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
-# have 152 registers each, two have 232.
+# have 152 registers each, two have 232, and the one that loads has 40.
 MOST_CONSUMERS, LEAST_CONSUMERS = 3, 2
-REGISTERS = {3: 152, 2: 232}
+REGISTERS = {3: (40, 152), 2: (40, 232)}
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
@@ -65,6 +65,7 @@ def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
     sizes = (
         w * room.steps * GROUPS * room.pitch,  # codes
         QUERIES * TERMS * columns * dim,
+        QUERIES * columns * 4,  # factors
         w * columns * (PAGE + MARGIN) * 4,  # scores
         w * TERMS * columns * PAGE,  # p
         w * columns * (dim + MARGIN) * 4,  # outputs
@@ -103,6 +104,7 @@ class Memory(NamedTuple):
     Attributes:
         codes: uint8 [w, steps, *`step_shape`], as they come.
         queries: e4m3 [2, 2 N, D], both terms, of this piece and the next.
+        factors: float32 [2, N], by what their scores are to be multiplied.
         scores: float32 [w, N, 64 and a margin].
         p: e4m3 [w, 2 N, 64], both terms.
         outputs: float32 [w, N, D and a margin], at a piece's end.
@@ -115,6 +117,7 @@ class Memory(NamedTuple):
 
     codes: Any
     queries: Any
+    factors: Any
     scores: Any
     p: Any
     outputs: Any
@@ -138,6 +141,7 @@ def scratch_types(form: TurboFormat, columns: int, page_size: int) -> Memory:
     return Memory(
         codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
         queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))),
+        factors=plgpu.SMEM((QUERIES, columns), jnp.float32),
         scores=plgpu.SMEM((w, columns, PAGE + MARGIN), jnp.float32),
         p=plgpu.SMEM((w, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
         outputs=plgpu.SMEM((w, columns, dim + MARGIN), jnp.float32),

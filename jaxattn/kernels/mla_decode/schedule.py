@@ -119,7 +119,8 @@ class Schedule:
         cuts = jnp.stack([places, jnp.zeros_like(places)])
         return cls(cuts, jnp.zeros((3, order.shape[0]), jnp.int32), order, max_pages=max_pages)
 
-    def slot_of(self, slots: Any, index: Any) -> Any:
+    @staticmethod
+    def slot_of(slots: Any, index: Any) -> Any:
         """The partial result of a row's piece `index`, `slots` being the row's three."""
         return jnp.where(index == 0, slots[0], slots[2] + 2 * index)
 

@@ -3,10 +3,16 @@
 XLA sorts all E scores of a token in several kernels. Here the best is taken K times; of equal ones
 the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.
 
+What surrounds it is in the launch too, as each step of it would be one of XLA's: the sum of the
+logits' two halves, the experts that every token takes and their gate, and padding.
+
+Memory rests meanwhile. So other blocks may ask for weights that the tokens need in any case.
+
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,19 +21,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import meet, require_hopper
+from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
+from jaxattn.kernels.hopper.prefetch import Prefetch
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
 
 
-def refuse(logits: jax.Array, *, interpret: bool) -> None:
+def refuse(logits: jax.Array, experts: int, *, interpret: bool) -> None:
     """Raises `Refusal` with the reason where the kernel does not serve."""
     require_hopper("route", interpret=interpret)
-    experts = logits.shape[-1]
     if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
         raise Refusal(
             f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
@@ -46,12 +53,27 @@ def route_mosaic(
     best_of_group: int,
     normalize: bool,
     scale: float,
+    experts: int | None = None,
+    halves: bool = False,
+    always: int = 0,
+    gated: bool = False,
+    valid: jax.Array | None = None,
+    ahead: Sequence[Ahead] = (),
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(ids int32, weights float32) [T, K] of float32 logits [T, E]; a `Router` has the options."""
-    refuse(logits, interpret=interpret)
-    tokens, experts = logits.shape
+    """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
+
+    Args:
+        logits: [T, E or more], of which `experts` says E; with `halves` two of them side by side.
+        always: experts E, E + 1 and so on that every token takes, with weight 1.
+        gated: or with the sigmoid of the logit behind the last expert's.
+        valid: int32 [T], 0 for padding, whose ids are -1.
+        ahead: weights that are asked for.
+    """
+    tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
+    experts = columns if experts is None else experts
+    refuse(logits, experts, interpret=interpret)
     width = -(-experts // THREADS) * THREADS
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
     size = experts // groups
@@ -59,25 +81,44 @@ def route_mosaic(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
 
-    def body(logits_ref, bias_ref, ids_ref, weights_ref, scores_smem, bias_smem, loaded):
+    prefetch = Prefetch(ahead, interpret=interpret)
+    idle = max(NUM_SMS - tokens, 0) if prefetch.ahead else 0
+
+    def body(ahead_refs: Any, ahead_layers: Any, **refs: Any) -> None:
         token = lax.axis_index("token")
+        if not idle:
+            choose(token, **refs)
+            return
+        pl.when(token < tokens)(lambda: choose(token, **refs))
+        share = token - tokens
+        pl.when(share >= 0)(lambda: prefetch.ask(ahead_refs, ahead_layers, share, idle))
+
+    def choose(
+        token, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
+        scores_smem, low_smem, bias_smem, loaded,
+    ):  # fmt: skip
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
-        def load(source: Any, target: Any, rest: jax.Array) -> None:
+        def load(source: Any, before: int, target: Any, rest: jax.Array) -> None:
             """Copies come behind what is written over whole vectors."""
             target[...] = rest
             plgpu.commit_smem()
             for first in range(0, experts, COPIED):
-                some = pl.ds(first, min(COPIED, experts - first))
-                plgpu.copy_gmem_to_smem(source.at[some], target.at[some], loaded)
+                size = min(COPIED, experts - first)
+                some, there = pl.ds(first, size), pl.ds(before + first, size)
+                plgpu.copy_gmem_to_smem(source.at[there], target.at[some], loaded)
 
-        load(logits_ref.at[token], scores_smem, nothing)
+        load(logits_ref.at[token], 0, scores_smem, nothing)
+        if halves:
+            load(logits_ref.at[token], columns, low_smem, zero)
         if bias is not None:
-            load(bias_ref, bias_smem, zero)
+            load(bias_ref, 0, bias_smem, zero)
         plgpu.barrier_wait(loaded)
         inside = expert < full(jnp.int32(experts))
         scores = plgpu.load(scores_smem, layout=layout)
+        if halves:
+            scores += plgpu.load(low_smem, layout=layout)
         if sigmoid:
             scores = 1.0 / (1.0 + jnp.exp(-scores))
         else:
@@ -91,17 +132,8 @@ def route_mosaic(
             meet(interpret=interpret)
         choice = jnp.where(inside, choice, nothing)
 
-        def best(of: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The greatest and its place, the first of several; no place among NaN."""
-            top = jnp.max(of)
-            place = jnp.where(of == full(top), expert, full(jnp.int32(width)))
-            return top, jnp.min(place)
-
-        def without(of: jax.Array, place: jax.Array) -> jax.Array:
-            return jnp.where(expert == full(place), nothing, of)
-
         if top_groups < groups:
-            choice = of_best_groups(choice, expert, best, without)
+            choice = of_best_groups(choice, expert, full, groups, top_groups, best_of_group, size)
         ids, weights = [], []
         untaken = expert  # or `width`: a choice of -inf may be one, and not one that was taken
         for k in range(top_k):
@@ -109,7 +141,7 @@ def route_mosaic(
             place = jnp.min(jnp.where(choice == full(top), untaken, full(jnp.int32(width))))
             found = place < experts
             untaken = jnp.where(expert == full(place), full(jnp.int32(width)), untaken)
-            choice = without(choice, place)
+            choice = jnp.where(expert == full(place), nothing, choice)
             place = jnp.where(found, place, k)
             weight = top if bias is None else scores_smem[place]
             ids.append(place)
@@ -118,53 +150,40 @@ def route_mosaic(
         if normalize:
             total = sum(weights[1:], weights[0]) + 1e-20
             weights = [weight / total for weight in weights]
+        weights = [weight * factor for weight in weights]
+        opened = jnp.float32(1)
+        if gated:
+            logit = logits_ref[token, experts]
+            if halves:
+                logit += logits_ref[token, columns + experts]
+            opened = 1 / (1 + jnp.exp(-logit))
+        ids += [jnp.int32(experts + i) for i in range(always)]
+        weights += [opened] * always
+        some = True if valid_ref is None else valid_ref[token] != 0
         for k, (place, weight) in enumerate(zip(ids, weights, strict=True)):
-            ids_ref[token, k] = place
-            weights_ref[token, k] = weight * factor
+            ids_ref[token, k] = jnp.where(some, place, -1)
+            weights_ref[token, k] = weight
 
-    def of_best_groups(choice: jax.Array, expert: jax.Array, best: Any, without: Any) -> jax.Array:
-        """-inf for experts of other groups than the best `top_groups`."""
-        nothing = full(jnp.float32(-jnp.inf))
-
-        def inside(group: int) -> jax.Array:
-            low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
-            return (expert >= low) & (expert < high)
-
-        totals = []
-        for group in range(groups):
-            own = jnp.where(inside(group), choice, nothing)
-            total = jnp.float32(0)
-            for i in range(best_of_group):
-                if i == best_of_group - 1:
-                    total += jnp.max(own)
-                    break
-                top, place = best(own)
-                total, own = total + top, without(own, place)
-            totals.append(total)
-        kept = nothing
-        for group, total in enumerate(totals):
-            before = sum(
-                jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
-                for i, other in enumerate(totals)
-                if i != group
-            )
-            is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
-            kept = jnp.where(inside(group) & is_kept, choice, kept)
-        return kept
-
-    copies = -(-experts // COPIED) * (1 if bias is None else 2)
+    copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
+    scores = plgpu.SMEM((width,), jnp.float32)
     out = launch(
         body,
         name="moe_route",
-        grid={"token": tokens},
-        inputs={"logits_ref": logits, "bias_ref": bias},
+        grid={"token": tokens + idle},
+        inputs={
+            "logits_ref": logits,
+            "bias_ref": bias,
+            "valid_ref": valid,
+            **prefetch.inputs(),
+        },
         outputs={
-            "ids_ref": jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
-            "weights_ref": jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+            "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),
+            "weights_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.float32),
         },
         scratch={
-            "scores_smem": plgpu.SMEM((width,), jnp.float32),
-            "bias_smem": plgpu.SMEM((width,), jnp.float32),
+            "scores_smem": scores,
+            "low_smem": scores if halves else None,
+            "bias_smem": None if bias is None else scores,
             "loaded": plgpu.Barrier(num_arrivals=copies),
         },
         warpgroups=None,
@@ -173,3 +192,48 @@ def route_mosaic(
         detect_races=detect_races,
     )
     return out["ids_ref"], out["weights_ref"]
+
+
+def of_best_groups(
+    choice: jax.Array,
+    expert: jax.Array,
+    full: Any,
+    groups: int,
+    top_groups: int,
+    best_of_group: int,
+    size: int,
+) -> jax.Array:
+    """-inf for experts of other groups than the best `top_groups`, of `size` experts each.
+
+    Args:
+        choice: of all experts.
+        expert: their numbers.
+        full: makes a vector of a scalar.
+    """
+    nothing, nowhere = full(jnp.float32(-jnp.inf)), full(jnp.int32(choice.shape[0]))
+
+    def inside(group: int) -> jax.Array:
+        low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
+        return (expert >= low) & (expert < high)
+
+    totals = []
+    for group in range(groups):
+        own = jnp.where(inside(group), choice, nothing)
+        total = jnp.float32(0)
+        for i in range(best_of_group):
+            top = jnp.max(own)
+            total += top
+            if i < best_of_group - 1:  # the first of several; no place among NaN
+                place = jnp.min(jnp.where(own == full(top), expert, nowhere))
+                own = jnp.where(expert == full(place), nothing, own)
+        totals.append(total)
+    kept = nothing
+    for group, total in enumerate(totals):
+        before = sum(
+            jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
+            for i, other in enumerate(totals)
+            if i != group
+        )
+        is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
+        kept = jnp.where(inside(group) & is_kept, choice, kept)
+    return kept

@@ -3,8 +3,8 @@
 A head has keys of 192 + 64 dims and values of 256, and a model 20 heads. Where each step runs:
 
     decode          the MLA kernel: it sees latents of 512 + 64 and takes any number of heads
-    prefill         XLA, until the kernel for keys of 192 + 64 and values of 256 has run on a GPU
-    training        XLA, for the same reason
+    prefill         the grouped-query kernel: its tile of keys comes in two pieces, 192 and 64
+    training        the same kernel; gradients by XLA
 
 Routing is DeepSeek-V3's. The prediction layer (MTP) behind the last layer is not read.
 

@@ -50,6 +50,11 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
             f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
             "read so; use context=1"
         )
+    if parallel.context > 1 and mixer.coded is not None:
+        raise CannotDivide(
+            f"context={parallel.context} spreads a row's pages, and those of "
+            f"{mixer.coded.preset} lie on one GPU; use context=1 or another cache_format"
+        )
     shared = -(-kv_heads // kv_ways)
     if not divides(shared, parallel.context):
         raise refuse(

@@ -4,6 +4,8 @@ Between the projections of queries, keys and values and the cache lie the norms 
 and key, their rotation, and the write. Each is a few microseconds of little work.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -45,6 +47,68 @@ def pack_gqa_weights(
         norms = [1 + x for x in norms]
     repeats = (*[1] * (norms[0].ndim - 1), heads_together(norms[0].shape[-1]))
     return jnp.concatenate([jnp.tile(x, repeats) for x in norms], axis=-1)
+
+
+def check_new_heads(
+    arguments: Arguments,
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array | None,
+    *,
+    rotation: Rotation,
+    config: RopeConfig,
+    eps: float,
+    layer: Array | int | LayerOf | None,
+) -> tuple[jax.Array | None, float]:
+    """The packed weights and eps of new tokens' heads q [B, S, H, E] and k [B, S, Hk, D].
+
+    Raises:
+        TypeError, ValueError: they, the rotation or the heads do not fit each other; it is named.
+    """
+    op, (batch, q_len, kv_heads, dim) = arguments.op, k.shape
+    check_heads(arguments, q, kv_heads, "k", k.shape)
+    if q.shape[-1] not in (dim, 2 * dim):
+        raise ValueError(
+            f"{op}: q {q.shape} must have D = {dim} dims per head, as k {k.shape} has, or with "
+            f"gates 2 D = {2 * dim}"
+        )
+    check_config(op, config)
+    if config.dim > dim:
+        raise ValueError(f"{op}: {config.dim=} dims are to be rotated of D = {dim} of k {k.shape}")
+    check_rotation(op, rotation, config, (batch, q_len))
+    if weights is not None:
+        axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
+        weights = arguments.check("weights", weights, axes, ("float32",))
+        if weights.ndim == 2 and layer is None:
+            raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
+        if weights.shape[-1] != 2 * line_width(dim):
+            raise ValueError(
+                f"{op}: weights {weights.shape} must be float32 of W = {2 * line_width(dim)}, as "
+                f"pack_gqa_weights returns them of D = {dim}"
+            )
+    return weights, finite(op, "eps", eps)
+
+
+def normed_and_rotated(
+    x: Float[Array, "B S h D"],
+    *,
+    first: int,
+    weights: jax.Array | None,
+    layer: jax.Array | int | None,
+    rotation: Rotation,
+    config: RopeConfig,
+    eps: float,
+) -> Float[Array, "B S h D"]:
+    """Heads normed and rotated by position, in float32.
+
+    Args:
+        first: where their norm's weight begins in the packed weights.
+    """
+    own = weights if weights is None or weights.ndim == 1 else weights[layer]
+    if own is not None:
+        x = rms_norm(x, own[first : first + x.shape[-1]], eps)
+    rotated = rope(x[..., : config.dim].astype(jnp.float32), rotation, config)
+    return jnp.concatenate([rotated, x[..., config.dim :].astype(jnp.float32)], axis=-1)
 
 
 def gqa_append(
@@ -110,28 +174,10 @@ def gqa_append(
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "k", k)
     arguments.check_written(*given, k.shape[1], kv_cache.shape[-3])
-    check_heads(arguments, q, k.shape[2], "k", k.shape)
-    batch, q_len, _, dim = k.shape
-    if q.shape[-1] not in (dim, 2 * dim):
-        raise ValueError(
-            f"{op}: q {q.shape} must have D = {dim} dims per head, as k {k.shape} has, or with "
-            f"gates 2 D = {2 * dim}"
-        )
-    check_config(op, config)
-    if config.dim > dim:
-        raise ValueError(f"{op}: {config.dim=} dims are to be rotated of D = {dim} of k {k.shape}")
-    check_rotation(op, rotation, config, (batch, q_len))
-    if weights is not None:
-        axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
-        weights = arguments.check("weights", weights, axes, ("float32",))
-        if weights.ndim == 2 and layer is None:
-            raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
-        if weights.shape[-1] != 2 * line_width(dim):
-            raise ValueError(
-                f"{op}: weights {weights.shape} must be float32 of W = {2 * line_width(dim)}, as "
-                f"pack_gqa_weights returns them of D = {dim}"
-            )
-    eps = finite(op, "eps", eps)
+    weights, eps = check_new_heads(
+        arguments, q, k, weights, rotation=rotation, config=config, eps=eps, layer=layer
+    )
+    dim = k.shape[-1]
     kv_scale = check_kv_scale(op, kv_cache, kv_scale)
     refuse_explicit_axes(
         op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens, kv_scale
@@ -159,17 +205,13 @@ def gqa_append(
         )
 
     def xla() -> tuple[Array, Array]:
-        own = weights if weights is None or weights.ndim == 1 else weights[number]
-
-        def turned(x: jax.Array, first: int) -> jax.Array:
-            if own is not None:
-                x = rms_norm(x, own[first : first + dim], eps)
-            rotated = rope(x[..., : config.dim].astype(jnp.float32), rotation, config)
-            return jnp.concatenate([rotated, x[..., config.dim :].astype(jnp.float32)], axis=-1)
-
+        turned = functools.partial(
+            normed_and_rotated, weights=weights, layer=number, rotation=rotation, config=config,
+            eps=eps,
+        )  # fmt: skip
         written = gqa_cache_write(
             kv_cache,
-            turned(k, line_width(dim)),
+            turned(k, first=line_width(dim)),
             v,
             block_tables,
             seq_lens,
@@ -177,7 +219,7 @@ def gqa_append(
             layer=number,
             kv_scale=kv_scale,
         )
-        return turned(q[..., :dim], 0).astype(out_dtype), written
+        return turned(q[..., :dim], first=0).astype(out_dtype), written
 
     with jax.named_scope(op):
         return dispatch(

@@ -69,27 +69,6 @@ def gqa_decode(
     soft_cap: float | None = ...,
     gate: Array | None = ...,
     schedule: PairSchedule | None = ...,
-    arena: Arena,
-    implementation: Implementation | None = ...,
-) -> tuple[Array, Array, Arena]: ...
-
-
-@overload
-def gqa_decode(
-    q: Array,
-    kv_cache: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    *,
-    scale: float | None = ...,
-    kv_scale: Array | float | None = ...,
-    query_lens: Array | None = ...,
-    layer: Array | int | LayerOf | None = ...,
-    window: int | None = ...,
-    sinks: Array | None = ...,
-    soft_cap: float | None = ...,
-    gate: Array | None = ...,
-    schedule: PairSchedule | None = ...,
     arena: Arena | None,
     implementation: Implementation | None = ...,
 ) -> tuple[Any, ...]: ...
@@ -142,7 +121,8 @@ def gqa_decode(
         sinks: float32, a logit of each head that takes part in the softmax once and has no value
             (gpt-oss); neither `scale` nor `soft_cap` changes it.
         soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores as they are.
-        gate: the output is multiplied by sigmoid(gate), in float32.
+        gate: the output is multiplied by sigmoid(gate), in float32. Kernels round the gate to q's
+            dtype first.
         schedule: `decode_schedule` of these `seq_lens`, shapes and window (of other lengths it
             gives wrong numbers). The layers of a step share it; without it each call works it out,
             in one or two dozen small kernels. XLA does not read it.
@@ -164,6 +144,8 @@ def gqa_decode(
     """
     arguments = Arguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
+    # The kernel itself knows rows of more tokens than their table has places.
+    as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
@@ -192,7 +174,7 @@ def gqa_decode(
             q,
             kv_cache,
             block_tables,
-            seq_lens,
+            as_given,
             scale=scores.scale,
             kv_scale=kv_scale,
             layer=number,

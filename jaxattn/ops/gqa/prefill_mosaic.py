@@ -95,7 +95,7 @@ def prefill_mosaic(
         return _merged(state[0], state[1], out, lse)
 
     def all_tokens() -> tuple[jax.Array, jax.Array]:
-        # The sink is a key of the new tokens alone, and the gate comes when all are merged.
+        # The sink is a key of the new tokens alone.
         out, lse = attend(k, v, own, None, sinks, None)
         size = pages.shape[-1] * kv_cache.shape[-3]
         start = jnp.int32(0)
@@ -104,12 +104,15 @@ def prefill_mosaic(
         reached = jnp.sum(firsts < prefix.max(), dtype=jnp.int32)
         state = out.astype(jnp.float32), lse
         out, lse = lax.fori_loop(start, reached, add_block, state)
-        if gate is not None:
-            shut = jnp.isneginf(lse)[..., None]  # padding, whose gate may be NaN
-            out = jnp.where(shut, 0, out * jax.nn.sigmoid(gate.astype(jnp.float32)))
         return out.astype(q.dtype), lse
 
     def new_tokens() -> tuple[jax.Array, jax.Array]:
-        return attend(k, v, own, None, sinks, gate)
+        return attend(k, v, own, None, sinks, None)
 
-    return lax.cond(jnp.any(prefix > 0), all_tokens, new_tokens)
+    out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, new_tokens)
+    if gate is None:
+        return out, lse
+    # After both branches alike: a row's bits do not depend on which branch other rows need.
+    shut = jnp.isneginf(lse)[..., None]  # padding, whose gate may be NaN
+    out = jnp.where(shut, 0, out * jax.nn.sigmoid(gate.astype(q.dtype).astype(jnp.float32)))
+    return out.astype(q.dtype), lse

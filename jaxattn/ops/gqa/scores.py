@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.checks import Arguments, finite, is_integer
+from jaxattn.core.checks import Arguments, check_window, finite
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 
@@ -38,16 +38,7 @@ class Scores:
         """Of an op's arguments; it raises in the op's name."""
         op = arguments.op
         scale = head_dim**-0.5 if scale is None else arguments.check_scale(scale)
-        if window is not None:
-            if not is_integer(window):
-                raise TypeError(
-                    f"{op}: window must be a Python integer or None, got {type(window).__name__}"
-                )
-            if window < 1:
-                raise ValueError(
-                    f"{op}: window counts the token itself and must be at least 1, got {window}"
-                )
-            window = int(window)
+        window = check_window(op, window)
         if soft_cap is not None:
             soft_cap = finite(op, "soft_cap", soft_cap)
             if soft_cap <= 0:

@@ -70,7 +70,7 @@ def check_turbo_cache(
     return cache, *arguments.check_tables(block_tables, seq_lens, num_pages, page)
 
 
-def _check_head_dim(arguments: Arguments, name: str, x: jax.Array, form: TurboFormat) -> None:
+def check_head_dim(arguments: Arguments, name: str, x: jax.Array, form: TurboFormat) -> None:
     if x.shape[-1] != form.head_dim:
         raise ValueError(
             f"{arguments.op}: {name} {x.shape} has head_dim {x.shape[-1]}, and the cache's format "
@@ -118,7 +118,7 @@ def turbo_cache_write(
     kv_cache, block_tables, seq_lens = check_turbo_cache(
         arguments, kv_cache, block_tables, seq_lens, layer, form
     )
-    _check_head_dim(arguments, "k", k, form)
+    check_head_dim(arguments, "k", k, form)
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, k.shape[1])
     else:
@@ -186,7 +186,8 @@ def turbo_attention(
 
     As `gqa_decode`, and as continuation prefill: the S tokens are in the cache already
     (`turbo_cache_write`), and token s sees the positions up to its own. Padding and uninitialised
-    memory are as there. Differentiable in q, sinks and gate.
+    memory are as there. XLA differentiates it in q, sinks and gate. The kernel has no gradient, so
+    a caller that needs one on a GPU passes implementation="xla".
 
     Args:
         q: queries, normed and rotated by position; not by the Hadamard matrix.
@@ -213,7 +214,7 @@ def turbo_attention(
     kv_cache, block_tables, seq_lens = check_turbo_cache(
         arguments, kv_cache, block_tables, seq_lens, layer, form
     )
-    _check_head_dim(arguments, "q", q, form)
+    check_head_dim(arguments, "q", q, form)
     check_heads(arguments, q, kv_cache.shape[-2], "kv_cache", kv_cache.shape)
     scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
     sinks = check_sinks(arguments, sinks)
@@ -221,6 +222,11 @@ def turbo_attention(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
+    if not isinstance(schedule, PairSchedule | None):
+        raise TypeError(
+            "turbo_attention: schedule must be what gqa.decode_schedule returns, got "
+            f"{type(schedule).__name__}"
+        )
     refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
     check_arena(arguments.op, arena)
     number = taken_apart(layer)[2]

@@ -60,24 +60,6 @@ def mla_decode(
 ) -> tuple[Array, Array, Arena]: ...
 
 
-@overload
-def mla_decode(
-    q: Array,
-    kv_cache: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    *,
-    scale: float,
-    query_lens: Array | None = ...,
-    layer: Array | int | None = ...,
-    kv_lora_rank: int = ...,
-    kv_scale: Array | float | None = ...,
-    schedule: Schedule | None = ...,
-    arena: Arena | None,
-    implementation: Implementation | None = ...,
-) -> tuple[Any, ...]: ...
-
-
 def mla_decode(
     q: Float[Array, "B S H D"] | tuple[Float[Array, "B S H R"], Float[Array, "B S H P"]],
     kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],

@@ -29,7 +29,6 @@ from jaxattn.ops.mla.prefill_mosaic import (
     attend,
     prefill_mosaic,
     refuse,
-    unnamed,
 )
 
 
@@ -153,7 +152,7 @@ def causal_attention(
 
     return dispatch(
         "causal_attention",
-        implementation or unnamed(v.shape[-1]),
+        implementation,
         {
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
@@ -262,7 +261,7 @@ def mla_prefill(
 
     return dispatch(
         "mla_prefill",
-        implementation or unnamed(w_uv.shape[-1]),
+        implementation,
         {
             "mosaic_gpu": lambda: mosaic(interpret=False),
             "mosaic_gpu_interpret": lambda: mosaic(interpret=True),

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import page_blocks
 from jaxattn.core.products import dot
@@ -35,14 +34,6 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
         grouped.refuse(op, q, q, q, interpret=interpret)
     else:
         kernel.refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
-
-
-def unnamed(values: int) -> Implementation | None:
-    """What runs where no implementation is named; None is the best.
-
-    The kernel of wide values has not run on a GPU yet.
-    """
-    return "xla" if values == WIDE[2] else None
 
 
 def attend(

@@ -199,6 +199,29 @@ def test_other_caches_are_read_in_blocks(form, page, window, implementation, mon
     run(case, implementation)
 
 
+@both_devices
+def test_a_rows_bits_do_not_depend_on_the_prefix_of_others(implementation):
+    # Pages of 8 are read in blocks, where some row has a prefix.
+    case = prefill_case([9, 150], [9, 10], page=8, gate=True, sinks=True)
+    both, _ = attend(case, implementation)
+    case.lengths = jnp.array([9, 0]), jnp.array([9, 0])
+    alone, _ = attend(case, implementation)
+    assert np.array_equal(np.asarray(both[0, :9]), np.asarray(alone[0, :9]))
+
+
+@pytest.mark.gpu  # the interpreter has no counter
+def test_numbers_that_are_known_when_it_is_compiled():
+    # 16 x 8 tiles and layer 0 as constants: the counter of tiles must not be the layer's number.
+    case = prefill_case([1200, 900], [1200, 900], group=1, kv_heads=16, dim=64)
+    new, lengths, (cache, tables) = case.new, case.lengths, case.cached
+    out, lse = jax.jit(
+        lambda *new: gqa.gqa_prefill(
+            *new, cache[1:], tables, *lengths, layer=0, implementation="mosaic_gpu"
+        )
+    )(*new)
+    assert_prefill_close(case, out, lse)
+
+
 REAL = [
     ("32/8, D 128", dict(group=4, kv_heads=8, dim=128), [8192], [8192]),
     ("16/2, D 256", dict(group=8, kv_heads=2, dim=256, gate=True), [8192], [8192]),

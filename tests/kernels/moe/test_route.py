@@ -1,12 +1,17 @@
 """The routing kernel beside the reference: the same experts, ties included, and their weights."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.core.ahead import Ahead
+from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.moe import Router, route
+from jaxattn.ops.router import choose_experts
 from tests.helpers.kernel_cases import both_devices, no_races
 
 ROUTERS = {
@@ -42,6 +47,48 @@ def test_the_same_experts_as_by_sorting(name, implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("name", ["v2-lite", "v3"])
+@pytest.mark.parametrize("always, gated", [(0, False), (2, False), (1, True)])
+def test_halves_shared_experts_their_gate_and_padding_are_in_the_launch(
+    name, always, gated, implementation
+):
+    router = ROUTERS[name]
+    logits, bias = drawn(router, 3)
+    behind = jnp.full((3, 32), jnp.nan).at[:, 0].set(jnp.array([-2.0, 0.0, 90.0]))
+    columns = jnp.concatenate([logits, behind], axis=1)
+    low = jnp.sin(jnp.arange(columns.size, dtype=jnp.float32)).reshape(columns.shape) / 4
+    low = jnp.round(low * 64) / 64  # the sum of the halves is exact
+    halves = jnp.concatenate([columns - low, low], axis=1)
+    valid = jnp.array([1, 0, 5])
+    ids, weights = choose_experts(
+        halves, bias, router, halves=True, always=always, gated=gated, valid=valid,
+        implementation=implementation,
+    )  # fmt: skip
+    wanted_ids, wanted = route(logits, bias, router, implementation="xla")
+    top_k = router.top_k
+    np.testing.assert_array_equal(ids[::2, :top_k], wanted_ids[::2])
+    np.testing.assert_allclose(weights[:, :top_k], wanted, rtol=1e-5)
+    assert (np.asarray(ids[1]) == -1).all()
+    assert ids[0, top_k:].tolist() == [router.experts + i for i in range(always)]
+    opened = 1 / (1 + np.exp(-np.array([-2.0, 0.0, 90.0]))) if gated else np.ones(3)
+    np.testing.assert_allclose(
+        weights[:, top_k:], np.repeat(opened[:, None], always, axis=1), rtol=1e-5
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [None, (3, 5), (0, 1)])
+def test_weights_that_are_asked_for_change_no_result(rows):
+    router = ROUTERS["v3"]
+    later = jnp.ones((4, 5, 192, 64), jnp.bfloat16)
+    choose = partial(choose_experts, *drawn(router, 2), router, implementation="mosaic_gpu")
+    for layer in range(4):
+        asked = jax.jit(lambda at: choose(ahead=[Ahead(later, LayerOf(at, 1, -1), rows)]))
+        for found, wanted in zip(asked(jnp.int32(layer + 1)), jax.jit(choose)(), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@both_devices
 def test_a_nan_in_a_token_is_in_its_weights_alone(implementation):
     router = ROUTERS["v2-lite"]
     logits = drawn(router, 3)[0].at[1].set(jnp.nan)
@@ -60,14 +107,12 @@ def test_an_expert_that_is_switched_off_is_chosen_once_at_most(implementation):
 
 def test_no_race():
     for router in (ROUTERS["v2-lite"], ROUTERS["v3"]):
-        options = {
-            name: getattr(router, name)
-            for name in ("top_k", "groups", "top_groups", "best_of_group", "normalize", "scale")
-        }
-        sigmoid = router.scores == "sigmoid"
+        logits, bias = drawn(router, 1)
+        both = jnp.tile(jnp.pad(logits, ((0, 0), (0, 32))), 2)
+        options = dict(experts=router.experts, halves=True, always=1, gated=True)
         with no_races():
             chosen = route_mosaic(
-                *drawn(router, 1), sigmoid=sigmoid, interpret=True, detect_races=True, **options
+                both, bias, **router.choice, **options, interpret=True, detect_races=True
             )
             jax.block_until_ready(chosen)
 

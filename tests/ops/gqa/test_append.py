@@ -125,6 +125,17 @@ def test_heads_that_are_not_normed(implementation):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(same, np.float32))
 
 
+@both_devices
+def test_a_layer_that_the_cache_lacks_reads_no_weights_behind_the_stack(implementation):
+    config = RopeConfig(dim=128, interleaved=False)
+    args, _ = arguments(128, heads=2, kv_heads=1, q_len=1)
+    args = (*args[:4], args[4].at[:].set(1), *args[5:])
+    queries, cache = append(args, config, implementation, layer=jnp.int32(9))
+    last, _ = append(args, config, implementation, layer=1)
+    np.testing.assert_array_equal(np.asarray(queries), np.asarray(last))
+    assert (np.asarray(cache) == 1).all()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -90,6 +90,18 @@ def test_a_window_as_long_as_the_rows_changes_no_bit():
     jax.tree.map(assert_same_bits, plain, decode(q, pool.cache, pool.tables, pool.lens, window=64))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpret"])
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+def test_positions_plus_the_largest_window_do_not_wrap(window, implementation):
+    pool = make_pool([0, 30, 7], page=16, kv_heads=1, dim=64)
+    q = normal(3, 4, 4, 64).astype(jnp.bfloat16)
+    cache = jnp.asarray(pool.cache, jnp.bfloat16)
+    given = q, cache, pool.tables, pool.lens
+    plain = decode(*given, implementation=implementation)
+    wide = decode(*given, window=window, implementation=implementation)
+    jax.tree.map(assert_same_bits, plain, wide)
+
+
 @pytest.mark.parametrize("sink", [-np.inf, -30.0, 0.5, 30.0])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_a_sink_takes_part_once_and_is_neither_scaled_nor_capped(sink, soft_cap):

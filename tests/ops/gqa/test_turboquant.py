@@ -259,6 +259,7 @@ def test_slots_that_vllms_own_store_wrote_are_read(preset):
         (dict(q=jnp.zeros((1, 1, 4, 128))), "q .* has head_dim 128, and the cache's format 64"),
         (dict(q=jnp.zeros((1, 1, 3, 64))), "H must be a multiple of Hk"),
         (dict(window=0), "window counts the token itself"),
+        (dict(schedule=(1, 2)), "schedule must be what gqa.decode_schedule returns, got tuple"),
         (dict(seq_lens=jnp.asarray([999])), "seq_lens"),
     ],
 )

@@ -1,0 +1,78 @@
+"""One connection: uvicorn's HTTP/1.1, with a limit to the time that a request's head may take.
+
+uvicorn waits for a head for as long as a client likes, so that clients who never end theirs would
+take every file descriptor. It also takes up WebSockets and another parser where packages for them
+are installed; a server should not depend on what else is.
+"""
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxattn.server.settings import Settings
+
+
+class Config(uvicorn.Config):
+    """uvicorn's settings.
+
+    Args:
+        close_seconds: that connections have to end after the last answer.
+
+    Attributes:
+        head_seconds: for a request's head to arrive.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, close_seconds: int):
+        super().__init__(
+            app,
+            http=Connection,
+            ws="none",
+            access_log=False,
+            log_config=None,
+            log_level="critical",  # what it says of broken requests is noise
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=close_seconds,
+        )
+        self.head_seconds = settings.body_seconds
+
+
+class Connection(H11Protocol):
+    """Closes itself where a head does not arrive in time."""
+
+    config: Config
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._cancel()
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._late = self.loop.call_later(self.config.head_seconds, self.transport.close)
+
+    def _cancel(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

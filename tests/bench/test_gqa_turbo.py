@@ -1,0 +1,46 @@
+"""The benchmark of decode over TurboQuant caches: what it checks, and what it says of the bytes."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxattn import gqa
+from jaxattn.bench import gqa_turbo, timing
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
+
+
+@pytest.fixture
+def op(monkeypatch):
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    return lambda shape: gqa_turbo.decode(shape, gqa_turbo.inputs(shape), None, "xla")
+
+
+@pytest.mark.parametrize("shape", gqa_turbo.SMALL_SHAPES)
+def test_results_are_checked_against_attention_over_the_dequantized_cache(shape, op):
+    assert 1e-4 < gqa_turbo.check(op(shape), shape) < 4e-3  # bfloat16 outputs
+
+
+@pytest.mark.parametrize(
+    "off, words",
+    [
+        (lambda out, lse: (1.02 * out, lse), "relative error 0.0"),
+        (lambda out, lse: (out, lse + 0.04), "LSE 0.0"),
+        (lambda out, lse: (out.at[-1].set(jnp.nan), lse), "relative error nan"),
+    ],
+)
+def test_a_wrong_result_is_refused(off, words, op, monkeypatch):
+    right = gqa.turbo_attention
+    monkeypatch.setattr(gqa, "turbo_attention", lambda *a, **k: off(*right(*a, **k)))
+    shape = gqa_turbo.SMALL_SHAPES[1]
+    with pytest.raises(AssertionError, match=words):
+        gqa_turbo.check(op(shape), shape)
+
+
+def test_a_note_has_the_time_of_the_bytes_and_what_is_wanted():
+    first = gqa_turbo.label(gqa_turbo.SHAPES[0])
+    (note,) = gqa_turbo.notes([{**first, "us": 300.0, "of copy": 0.7}])
+    assert note == "64,32/8,128,8192 k8v4: 300 us (wanted: 245); 210 us at the copy's rate"
+
+
+def test_shapes_count_the_bytes_of_their_format():
+    assert gqa_turbo.SHAPES[1].read == 64 * 8192 * 8 * 134
