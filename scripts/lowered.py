@@ -25,6 +25,7 @@ from jax._src.lib.mlir import ir
 import jaxattn
 import jaxattn.gdn
 import jaxattn.gqa
+import jaxattn.kda
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.turboquant import TurboFormat
@@ -120,6 +121,25 @@ def turbo(
     return op, (q, cache, ints(rows, width), ints(rows), *more, q if dim == 256 else None)
 
 
+def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
+    """New tokens on their way into a TurboQuant cache."""
+    count, kv_heads, dim = heads
+    form = TurboFormat(preset=preset, head_dim=dim)
+    config = jaxattn.RopeConfig(dim=dim, interleaved=False)
+
+    def op(*args: Any) -> Any:
+        *new, positions = args
+        turned = jaxattn.rotation(positions, config)
+        return jaxattn.gqa.turbo_append(
+            *new, form=form, rotation=turned, config=config, layer=1, **MOSAIC
+        )
+
+    q, kv = x(rows, q_len, count, dim), x(rows, q_len, kv_heads, dim)
+    cache = x(2, 64, kv_heads, 64 * form.slot_bytes, dtype=jnp.uint8)
+    weights, tables = f32(2, 2 * max(dim, 128)), ints(rows, 128)
+    return op, (q, kv, kv, weights, cache, tables, ints(rows), ints(rows, q_len))
+
+
 def append(width: int, interleaved: bool, made: Any) -> Launch:
     """In a stack of layers; of queries of that width, 0 for none, and a cache so `made`."""
     config = jaxattn.RopeConfig(interleaved=interleaved)
@@ -184,6 +204,19 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
+def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
+    """A layer of Kimi Delta Attention in a stack, of so many heads."""
+
+    def op(*args: Any) -> Any:
+        return jaxattn.kda.kimi_delta_attention_decode(*args[:-1], layer=args[-1], **MOSAIC)
+
+    width = heads * 128
+    inputs = x(rows, q_len, 3 * width), f32(rows, q_len, width), f32(rows, q_len, heads)
+    weights = f32(6, heads + width + 128 + 4 * 3 * width)
+    pools = x(6, rows, 3, 3 * width), f32(6, rows, heads, 128, 128)
+    return op, (*inputs, x(rows, q_len, width), weights, *pools, ints(rows), ints())
+
+
 def bare_decode(*args: Any) -> Any:
     """The last of what it is given are A_log and dt_bias; q and k are not normed."""
     options: Any = {"A_log": args[-2], "dt_bias": args[-1], "use_qk_l2norm": False, **MOSAIC}
@@ -197,13 +230,21 @@ def delta_rule(made: Any, tokens: int, heads: int, scale: float) -> Launch:
     return op, (q, q, made(2, tokens, heads, 128), gates, gates)
 
 
+def kimi_rule(sequences: int, tokens: int, heads: int) -> Launch:
+    """Decays per channel, of sequences that start from zeros."""
+    qkv, of_channels = x(sequences, tokens, heads, 128), f32(sequences, tokens, heads, 128)
+    op = partial(jaxattn.kda.chunk_kda, **MOSAIC)
+    return op, (qkv, qkv, qkv, of_channels, f32(sequences, tokens, heads))
+
+
 def delta_rule_normed(sequences: int) -> Launch:
     """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
 
     def op(*args: Any) -> Any:
-        names = "cu_seqlens", "layer", "gate", "norm_weight"
-        options: Any = {**dict(zip(names, args[-4:], strict=True)), **MOSAIC}
-        return jaxattn.gated_delta_rule_prefill(*args[:-4], **options)
+        *rule, ends, layer, gate, weight = args
+        normed = jaxattn.gdn.OutputNorm(gate=gate, weight=weight)
+        options: Any = dict(cu_seqlens=ends, layer=layer, output_norm=normed, **MOSAIC)
+        return jaxattn.gated_delta_rule_prefill(*rule, **options)
 
     q, v, gates = x(1, 900, 2, 128), x(1, 900, 4, 128), f32(1, 900, 4)
     pool = x(3, sequences, 4, 128, 128), ints(sequences), ints(sequences + 1), ints()
@@ -263,6 +304,9 @@ EXTRA: dict[str, Launch] = {
     "turbo_decode_pages_of_16": turbo(1, (32, 8, 128), 16, 1, "4bit_nc", soft_cap=30.0),
     "turbo_decode_gate_tokens": turbo(64, (16, 2, 256), 128, 3, "k8v4"),
     "turbo_decode_gate": turbo(64, (16, 2, 256), 64, 1, "4bit_nc"),
+    "turbo_append_4bit_nc": turbo_append(64, (32, 8, 128), 1, "4bit_nc"),
+    "turbo_append_k8v4": turbo_append(1, (64, 8, 64), 300, "k8v4"),
+    "turbo_append_3bit_nc": turbo_append(4, (16, 2, 256), 2, "3bit_nc"),
     "turbo_decode_sinks": turbo(64, (64, 8, 64), 64, 1, "3bit_nc", window=128),
     "gqa_append": heads_append((32, 8, 128), 128),
     "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),
@@ -284,6 +328,12 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
+    "kda_decode_few_states": kimi_delta(1, 1, 32),
+    "kda_decode_large_tiles": kimi_delta(8, 1, 32),
+    "kda_decode": kimi_delta(128, 1, 32),
+    "kda_decode_tokens": kimi_delta(16, 4, 32),
+    "kda_prefill": kimi_rule(8, 1024, 32),
+    "kda_prefill_segments": kimi_rule(1, 8192, 8),
     "gdn_prefill_float16": delta_rule(f16, 300, 4, -0.1),
     "gdn_prefill_short_of_a_chunk": delta_rule(x, 20, 40, 0.1),
     "gdn_prefill_norm_stack": delta_rule_normed(36),

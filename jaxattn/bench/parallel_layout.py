@@ -113,8 +113,8 @@ class Layout:
         """The decode step of `count` rows in all, before it is lowered and compiled."""
         local, width = count // self.parallel.data, self.rows.width
         sizes = ((local, 1), (local,), (local, width), (local,))
-        given: list[Any] = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
-        batch = DecodeBatch(*given)
+        shapes: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+        batch = DecodeBatch(*shapes)
         step = functools.partial(_greedy, self.model, self.implementation)
         out_specs = self.group.rows, self.specs[1]
         over = self.group.step(step, (*self.specs, self.group.rows), out_specs)

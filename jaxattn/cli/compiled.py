@@ -15,6 +15,7 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.cli.options import InputError
+from jaxattn.engine.kept import processor
 
 NONE = Path("none")
 LEAST_SECONDS = 0.1  # what compiles faster is not kept
@@ -50,13 +51,3 @@ def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
     )
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     return Path(home) / "jaxattn" / "compiled" / key
-
-
-def processor(file: Path = Path("/proc/cpuinfo")) -> str:
-    """What the processor is and can do, as Linux tells it; elsewhere its name."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))

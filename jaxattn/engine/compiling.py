@@ -1,7 +1,8 @@
 """Compiles the steps of an engine, once for all engines of a process that have the same.
 
 Two engines of one model share their executables while either lives, however many threads build
-them, so that nothing is compiled twice. Executables hold no arrays.
+them, so that nothing is compiled twice. Executables hold no arrays. Where JAX's compilation cache
+is on, they are kept for the next process too (kept.py).
 """
 
 import concurrent.futures
@@ -14,6 +15,7 @@ import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.devices import arguments, group_of, jitted_step
+from jaxattn.engine.kept import Kept, UnknownError, folder_of_cache
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
@@ -58,7 +60,13 @@ def compiled_steps(
     with PROCESS.lock(key):
         steps = PROCESS.steps.get(key)
         if steps is None:
-            steps = _compile(model, limits, params, devices, implementation, on_compile, workers)
+            kept = None
+            if len(devices) == 1:
+                decides = (model, shape, implementation, leaves, str(tree), x64)
+                kept = _kept(devices[0], decides)
+            steps = _compile(
+                model, limits, params, devices, implementation, on_compile, workers, kept
+            )
             PROCESS.steps[key] = steps
         elif on_compile:
             for name in steps.executables:
@@ -75,6 +83,7 @@ def _compile(
     implementation: Implementation | None,
     on_compile: OnCompile | None,
     workers: int,
+    kept: Kept | None,
 ) -> Steps:
     # As shapes: no executable may keep an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -85,11 +94,15 @@ def _compile(
         if on_compile:
             on_compile(str(step), None)
         start = time.perf_counter()
-        backend = devices[0].platform
-        jitted = jitted_step(step, model, limits, tree, implementation, backend, group)
-        with jax.default_device(own):
-            given = arguments(step, model, limits, shapes, group)
-            executable = jitted.lower(*given).compile()
+        executable = kept.load(str(step)) if kept else None
+        if executable is None:
+            backend = devices[0].platform
+            jitted = jitted_step(step, model, limits, tree, implementation, backend, group)
+            with jax.default_device(own):
+                given = arguments(step, model, limits, shapes, group)
+                executable = jitted.lower(*given).compile()
+            if kept:
+                kept.store(str(step), executable)
         if on_compile:
             on_compile(str(step), time.perf_counter() - start)
         return executable
@@ -99,3 +112,14 @@ def _compile(
         return Steps({str(step): build(step) for step in steps})
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return Steps(dict(zip(map(str, steps), pool.map(build, steps), strict=True)))
+
+
+def _kept(device: jax.Device, decides: tuple[Any, ...]) -> Kept | None:
+    """Where the steps of one device are kept, if JAX's cache is on and they can be told apart."""
+    folder = folder_of_cache()
+    if folder is None:
+        return None
+    try:
+        return Kept(folder, device, decides)
+    except UnknownError:
+        return None

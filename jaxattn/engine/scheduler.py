@@ -15,6 +15,7 @@ What a step needs to know of all rows at once (lengths, room, tokens left) is in
 import bisect
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,7 +241,8 @@ class Scheduler:
         own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
         row = max(own, key=lambda row: (row.request.priority, row.order))
         self.release(row)
-        self._queue(Queued(row.request, row.order, row.tokens, row.logprobs))
+        again = Queued(row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted)
+        self._queue(again)
         self.preemptions += 1
 
     def release(self, row: Row) -> None:
@@ -340,6 +342,7 @@ class Scheduler:
             queued.logprobs,
             plain=not (late_stops or request.watched),
             late_stops=late_stops,
+            admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)

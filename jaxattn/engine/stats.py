@@ -11,6 +11,8 @@ class Stats:
         prompt_tokens: that prefill has read; those of a row that lost its pages count again.
         prefill_seconds: of prefill steps, each from the end of the step before it.
         waited_seconds: for which the host waited for what steps tell: the rest is its own work.
+        queued_seconds: for which requests that are done waited for their rows, all together.
+        cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
 
@@ -21,6 +23,8 @@ class Stats:
     preemptions: int = 0
     prefill_seconds: float = 0.0
     waited_seconds: float = 0.0
+    queued_seconds: float = 0.0
+    cached_tokens: int = 0
     seconds: float = 0.0
 
     @property

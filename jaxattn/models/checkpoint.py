@@ -74,7 +74,6 @@ from jaxattn.core.fields import shown, some
 from jaxattn.models.base import check_params
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid, from_stored, stored_shapes, to_stored
-from jaxattn.models.known_count import MODEL_TYPES
 from jaxattn.models.registry import FAMILIES
 from jaxattn.models.safetensors_header import check_layout, parse_object, read_header
 
@@ -189,13 +188,11 @@ def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
     if not values.keys() & {"model_type", "architectures", "text_config", "transformers_version"}:
         return
     kind = values.get("model_type")
-    counted = ", ".join(name for name in MODEL_TYPES if not name.endswith("_text"))
     raise CheckpointError(
         f"{file} is a Hugging Face configuration (model_type {shown(kind)}). This loader reads "
         "jaxattn's own format, which jaxattn.models.checkpoint describes and its save() writes. "
         f"jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. `python -m "
-        f"jaxattn.plan {file.parent}` plans the memory of these too, without running them: "
-        f"{counted}"
+        f"jaxattn.plan {file.parent}` plans their memory"
     )
 
 

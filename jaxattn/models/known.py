@@ -2,8 +2,8 @@
 
     known.load("DeepSeek-R1")     known.load("path/of/a/folder")
 
-A `model_type` that has a family (`models/registry.py`) is built, and its parameters, caches and
-scratch are those of the model that is served. The others are counted by hand (`known_count.py`).
+A `model_type` has a family (`models/registry.py`). The model is built, and its parameters, caches
+and scratch are those of the model that is served.
 
 Shipped: the fields of `NAMES`, in `models/known/*.json`, each with its source.
 """
@@ -11,13 +11,12 @@ Shipped: the fields of `NAMES`, in `models/known/*.json`, each with its source.
 from pathlib import Path
 from typing import Any
 
-from jaxattn.models import known_count
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.registry import FAMILIES, family_of, read_decoder
+from jaxattn.models.registry import family_of, read_decoder
 
 DATA = Path(__file__).parent / "known"
 
@@ -27,7 +26,6 @@ class KnownModelError(ValueError):
 
 
 NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))
-_COUNTED = ", ".join(kind for kind in known_count.MODEL_TYPES if not kind.endswith("_text"))
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -76,18 +74,13 @@ def from_config(name: str, config: dict[str, Any], where: str) -> KnownModel:
     Raises:
         KnownModelError: the model type is unknown, or a field is missing or does not fit.
     """
-    kind = config.get("model_type")
     try:
-        if isinstance(kind, str) and kind in known_count.MODEL_TYPES:
-            return known_count.count(name, config, where)
         fields = Fields(config, where)
         model, quantization = read_decoder(fields)
         unread = _words(family_of(fields).skipped(fields))
         return BuiltModel.of(name, model, quantization, unread=unread)
     except ValueError as error:
-        known = kind in (*FAMILIES, *known_count.MODEL_TYPES)
-        also = "" if known else f"; a plan counts {_COUNTED} too"
-        raise KnownModelError(f"{error}{also}") from error
+        raise KnownModelError(str(error)) from error
 
 
 def _words(skipped: tuple[str, ...]) -> str:

@@ -1,7 +1,6 @@
 """What a memory plan needs to know of a model: its weights in lines, its caches, its scratch.
 
-`BuiltModel` (known_shapes.py) takes them from a model that this package runs, `CountedModel`
-(known_count.py) from a config.json alone. A plan cannot tell them apart.
+`BuiltModel` (known_shapes.py) takes them from a model that this package runs.
 """
 
 import abc

@@ -45,14 +45,16 @@ class Part:
 _BY_HEADS = (
     "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
     "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
-    "in_proj_qkv", "in_proj_bfg", "f_b_proj", "g_b_proj", "g_proj",
+    "in_proj_qkv", "in_proj_b", "in_proj_fg", "f_b_proj", "g_b_proj", "g_proj",
     "kv_scale",
 )  # fmt: skip
-_WHOLE = ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm")
+_WHOLE = (
+    "q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm", "in_proj_fg_a",
+)  # fmt: skip
 # What FP8 checkpoints leave in bfloat16.
 _NEVER_FP8 = (
     "in_proj_ba",
-    "in_proj_bfg",
+    "in_proj_b",
     "g_proj",
     "conv1d",
     "A_log",

@@ -36,8 +36,9 @@ class KimiDeltaAttention(nnx.Module):
 
     Parameters, where R is `gate_rank`:
         in_proj_qkv [hidden, 3 H D]: columns q | k | v, head after head
-        in_proj_bfg [hidden, H + 2 R]: columns b | f | g; without gate_rank [hidden, H + 2 H D]
-        f_b_proj, g_b_proj [R, H D]: with gate_rank alone
+        in_proj_b [hidden, H]
+        in_proj_fg [hidden, 2 H D]: columns f | g, of the decays and of the output's gate; with
+            gate_rank in_proj_fg_a [hidden, 2 R], and f_b_proj and g_b_proj [R, H D]
         conv1d [3 H D, W]: causal and depthwise, the convolutions of q, k and v
         A_log float32 [H]   dt_bias float32 [H D]   norm [D]   out_proj [H D, hidden]
     The gates (`jaxattn.kda.kda_gates`) are float32, and so is the state.
@@ -83,8 +84,11 @@ class KimiDeltaAttention(nnx.Module):
 
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.in_proj_qkv = linear(hidden_size, self.conv_dim, out_dtype=dtype)
-        self.in_proj_bfg = linear(hidden_size, num_heads + 2 * (gate_rank or width))
-        if gate_rank is not None:
+        self.in_proj_b = linear(hidden_size, num_heads)
+        if gate_rank is None:
+            self.in_proj_fg = linear(hidden_size, 2 * width)
+        else:
+            self.in_proj_fg_a = linear(hidden_size, 2 * gate_rank)
             self.f_b_proj = linear(gate_rank, width)
             self.g_b_proj = linear(gate_rank, width)
         self.conv1d = nnx.Param(
@@ -161,9 +165,9 @@ class KimiDeltaAttention(nnx.Module):
             chunk.slots,
             has_initial_state=~chunk.fresh,
             layer=layer,
-            gate=made.gate,
-            norm_weight=self.norm.weight[...],
-            norm_eps=self.norm.eps,
+            output_norm=kda.OutputNorm(
+                gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps
+            ),
             implementation=implementation,
         )
         with jax.named_scope("kda_out_proj"):
@@ -230,11 +234,12 @@ class KimiDeltaAttention(nnx.Module):
 
     def _project(self, x: Array) -> Projected:
         with jax.named_scope("kda_in_proj"):
-            qkv, bfg = linears(x, self.in_proj_qkv, self.in_proj_bfg)
-            heads, rest = self.num_heads, bfg.shape[-1] - self.num_heads
-            b, f, gate = jnp.split(bfg, [heads, heads + rest // 2], axis=-1)
+            of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
+            qkv, fg = linears(x, self.in_proj_qkv, of_gates)
+            f, gate = jnp.split(fg, 2, axis=-1)
             if self.gate_rank is not None:
                 f, gate = self.f_b_proj(f), self.g_b_proj(gate)
+            b = self.in_proj_b(x)
             return Projected(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
 
     def _gates(self, made: Projected) -> tuple[Array, Array]:

@@ -11,7 +11,6 @@ from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import CacheSize
 from jaxattn.models.caches import LatentPages, RecurrentState
-from jaxattn.models.known_count import CountedModel
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
 from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches
@@ -56,11 +55,6 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
                     "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
                     "temp is that of the model's own cache."
                 )
-    if isinstance(model, CountedModel):
-        found.append(
-            "A vision tower, adapters, prefix-cache bookkeeping and expert replicas are not "
-            "counted."
-        )
     return tuple(found)
 
 

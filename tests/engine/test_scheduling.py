@@ -58,6 +58,21 @@ def scheduler(**limits):
     return Scheduler(Limits(**{"batch": 4, "max_model_len": 256} | limits), vocab_size=256)
 
 
+# --- time
+
+
+def test_a_request_that_waits_for_a_row_says_for_how_long(engine):
+    """Three rows, four requests: the last one waits until a row is free."""
+    requests = [Request(bytes([65 + i]) * 4, max_tokens=8) for i in range(4)]
+    *first, last = engine.generate(requests)
+    assert all(each.seconds_queued < last.seconds_queued for each in first)
+    assert last.seconds_queued < last.seconds_to_first_token < last.seconds
+    waited = sum(each.seconds_queued for each in (*first, last))
+    assert engine.stats.queued_seconds == pytest.approx(waited)
+    [refused] = engine.generate([Request(b"x" * 300)])
+    assert refused.seconds_queued is None
+
+
 # --- pages
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, PrefillBatch, divided
 from jaxattn.models.base import init_state, jit_step, scratch_spec
-from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
+from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
 from jaxattn.ops.moe import Router
 from jaxattn.parallel import Group, Parallel
 
@@ -39,18 +39,23 @@ class Sizes:
 SMALL = Sizes()
 
 ROPE = RopeConfig(dim=8)
+LATENT = MLA(
+    num_heads=8,
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    rope=ROPE,
+)
 MIXERS: dict[str, Mixer] = {
-    "mla": MLA(
-        num_heads=8,
-        q_lora_rank=12,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        rope=ROPE,
-    ),
+    "mla": LATENT,
+    "unrotated mla": dataclasses.replace(LATENT, rope=RopeConfig(dim=8, theta=None)),
+    "gated mla": dataclasses.replace(LATENT, gated=True),
     "gqa": GQA(num_heads=8, num_kv_heads=2, head_dim=16, rope=ROPE, qk_norm=True, gated=True),
     "gdn": GDN(num_k_heads=2, num_v_heads=8, head_k_dim=8, head_v_dim=8),
+    "kda": KDA(num_heads=8, head_dim=8, gate_rank=4),
+    "bounded kda": KDA(num_heads=8, head_dim=8, lower_bound=-5.0),
 }
 ROUTER = Router(experts=8, top_k=3, scores="softmax", normalize=True)
 FEED_FORWARDS: dict[str, FeedForward] = {

@@ -2,7 +2,8 @@
 
 One small decoder has MLA with shared experts behind a gate, a delta net with a wide shared MLP, and
 MLA with a dense MLP; the other has gated grouped-query attention and one matrix as embedding and
-head. Their 61 tokens go evenly over no group.
+head. Two more have Kimi Delta Attention beside MLA, as Kimi-Linear and Ling-3.0 do. Their 61 tokens
+go evenly over no group.
 """
 
 import numpy as np
@@ -14,6 +15,8 @@ from tests.parallel.cases import decoder, followed, on_one_device
 
 HYBRID = (("mla", "moe"), ("gdn", "wide"), ("mla", "mlp"))
 GROUPED = (("gqa", "moe"), ("gdn", "mlp"))
+KIMI = (("kda", "mlp"), ("unrotated mla", "moe"))
+LING = (("bounded kda", "wide"), ("gated mla", "mlp"))
 
 
 def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
@@ -54,3 +57,17 @@ def test_a_hybrid_with_experts(layout):
 @on_virtual_devices
 def test_grouped_query_attention_and_a_tied_head(layout):
     assert_same(GROUPED, True, layout)
+
+
+@pytest.mark.parametrize(
+    "layers, layout",
+    [
+        (KIMI, dict(tensor=2)),
+        pytest.param(LING, dict(tensor=2), marks=pytest.mark.slow),
+        pytest.param(KIMI, dict(data=2, tensor=4, context=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on_virtual_devices
+def test_kimi_delta_attention_beside_mla(layers, layout):
+    assert_same(layers, False, layout)

@@ -14,7 +14,11 @@ import pytest
 
 import jaxattn.server.run
 from jaxattn.cli import compiled
+from jaxattn.cli.inputs import model_length, read_limits
+from jaxattn.cli.models import choose
+from jaxattn.cli.options import parser
 from jaxattn.cli.serve import main
+from jaxattn.engine.steps import all_steps
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +74,14 @@ def test_a_server_serves_and_sigterm_lets_its_answers_end(command, tmp_path):
     [line] = [line for line in said.splitlines() if "/v1/completions" in line]
     assert json.loads(line)["tokens"] == 100 and "def add" not in said
     # What was compiled is kept for the next start.
-    assert list((tmp_path / "jaxattn" / "compiled").glob("*/*"))
+    assert list((tmp_path / "jaxattn" / "compiled").glob("*/steps/*.step"))
+
+
+def test_a_server_of_default_limits_has_at_most_12_executables():
+    options = parser().parse_args(["--port", "0"])
+    limits = read_limits(options, model_length(options, choose(options).folder.model))
+    assert (limits.batch, limits.max_model_len) == (16, 4096)
+    assert len(all_steps(limits)) <= 12
 
 
 def test_executables_are_kept_apart_by_what_they_run_on(tmp_path, monkeypatch):

@@ -3,20 +3,18 @@
 import asyncio
 import collections
 import dataclasses
-import json
 import os
 import random
 import time
 
-import httpx
 import jax
 import pytest
 
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import FinishEvent, FinishReason, Request
 from jaxattn.engine.runner import Runner
-from tests.helpers.live_server import live, objects, served
-from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
+from tests.helpers.live_server import live, served
+from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.storm import MOST_BODY, Storm
 
 SETTINGS = {"max_waiting": 12, "max_body_bytes": MOST_BODY, "write_seconds": 0.5, "buffered": 4096}
@@ -204,25 +202,3 @@ def forgets_prefixes(engine: Engine):
     while prefixes._evict():
         pass
     assert prefixes.states == 0 and engine.scheduler.pages.available == engine.limits.pages
-
-
-@pytest.mark.parametrize("streams", [128])
-def test_128_streams_at_once_all_have_their_own_text(streams):
-    """No token is lost or doubled, and none comes to another stream."""
-
-    async def crowd(server) -> list[str]:
-        limits = httpx.Limits(max_connections=streams)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as client:
-
-            async def ask(number: int) -> str:
-                body = {"prompt": f"<{number}>", "max_tokens": 30, "stream": True}
-                response = await client.post("/v1/completions", content=json.dumps(body))
-                events = objects(response.text)
-                return "".join(event["choices"][0]["text"] for event in events)
-
-            return await asyncio.gather(*map(ask, range(streams)))
-
-    with live(served(ScriptedEngine, limits=LIMITS), max_waiting=streams) as server:
-        found = asyncio.run(crowd(server))
-        assert found == [(f"<{number}>" * 30)[:30] for number in range(streams)]
-        assert server.quiet()

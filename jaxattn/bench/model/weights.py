@@ -110,7 +110,12 @@ def _compiled(shape: tuple[int, ...], dtype: str) -> jax.stages.Compiled:
 
 
 def fill(
-    key: jax.Array, center: float, reach: float, *, shape: tuple[int, ...], dtype: str
+    key: jax.Array,
+    center: jax.Array | float,
+    reach: jax.Array | float,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
 ) -> jax.Array:
     """An array of random numbers evenly between `center` - `reach` and `center` + `reach`."""
     size = math.prod(shape)

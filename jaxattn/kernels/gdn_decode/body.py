@@ -4,8 +4,8 @@ It convolves the channels of its q, k and v, prepares the gates (inputs.py), and
 the states [Dv, Dk] tile by tile through a ring in shared memory, so that loads, arithmetic and
 stores overlap, with those of the other blocks on the multiprocessor as well. A tile stays in
 registers over the S tokens. Both products with it are of the state before a token's update (S q is
-exp(g) S q + delta (k q)), so that their sums run side by side. The output is normalised and gated
-when all of its head is there.
+exp(g) S q + delta (k q)), so that their sums run side by side. Decays per channel multiply the
+state before both. The output is normalised and gated when all of its head is there.
 
 A row of one token takes little more than its latencies. So warps wait for each other only where one
 reads or overwrites what another, or a copy, has to do with: Pallas would have them wait around
@@ -32,10 +32,10 @@ from jaxattn.kernels.gdn_decode.inputs import (
     Op,
     convolved,
     factors_of,
+    gated,
     gates,
     products,
 )
-from jaxattn.kernels.hopper.elementwise import silu
 from jaxattn.kernels.hopper.machine import meet, swizzled
 
 
@@ -73,7 +73,8 @@ def scratch_types(op: Op, config: Config, state_dtype: Any) -> dict[str, Any]:
     cluster = config.parts > 1 and op.conv
     return {
         "ring": plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
-        "vectors": plgpu.SMEM((op.q_len, (2 + heads) * DIM), jnp.float32),  # q, k and the values
+        # q, k and the values, and behind them the decays per channel, if there are any.
+        "vectors": plgpu.SMEM((op.q_len, (2 + heads * (1 + op.channels)) * DIM), jnp.float32),
         # The output before its norm.
         "out_smem": plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),
         "loaded": plgpu.Barrier(num_barriers=stages),  # a tile
@@ -118,9 +119,9 @@ class Block:
 
     def __init__(
         self, op: Op, config: Config, first_row: int, *, interpret: bool,
-        qkvz_ref: Any, ba_ref: Any, weights_ref: Any, layer_ref: Any, reads_ref: Any,
-        writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any, ring: Any, vectors: Any,
-        out_smem: Any, loaded: Any, scalars: Any, all_read: Any,
+        qkvz_ref: Any, ba_ref: Any, f_ref: Any, z_ref: Any, weights_ref: Any, layer_ref: Any,
+        reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any,
+        ring: Any, vectors: Any, out_smem: Any, loaded: Any, scalars: Any, all_read: Any,
     ):  # fmt: skip
         """`first_row`: of the output."""
         self.op, self.first_row, self.interpret = op, first_row, interpret
@@ -146,7 +147,7 @@ class Block:
         self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
         heads = [self.first_head + head for head in range(self.heads)]
         self.here = Inputs(
-            op, qkvz_ref, ba_ref, weights_ref, conv_ref, self.row, key_head, heads
+            op, qkvz_ref, ba_ref, f_ref, z_ref, weights_ref, conv_ref, self.row, key_head, heads
         )  # fmt: skip
 
     def run(self) -> None:
@@ -201,7 +202,7 @@ class Block:
                 to[...] = convolved(window, taps, token)
         times: Any = None
         if op.norm:  # what the normed output is times
-            times = [[norm * silu(x) for x in of_head] for of_head in z]
+            times = [[norm * gated(op, x) for x in of_head] for of_head in z]
         meet(interpret=self.interpret)  # vectors are there, and every warp has its inputs
         if self.all_read is not None:
             plgpu.barrier_arrive(self.all_read)
@@ -224,15 +225,22 @@ class Block:
 
     def _gates(self, of_gates: Any) -> list[tuple[Any, Any]]:
         """(decay, beta) of each token; of several heads they are in shared memory as well, and
-        these are read there."""
+        these are read there. So are decays per channel."""
         found = []
         for head, each in enumerate(of_gates):
-            for token, (decay, beta) in enumerate(gates(*each)):
+            for token, (decay, beta) in enumerate(gates(self.op, *each)):
                 found.append((decay, beta))
-                if self.scalars is not None:
+                if self.op.channels:
+                    self._decays(token, head)[...] = decay
+                elif self.scalars is not None:
                     self.scalars[head, token] = decay
+                if self.scalars is not None:
                     self.scalars[self.heads + head, token] = beta
         return found
+
+    def _decays(self, token: int, head: Any) -> Any:
+        """Where the decays per channel of a head are."""
+        return self.vectors.at[token, pl.ds((2 + self.heads + head) * DIM, DIM)]
 
     def _q_and_k(self, token: int) -> list[jax.Array]:
         at = (pl.ds(i * DIM, DIM) for i in range(2))
@@ -253,6 +261,9 @@ class Block:
 
         # Of one token they stay in registers; of several there is no room for that.
         only = units(0, *qk[0]) if op.q_len == 1 else None
+        only_decays = None
+        if op.channels and op.q_len == 1 and self.heads == 1:
+            only_decays = plgpu.load(self._decays(0, 0), layout=self.by_key)
 
         @pl.loop(0, steps)
         def _tile(step):
@@ -271,6 +282,13 @@ class Block:
                     beta = self.scalars[self.heads + head, token]
                 values = self.vectors.at[token, pl.ds(2 * DIM + step * self.tile, self.tile)]
                 v = plgpu.load(values, layout=self.by_value)
+                if op.channels:
+                    if op.q_len > 1 or self.heads > 1:
+                        decay = plgpu.load(self._decays(token, head), layout=self.by_key)
+                    else:
+                        decay = only_decays
+                    state = state * lax.broadcast_in_dim(decay, (self.tile, DIM), [1])
+                    decay = 1.0
                 delta = beta * (v - decay * (state * k).sum(axis=1))
                 out = decay * (state * q).sum(axis=1) + delta * factors[token][2]
                 state = state * decay + self._over_keys(delta) * k

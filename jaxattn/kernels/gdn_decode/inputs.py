@@ -29,6 +29,8 @@ class Op:
 
     `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
     token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
+    `channels`: every channel of the key has a decay of its own (KDA), and the norm's factor is
+    sigmoid(z). `lower_bound`: of such log decays, or None for softplus.
     """
 
     q_len: int
@@ -42,13 +44,15 @@ class Op:
     affine: tuple[int, int]
     scale: float
     eps: float
+    channels: bool = False
+    lower_bound: float | None = None
 
     @property
     def group(self) -> int:
         return self.value_heads // self.key_heads
 
     @property
-    def channels(self) -> int:
+    def conv_channels(self) -> int:
         return (2 * self.key_heads + self.value_heads) * DIM
 
 
@@ -73,11 +77,26 @@ def _softplus(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
 
 
-def gates(A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, Any]]:
-    """(decay, beta) of a head's tokens."""
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return 1.0 / (1.0 + jnp.exp(-x.astype(jnp.float32)))
+
+
+def gates(op: Op, A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, Any]]:
+    """(decay, beta) of a head's tokens; a decay per channel is CHANNEL's."""
     rate = jnp.exp(A_log)
+
+    def decay(a: Any) -> Any:
+        if op.lower_bound is not None:
+            return jnp.exp(op.lower_bound * _sigmoid(rate * (a + bias)))
+        return jnp.exp(-rate * _softplus(a + bias))
+
     numbers = [[x.astype(jnp.float32) for x in each] for each in zip(a, b, strict=True)]
-    return [(jnp.exp(-rate * _softplus(a + bias)), 1.0 / (1.0 + jnp.exp(-b))) for a, b in numbers]
+    return [(decay(a), _sigmoid(b)) for a, b in numbers]
+
+
+def gated(op: Op, z: jax.Array) -> jax.Array:
+    """What the normed output is times."""
+    return _sigmoid(z) if op.channels else silu(z)
 
 
 def products(op: Op, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
@@ -110,51 +129,56 @@ def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax
 class Inputs:
     """Of one row's value heads `heads`, which share a key head.
 
-    `channels`: of q, of k and of each head's values.
+    `channels`: of q, of k and of each head's values. f and z of the value heads have arrays of
+    their own where decays are per channel; then `ba` holds b alone.
     """
 
     def __init__(
-        self, op: Op, qkvz: Any, ba: Any, weights: Any, conv: Any, row: Any, key_head: Any,
-        heads: list[Any],
+        self, op: Op, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any, row: Any,
+        key_head: Any, heads: list[Any],
     ) -> None:  # fmt: skip
         self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
-        self.row, self.heads = row, heads
+        self.f, self.z, self.row, self.heads = f, z, row, heads
         of_values = (2 * op.key_heads + head for head in heads)
         of_heads = (key_head, op.key_heads + key_head, *of_values)
         self.channels = [Channels(head * DIM) for head in of_heads]
 
-    def of_tokens(self, channels: Channels) -> list[jax.Array]:
-        """Each token's."""
-        return [channels.load(self.qkvz.at[self.row, token]) for token in range(self.op.q_len)]
+    def of_tokens(self, channels: Channels, ref: Any = None) -> list[jax.Array]:
+        """Each token's, of q, k and v unless of other inputs."""
+        ref = self.qkvz if ref is None else ref
+        return [channels.load(ref.at[self.row, token]) for token in range(self.op.q_len)]
 
     def b_and_a(self) -> list[Any]:
-        """(b, a) of the value heads' tokens."""
-        return [
-            [
-                [self.ba[self.row, token, first + head] for token in range(self.op.q_len)]
-                for first in (0, self.op.value_heads)
+        """(b, a) of the value heads' tokens; of decays per channel a is 128 channels of f."""
+
+        def numbers(first: Any) -> list[Any]:
+            return [self.ba[self.row, token, first] for token in range(self.op.q_len)]
+
+        if self.op.channels:
+            return [
+                [numbers(head), self.of_tokens(Channels(head * DIM), self.f)] for head in self.heads
             ]
-            for head in self.heads
-        ]
+        return [[numbers(head), numbers(self.op.value_heads + head)] for head in self.heads]
 
     def new(self) -> list[list[jax.Array]]:
         """The tokens' inputs of `channels`."""
         return [self.of_tokens(some) for some in self.channels]
 
-    def first_gate(self, head: Any) -> Any:
-        """Where z of a head begins in a token's inputs."""
-        return self.op.channels + head * DIM
+    def of_gate(self, head: Any, first: Any = 0, count: int = DIM, layout: Any = CHANNEL) -> Any:
+        """z of a head's channels from `first` on, of each token."""
+        packed = 0 if self.op.channels else self.op.conv_channels
+        z = Channels(packed + head * DIM + first, count, layout)
+        return self.of_tokens(z, self.z if self.op.channels else self.qkvz)
 
     @property
     def first_norm(self) -> int:
-        """Where the norm's weight begins in a row of weights."""
-        return 2 * self.op.value_heads
+        """Where the norm's weight begins in a row of weights: behind A_log and dt_bias."""
+        return self.op.value_heads * (1 + DIM if self.op.channels else 2)
 
     def given(self) -> tuple[list[Any], list[Any], list[Any]]:
         """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
         b_and_a = self.b_and_a()
-        of_z = (Channels(self.first_gate(head)) for head in self.heads)
-        z = [self.of_tokens(some) for some in of_z] if self.op.norm else []
+        z = [self.of_gate(head) for head in self.heads] if self.op.norm else []
         return self.new(), b_and_a, z
 
     def windows(self, layer: Any, own: Any, slot: Any, new: list[list[jax.Array]]) -> list[Any]:
@@ -164,8 +188,8 @@ class Inputs:
         """
         if not self.op.conv:
             return [(some, inputs, []) for some, inputs in zip(self.channels, new, strict=True)]
-        at = 2 * self.op.value_heads + DIM  # of the first tap
-        every = self.op.channels
+        at = self.first_norm + DIM  # of the first tap
+        every = self.op.conv_channels
         windows = []
         for some, inputs in zip(self.channels, new, strict=True):
             old = [some.load(self.conv.at[layer, slot, j]) for j in range(WIDTH - 1)]
@@ -177,8 +201,15 @@ class Inputs:
 
     def of_gates(self, own: Any, b_and_a: list[Any]) -> list[tuple[Any, ...]]:
         """What `gates` takes, of each head."""
+        count = self.op.value_heads
+
+        def bias(head: Any) -> Any:
+            if self.op.channels:
+                return Channels(count + head * DIM).load(self.weights.at[own])
+            return self.weights[own, count + head]
+
         return [
-            (self.weights[own, head], self.weights[own, self.op.value_heads + head], *each)
+            (self.weights[own, head], bias(head), *each)
             for head, each in zip(self.heads, b_and_a, strict=True)
         ]
 

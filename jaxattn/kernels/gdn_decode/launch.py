@@ -10,6 +10,8 @@ split_body.py. The convolution's state moves by S inputs a step, and a key head'
 channels feed all of its value heads. The blocks of a key head therefore form a cluster: each reads
 those channels, and one writes them once all have.
 
+Where f is given, the decay is a vector over Dk (KDA), and the norm's factor sigmoid(z).
+
 Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and tests:
 `jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer.py.
 """
@@ -113,12 +115,15 @@ def gdn_decode_mosaic(
     scale: float,
     l2norm: bool = True,
     eps: float | None = None,
+    f: jax.Array | None = None,
+    z: jax.Array | None = None,
+    lower_bound: float | None = None,
     arena: Arena | None = None,
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """The decode ops of `jaxattn.gdn` and `jaxattn.ops.gdn.layer` on a Hopper GPU.
+    """The decode ops of `jaxattn.gdn` and `jaxattn.kda` on a Hopper GPU.
 
     Args:
         name: the op's, for messages.
@@ -131,6 +136,10 @@ def gdn_decode_mosaic(
         affine: (a, b), for the layer `a * layer + b`.
         reads, writes: the slots of each row [B]; writes may be [B, S].
         eps: of the gated RMS norm; None: no norm.
+        f: [B, S, Hv * Dk], of which decays per channel are made. Then `qkvz` has no z, `ba` no a,
+            and `weights` begins with [A_log | dt_bias [Hv * Dk] | norm].
+        z: [B, S, Hv * Dv], beside f.
+        lower_bound: of such log decays, as in `jaxattn.kda.kda_gates`.
 
     Returns:
         (out [B, S, Hv, Dv] in qkvz's dtype, conv_state, state), and the arena if there is one.
@@ -151,6 +160,8 @@ def gdn_decode_mosaic(
         affine=affine,
         scale=scale,
         eps=eps or 0.0,
+        channels=f is not None,
+        lower_bound=lower_bound,
     )
     states = batch * num_value_heads
     config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
@@ -161,8 +172,8 @@ def gdn_decode_mosaic(
             f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
             "fewer tokens"
         )
-    qkvz, ba, weights, conv_state, state = without_gradient(
-        name, (qkvz, ba, weights, conv_state, state)
+    qkvz, ba, f, z, weights, conv_state, state = without_gradient(
+        name, (qkvz, ba, f, z, weights, conv_state, state)
     )
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pool = state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)
@@ -172,6 +183,8 @@ def gdn_decode_mosaic(
     inputs: dict[str, Any] = {
         "qkvz_ref": qkvz,
         "ba_ref": ba,
+        "f_ref": f,
+        "z_ref": z,
         "weights_ref": weights.reshape(-1, weights.shape[-1]),
         "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
         # An index narrower than int32 would be sign-extended, unsigned or not.
@@ -205,7 +218,7 @@ def gdn_decode_mosaic(
 
     out = launch(
         lambda **refs: block(**refs).run(),
-        name="gdn_decode",
+        name="gdn_decode" if f is None else "kda_decode",
         # The last axis runs fastest: blocks at work together read neighbouring states.
         grid={"row": batch, "key_head": num_key_heads},
         cluster={"part": blocks} if blocks > 1 else {},

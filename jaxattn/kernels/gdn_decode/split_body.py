@@ -27,12 +27,12 @@ from jaxattn.kernels.gdn_decode.inputs import (
     Op,
     convolved,
     factors_of,
+    gated,
     gates,
     products,
 )
 from jaxattn.kernels.hopper.block_sums import BlockSums
 from jaxattn.kernels.hopper.cluster import Squares, block_of_cluster
-from jaxattn.kernels.hopper.elementwise import silu
 from jaxattn.kernels.hopper.machine import asked_for, made_here, meet
 
 SPLIT = 4  # blocks of a state
@@ -61,7 +61,8 @@ def _lengths(op: Op, *, interpret: bool) -> BlockSums:
 
 def scratch_types(op: Op, *, interpret: bool) -> dict[str, Any]:
     return {
-        "vectors": plgpu.SMEM((2 * DIM + ROWS,), jnp.float32),  # q, k and the values
+        # q, k and the values, and decays per channel, if there are any.
+        "vectors": plgpu.SMEM(((2 + op.channels) * DIM + ROWS,), jnp.float32),
         "sums": _lengths(op, interpret=interpret).scratch_type(),
         "scalars": plgpu.SMEM((2,), jnp.float32),  # decay, beta
         **_squares(op, interpret=interpret).scratch_types(),
@@ -81,9 +82,10 @@ class Block:
 
     def __init__(
         self, op: Op, first_row: int, *, interpret: bool,
-        qkvz_ref: Any, ba_ref: Any, weights_ref: Any, layer_ref: Any, reads_ref: Any,
-        writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any, vectors: Any, sums: Any,
-        scalars: Any, square_sums: Any = None, squares_sent: Any, between: Any = None,
+        qkvz_ref: Any, ba_ref: Any, f_ref: Any, z_ref: Any, weights_ref: Any, layer_ref: Any,
+        reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any,
+        vectors: Any, sums: Any, scalars: Any, square_sums: Any = None, squares_sent: Any,
+        between: Any = None,
     ):  # fmt: skip
         """
         Args:
@@ -111,18 +113,18 @@ class Block:
         self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
         out_row = first_row + row * op.value_heads + self.head
         self.out = out_ref.at[out_row, pl.ds(self.piece * ROWS, ROWS)]
-        self.here = Inputs(op, qkvz_ref, ba_ref, weights_ref, conv_ref, row, key_head, [self.head])
+        self.here = Inputs(
+            op, qkvz_ref, ba_ref, f_ref, z_ref, weights_ref, conv_ref, row, key_head, [self.head]
+        )
         values = self.here.channels[2]
         self.here.channels[2] = Channels(values.first + self.piece * ROWS, ROWS, VALUES)
-        self.of_row = qkvz_ref.at[row, 0]
 
     def run(self) -> None:
         # Asked for before the slot is there.
         new, b_and_a = self.here.new(), self.here.b_and_a()
         z: Any = None
         if self.op.norm:
-            gates_first = self.here.first_gate(self.head) + self.piece * ROWS
-            z = Channels(gates_first, ROWS, BY_VALUE).load(self.of_row)
+            (z,) = self.here.of_gate(self.head, self.piece * ROWS, ROWS, BY_VALUE)
         if self.meets:
             self.squares.ready()
         pl.when(self.live)(lambda: self._update(new, b_and_a, z))
@@ -157,14 +159,14 @@ class Block:
 
         @pl.when(self._in_pool(self.target))
         def _store():
-            after = state * decay + _down(delta) * k
+            after = (state if op.channels else state * decay) + _down(delta) * k
             after = plgpu.layout_cast(after.astype(self.pool_ref.dtype), MATRIX)
             self._states(self.target)[...] = after
             if op.conv:
                 here.keep(self.layer, self.target, 0, windows[2])
 
         if op.norm:
-            times = made_here(norm * silu(z), BY_VALUE, interpret=self.interpret)
+            times = made_here(norm * gated(op, z), BY_VALUE, interpret=self.interpret)
         if self.meets:
             mean_square = self.squares.receive() * (1.0 / DIM)
         if op.norm:
@@ -183,19 +185,33 @@ class Block:
         for first, x in ((0, q), (DIM, k), (2 * DIM, v)):
             self.vectors.at[pl.ds(first, x.size)][...] = x
         self.lengths.put(self.sums, list(products(self.op, q, k)))
-        for i, x in enumerate(gates(*of_gates)[0]):
-            self.scalars[i] = x
+        ((decay, beta),) = gates(self.op, *of_gates)
+        if self.op.channels:
+            self._decays[...] = decay
+        else:
+            self.scalars[0] = decay
+        self.scalars[1] = beta
         meet(interpret=self.interpret)  # vectors are there, and every warp has its inputs
 
+    @property
+    def _decays(self) -> Any:
+        """Where the decays per channel are."""
+        return self.vectors.at[pl.ds(2 * DIM + ROWS, DIM)]
+
     def _step(self, state: jax.Array) -> tuple[jax.Array, ...]:
-        """The output, and what the state's update needs: decay, delta, k and the state, wide."""
-        vectors = self.vectors
-        decay, beta = self.scalars[0], self.scalars[1]
+        """The output, and what the state's update needs: decay, delta, k and the state, wide.
+
+        Decays per channel are in the state already.
+        """
+        vectors, beta = self.vectors, self.scalars[1]
+        decay: Any = 1.0 if self.op.channels else self.scalars[0]
         q, k = (plgpu.load(vectors.at[pl.ds(i * DIM, DIM)], layout=BY_KEY) for i in range(2))
         v = plgpu.load(vectors.at[pl.ds(2 * DIM, ROWS)], layout=BY_VALUE)
         q_factor, k_factor, k_q = factors_of(self.op, self.lengths.get(self.sums))
         q, k = _across(q * q_factor), _across(k * k_factor)
         state = state.astype(jnp.float32)
+        if self.op.channels:
+            state *= _across(plgpu.load(self._decays, layout=BY_KEY))
         delta = beta * (v - decay * (state * k).sum(axis=1))
         y = decay * (state * q).sum(axis=1) + delta * k_q
         return y, decay, delta, k, state

@@ -1,6 +1,7 @@
 """Chunked gated delta rule on a Hopper GPU: the plan, and the kernels in order.
 
     chunk.py         of every chunk of 64 tokens alone: its inverse, its masked scores
+    channels.py      the same where every channel of the key decays by itself, by XLA
     segments.py      if sequences are few and long: the states inside them, in parallel
     state_pass.py    the pass over the chunks of each sequence, state in registers
 
@@ -18,6 +19,7 @@ from jax import lax
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import checkpoint_slots
+from jaxattn.kernels.gdn_prefill.channels import Make, channel_chunks
 from jaxattn.kernels.gdn_prefill.chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.kernels.gdn_prefill.segments import segment_starts, transition_pass
@@ -218,6 +220,7 @@ def gdn_prefill_mosaic(
     use_qk_l2norm: bool = False,
     segment: int | None = None,
     norm: Norm | None = None,
+    make: Make | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -226,6 +229,7 @@ def gdn_prefill_mosaic(
     With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`: output and the pool's states.
     For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
+    With `make`, g is [B, T, Hv, Dk]: it makes what chunk.py makes of a decay per head.
     """
     batch, length = v.shape[:2]
     tokens = batch * length
@@ -246,27 +250,32 @@ def gdn_prefill_mosaic(
     short = (0, max(0, CHUNK - tokens))
     q, k, v, g, beta = (jnp.pad(x, (short, *[(0, 0)] * (x.ndim - 1))) for x in (q, k, v, g, beta))
     mode = {"interpret": interpret, "detect_races": detect_races}
-    x, p, vectors, drawn = chunk_matrices(
-        q,
-        k,
-        g.astype(jnp.float32),
-        beta.astype(jnp.float32),
-        table.table,
-        table.num_chunks,
-        scale=scale if scale > 0 else 1.0,
-        use_qk_l2norm=use_qk_l2norm,
-        **mode,
-    )
+    g, beta, written = g.astype(jnp.float32), beta.astype(jnp.float32), None
+    of_chunks: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
+    afterwards = 1.0
+    if make is not None:
+        with jax.named_scope("chunks"):
+            made = channel_chunks(q, k, g, beta, table.table, table.num_chunks, make, **of_chunks)
+        q, k, written, x, p, vectors = made
+        drawn = jnp.zeros(1, jnp.int32)
+    else:
+        if scale <= 0:  # of which the kernel has no logarithm
+            of_chunks["scale"], afterwards = 1.0, scale
+        x, p, vectors, drawn = chunk_matrices(
+            q, k, g, beta, table.table, table.num_chunks, **of_chunks, **mode
+        )
     starts = None if pool is not None else slots.states
     busy = count if not segment else max(count, -(-tokens // segment))
     if segment:
         ends, transitions = transition_pass(
-            k, v, x, vectors, table.table, busy=busy - count, **mode
+            k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
         )
         starts = segment_starts(
             ends, transitions, table.sequences, slots.states, slots.layer, **mode
         )
-    inside = norm is not None and scale > 0 and norms_inside(norm, v.dtype, busy * v.shape[1])
+    inside = (
+        norm is not None and afterwards == 1.0 and norms_inside(norm, v.dtype, busy * v.shape[1])
+    )
     o, states = output_pass(
         q,
         k,
@@ -276,6 +285,7 @@ def gdn_prefill_mosaic(
         vectors,
         table.table,
         drawn,
+        written=written,
         starts=starts,
         layer=slots.layer,
         finals=count if pool is None else pool.states,
@@ -285,8 +295,8 @@ def gdn_prefill_mosaic(
         **mode,
     )
     o = o[:tokens]
-    if scale <= 0:  # of which the kernel has no logarithm
-        o = o * jnp.asarray(scale, o.dtype)
+    if afterwards != 1.0:
+        o = o * jnp.asarray(afterwards, o.dtype)
     if norm is not None and not inside:
         # Padding is 0, and stays so whatever its gate holds.
         o = jnp.where(jnp.any(o != 0, axis=-1, keepdims=True), gated_rms_norm(o, *norm), 0)

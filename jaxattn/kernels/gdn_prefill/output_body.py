@@ -20,6 +20,7 @@ from jaxattn.kernels.gdn_prefill.output_norm import GatedNorm
 from jaxattn.kernels.gdn_prefill.step import (
     AFTER,
     BEFORE,
+    CHANNEL_STAGES,
     FIRST_CHUNK,
     STAGES,
     START,
@@ -33,6 +34,7 @@ from jaxattn.kernels.gdn_prefill.step import (
     next_slot,
     store_state,
     stream,
+    times,
     zero_tile,
 )
 from jaxattn.kernels.gdn_prefill.tiles import (
@@ -68,6 +70,7 @@ class Cut:
         from_pool: whether states before the runs are in the pool.
         keeps: whether states after chunks are kept there.
         eps: of the norm; None: outputs leave as they are.
+        channels: of the key have decays of their own; keys and queries come by chunk, see `Step`.
     """
 
     blocks: int
@@ -78,8 +81,13 @@ class Cut:
     from_pool: bool
     keeps: bool
     eps: float | None
+    channels: bool
     dtype: Any
     interpret: bool
+
+    @property
+    def stages(self) -> int:
+        return CHANNEL_STAGES if self.channels else STAGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,7 @@ class Refs:
 
     q_ref: Any
     k_ref: Any
+    written_ref: Any  # keys where the state is written, of decays per channel, else None
     v_ref: Any
     x_ref: Any
     p_ref: Any
@@ -102,6 +111,7 @@ class Refs:
     pool_ref: Any
     o_ref: Any
     k_union: Any
+    written_union: Any
     q_union: Any
     v_union: Any
     x_smem: Any
@@ -115,18 +125,21 @@ class Refs:
     norm: Any
 
 
-def scratch_types(halves: int, dtype: Any, *, normed: bool, interpret: bool) -> dict[str, Any]:
-    tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
+def scratch_types(cut: Cut) -> dict[str, Any]:
+    halves, dtype, stages, interpret = cut.halves, cut.dtype, cut.stages, cut.interpret
+    tokens, normed = token_tiles((stages, 2), dtype, interpret=interpret), cut.eps is not None
+    vectors, copies = (2, 11) if cut.channels else (VECTORS, 9)
     return {
         "k_union": tokens,
+        "written_union": tokens if cut.channels else None,
         "q_union": tokens,
-        "v_union": token_tiles((STAGES, halves), dtype, interpret=interpret),
-        "x_smem": triangles(STAGES, dtype),
-        "p_smem": triangles(STAGES, dtype),
-        "vectors_smem": plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
+        "v_union": token_tiles((stages, halves), dtype, interpret=interpret),
+        "x_smem": triangles(stages, dtype),
+        "p_smem": triangles(stages, dtype),
+        "vectors_smem": plgpu.SMEM((stages, vectors, CHUNK), jnp.float32),
         "o_union": token_tiles((halves,), dtype, interpret=interpret, plain=True),
-        "loaded": plgpu.Barrier(num_arrivals=9 + halves, num_barriers=STAGES),
-        "read": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),
+        "loaded": plgpu.Barrier(num_arrivals=copies + halves, num_barriers=stages),
+        "read": plgpu.Barrier(num_arrivals=halves, num_barriers=stages),
         "cleared": plgpu.Barrier(num_arrivals=halves),
         "turns": work_queue.scratch(halves + normed),
         "norm": output_norm.scratch(halves, dtype) if normed else None,
@@ -146,6 +159,9 @@ class Block:
         self.layer = refs.layer_ref[0]
         self.k_copied, self.k_smem = both_views(refs.k_union, interpret=interpret)
         self.q_copied, self.q_smem = both_views(refs.q_union, interpret=interpret)
+        if cut.channels:
+            written = both_views(refs.written_union, interpret=interpret)
+            self.written_copied, self.written_smem = written
         self.v_copied, self.v_smem = both_views(refs.v_union, interpret=interpret)
         self.o_copied, self.o_smem, self.o_plain = (
             (refs.o_union,) * 3 if interpret else refs.o_union
@@ -174,7 +190,8 @@ class Block:
             clear_triangles(self.refs.x_smem)
             clear_triangles(self.refs.p_smem)
             plgpu.commit_smem()
-            drain(self.refs.read, self.turns.each(True, self._copy, jnp.int32(0)))
+            copied = self.turns.each(True, self._copy, jnp.int32(0))
+            drain(self.refs.read, copied, self.cut.stages)
 
         if norm is not None:
 
@@ -198,18 +215,21 @@ class Block:
         start, first_chunk = refs.runs_ref[START, run], refs.runs_ref[FIRST_CHUNK, run]
 
         def issue(i: jax.Array, slot: jax.Array, barrier: Any) -> None:
-            rows = pl.ds(start + i * CHUNK, CHUNK)
-            copy_rows(refs.k_ref.at[rows, key_head], self.k_copied.at[slot], barrier)
-            copy_rows(refs.q_ref.at[rows, key_head], self.q_copied.at[slot], barrier)
+            rows, chunk = pl.ds(start + i * CHUNK, CHUNK), first_chunk + i
+            keys = (chunk, head) if self.cut.channels else (rows, key_head)
+            copy_rows(refs.k_ref.at[keys], self.k_copied.at[slot], barrier)
+            copy_rows(refs.q_ref.at[keys], self.q_copied.at[slot], barrier)
+            if self.cut.channels:
+                copy_rows(refs.written_ref.at[keys], self.written_copied.at[slot], barrier)
             values = refs.v_ref.at[rows, head]
             copy_rows(values, self.v_copied.at[slot], barrier, first_part, self.cut.halves)
-            chunk = first_chunk + i
             copy_triangle(refs.x_ref.at[chunk, head], refs.x_smem.at[slot], barrier)
             copy_triangle(refs.p_ref.at[chunk, head], refs.p_smem.at[slot], barrier)
             vectors = refs.vectors_ref.at[chunk, head]
             plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
 
-        return stream(refs.loaded, refs.read, copied, refs.runs_ref[STEPS, run], issue)
+        steps = refs.runs_ref[STEPS, run]
+        return stream(refs.loaded, refs.read, copied, steps, issue, self.cut.stages)
 
     def _finish(self, norm: GatedNorm, item: jax.Array, carry: Any) -> Any:
         """The norming warpgroup's item."""
@@ -251,6 +271,7 @@ class Chunks:
         step = Step(
             block.k_smem.at[slot], block.v_smem.at[slot, self.wg], refs.x_smem.at[slot],
             refs.vectors_smem.at[slot], cut.dtype,
+            block.written_smem.at[slot] if cut.channels else None,
         )  # fmt: skip
         step.clear_tail(left, self.wg, cut.halves, refs.cleared)
 
@@ -261,7 +282,7 @@ class Chunks:
         plgpu.barrier_arrive(refs.read.at[slot])
         if cut.keeps:
             self.store_if(refs.kept_ref[self.first_chunk + i], state)
-        return state, next_slot(slot)
+        return state, next_slot(slot, cut.stages)
 
     def _products(
         self, step: Step, state: tuple[jax.Array, ...], i: jax.Array, slot: jax.Array,
@@ -275,18 +296,18 @@ class Chunks:
         step.times_transposed(seen, operand, step.k)
         step.times_transposed(out, operand, self.block.q_smem.at[slot])
         # What needs no product, here, where products run.
-        values, read_by = step.values(), step.vector(READ)
+        values, read_by = step.values(), step.factor(READ)
         if self.block.norm is None:
             self._wait_for_copies()
         w = step.residual(read_by, seen.read(pending=2), values)
         u.add_transposed(w, step.x)
-        weight = step.vector(WRITE)
+        weight = step.factor(WRITE)
         added = u.read()
         accs = [Accumulator(ref, half) for ref, half in zip(refs[4:], decayed, strict=True)]
         inside.add_transposed(added.astype(self.cut.dtype), self.refs.p_smem.at[slot])
         step.write(accs, added, weight)
         # The output leaves while the state's products run.
-        before = out.read(pending=4) * step.vector(OUT)
+        before = times(step.factor(OUT), out.read(pending=4))
         tile = (before + inside.read(pending=2)).astype(self.cut.dtype)
         self._write_out(tile, self.start + i * CHUNK, left)
         return tuple(acc.read() for acc in accs)

@@ -46,7 +46,6 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     CHUNK,
     DIM,
     READ,
-    VECTORS,
     WRITE,
     both_views,
     clear_triangles,
@@ -71,6 +70,7 @@ def transition_pass(
     runs: jax.Array,
     *,
     busy: int,
+    written: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -78,30 +78,41 @@ def transition_pass(
     which is the padding.
 
     Of runs that end a sequence nobody asks for theirs, and they stay undefined.
-    About `busy` of the others have chunks; that is known when traced.
+    About `busy` of the others have chunks; that is known when traced. `written` and the other
+    arguments are those of `output_pass`.
     """
     value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[1] - first_run(x) - 1
     halves = halves_in_a_block(busy * value_heads * 2)
+    channels = written is not None
+    tokens = token_tiles((STAGES, 2), dtype, interpret=interpret)
     body = _transition_body(
-        halves=halves, heads=value_heads, group=value_heads // k.shape[1], dtype=dtype,
-        interpret=interpret,
+        halves=halves, heads=value_heads, group=1 if channels else value_heads // k.shape[1],
+        dtype=dtype, channels=channels, interpret=interpret,
     )  # fmt: skip
     transitions = (count, value_heads, 2, DIM, DIM)
     out = launch(
         body,
         name="gdn_prefill_transition",
         grid={"block": count * value_heads * 2 * 2 // halves},
-        inputs={"k_ref": k, "v_ref": v, "x_ref": x, "vectors_ref": vectors, "runs_ref": runs},
+        inputs={
+            "k_ref": k,
+            "written_ref": written,
+            "v_ref": v,
+            "x_ref": x,
+            "vectors_ref": vectors,
+            "runs_ref": runs,
+        },
         outputs={
             "ends_ref": jax.ShapeDtypeStruct((count, value_heads, DIM, DIM), jnp.float32),
             "transitions_ref": jax.ShapeDtypeStruct(transitions, jnp.bfloat16),
         },
         scratch={
-            "k_union": token_tiles((STAGES, 2), dtype, interpret=interpret),
+            "k_union": tokens,
+            "written_union": tokens if channels else None,
             "v_union": token_tiles((STAGES, halves), dtype, interpret=interpret),
             "x_smem": triangles(STAGES, dtype),
-            "vectors_smem": plgpu.SMEM((STAGES, VECTORS, CHUNK), jnp.float32),
-            "loaded": plgpu.Barrier(num_arrivals=5 + halves, num_barriers=STAGES),
+            "vectors_smem": plgpu.SMEM((STAGES, vectors.shape[2], CHUNK), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=5 + 2 * channels + halves, num_barriers=STAGES),
             "read": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # by all
             "cleared": plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
         },
@@ -113,10 +124,12 @@ def transition_pass(
     return out["ends_ref"], out["transitions_ref"]
 
 
-def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpret: bool) -> Any:
+def _transition_body(
+    *, halves: int, heads: int, group: int, dtype: Any, channels: bool, interpret: bool
+) -> Any:
     def body(
-        k_ref, v_ref, x_ref, vectors_ref, runs_ref, ends_ref, transitions_ref,
-        k_union, v_union, x_smem, vectors_smem, loaded, read, cleared,
+        k_ref, written_ref, v_ref, x_ref, vectors_ref, runs_ref, ends_ref, transitions_ref,
+        k_union, written_union, v_union, x_smem, vectors_smem, loaded, read, cleared,
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         block, first_part = first_half(block, halves)
@@ -129,6 +142,8 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
         steps = jnp.where(inner, runs_ref[STEPS, row], 0)
         k_copied, k_smem = both_views(k_union, interpret=interpret)
         v_copied, v_smem = both_views(v_union, interpret=interpret)
+        if channels:
+            written_copied, written_smem = both_views(written_union, interpret=interpret)
 
         @pl.when(wg < halves)
         def _compute():
@@ -144,6 +159,7 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                     x_smem.at[slot],
                     vectors_smem.at[slot],
                     dtype,
+                    written_smem.at[slot] if channels else None,
                 )
                 step.clear_tail(left, wg, halves, cleared)
 
@@ -154,9 +170,9 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
                     # Not 0 times the values, which may be NaN.
                     zeros = functools.partial(zero_tile, dtype)
                     values = lax.cond(kind == VALUES, step.values, zeros)
-                    read_by = step.vector(READ)
+                    read_by = step.factor(READ)
                     u.add_transposed(step.residual(read_by, seen.read(), values), step.x)
-                    weight = step.vector(WRITE)
+                    weight = step.factor(WRITE)
                     added = u.read()
                     accs = [
                         Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)
@@ -196,10 +212,12 @@ def _transition_body(*, halves: int, heads: int, group: int, dtype: Any, interpr
             key_head = lax.div(head, jnp.int32(group))
 
             def issue(i, slot, barrier):
-                rows = pl.ds(start + i * CHUNK, CHUNK)
-                copy_rows(k_ref.at[rows, key_head], k_copied.at[slot], barrier)
+                rows, chunk = pl.ds(start + i * CHUNK, CHUNK), first_chunk + i
+                keys = (chunk, head) if channels else (rows, key_head)
+                copy_rows(k_ref.at[keys], k_copied.at[slot], barrier)
+                if channels:
+                    copy_rows(written_ref.at[keys], written_copied.at[slot], barrier)
                 copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier, first_part, halves)
-                chunk = first_chunk + i
                 copy_triangle(x_ref.at[chunk, head], x_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 

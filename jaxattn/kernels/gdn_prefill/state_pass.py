@@ -49,6 +49,7 @@ def output_pass(
     runs: jax.Array,
     drawn: jax.Array,
     *,
+    written: jax.Array | None = None,
     starts: jax.Array | None,
     layer: jax.Array,
     finals: jax.Array | int,
@@ -63,6 +64,8 @@ def output_pass(
     Args:
         q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
         x, p, vectors: from `chunk_matrices`.
+        written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
+            that shape and vectors [N, Hv, 2, 64], see channels.py.
         runs: int32 [7, N + 1 + R], a column for each chunk of x and one more, and then the runs,
             with the rows above, padding last.
         starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
@@ -87,10 +90,11 @@ def output_pass(
         items=items,
         halves=halves,
         heads=value_heads,
-        group=value_heads // k.shape[1],
+        group=1 if written is not None else value_heads // k.shape[1],
         from_pool=starts is None,
         keeps=kept is not None,
         eps=None if norm is None else norm.eps,
+        channels=written is not None,
         dtype=dtype,
         interpret=interpret,
     )
@@ -106,6 +110,7 @@ def output_pass(
     inputs = {
         "q_ref": q,
         "k_ref": k,
+        "written_ref": written,
         "v_ref": v,
         "x_ref": x,
         "p_ref": p,
@@ -125,7 +130,7 @@ def output_pass(
         grid={"block": blocks},
         inputs=inputs if pool is None else {**inputs, "pool_ref": pool},
         outputs={"o_ref": o_type} if pool is not None else {"pool_ref": new, "o_ref": o_type},
-        scratch=scratch_types(halves, dtype, normed=normed, interpret=interpret),
+        scratch=scratch_types(cut),
         warpgroups=halves + 1 + normed,
         compiler_params=compiler_params(),
         interpret=interpret,

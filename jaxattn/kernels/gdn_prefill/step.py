@@ -13,6 +13,7 @@ from jaxattn.kernels.gdn_prefill.accumulator import Accumulator
 from jaxattn.kernels.gdn_prefill.tiles import BY_COLUMN, CHUNK, DECAY, TILE, iota, over_columns
 
 STAGES = 3  # chunks in shared memory
+CHANNEL_STAGES = 2  # where keys come twice
 # Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
 # output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
 START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
@@ -64,11 +65,19 @@ def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
 
 
 class Step:
-    """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk."""
+    """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk.
 
-    def __init__(self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, dtype: Any):
+    Of decays per channel the keys come twice: times -exp(G) where they read the state, and times
+    exp(G_last - G) where they are written to it. Queries come times exp(G). Then two vectors are
+    left, the halves of exp(G_last).
+    """
+
+    def __init__(
+        self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, dtype: Any, written: Any = None
+    ):
         self.k, self.v, self.x, self.vectors = k_smem, v_smem, x_smem, vectors
-        self.dtype = dtype
+        self.dtype, self.channels = dtype, written is not None
+        self.written = written if self.channels else k_smem
 
     def vector(self, row: int) -> jax.Array:
         values = plgpu.load(self.vectors.at[row], layout=BY_COLUMN, optimized=False)
@@ -84,7 +93,9 @@ class Step:
         @pl.when(left < CHUNK)
         def _():
             inside = iota((CHUNK, CHUNK), 0) < left
-            keys = [self.k.at[half] for half in ((wg,) if halves == 2 else (0, 1))]
+            # Keys that come by chunk are 0 there.
+            of_keys = () if self.channels else (wg,) if halves == 2 else (0, 1)
+            keys = [self.k.at[half] for half in of_keys]
             for rows in (*keys, self.v):
                 kept = plgpu.load(rows, layout=TILE)
                 rows[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
@@ -104,35 +115,47 @@ class Step:
         """V^T"""
         return plgpu.load(self.v.transpose((1, 0)), layout=TILE)
 
-    def residual(self, read: jax.Array, seen: jax.Array, values: jax.Array) -> jax.Array:
+    def factor(self, row: int) -> jax.Array | None:
+        """A vector that multiplies a product; None where the product's operand has it."""
+        return None if self.channels else self.vector(row)
+
+    def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> jax.Array:
         """W^T = V^T + read * (S K^T)"""
-        return (values.astype(jnp.float32) + read * seen).astype(self.dtype)
+        return (values.astype(jnp.float32) + times(read, seen)).astype(self.dtype)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        if self.channels:
+            return tuple(self.vector(half) * columns for half, columns in enumerate(state))
         decay = self.vectors[DECAY, 0]
         return tuple(decay * half for half in state)
 
-    def write(self, accs: list[Accumulator], u: jax.Array, weight: jax.Array) -> None:
+    def write(self, accs: list[Accumulator], u: jax.Array, weight: jax.Array | None) -> None:
         """accs += (write * U^T) K"""
-        weighted = (u * weight).astype(self.dtype)
+        weighted = times(weight, u).astype(self.dtype)
         for half in range(2):
-            accs[half].add(weighted, self.k.at[half])
+            accs[half].add(weighted, self.written.at[half])
 
 
-def next_slot(slot: Any) -> Any:
+def times(factor: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if factor is None else factor * x
+
+
+def next_slot(slot: Any, stages: int = STAGES) -> Any:
     """Slots in turn; a remainder by 3 takes twenty instructions, one after another."""
-    return jnp.where(slot == STAGES - 1, 0, slot + 1)
+    return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
-def stream(loaded: Any, read: Any, before: Any, steps: Any, issue: Any) -> jax.Array:
+def stream(
+    loaded: Any, read: Any, before: Any, steps: Any, issue: Any, stages: int = STAGES
+) -> jax.Array:
     """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free, after
     so many chunks before. Returns how many it has copied in all."""
 
     @pl.loop(0, steps)
     def _(i):
-        slot = lax.rem(before + i, jnp.int32(STAGES))
+        slot = lax.rem(before + i, jnp.int32(stages))
 
-        @pl.when(before + i >= STAGES)
+        @pl.when(before + i >= stages)
         def _():
             plgpu.barrier_wait(read.at[slot])
 
@@ -141,9 +164,9 @@ def stream(loaded: Any, read: Any, before: Any, steps: Any, issue: Any) -> jax.A
     return before + steps
 
 
-def drain(read: Any, copied: Any) -> None:
+def drain(read: Any, copied: Any, stages: int = STAGES) -> None:
     """At the end: a thread that waits on a barrier has to see each of its completions."""
 
-    @pl.loop(jnp.maximum(copied - STAGES, 0), copied)
+    @pl.loop(jnp.maximum(copied - stages, 0), copied)
     def _(i):
-        plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(STAGES))])
+        plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(stages))])

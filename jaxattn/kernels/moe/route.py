@@ -6,10 +6,13 @@ the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN
 What surrounds it is in the launch too, as each step of it would be one of XLA's: the sum of the
 logits' two halves, the experts that every token takes and their gate, and padding.
 
+Memory rests meanwhile. So other blocks may ask for weights that the tokens need in any case.
+
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import meet, require_hopper
+from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
+from jaxattn.kernels.hopper.prefetch import Prefetch
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
@@ -53,6 +58,7 @@ def route_mosaic(
     always: int = 0,
     gated: bool = False,
     valid: jax.Array | None = None,
+    ahead: Sequence[Ahead] = (),
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -63,6 +69,7 @@ def route_mosaic(
         always: experts E, E + 1 and so on that every token takes, with weight 1.
         gated: or with the sigmoid of the logit behind the last expert's.
         valid: int32 [T], 0 for padding, whose ids are -1.
+        ahead: weights that are asked for.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
     experts = columns if experts is None else experts
@@ -74,11 +81,22 @@ def route_mosaic(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
 
-    def body(
-        logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
+    prefetch = Prefetch(ahead, interpret=interpret)
+    idle = max(NUM_SMS - tokens, 0) if prefetch.ahead else 0
+
+    def body(ahead_refs: Any, ahead_layers: Any, **refs: Any) -> None:
+        token = lax.axis_index("token")
+        if not idle:
+            choose(token, **refs)
+            return
+        pl.when(token < tokens)(lambda: choose(token, **refs))
+        share = token - tokens
+        pl.when(share >= 0)(lambda: prefetch.ask(ahead_refs, ahead_layers, share, idle))
+
+    def choose(
+        token, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
         scores_smem, low_smem, bias_smem, loaded,
     ):  # fmt: skip
-        token = lax.axis_index("token")
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
@@ -114,17 +132,8 @@ def route_mosaic(
             meet(interpret=interpret)
         choice = jnp.where(inside, choice, nothing)
 
-        def best(of: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The greatest and its place, the first of several; no place among NaN."""
-            top = jnp.max(of)
-            place = jnp.where(of == full(top), expert, full(jnp.int32(width)))
-            return top, jnp.min(place)
-
-        def without(of: jax.Array, place: jax.Array) -> jax.Array:
-            return jnp.where(expert == full(place), nothing, of)
-
         if top_groups < groups:
-            choice = of_best_groups(choice, expert, best, without)
+            choice = of_best_groups(choice, expert, full, groups, top_groups, best_of_group, size)
         ids, weights = [], []
         untaken = expert  # or `width`: a choice of -inf may be one, and not one that was taken
         for k in range(top_k):
@@ -132,7 +141,7 @@ def route_mosaic(
             place = jnp.min(jnp.where(choice == full(top), untaken, full(jnp.int32(width))))
             found = place < experts
             untaken = jnp.where(expert == full(place), full(jnp.int32(width)), untaken)
-            choice = without(choice, place)
+            choice = jnp.where(expert == full(place), nothing, choice)
             place = jnp.where(found, place, k)
             weight = top if bias is None else scores_smem[place]
             ids.append(place)
@@ -155,43 +164,18 @@ def route_mosaic(
             ids_ref[token, k] = jnp.where(some, place, -1)
             weights_ref[token, k] = weight
 
-    def of_best_groups(choice: jax.Array, expert: jax.Array, best: Any, without: Any) -> jax.Array:
-        """-inf for experts of other groups than the best `top_groups`."""
-        nothing = full(jnp.float32(-jnp.inf))
-
-        def inside(group: int) -> jax.Array:
-            low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
-            return (expert >= low) & (expert < high)
-
-        totals = []
-        for group in range(groups):
-            own = jnp.where(inside(group), choice, nothing)
-            total = jnp.float32(0)
-            for i in range(best_of_group):
-                if i == best_of_group - 1:
-                    total += jnp.max(own)
-                    break
-                top, place = best(own)
-                total, own = total + top, without(own, place)
-            totals.append(total)
-        kept = nothing
-        for group, total in enumerate(totals):
-            before = sum(
-                jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
-                for i, other in enumerate(totals)
-                if i != group
-            )
-            is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
-            kept = jnp.where(inside(group) & is_kept, choice, kept)
-        return kept
-
     copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
     scores = plgpu.SMEM((width,), jnp.float32)
     out = launch(
         body,
         name="moe_route",
-        grid={"token": tokens},
-        inputs={"logits_ref": logits, "bias_ref": bias, "valid_ref": valid},
+        grid={"token": tokens + idle},
+        inputs={
+            "logits_ref": logits,
+            "bias_ref": bias,
+            "valid_ref": valid,
+            **prefetch.inputs(),
+        },
         outputs={
             "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),
             "weights_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.float32),
@@ -208,3 +192,48 @@ def route_mosaic(
         detect_races=detect_races,
     )
     return out["ids_ref"], out["weights_ref"]
+
+
+def of_best_groups(
+    choice: jax.Array,
+    expert: jax.Array,
+    full: Any,
+    groups: int,
+    top_groups: int,
+    best_of_group: int,
+    size: int,
+) -> jax.Array:
+    """-inf for experts of other groups than the best `top_groups`, of `size` experts each.
+
+    Args:
+        choice: of all experts.
+        expert: their numbers.
+        full: makes a vector of a scalar.
+    """
+    nothing, nowhere = full(jnp.float32(-jnp.inf)), full(jnp.int32(choice.shape[0]))
+
+    def inside(group: int) -> jax.Array:
+        low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
+        return (expert >= low) & (expert < high)
+
+    totals = []
+    for group in range(groups):
+        own = jnp.where(inside(group), choice, nothing)
+        total = jnp.float32(0)
+        for i in range(best_of_group):
+            top = jnp.max(own)
+            total += top
+            if i < best_of_group - 1:  # the first of several; no place among NaN
+                place = jnp.min(jnp.where(own == full(top), expert, nowhere))
+                own = jnp.where(expert == full(place), nothing, own)
+        totals.append(total)
+    kept = nothing
+    for group, total in enumerate(totals):
+        before = sum(
+            jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
+            for i, other in enumerate(totals)
+            if i != group
+        )
+        is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
+        kept = jnp.where(inside(group) & is_kept, choice, kept)
+    return kept

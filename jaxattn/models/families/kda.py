@@ -55,20 +55,20 @@ def delta(place: LayerPlace, mixer: KDA, hidden: int, name: str, out: str) -> li
             f"{name}.{each}_conv1d", width, mixer.conv_width, "mixer", "conv1d", first=first
         )
         found += [projection, taps]
-    narrow = width if rank is None else rank
-    words = ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
-    columns = (("b_proj", mixer.num_heads), *((word, narrow) for word in words))
-    first = 0
-    for word, size in columns:
-        found.append(
-            place.linear(f"{name}.{word}", size, hidden, "mixer", "in_proj_bfg", first=first)
-        )
-        first += size
-    if rank is not None:
-        for word in ("f_b_proj", "g_b_proj"):
-            found.append(place.linear(f"{name}.{word}", width, rank, "mixer", word))
+    for number, each in enumerate("fg"):
+        if rank is None:
+            columns = (f"{name}.{each}_proj", width, hidden, "mixer", "in_proj_fg")
+            found.append(place.linear(*columns, first=number * width))
+        else:
+            columns = (f"{name}.{each}_a_proj", rank, hidden, "mixer", "in_proj_fg_a")
+            wide = f"{each}_b_proj"
+            found += [
+                place.linear(*columns, first=number * rank),
+                place.linear(f"{name}.{wide}", width, rank, "mixer", wide),
+            ]
     return [
         *found,
+        place.linear(f"{name}.b_proj", mixer.num_heads, hidden, "mixer", "in_proj_b"),
         place.plain(f"{name}.dt_bias", (width,), "mixer", "dt_bias"),
         place.vector(f"{name}.o_norm", mixer.head_dim, "mixer", "norm"),
         place.linear(f"{name}.{out}", hidden, width, "mixer", "out_proj"),

@@ -44,20 +44,17 @@ def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> Divided[GDN]:
 @divided_layer.register
 def divided_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> Divided[KDA]:
     """Kimi Delta Attention by heads; the narrow side of its low-rank gates is whole everywhere."""
-    ways, heads, rank = parallel.tensor, mixer.num_heads, mixer.gate_rank
+    ways, heads = parallel.tensor, mixer.num_heads
     if heads % ways:
         raise refuse("heads", heads, "tensor", ways)
     wide, each = (heads, mixer.head_dim), (heads, 1)
     columns = (Cut(-1, "tensor", (wide,)),)
-    if rank is None:
-        of_gates = Cut(-1, "tensor", (each, wide, wide))
-    else:
-        of_gates = Cut(-1, "tensor", (each, (rank, 1), (rank, 1)), whole=2)
     return Divided(
         dataclasses.replace(mixer, num_heads=heads // ways),
         {
             "in_proj_qkv": (Cut(-1, "tensor", (wide, wide, wide)),),
-            "in_proj_bfg": (of_gates,),
+            "in_proj_b": (Cut(-1, "tensor", (each,)),),
+            "in_proj_fg": (Cut(-1, "tensor", (wide, wide)),),
             "f_b_proj": columns,
             "g_b_proj": columns,
             "conv1d": (Cut(-2, "tensor", (wide, wide, wide)),),

@@ -10,7 +10,7 @@ from jaxattn.core.checks import (
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, Refusal, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
 from jaxattn.core.slots import (
     as_offsets,
 )
@@ -136,8 +136,6 @@ def chunk_rule(
         return gated_delta_rule_chunks(*arguments, chunk_size, operands=rule.operands)[:2]
 
     def mosaic(interpret: bool):
-        if rule.channels:
-            raise Refusal(f"{op}: it has no Mosaic GPU kernel")
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
         known = None if isinstance(ends, jax.core.Tracer) else ends
 
@@ -153,6 +151,7 @@ def chunk_rule(
                 cu_seqlens=cu_seqlens if known is None else known,  # here a tracer
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
+                make=rule.make,
                 interpret=interpret,
             )
 
@@ -165,7 +164,7 @@ def chunk_rule(
 
     return dispatch(
         op,
-        implementation,
+        implementation or rule.default,
         {
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),

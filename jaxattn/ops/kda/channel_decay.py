@@ -26,6 +26,8 @@ from jaxattn.core.products import matmul
 from jaxattn.ops.gdn.chunk_xla import Operands
 from jaxattn.ops.gdn.inverse import lower_pairs, unit_lower_inverse
 
+MATMUL_COLUMNS = 16  # of a block from which on it is multiplied as a matrix
+
 
 def channel_operands(
     q: Float[Array, "N B H C Dk"],
@@ -48,8 +50,7 @@ def channel_operands(
             _, second_up_to = _halves(up_to, size)
             seen = _halves(rows[1], size)[0] * jnp.exp(first_behind)
             q_and_k = [_halves(x, size)[1] * jnp.exp(second_up_to) for x in rows]
-            left = jnp.concatenate(q_and_k, axis=-2)
-            scores = matmul("nbhmid,nbhmjd->nbhmij", left, seen, dtype)
+            scores = _scores(jnp.concatenate(q_and_k, axis=-2), seen, dtype)
             p = lower_pairs(p, scores[..., :size, :])
             a = lower_pairs(a, scores[..., size:, :])
             up_to, behind = _joined_sums(up_to, behind, size)
@@ -68,6 +69,13 @@ def channel_operands(
         decay=from_start[..., -1:, :],
         p=lambda: p[..., 0, :, :],
     )
+
+
+def _scores(rows: Array, columns: Array, dtype: jnp.dtype) -> Array:
+    """rows columns^T of each block, float32. Of a few columns sums are faster than matmuls."""
+    if columns.shape[-2] < MATMUL_COLUMNS:
+        return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
+    return matmul("nbhmid,nbhmjd->nbhmij", rows, columns, dtype)
 
 
 def _halves(x: Array, size: int) -> tuple[Array, Array]:

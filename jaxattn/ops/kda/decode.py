@@ -2,14 +2,20 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import floats
-from jaxattn.core.dispatch import Implementation, Refusal
+from jaxattn.core.dispatch import Implementation
+from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import Slots, check_gate_shapes, decode_rule
 from jaxattn.ops.gdn.recurrent import _check_heads
 from jaxattn.ops.kda.gates import check_lower_bound, kda_gates
+
+# What None is, until the kernel has run on a GPU.
+DEFAULT: Implementation = "xla"
 
 
 def kda_decode(
@@ -62,7 +68,24 @@ def kda_decode(
     check_lower_bound(op, lower_bound)
 
     def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
-        raise Refusal(f"{op}: it has no Mosaic GPU kernel")
+        return gdn_decode_mosaic(
+            op,
+            jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1),
+            b,
+            jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in (A_log, dt_bias)]),
+            None,
+            state,
+            slots.reads,
+            slots.writes,
+            num_key_heads=k.shape[2],
+            layer=layer,
+            scale=factor,
+            l2norm=use_qk_l2norm,
+            f=lax.collapse(f, 2),
+            lower_bound=lower_bound,
+            arena=arena,
+            interpret=interpret,
+        )
 
     return decode_rule(
         op,
@@ -78,5 +101,5 @@ def kda_decode(
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
         arena=arena,
-        implementation=implementation,
+        implementation=implementation or DEFAULT,
     )

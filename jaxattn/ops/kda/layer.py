@@ -9,18 +9,20 @@ convolutions are one of 3 H D channels.
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
-from jaxattn.core.dispatch import Implementation, Refusal, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import check_pool, write_slots
 from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import Slots, check_gate_shapes
 from jaxattn.ops.gdn.layer import layer_in_xla
-from jaxattn.ops.kda.decode import kda_decode
+from jaxattn.ops.kda.decode import DEFAULT, kda_decode
 from jaxattn.ops.kda.gates import check_lower_bound
 
 
@@ -121,7 +123,26 @@ def kimi_delta_attention_decode(
     factor, eps = output_scale(op, scale, dim), finite(op, "eps", eps)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        raise Refusal(f"{op}: it has no Mosaic GPU kernel")
+        out, *rest = gdn_decode_mosaic(
+            op,
+            qkv,
+            b,
+            weights,
+            conv_state,
+            state,
+            *slots,
+            num_key_heads=heads,
+            layer=first,
+            affine=affine,
+            scale=factor,
+            eps=eps,
+            f=f,
+            z=gate,
+            lower_bound=lower_bound,
+            arena=arena,
+            interpret=interpret,
+        )
+        return lax.collapse(out, 2), *rest
 
     def xla() -> tuple[Any, ...]:
         own = weights if weights.ndim == 1 else weights[number]
@@ -160,7 +181,7 @@ def kimi_delta_attention_decode(
 
     return dispatch(
         op,
-        implementation,
+        implementation or DEFAULT,
         {
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),

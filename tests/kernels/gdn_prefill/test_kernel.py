@@ -86,8 +86,8 @@ def test_states_by_slot_beside_padding(implementation):
         make_case([66, 3, 0, 1], padding=3), [5, -1, 2, 0], [3, 4, 2, 0],
         [[1], [4], [4], [4]], num_slots=6, fresh=[3], dtype=jnp.bfloat16,
     )  # fmt: skip
-    options = dict(checkpoint_tokens=64, split_tokens=64)
-    step = functools.partial(gated_delta_rule_prefill, implementation=implementation, **options)
+    options = dict(split_tokens=64, implementation=implementation)
+    step = functools.partial(gated_delta_rule_prefill, **options)
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
@@ -123,9 +123,7 @@ def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
     counts in one number."""
     monkeypatch.setattr(gdn_prefill, "require_hopper", lambda *args, **kwargs: None)
     pooled = on_a_pool(make_case([130]), [1], [2], [[0]], num_slots=3)
-    step = functools.partial(
-        gated_delta_rule_prefill, checkpoint_tokens=64, split_tokens=64, implementation="mosaic_gpu"
-    )
+    step = functools.partial(gated_delta_rule_prefill, split_tokens=64, implementation="mosaic_gpu")
     traced = jax.jit(step, donate_argnames="state").trace(**pooled.arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
@@ -283,12 +281,12 @@ def worst(actual, expected, *, axes, least=0.0):
     return jnp.max(error / jnp.maximum(size, jnp.maximum(least * jnp.mean(size), 1e-30)))
 
 
-def assert_pool_matches_xla(pooled, out, new, **options):
+def assert_pool_matches_xla(pooled, out, new):
     """Against the XLA implementation on float32 operands; other slots keep their bits."""
     arguments = pooled.arguments
     arguments |= {name: arguments[name].astype(jnp.float32) for name in ("q", "k", "v")}
     arguments["state"] = arguments["state"].astype(jnp.float32)
-    step = functools.partial(gated_delta_rule_prefill, implementation="xla", **options)
+    step = functools.partial(gated_delta_rule_prefill, implementation="xla")
     expected, states = jax.jit(step)(**arguments)
     assert difference(out, expected) < BOUND
     written = ~np.isnan(np.asarray(states[:, :, 0, 0, 0]))
@@ -310,7 +308,9 @@ def served_case(*, num_slots=40, **options):
     writes = [0, slots.pop(), *reads[2:]]
     kept = [[slots.pop() if length >= 512 * (j + 1) and j < 3 else -1 for j in range(4)]
             for length in (*SERVED, 0)]  # fmt: skip
-    return case, dict(reads=reads, writes=writes, kept=kept, num_slots=num_slots, fresh=[0, 4])
+    return case, dict(
+        reads=reads, writes=writes, kept=kept, every=512, num_slots=num_slots, fresh=[0, 4]
+    )
 
 
 @pytest.mark.gpu
@@ -318,9 +318,9 @@ def served_case(*, num_slots=40, **options):
 def test_a_servers_batch_on_a_pool(split_tokens, dtype):
     case, slots = served_case(key_heads=16, value_heads=32, gates=0.05)
     pooled = on_a_pool(case, **slots, dtype=dtype)
-    options = dict(checkpoint_tokens=512, split_tokens=split_tokens)
-    step = functools.partial(gated_delta_rule_prefill, implementation="mosaic_gpu", **options)
-    assert_pool_matches_xla(pooled, *jax.jit(step)(**pooled.arguments), **options)
+    options = dict(split_tokens=split_tokens, implementation="mosaic_gpu")
+    step = functools.partial(gated_delta_rule_prefill, **options)
+    assert_pool_matches_xla(pooled, *jax.jit(step)(**pooled.arguments))
 
 
 @pytest.mark.gpu
@@ -355,7 +355,6 @@ def test_slot_offsets_beyond_2_31_elements():
     step = functools.partial(
         gated_delta_rule_prefill,
         cu_seqlens=case.cu_seqlens,
-        checkpoint_tokens=64,
         split_tokens=64,
         implementation="mosaic_gpu",
     )
@@ -366,7 +365,7 @@ def test_slot_offsets_beyond_2_31_elements():
         arguments = (*case.args, pool, jnp.array([last, 0]))
         others = dict(
             write_indices=jnp.array([last - 1, 0]),
-            checkpoint_indices=jnp.array([[last - 2, -1], [-1, -1]]),
+            checkpoints=gdn.Checkpoints(slots=jnp.array([[last - 2, -1], [-1, -1]]), tokens=64),
         )
         compiled = jax.jit(step, donate_argnums=5).lower(*arguments, **others).compile()
         memory = compiled.memory_analysis()
@@ -413,12 +412,11 @@ def test_the_same_bits_every_run(many, split_tokens):
     else:
         case = make_case([8192, 300], key_heads=4, value_heads=8, gates=0.05)
         kept = [list(range(2, 18)), [-1] * 16]
-        slots = dict(reads=[0, 20], writes=[1, 20], kept=kept, num_slots=24)
+        slots = dict(reads=[0, 20], writes=[1, 20], kept=kept, every=512, num_slots=24)
     pooled = on_a_pool(case, **slots)
     step = jax.jit(
         functools.partial(
-            gated_delta_rule_prefill, checkpoint_tokens=512, split_tokens=split_tokens,
-            implementation="mosaic_gpu",
+            gated_delta_rule_prefill, split_tokens=split_tokens, implementation="mosaic_gpu",
         )
     )  # fmt: skip
     bits = lambda x: x.view(jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)  # noqa: E731
