@@ -30,7 +30,7 @@ RENAMED = {
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
-    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|decode_buckets|prefill_buckets|q_lens"
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|speculate|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
@@ -269,6 +269,14 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="slots for states at the ends of prefixes: a model with recurrent states has no "
         "prefix cache without them (default: none, as a state takes what thousands of tokens do)",
+    )
+    memory.add_argument(
+        "--speculate",
+        metavar="N",
+        type=size,
+        default=0,
+        help="tokens that a step guesses per row, up to 3: those that followed the row's last ones "
+        "where they stood before (default: none)",
     )
     memory.add_argument(
         "--utilization",

@@ -26,6 +26,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
 from jaxattn.kernels.hopper.prefetch import Prefetch
+from jaxattn.kernels.moe.best import best_of
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
@@ -95,7 +96,7 @@ def route_mosaic(
 
     def choose(
         token, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
-        scores_smem, low_smem, bias_smem, loaded,
+        scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded,
     ):  # fmt: skip
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
@@ -127,25 +128,22 @@ def route_mosaic(
         choice = scores
         if bias is not None:
             choice = scores + plgpu.load(bias_smem, layout=layout)
-            meet(interpret=interpret)
-            scores_smem[...] = scores  # for the weights, which the bias is no part of
-            meet(interpret=interpret)
+        meet(interpret=interpret)
+        scores_smem[...] = scores  # for the weights, which the bias is no part of
+        meet(interpret=interpret)
         choice = jnp.where(inside, choice, nothing)
 
         if top_groups < groups:
             choice = of_best_groups(choice, expert, full, groups, top_groups, best_of_group, size)
-        ids, weights = [], []
-        untaken = expert  # or `width`: a choice of -inf may be one, and not one that was taken
-        for k in range(top_k):
-            top = jnp.max(choice)
-            place = jnp.min(jnp.where(choice == full(top), untaken, full(jnp.int32(width))))
-            found = place < experts
-            untaken = jnp.where(expert == full(place), full(jnp.int32(width)), untaken)
-            choice = jnp.where(expert == full(place), nothing, choice)
-            place = jnp.where(found, place, k)
-            weight = top if bias is None else scores_smem[place]
-            ids.append(place)
-            weights.append(jnp.where(found, weight, jnp.float32(jnp.nan)))
+        if interpret:
+            ids = best_of_interpreted(choice, expert, full, top_k)
+        else:
+            choice_smem[...] = choice
+            meet(interpret=False)
+            best_of(choice_smem, ids_smem, top_k)
+            meet(interpret=False)
+            ids = [ids_smem[k] for k in range(top_k)]
+        weights = [scores_smem[place] for place in ids]
         factor = jnp.float32(scale)
         if normalize:
             total = sum(weights[1:], weights[0]) + 1e-20
@@ -184,6 +182,8 @@ def route_mosaic(
             "scores_smem": scores,
             "low_smem": scores if halves else None,
             "bias_smem": None if bias is None else scores,
+            "choice_smem": None if interpret else scores,
+            "ids_smem": None if interpret else plgpu.SMEM((top_k,), jnp.int32),
             "loaded": plgpu.Barrier(num_arrivals=copies),
         },
         warpgroups=None,
@@ -237,3 +237,19 @@ def of_best_groups(
         is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
         kept = jnp.where(inside(group) & is_kept, choice, kept)
     return kept
+
+
+def best_of_interpreted(
+    choice: jax.Array, expert: jax.Array, full: Any, top_k: int
+) -> list[jax.Array]:
+    """`best_of` in the interpreter, which runs no code of its own: the places of the best."""
+    nowhere = full(jnp.int32(choice.shape[0]))
+    # A NaN is better than any number, and what was taken is no one's to take.
+    choice = jnp.where(choice != choice, full(jnp.float32(jnp.inf)), choice)
+    untaken, ids = expert, []
+    for _ in range(top_k):
+        some = jnp.where(untaken < nowhere, choice, full(jnp.float32(-jnp.inf)))
+        place = jnp.min(jnp.where(some == full(jnp.max(some)), untaken, nowhere))
+        untaken = jnp.where(expert == full(place), nowhere, untaken)
+        ids.append(place)
+    return ids
