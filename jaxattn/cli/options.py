@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxattn import __version__, interrupt
-from jaxattn.cli import server_options
+from jaxattn.cli import hosts_options, server_options
 from jaxattn.cli.values import fraction as fraction
 from jaxattn.cli.values import number as number
 from jaxattn.cli.values import size as size
@@ -323,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="with --plan, draws it as a picture too (default: no picture)",
     )
+    hosts_options.add(root)
     output = root.add_argument_group("output")
     output.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
     output.add_argument("--version", action="version", version=VERSION)
