@@ -18,7 +18,7 @@ from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch
 from jaxattn.kernels.mla_decode.schedule import Schedule
 from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case
-from tests.helpers.kernel_cases import both_devices, no_races
+from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 kernel = jax.jit(
     gqa_decode_mosaic,
@@ -54,7 +54,7 @@ def test_matches_float64(group, dim, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("page", [16, slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     """Several tokens of a row, of which some see one piece alone, and a row with fewer keys than
     query tokens."""
@@ -67,7 +67,7 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("window, page", [(1, 64), (64, 16), (100, 128)])
+@pytest.mark.parametrize("window, page", [slow(1, 64), (64, 16), (100, 128)])
 def test_what_lies_left_of_the_window_is_not_read(window, page, implementation):
     case = gqa_case(
         [300, 0, 64], group=8, kv_heads=2, dim=64, q_len=2, page=page, window=window, sinks=True,
