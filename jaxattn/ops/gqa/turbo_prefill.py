@@ -78,8 +78,8 @@ def _prefill(
     def tokens(pages: jax.Array) -> jax.Array:
         """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
         slots = page_slots(form, pages)
-        both = [_half(x) for x in dequantize(form, unpack(form, slots))]
-        both = jnp.stack(both, axis=3)  # [B, n, Hk, 2, C, D]
+        halves = [_half(x) for x in dequantize(form, unpack(form, slots))]
+        both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
 
     page = form.page_size(kv_cache)
