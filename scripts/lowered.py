@@ -28,10 +28,12 @@ import jaxattn.gqa
 import jaxattn.kda
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
+from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
-from jaxattn.ops.linear import gated_layer, linear_layer
+from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.moe import Router, route
-from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
+from jaxattn.ops.router import choose_experts
 from scripts.sanitize_cases import CASES
 
 # A function and its arguments, of which shapes will do.
@@ -277,6 +279,27 @@ def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
     return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
 
 
+def turned_heads(tokens: int, heads: int) -> Launch:
+    """Products of heads, with rotated dims behind them."""
+
+    def op(q: Any, angles: Any, weights: Any) -> Any:
+        turned = Rotation(angles), RopeConfig(dim=64, interleaved=True)
+        return heads_layer(q, weights, layer=1, turned=turned, **MOSAIC)
+
+    return op, (x(tokens, heads, 192), f32(tokens, 128), x(2, heads, 128, 512))
+
+
+def choosing(tokens: int, experts: int) -> Launch:
+    """Of a router in halves, with a shared expert's gate."""
+    router = Router(experts=experts, top_k=8, scores="softmax", normalize=True)
+
+    def op(logits: Any, valid: Any) -> Any:
+        options: Any = {"halves": True, "always": 1, "gated": True, **MOSAIC}
+        return choose_experts(logits, None, router, valid=valid, **options)
+
+    return op, (f32(tokens, 2 * (experts + 32)), ints(tokens))
+
+
 def gated(tokens: int, inner: int, size: int) -> Launch:
     """gate and up, and silu of one times the other."""
     return partial(gated_layer, layer=2, **MOSAIC), (x(tokens, inner), *[x(4, inner, size)] * 2)
@@ -342,12 +365,18 @@ EXTRA: dict[str, Launch] = {
     "moe_route_groups": routing(
         33, 256, 8, groups=8, top_groups=4, best_of_group=2, normalize=True, scale=2.5
     ),
+    "moe_route_halves": choosing(3, 256),
+    "linear_heads_turned": turned_heads(3, 16),
     "linear_one_token": linears(1, 2048, 3072),
     "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),
     "linear_gated": gated(32, 2048, 1408),
     "linear_gated_few_columns": gated(3, 512, 128),
     "rms_norm": norm(640),
     "rms_norm_wide": norm(7168),
+    "rms_norm_added": (
+        partial(add_rms_norm_layer, layer=1, **MOSAIC),
+        (f32(3, 640), f32(3, 640), f32(4, 640)),
+    ),
 }
 
 

@@ -51,7 +51,7 @@ def _is_interpreted(item: pytest.Item) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run what is marked slow too")
+    parser.addoption("--slow", action="store_true", help="run what is slow on a CPU too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,7 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=none)
         items[:] = [item for item in items if item not in none]
     if not config.getoption("--slow"):
-        none = [item for item in items if item.get_closest_marker("slow")]
+        # Slow in the interpreter: a GPU takes seconds for all of them.
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        none = [item for item in slow if not item.get_closest_marker("gpu")]
         if none:
             config.hook.pytest_deselected(items=none)
             items[:] = [item for item in items if item not in none]

@@ -20,7 +20,14 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.devices import implementation_of
 from jaxattn.engine.model_steps import EntryPoint, Round
-from jaxattn.engine.state import arena_spec, cache_size, new_state, op_specs, row_shapes
+from jaxattn.engine.state import (
+    arena_spec,
+    cache_size,
+    kept_checkpoints,
+    new_state,
+    op_specs,
+    row_shapes,
+)
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.bound import temp_bound
@@ -267,8 +274,8 @@ def plan_engine(
 
 
 def _checkpoints(limits: Limits) -> str:
-    count = cache_size(limits).checkpoints
-    return f" and {count} checkpoints" if count else ""
+    found = {"checkpoints": kept_checkpoints(limits), "for drafts": limits.batch * limits.speculate}
+    return "".join(f" and {count} {what}" for what, count in found.items() if count)
 
 
 def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:

@@ -223,6 +223,11 @@ def prepare(
     """
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
+    if limits.speculate and parallel.gpus > 1:
+        raise ValueError(
+            f"speculate={limits.speculate} runs on one GPU, and parallel has {parallel.gpus}; use "
+            "speculate=0"
+        )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     model, limits = divided(model, parallel), _laid_out(limits, parallel)
     own_devices, packed = _devices(devices, parallel), checked_params(model, params)

@@ -660,20 +660,37 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        logits, state = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits[:, -1]), state
+
+    def decode_each(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        logits, state = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits), state
+
+    def _decode(
+        self, params: Any, state: DecodeState, batch: DecodeBatch, implementation: Any
+    ) -> tuple[Float[Array, "B S rows"], DecodeState]:
+        """The logits of each token, with those of padding rows of the embedding."""
         stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
             stacks, params = {"weights": params.weights, "norms": params.norms}, params.params
         decoder = self.bind(params)
-        logits, state = decoder.decode(state, batch, **stacks, implementation=implementation)
-        return self._of_tokens(logits[:, -1]), state
+        return decoder.decode(state, batch, **stacks, implementation=implementation)
 
     def _of_tokens(self, logits: Array) -> Array:
-        """The logits [B, vocab] without those of padding rows of the embedding.
+        """The logits [..., vocab] without those of padding rows of the embedding.
 
         Of several GPUs each has as many, and -inf at the padding.
         """
         parallel = self.spec.parallel
         if parallel.tensor == 1:
-            return logits if self.tokens is None else logits[:, : self.tokens]
+            return logits if self.tokens is None else logits[..., : self.tokens]
         ids = Vocabulary.of(self.spec.head_columns, parallel).ids
         return jnp.where(ids < self.vocab_size, logits, -jnp.inf)

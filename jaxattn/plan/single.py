@@ -15,7 +15,7 @@ from jaxattn.engine.memory_plan import (
     packed_shapes,
     plan_engine,
 )
-from jaxattn.engine.model_steps import EntryPoint, Round
+from jaxattn.engine.model_steps import EntryPoint, Round, Speculate
 from jaxattn.engine.row_steps import Sample
 from jaxattn.engine.step import Step, sampled_rows
 from jaxattn.engine.steps import all_steps, entry_points
@@ -125,7 +125,8 @@ def _bound_in(model: Model, step: Step, limits: Limits, on_hopper: bool) -> Exec
     rows, longest = limits.batch, limits.max_model_len
     if isinstance(step, EntryPoint | Round | Sample):
         rows = sampled_rows(limits, step.rows)
-    if isinstance(step, EntryPoint | Round):  # its tables decide, and advice asks for many lengths
+    # Tables decide, and advice asks for many lengths. Drafts are looked up in whole rows.
+    if isinstance(step, EntryPoint | Round) and not isinstance(step, Speculate):
         longest = min(limits.table_width * limits.page_tokens, MOST)
     return _bound(model, step, rows, limits.table_width, longest, on_hopper)
 
@@ -142,6 +143,7 @@ def _bound(
         max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
+        speculate=step.drafts if isinstance(step, Speculate) else 0,
         spread=model.parallel.context,
         groups=model.parallel.data,
     )

@@ -1,12 +1,18 @@
 """What clients send: openai-python, and the request shapes of benchmarks that drive servers."""
 
 import asyncio
+import json
+import shlex
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import openai
+import pydantic
 import pytest
 
-from tests.helpers.live_server import live, served
+from tests.helpers.live_server import live, objects, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -109,6 +115,59 @@ def test_openai_tries_again_when_the_queue_is_full():
                 return await asyncio.gather(*answers)
 
         assert [answer.choices[0].text for answer in asyncio.run(ask())] == ["abab"] * 6
+
+
+def test_openai_streams_calls_of_tools():
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    with (
+        live(served(lambda: ScriptedEngine(lambda request: f"So: {call}".encode()))) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model="model",
+            messages=MESSAGES,
+            tools=[{"type": "function", "function": {"name": "weather", "parameters": {}}}],
+        ) as stream,
+    ):
+        kinds = {event.type for event in stream}
+        [choice] = stream.get_final_completion().choices
+    assert kinds >= {"content.delta", "tool_calls.function.arguments.delta"}
+    assert choice.message.content == "So:" and choice.finish_reason == "tool_calls"
+    [found] = choice.message.tool_calls
+    assert (found.function.name, found.function.arguments) == ("weather", '{"city":"Ulm"}')
+
+
+def test_openai_parses_an_answer_of_a_schema():
+    class Point(pydantic.BaseModel):
+        x: int
+        name: str
+
+    with (
+        live(served(lambda: ScriptedEngine(lambda request: b'{"x": 3, "name": "a"}'))) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        found = client.chat.completions.parse(
+            model="model", messages=MESSAGES, response_format=Point
+        )
+        assert found.choices[0].message.parsed == Point(x=3, name="a")
+        [request] = server.service.worker.engine.added
+        assert request.grammar is not None
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_as_the_docs_have_it(scripted):
+    def curl(*arguments):
+        command = ["curl", "-sS", "--max-time", "20", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    page = Path(__file__).parents[2] / "docs" / "server.md"
+    [line] = [line for line in page.read_text().splitlines() if line.startswith("curl ")]
+    _, address, *rest = shlex.split(line)
+    address = address.replace("localhost:8000", f"localhost:{scripted.port}")
+    found = json.loads(curl(address, *rest))
+    assert found["choices"][0]["message"]["content"].startswith("user: Hello")
+    body = {"prompt": "ab", "max_tokens": 3, "stream": True}
+    text = curl("-N", f"{scripted.url}/v1/completions", "-d", json.dumps(body))
+    assert [event["choices"][0]["text"] for event in objects(text)] == ["a", "b", "a"]
 
 
 def test_openai_closes_a_stream_and_the_row_is_freed():

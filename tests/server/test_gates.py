@@ -5,8 +5,9 @@ import logging
 import time
 
 import pytest
+from starlette.datastructures import Headers
 
-from jaxattn.server.keys import read_keys
+from jaxattn.server.keys import KeyGate, read_keys
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -32,6 +33,22 @@ def test_a_key_is_asked_for(locked):
         assert locked.client.post(path, content=b"{").status_code == 401
     for key in ("sesame", "simsim"):
         assert locked.client.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+def test_a_key_is_compared_with_all_of_them_in_constant_time(monkeypatch):
+    """Neither how much of a key is right nor which key it is changes what is compared."""
+    compared = []
+
+    def compare(given, known):
+        compared.append((len(given), len(known)))
+        return given == known
+
+    monkeypatch.setattr("jaxattn.server.keys.secrets.compare_digest", compare)
+    gate = KeyGate(None, ("sesame", "simsim", "s" * 200))
+    for key in ("sesame", "s" * 200, "sesamf", "", "x" * 5000):
+        assert gate._known(Headers(bearer(key))) is (key in ("sesame", "s" * 200))
+        assert compared == [(32, 32)] * 3
+        compared.clear()
 
 
 def test_health_metrics_and_the_page_are_open(locked):
@@ -84,15 +101,22 @@ def test_the_access_log_has_a_line_for_each_request_and_no_word_of_it(caplog):
             wild = {**bearer("sesame"), "x-request-id": "a" * 500}
             assert len(server.client.get("/version", headers=wild).headers["x-request-id"]) == 24
             server.client.get("/v1/models", headers=bearer("wrong-key"))
+            refused = {"prompt": "secret words", "temperature": "secret"}
+            server.client.post("/v1/completions", json=refused, headers=bearer("sesame"))
             give_up = time.monotonic() + 10
-            while len(caplog.records) < 3 and time.monotonic() < give_up:
+            while len(caplog.records) < 4 and time.monotonic() < give_up:
                 time.sleep(0.01)  # a line follows its answer
         for word in ("secret", "secr", "hush", "sesame", "someone", "wrong-key"):
             assert word not in caplog.text
         lines = [json.loads(record.message) for record in caplog.records]
-        assert len(lines) == 3
+        assert len(lines) == 4
         [first] = [line for line in lines if line["id"] == "mine-1"]
         [last] = [line for line in lines if line["path"] == "/v1/models"]
     assert first["path"] == "/v1/completions" and first["status"] == 200
     assert first["prompt_tokens"] == 12 and first["tokens"] == 5 and first["first_token_ms"] > 0
     assert last["status"] == 401
+    usual = {"time", "client", "method", "path", "status", "ms", "id"}
+    counts = {"prompt_tokens", "tokens", "choices", "first_token_ms"}
+    assert set(first) == usual | counts and set(last) == usual
+    [bad] = [line for line in lines if line["status"] == 400]
+    assert set(bad) == {*usual, "error"} and bad["error"] == "temperature"

@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from jaxattn.server import watchdog
 from jaxattn.server.phase import Phase
-from jaxattn.server.watchdog import Watchdog
+from jaxattn.server.watchdog import CODE, Watchdog
 from tests.helpers.live_server import live, objects, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -151,12 +154,27 @@ def test_an_engine_that_fails_again_and_again_ends_every_answer_and_the_server()
         server.service.worker.engine = None
 
 
+def test_a_watchdog_ends_its_process_and_tells_what_each_thread_did():
+    code = (
+        "import runpy, sys, threading, time\n"
+        "Watchdog = runpy.run_path(sys.argv[1])['Watchdog']\n"  # without JAX, which takes seconds
+        "began = time.perf_counter()\n"
+        "def device(): time.sleep(60)\n"
+        "threading.Thread(target=device, daemon=True).start()\n"
+        "Watchdog(lambda: time.perf_counter() - began, 0.2).start(); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, watchdog.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == CODE == 70
+    assert "has taken more than 0.2 s" in done.stderr and "in device" in done.stderr
+
+
 def test_a_step_that_hangs_ends_the_process():
     ended = threading.Event()
     engine = ScriptedEngine()
     with live(served(lambda: engine)) as server:
-        watchdog = Watchdog(server.service.worker.stuck_for, 0.3, ended.set)
-        watchdog.start()
+        guard = Watchdog(server.service.worker.stuck_for, 0.3, ended.set)
+        guard.start()
         for _ in range(10):
             server.complete("ab", max_tokens=5)
             time.sleep(0.05)  # an idle engine is not stuck
@@ -167,4 +185,4 @@ def test_a_step_that_hangs_ends_the_process():
         assert ended.wait(5)
         engine.hold.set()
         waiting.join()
-        watchdog.stop()
+        guard.stop()

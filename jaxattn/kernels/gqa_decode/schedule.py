@@ -28,6 +28,10 @@ INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or w
 # What a pair costs its part beside its steps, in steps: the exchange of two outputs and the write,
 # while the producer goes on. And what partial results and their merging cost.
 PAIR_COST, MERGE_COST = 2, 6
+# Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
+# by at most one part in this.
+LONGER = 50
+SHORT_PART = 2  # steps of a part, where few are merged: one for each of two warpgroups
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +94,7 @@ def num_parts(
     """Parts of a call, from static shapes: as many blocks for each tile as the GPU runs at a time,
     or fewer where the pairs are not worth as many."""
     blocks = num_sms * blocks_together(columns, head_dim, steps)
-    return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // MIN_PART))
+    return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // SHORT_PART))
 
 
 def may_cut(pairs: int, parts: int, steps: int) -> bool:
@@ -159,6 +163,9 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
+        short_part=SHORT_PART,
+        least_piece=SHORT_PART,
+        longer=LONGER,
     )
     schedule = PairSchedule(line, num_kv_heads, q_len, window)
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule

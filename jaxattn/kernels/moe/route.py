@@ -13,7 +13,7 @@ Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,20 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
 from jaxattn.kernels.hopper.prefetch import Prefetch
+from jaxattn.kernels.moe.best import best_of
+from jaxattn.kernels.moe.few import Lister, work_of
+from jaxattn.kernels.moe.work import Work
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
+
+
+class Listed(NamedTuple):
+    """The list of work for a token, and the token in 8 rows, of which it is the first."""
+
+    work: Work
+    rows: jax.Array
 
 
 def refuse(logits: jax.Array, experts: int, *, interpret: bool) -> None:
@@ -59,9 +69,10 @@ def route_mosaic(
     gated: bool = False,
     valid: jax.Array | None = None,
     ahead: Sequence[Ahead] = (),
+    x: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Listed | None]:
     """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
 
     Args:
@@ -70,6 +81,7 @@ def route_mosaic(
         gated: or with the sigmoid of the logit behind the last expert's.
         valid: int32 [T], 0 for padding, whose ids are -1.
         ahead: weights that are asked for.
+        x: [1, F], where T is 1: the list of work is made too, with this token in its rows.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
     experts = columns if experts is None else experts
@@ -93,10 +105,16 @@ def route_mosaic(
         share = token - tokens
         pl.when(share >= 0)(lambda: prefetch.ask(ahead_refs, ahead_layers, share, idle))
 
+    lister = None
+    if x is not None:
+        lister = Lister(1, top_k + always, experts + always, x.shape[1], interpret=interpret)
+
     def choose(
-        token, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
-        scores_smem, low_smem, bias_smem, loaded,
+        token, logits_ref, bias_ref, valid_ref, x_ref, ids_ref, weights_ref,
+        scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded, rows=None, **of_list,
     ):  # fmt: skip
+        if lister is not None:
+            lister.copy(x_ref, rows)
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
@@ -127,25 +145,22 @@ def route_mosaic(
         choice = scores
         if bias is not None:
             choice = scores + plgpu.load(bias_smem, layout=layout)
-            meet(interpret=interpret)
-            scores_smem[...] = scores  # for the weights, which the bias is no part of
-            meet(interpret=interpret)
+        meet(interpret=interpret)
+        scores_smem[...] = scores  # for the weights, which the bias is no part of
+        meet(interpret=interpret)
         choice = jnp.where(inside, choice, nothing)
 
         if top_groups < groups:
             choice = of_best_groups(choice, expert, full, groups, top_groups, best_of_group, size)
-        ids, weights = [], []
-        untaken = expert  # or `width`: a choice of -inf may be one, and not one that was taken
-        for k in range(top_k):
-            top = jnp.max(choice)
-            place = jnp.min(jnp.where(choice == full(top), untaken, full(jnp.int32(width))))
-            found = place < experts
-            untaken = jnp.where(expert == full(place), full(jnp.int32(width)), untaken)
-            choice = jnp.where(expert == full(place), nothing, choice)
-            place = jnp.where(found, place, k)
-            weight = top if bias is None else scores_smem[place]
-            ids.append(place)
-            weights.append(jnp.where(found, weight, jnp.float32(jnp.nan)))
+        if interpret:
+            ids = best_of_interpreted(choice, expert, full, top_k)
+        else:
+            choice_smem[...] = choice
+            meet(interpret=False)
+            best_of(choice_smem, ids_smem, top_k)
+            meet(interpret=False)
+            ids = [ids_smem[k] for k in range(top_k)]
+        weights = [scores_smem[place] for place in ids]
         factor = jnp.float32(scale)
         if normalize:
             total = sum(weights[1:], weights[0]) + 1e-20
@@ -160,9 +175,12 @@ def route_mosaic(
         ids += [jnp.int32(experts + i) for i in range(always)]
         weights += [opened] * always
         some = True if valid_ref is None else valid_ref[token] != 0
+        ids = [jnp.where(some, place, -1) for place in ids]
         for k, (place, weight) in enumerate(zip(ids, weights, strict=True)):
-            ids_ref[token, k] = jnp.where(some, place, -1)
+            ids_ref[token, k] = place
             weights_ref[token, k] = weight
+        if lister is not None:
+            lister.write([ids], **of_list)
 
     copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
     scores = plgpu.SMEM((width,), jnp.float32)
@@ -174,24 +192,30 @@ def route_mosaic(
             "logits_ref": logits,
             "bias_ref": bias,
             "valid_ref": valid,
+            "x_ref": x,
             **prefetch.inputs(),
         },
         outputs={
             "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),
             "weights_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.float32),
+            **({} if lister is None or x is None else lister.outputs(x.dtype)),
         },
         scratch={
             "scores_smem": scores,
             "low_smem": scores if halves else None,
             "bias_smem": None if bias is None else scores,
+            "choice_smem": None if interpret else scores,
+            "ids_smem": None if interpret else plgpu.SMEM((top_k,), jnp.int32),
             "loaded": plgpu.Barrier(num_arrivals=copies),
+            **({} if lister is None else lister.scratch()),
         },
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         detect_races=detect_races,
     )
-    return out["ids_ref"], out["weights_ref"]
+    listed = None if lister is None else Listed(work_of(out), out["rows"])
+    return out["ids_ref"], out["weights_ref"], listed
 
 
 def of_best_groups(
@@ -237,3 +261,19 @@ def of_best_groups(
         is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
         kept = jnp.where(inside(group) & is_kept, choice, kept)
     return kept
+
+
+def best_of_interpreted(
+    choice: jax.Array, expert: jax.Array, full: Any, top_k: int
+) -> list[jax.Array]:
+    """`best_of` in the interpreter, which runs no code of its own: the places of the best."""
+    nowhere = full(jnp.int32(choice.shape[0]))
+    # A NaN is better than any number, and what was taken is no one's to take.
+    choice = jnp.where(choice != choice, full(jnp.float32(jnp.inf)), choice)
+    untaken, ids = expert, []
+    for _ in range(top_k):
+        some = jnp.where(untaken < nowhere, choice, full(jnp.float32(-jnp.inf)))
+        place = jnp.min(jnp.where(some == full(jnp.max(some)), untaken, nowhere))
+        untaken = jnp.where(expert == full(place), nowhere, untaken)
+        ids.append(place)
+    return ids

@@ -43,12 +43,13 @@ def work_of_several(
     experts: int,
     columns: int,
     *,
+    blocks: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Work, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
-    An id that is no expert's has no work.
+    An id that is no expert's has no work. `blocks` share the pairs; the interpreter takes two.
     """
     tokens, top_k = ids.shape
     pairs, features = tokens * top_k, x.shape[1]
@@ -58,7 +59,7 @@ def work_of_several(
         experts=experts,
         columns=columns,
         most_of_expert=-(-tokens // columns),
-        blocks=min(NUM_SMS, pairs),
+        blocks=min(blocks or (2 if interpret else NUM_SMS), pairs),
         interpret=interpret,
     )
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
@@ -136,12 +137,12 @@ class Block:
         self._load()
         mine = plgpu.load(refs.expert, layout=self.layout)
         someone = mine < self._full(cut.experts)
-        rank, count = self._each(self._ranked(mine), 2)
+        none = self._full(0)
+        rank, count = self._each(self._ranked(mine), none, none)
         padded = -(-count // GROUP) * GROUP
-        first = someone & (rank == self._full(0))
-        refs.padded[...] = jnp.where(first, padded, self._full(0))
+        refs.padded[...] = jnp.where(someone & (rank == none), padded, none)
         meet(interpret=cut.interpret)
-        start, before, total = self._each(self._placed(mine), 3)
+        start, before, total = self._each(self._placed(mine), none, none, jnp.int32(0))
         place = jnp.where(someone, start + rank, self._full(-1))
         for target, vector in ((refs.start, start), (refs.before, before), (refs.place, place)):
             target[...] = vector
@@ -150,7 +151,7 @@ class Block:
         @pl.when(self.number == 0)
         def _one_of_them():
             refs.positions[...] = place
-            refs.total[0] = jnp.max(total)
+            refs.total[0] = total
 
         for pair in range(0, cut.pairs, cut.blocks):
             mine_alone = self.number + pair
@@ -176,7 +177,7 @@ class Block:
             refs.expert.at[some][...] = jnp.where(valid, given, nobody)
             meet(interpret=cut.interpret)
 
-    def _each(self, function: Any, vectors: int) -> list[jax.Array]:
+    def _each(self, function: Any, *sums: jax.Array) -> tuple[jax.Array, ...]:
         """`function(pair, *sums)` -> sums, for all pairs."""
 
         def some(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -184,8 +185,7 @@ class Block:
                 sums = function(i * TOGETHER + j, *sums)
             return sums
 
-        zeros = (self._full(0),) * vectors
-        return list(lax.fori_loop(0, -(-self.cut.pairs // TOGETHER), some, zeros))
+        return lax.fori_loop(0, -(-self.cut.pairs // TOGETHER), some, sums)
 
     def _ranked(self, mine: jax.Array) -> Any:
         pair = plgpu.broadcasted_iota(jnp.int32, (self.cut.width,), 0, layout=self.layout)
@@ -201,13 +201,15 @@ class Block:
     def _placed(self, mine: jax.Array) -> Any:
         zero, columns = self._full(0), self.cut.columns
 
-        def function(p: jax.Array, start: Any, before: Any, total: Any) -> tuple[jax.Array, ...]:
+        def function(
+            p: jax.Array, start: jax.Array, before: jax.Array, total: jax.Array
+        ) -> tuple[jax.Array, ...]:
             rows = self.refs.padded[p]
             tiles = lax.div(rows + (columns - 1), columns)
             lower = self._full(self.refs.expert[p]) < mine
             start += jnp.where(lower, self._full(rows), zero)
             before += jnp.where(lower, self._full(tiles), zero)
-            return start, before, total + self._full(tiles)
+            return start, before, total + tiles
 
         return function
 

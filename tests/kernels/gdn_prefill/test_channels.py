@@ -66,8 +66,7 @@ def test_states_by_slot_beside_padding(implementation):
         make([66, 3, 0, 1], padding=3), [5, -1, 2, 0], [3, 4, 2, 0],
         [[1], [4], [4], [4]], num_slots=6, fresh=[3], dtype=jnp.bfloat16,
     )  # fmt: skip
-    options = dict(checkpoint_tokens=64, split_tokens=64)
-    step = functools.partial(kda.kda_prefill, implementation=implementation, **options)
+    step = functools.partial(kda.kda_prefill, implementation=implementation, split_tokens=64)
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
@@ -115,11 +114,11 @@ def test_many_chunks_on_a_gpu(lens, heads, gates, dtype):
 def test_the_norm_with_a_sigmoid_on_a_gpu():
     case = make([300, 200], key_heads=32, value_heads=32, padding=12)
     rng = np.random.default_rng(0)
-    given = dict(
+    norm = kda.OutputNorm(
         gate=jnp.asarray(rng.normal(size=(1, 512, 32 * 128)), jnp.bfloat16),
-        norm_weight=jnp.asarray(rng.normal(size=128), jnp.float32),
+        weight=jnp.asarray(rng.normal(size=128), jnp.float32),
     )
-    step = functools.partial(kda.kda_prefill, cu_seqlens=case.cu_seqlens, **given)
+    step = functools.partial(kda.kda_prefill, cu_seqlens=case.cu_seqlens, output_norm=norm)
     pool, slots = case.initial_state, jnp.arange(2)
     ours, theirs = (
         jax.jit(functools.partial(step, implementation=each))(*case.args, pool, slots)

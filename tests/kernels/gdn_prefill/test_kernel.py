@@ -24,17 +24,18 @@ from tests.helpers.gdn_prefill_cases import (
     oracle,
     run,
 )
-from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
 
 @both_devices
-@pytest.mark.parametrize("lens, value_heads", [([1, 0, 64], 2), ([63], 3), ([65, 2], 2)])
+@pytest.mark.parametrize("lens, value_heads", [([1, 0, 64], 2), slow([63], 3), slow([65, 2], 2)])
 def test_packed_sequences_before_nan(lens, value_heads, implementation):
     case = make_case(lens, value_heads=value_heads)
     assert_matches(case, *run(case, implementation))
 
 
 @both_devices
+@pytest.mark.slow
 def test_a_batch_of_rows_in_float16(implementation):
     case = make_case([70, 70], key_heads=2, dtype=jnp.float16, padding=0)
     case.initial_state = jnp.zeros_like(case.initial_state)
@@ -49,7 +50,7 @@ def test_a_batch_of_rows_in_float16(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("split_tokens", [0, 64])
+@pytest.mark.parametrize("split_tokens", [slow(0), 64])
 def test_gates_from_nothing_to_minus_1000(split_tokens, implementation):
     """And betas of 1e-6 before those of 1, with nothing beside what they wrote."""
     case = make_case([67], value_heads=4)
@@ -69,7 +70,7 @@ def test_gates_from_nothing_to_minus_1000(split_tokens, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("beta", [slow(0.0), 1.0])
 def test_equal_keys_without_decay(beta, implementation):
     """(I + A)^-1 of ones below the diagonal: powers of A would reach 1e18."""
     case = make_case([64], padding=0)
@@ -91,7 +92,7 @@ def test_states_by_slot_beside_padding(implementation):
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
-@pytest.mark.parametrize("segment, crowded", [(0, False), (64, True)])
+@pytest.mark.parametrize("segment, crowded", [slow(0, False), (64, True)])
 def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     """With a checkpoint over the slot that the sequence started from. Crowded: more to do than
     there are multiprocessors, so a warpgroup takes several chunks, and both value heads of one; and

@@ -15,7 +15,7 @@ from jaxattn.kernels.gdn_prefill import state_pass as gdn_prefill_state
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from tests.helpers.gdn_prefill_cases import BOUND, make_case, on_a_pool, oracle
-from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
 EPS = 1e-3  # so that it counts where outputs are small
 
@@ -89,7 +89,7 @@ def assert_normed(pooled, arguments, out):
 
 
 @both_devices
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, slow(False)])
 def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun, monkeypatch):
     """Few blocks, which go from one run to another, with and without a tail or a token; and with
     each half of a state in a block of its own, where XLA norms."""
