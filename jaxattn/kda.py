@@ -16,6 +16,8 @@ from jaxattn.core.slots import state_write as state_write
 from jaxattn.kernels.gdn_decode.launch import scratch as scratch
 from jaxattn.ops.gdn.conv import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.conv import causal_conv1d_update as causal_conv1d_update
+from jaxattn.ops.gdn.prefill_options import Checkpoints as Checkpoints
+from jaxattn.ops.gdn.prefill_options import OutputNorm as OutputNorm
 from jaxattn.ops.kda.chunk import chunk_kda as chunk_kda
 from jaxattn.ops.kda.decode import kda_decode as kda_decode
 from jaxattn.ops.kda.gates import kda_gates as kda_gates

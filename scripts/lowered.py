@@ -28,10 +28,12 @@ import jaxattn.gqa
 import jaxattn.kda
 import jaxattn.mla
 from jaxattn.core.layers import LayerOf
+from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
-from jaxattn.ops.linear import gated_layer, linear_layer
+from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.moe import Router, route
-from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
+from jaxattn.ops.router import choose_experts
 from scripts.sanitize_cases import CASES
 
 # A function and its arguments, of which shapes will do.
@@ -119,6 +121,25 @@ def turbo(
     cache = x(2, 64, kv_heads, page * form.slot_bytes, dtype=jnp.uint8)
     more = (ints(rows) if q_len > 1 else None, f32(count) if dim == 64 else None)
     return op, (q, cache, ints(rows, width), ints(rows), *more, q if dim == 256 else None)
+
+
+def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
+    """New tokens on their way into a TurboQuant cache."""
+    count, kv_heads, dim = heads
+    form = TurboFormat(preset=preset, head_dim=dim)
+    config = jaxattn.RopeConfig(dim=dim, interleaved=False)
+
+    def op(*args: Any) -> Any:
+        *new, positions = args
+        turned = jaxattn.rotation(positions, config)
+        return jaxattn.gqa.turbo_append(
+            *new, form=form, rotation=turned, config=config, layer=1, **MOSAIC
+        )
+
+    q, kv = x(rows, q_len, count, dim), x(rows, q_len, kv_heads, dim)
+    cache = x(2, 64, kv_heads, 64 * form.slot_bytes, dtype=jnp.uint8)
+    weights, tables = f32(2, 2 * max(dim, 128)), ints(rows, 128)
+    return op, (q, kv, kv, weights, cache, tables, ints(rows), ints(rows, q_len))
 
 
 def append(width: int, interleaved: bool, made: Any) -> Launch:
@@ -222,9 +243,10 @@ def delta_rule_normed(sequences: int) -> Launch:
     """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
 
     def op(*args: Any) -> Any:
-        names = "cu_seqlens", "layer", "gate", "norm_weight"
-        options: Any = {**dict(zip(names, args[-4:], strict=True)), **MOSAIC}
-        return jaxattn.gated_delta_rule_prefill(*args[:-4], **options)
+        *rule, ends, layer, gate, weight = args
+        normed = jaxattn.gdn.OutputNorm(gate=gate, weight=weight)
+        options: Any = dict(cu_seqlens=ends, layer=layer, output_norm=normed, **MOSAIC)
+        return jaxattn.gated_delta_rule_prefill(*rule, **options)
 
     q, v, gates = x(1, 900, 2, 128), x(1, 900, 4, 128), f32(1, 900, 4)
     pool = x(3, sequences, 4, 128, 128), ints(sequences), ints(sequences + 1), ints()
@@ -257,6 +279,27 @@ def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
     return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
 
 
+def turned_heads(tokens: int, heads: int) -> Launch:
+    """Products of heads, with rotated dims behind them."""
+
+    def op(q: Any, angles: Any, weights: Any) -> Any:
+        turned = Rotation(angles), RopeConfig(dim=64, interleaved=True)
+        return heads_layer(q, weights, layer=1, turned=turned, **MOSAIC)
+
+    return op, (x(tokens, heads, 192), f32(tokens, 128), x(2, heads, 128, 512))
+
+
+def choosing(tokens: int, experts: int) -> Launch:
+    """Of a router in halves, with a shared expert's gate."""
+    router = Router(experts=experts, top_k=8, scores="softmax", normalize=True)
+
+    def op(logits: Any, valid: Any) -> Any:
+        options: Any = {"halves": True, "always": 1, "gated": True, **MOSAIC}
+        return choose_experts(logits, None, router, valid=valid, **options)
+
+    return op, (f32(tokens, 2 * (experts + 32)), ints(tokens))
+
+
 def gated(tokens: int, inner: int, size: int) -> Launch:
     """gate and up, and silu of one times the other."""
     return partial(gated_layer, layer=2, **MOSAIC), (x(tokens, inner), *[x(4, inner, size)] * 2)
@@ -284,6 +327,9 @@ EXTRA: dict[str, Launch] = {
     "turbo_decode_pages_of_16": turbo(1, (32, 8, 128), 16, 1, "4bit_nc", soft_cap=30.0),
     "turbo_decode_gate_tokens": turbo(64, (16, 2, 256), 128, 3, "k8v4"),
     "turbo_decode_gate": turbo(64, (16, 2, 256), 64, 1, "4bit_nc"),
+    "turbo_append_4bit_nc": turbo_append(64, (32, 8, 128), 1, "4bit_nc"),
+    "turbo_append_k8v4": turbo_append(1, (64, 8, 64), 300, "k8v4"),
+    "turbo_append_3bit_nc": turbo_append(4, (16, 2, 256), 2, "3bit_nc"),
     "turbo_decode_sinks": turbo(64, (64, 8, 64), 64, 1, "3bit_nc", window=128),
     "gqa_append": heads_append((32, 8, 128), 128),
     "gqa_append_gate": heads_append((16, 2, 256), 64, gated=True, fp8=True),
@@ -319,12 +365,18 @@ EXTRA: dict[str, Launch] = {
     "moe_route_groups": routing(
         33, 256, 8, groups=8, top_groups=4, best_of_group=2, normalize=True, scale=2.5
     ),
+    "moe_route_halves": choosing(3, 256),
+    "linear_heads_turned": turned_heads(3, 16),
     "linear_one_token": linears(1, 2048, 3072),
     "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),
     "linear_gated": gated(32, 2048, 1408),
     "linear_gated_few_columns": gated(3, 512, 128),
     "rms_norm": norm(640),
     "rms_norm_wide": norm(7168),
+    "rms_norm_added": (
+        partial(add_rms_norm_layer, layer=1, **MOSAIC),
+        (f32(3, 640), f32(3, 640), f32(4, 640)),
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from jaxattn import (
 )
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.gdn import Checkpoints, OutputNorm
 from jaxattn.mla import LatentFormat
 from jaxattn.ops.mla.prefill import causal_attention, mla_prefill
 
@@ -193,10 +194,12 @@ def delta_rule(
             weight: Any,
         ) -> Any:
             if pool:
+                every = checkpoint_tokens
                 return gated_delta_rule_prefill(
                     q, k, v, g, beta, state, slots, cu_seqlens=starts, split_tokens=split,
-                    checkpoint_tokens=checkpoint_tokens or None, checkpoint_indices=kept,
-                    gate=gate, norm_weight=weight, implementation=implementation,
+                    checkpoints=Checkpoints(slots=kept, tokens=every) if every else None,
+                    output_norm=OutputNorm(gate=gate, weight=weight) if norm else None,
+                    implementation=implementation,
                 )  # fmt: skip
             return chunk_gated_delta_rule(
                 q, k, v, g, beta, initial_state=state, output_final_state=True, cu_seqlens=starts,

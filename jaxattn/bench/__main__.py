@@ -1,6 +1,6 @@
 """`python -m jaxattn.bench WHAT`: checks, times, JSON.
 
-WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, moe, moe-cuts or step.
+WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, kda, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
 jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
@@ -11,14 +11,15 @@ products of a decode step, `python -m jaxattn.bench host` what the engine's host
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
 have both times too, where they are installed. Every row says what fraction it is of the copy and
 matmul ceilings of the same run.
-`python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored.
+`python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored, and `python -m
+jaxattn.bench compare A.json B.json` holds two of them side by side.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import jax
 
 from jaxattn import __version__, interrupt
 from jaxattn.bench import (
+    compare,
     dense,
     gdn_decode,
     gdn_norm,
@@ -34,6 +36,8 @@ from jaxattn.bench import (
     gqa_prefill,
     gqa_turbo,
     host,
+    kda_decode,
+    kda_prefill,
     mla,
     mla_fp8,
     mla_prefill,
@@ -42,12 +46,13 @@ from jaxattn.bench import (
     parallel,
     peers,
     plot,
+    record,
     step,
 )
 from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import ceilings, device_facts, of_ceilings
+from jaxattn.bench.timing import ceilings, of_ceilings
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -59,6 +64,7 @@ MODULES: dict[str, list[Any]] = {
     "gqa": [gqa, gqa_turbo],
     "gqa-prefill": [gqa_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
+    "kda": [kda_decode, kda_prefill],
     "moe": [moe],
     "moe-cuts": [moe_cuts],
 }
@@ -66,6 +72,7 @@ MODULES: dict[str, list[Any]] = {
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
     "parallel": parallel.main,
+    "compare": compare.main,
     "dense": dense.main,
     "host": host.main,
     "serve": load_command.main,
@@ -215,12 +222,12 @@ def measure(
         yield row
 
 
-def run(args: argparse.Namespace) -> None:
-    facts: dict[str, Any] = device_facts()
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    facts = record.begin(args.what, PROGRAM, argv)
     others = {} if args.no_peers else measure_peers(args, facts)
     if not args.small:
         facts |= ceilings()
-    result: dict[str, Any] = {**facts, "what": args.what, "rows": [], "notes": []}
+    result: dict[str, Any] = {**facts, "rows": [], "notes": []}
     tables: list[list[dict]] = []
     if args.what == "step":
         tables.append(step.measure(small=args.small, implementation=args.implementation))
@@ -232,8 +239,9 @@ def run(args: argparse.Namespace) -> None:
             result["rows"].append(row)
             store(result, args.json)
         result["notes"] += module.notes(tables[-1]) if hasattr(module, "notes") else []
+    record.end(result)
     store(result, args.json)
-    print(json.dumps(facts))
+    print(json.dumps({name: x for name, x in result.items() if name not in ("rows", "notes")}))
     for rows in filter(None, tables):
         show(f"jaxattn {args.what} on {facts['device']}", rows)
     for note in result["notes"]:
@@ -253,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.what == "plot":
             plot.save(plot.load(args.run), args.plot)
         else:
-            run(args)
+            run(args, given)
     except plot.PlotError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2

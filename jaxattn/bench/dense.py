@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import record
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import copy_bandwidth, device_facts, launches, rotation, seconds
+from jaxattn.bench.timing import copy_bandwidth, launches, rotation, seconds
 from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.models.base import compiler_options
@@ -203,13 +203,13 @@ def main(argv: Sequence[str], program: str) -> int:
     args = parse(argv, program)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before the backend starts
     models = SMALL if args.small else {name: MODELS[name] for name in args.models}
-    result: dict[str, Any] = {"what": "dense", "commit": commit(), **device_facts(), "rows": []}
+    result = record.begin("dense", program, ["dense", *argv]) | {"rows": []}
     result["copy_GB_s"] = copy_bandwidth(2**20 if args.small else 2**29) / 1e9
     for row in rows_of(products(models, args.rows, args.ways)):
         print(row, file=sys.stderr, flush=True)
         result["rows"].append(row)
         store(result, args.json)
-    result["card"] = card()
+    record.end(result)
     store(result, args.json)
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
     columns = [name for name in result["rows"][0] if name != "kernel"]

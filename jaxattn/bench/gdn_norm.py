@@ -17,6 +17,7 @@ from jaxattn.bench.timing import Op, columns, rotation
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.gdn.prefill_options import OutputNorm
 
 SHAPES: tuple[Shape, ...] = ((16, 32, 4, 8192),)
 MORE_SHAPES: tuple[Shape, ...] = (
@@ -62,7 +63,7 @@ def prefill(shape: Shape, implementation: Implementation | None, *, inside: bool
             state_indices=jnp.arange(count),
             has_initial_state=jnp.zeros(count, bool),
             implementation=implementation,
-            **({"gate": gate, "norm_weight": weight, "norm_eps": EPS} if inside else {}),
+            output_norm=OutputNorm(gate=gate, weight=weight, eps=EPS) if inside else None,
         )
         return out if inside else gated_rms_norm(out, gate, weight, EPS), state
 

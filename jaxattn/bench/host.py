@@ -25,11 +25,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import record
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import device_facts
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.model_steps import Round
@@ -45,6 +44,7 @@ from jaxattn.models.checkpoint import EMBEDDED, load
 PROMPT = b"def f("
 BURST = 4  # calls that no queue holds up
 WARM = 32  # rounds after the last prompt that do not count
+ROUNDS = {"name": "the wall clock of rounds", "version": 1}
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -217,8 +217,8 @@ def main(argv: Sequence[str], program: str) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     name, model, params = model_of(args)
-    result: dict[str, Any] = {"what": "host", "model": name, "commit": commit(), **device_facts()}
-    result |= {"card": card(), "steps": args.steps, "repeats": args.repeats, "rows": []}
+    result = record.begin("host", program, ["host", *argv], method=ROUNDS) | {"model": name}
+    result |= {"steps": args.steps, "repeats": args.repeats, "rows": []}
     for rows in args.rows:
         needed = longest(rows, args.steps)
         if needed > model.max_position_embeddings:
@@ -231,6 +231,7 @@ def main(argv: Sequence[str], program: str) -> int:
         row = measure(model, params, rows, args.steps, args.repeats)
         print(json.dumps(row), file=sys.stderr, flush=True)
         result["rows"].append(row)
+        record.end(result)
         store(result, args.json)
     show(f"jaxattn host, {name} on {result['device']}", result["rows"])
     return 0

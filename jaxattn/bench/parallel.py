@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import gc
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +28,10 @@ from typing import Any
 
 import jax
 
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import record
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.parallel_layout import Layout
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import device_facts
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
 
@@ -116,13 +114,9 @@ def main(argv: Sequence[str], program: str) -> int:
         )
         return 2
     result: dict[str, Any] = {
-        "what": "parallel",
+        **record.begin("parallel", program, ["parallel", *argv], seed=args.seed),
         "model": args.name,
         "layouts": [parallel.flags for parallel in args.layouts],
-        "commit": commit(),
-        "command": shlex.join([*program.split(), "parallel", *argv]),
-        **device_facts(),
-        "card": card(),
         "rows": [],
     }
     layouts = [layout for each in _wanted(args) if (layout := _layout(args, each))]
@@ -135,6 +129,8 @@ def main(argv: Sequence[str], program: str) -> int:
     while layouts:
         _measure(args, layouts.pop(0), result)
         gc.collect()  # the next layout needs the room
+    record.end(result)
+    store(result, args.json)
     table = [{k: v for k, v in row.items() if k not in HIDDEN} for row in result["rows"]]
     show(f"{args.name}, {args.tokens:,} tokens a row", table)
     return 0

@@ -113,16 +113,17 @@ class Layout:
         """The decode step of `count` rows in all, before it is lowered and compiled."""
         local, width = count // self.parallel.data, self.rows.width
         sizes = ((local, 1), (local,), (local, width), (local,))
-        batch = DecodeBatch(*(jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes))
+        shapes: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+        batch = DecodeBatch(*shapes)
         step = functools.partial(_greedy, self.model, self.implementation)
         out_specs = self.group.rows, self.specs[1]
         over = self.group.step(step, (*self.specs, self.group.rows), out_specs)
-        given = zip(
+        arguments = zip(
             (self.packed_shapes, self.state_shapes, batch),
             (*self.specs, self.group.rows),
             strict=True,
         )
-        shapes = (self.group.shapes(local_shapes, spec) for local_shapes, spec in given)
+        shapes = (self.group.shapes(local_shapes, spec) for local_shapes, spec in arguments)
         return jit_step(over, backend=self.platform).trace(*shapes)
 
     def compile_all(self, pool: Executor) -> None:
@@ -179,7 +180,7 @@ class Layout:
         return found
 
     def _compiled_fill(self, shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> Any:
-        def make(number: jax.Array, center: jax.Array, reach: jax.Array) -> jax.Array:
+        def make(number: jax.Array, center: Any, reach: Any) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(self.seed), number)
             return fill(key, center, reach, shape=shape, dtype=dtype)
 

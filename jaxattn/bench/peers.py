@@ -184,6 +184,13 @@ def fla_prefill(*shape: int) -> Callable[[int], Any]:
     return lambda i: fla.chunk_gated_delta_rule(**operands)
 
 
+def fla_kda_prefill(heads: int, count: int, length: int) -> Callable[[int], Any]:
+    fla, operands = importlib.import_module("fla.ops.kda"), prefill(heads, heads, count, length)
+    drawn = torch().rand(1, count * length, heads, DIM, dtype=torch().float32, device=DEVICE)
+    operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
+    return lambda i: fla.chunk_kda(**operands)
+
+
 def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
     """FlashQLA without the norm of q and k, which it leaves to torch.compile."""
     flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
@@ -206,6 +213,7 @@ PEERS = {
     "flaggems-mla": Peer("flaggems", "mla", "flag_gems", "flag_gems", flaggems_mla),
     "fla-decode": Peer("fla", "gdn_decode", "fla", "fla-core", fla_decode),
     "fla-prefill": Peer("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
+    "fla-kda-prefill": Peer("fla", "kda_prefill", "fla", "fla-core", fla_kda_prefill),
     "flashqla-prefill": Peer("flashqla", "gdn_prefill", "flash_qla", "flash-qla", flashqla_prefill),
     "flashinfer-prefill": Peer(
         "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill

@@ -55,13 +55,14 @@ def delta_rule(
     Args:
         q, k: [T, H, Dk], normalised here; a key head's for each of its value heads.
         v: [T, H, Dv].
-        g, beta: [T, H], log decay and writing strength.
+        g: [T, H], log decay, or of each channel of the key [T, H, Dk].
+        beta: [T, H], writing strength.
         state: [H, Dv, Dk].
     """
     q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + EPS) for x in (q, k))
     outputs = []
     for t in range(len(q)):
-        state = state * np.exp(g[t])[:, None, None]
+        state = state * np.exp(g[t]).reshape(len(state), 1, -1)
         write = beta[t][:, None] * (v[t] - (state @ k[t][..., None])[..., 0])
         state = state + write[..., None] * k[t][:, None, :]
         outputs.append((state @ q[t][..., None])[..., 0])
@@ -81,13 +82,11 @@ def delta_net(
         state: [Hv, Dv, Dk].
     """
     tokens, (heads, values, keys) = len(qkvz), state.shape
-    (before, channels), taps = conv.shape, conv.shape[0] + 1
+    before, channels = conv.shape
     rates, bias, norm, kernel = np.split(
         weights, np.cumsum([heads, heads, values]).tolist(), axis=0
     )
-    seen = np.concatenate([conv, qkvz[:, :channels]])
-    kernel = kernel.reshape(taps, channels)
-    mixed = silu(sum(kernel[i] * seen[i : i + tokens] for i in range(taps)))
+    mixed, seen = convolved(qkvz[:, :channels], conv, kernel)
     split = (channels - heads * values) // 2
     q, k, v = np.split(mixed, [split, 2 * split], axis=1)
     q, k = (np.repeat(x.reshape(tokens, -1, keys), heads * keys // split, axis=1) for x in (q, k))
@@ -97,3 +96,39 @@ def delta_net(
     o = o / np.sqrt((o * o).mean(axis=-1, keepdims=True) + EPS) * norm
     y = o.reshape(tokens, -1) * silu(qkvz[:, channels:])
     return y, seen[-before:], state
+
+
+def convolved(x: np.ndarray, conv: np.ndarray, kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(x [S, Dc] through a causal convolution and SiLU, its inputs with the W - 1 before them)."""
+    taps, channels = conv.shape[0] + 1, conv.shape[1]
+    seen, kernel = np.concatenate([conv, x]), kernel.reshape(taps, channels)
+    return silu(sum(kernel[i] * seen[i : i + len(x)] for i in range(taps))), seen
+
+
+def kimi_delta_attention(
+    qkv: np.ndarray,
+    f: np.ndarray,
+    b: np.ndarray,
+    gate: np.ndarray,
+    weights: np.ndarray,
+    conv: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A row's `(y, conv_state, state)` of `jaxattn.kda.kimi_delta_attention_decode`.
+
+    Args:
+        qkv: [S, 3 H D]; f, gate: [S, H D]; b: [S, H].
+        weights: [P], packed.
+        conv: [W - 1, 3 H D].
+        state: [H, D, D].
+    """
+    tokens, (heads, dim, _) = len(qkv), state.shape
+    rates, bias, norm, kernel = np.split(
+        weights, np.cumsum([heads, heads * dim, dim]).tolist(), axis=0
+    )
+    mixed, seen = convolved(qkv, conv, kernel)
+    q, k, v = (x.reshape(tokens, heads, dim) for x in np.split(mixed, 3, axis=1))
+    g = -np.exp(rates)[:, None] * np.logaddexp(0, f + bias).reshape(tokens, heads, dim)
+    o, state = delta_rule(q, k, v, g, 1 / (1 + np.exp(-b)), state)
+    o = o / np.sqrt((o * o).mean(axis=-1, keepdims=True) + EPS) * norm
+    return o.reshape(tokens, -1) / (1 + np.exp(-gate)), seen[-len(conv) :], state

@@ -161,6 +161,7 @@ def read_limits(options: argparse.Namespace, length: int) -> Limits:
             prefill_rows=options.prefill_rows,
             prefix_cache=not options.no_prefix_cache,
             checkpoints=options.checkpoints,
+            speculate=options.speculate,
             utilization=options.utilization,
             decode_buckets=options.decode_buckets or (),
             prefill_buckets=options.prefill_buckets or (),

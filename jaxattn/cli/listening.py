@@ -19,6 +19,7 @@ from jaxattn.cli.models import Chosen, one_line
 from jaxattn.cli.options import InputError
 from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import start_engine
+from jaxattn.engine.crew import Crew
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.seal import SealError
 from jaxattn.memory.limits import Limits
@@ -45,6 +46,7 @@ def serve(
     options: argparse.Namespace,
     messages: Console,
     stages: Stages,
+    crew: Crew | None = None,
 ) -> int:
     """Serves over HTTP; returns 0, or 1 if an answer was cut at the end.
 
@@ -94,7 +96,7 @@ def serve(
         _keep_compiled(messages)
 
     def make() -> Engine:
-        return start_engine(chosen, model, tokenizer, limits, options, messages, stages)[0]
+        return start_engine(chosen, model, tokenizer, limits, options, messages, stages, crew)[0]
 
     def on_ready() -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

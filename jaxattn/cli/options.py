@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxattn import __version__, interrupt
-from jaxattn.cli import server_options
+from jaxattn.cli import hosts_options, server_options
 from jaxattn.cli.values import fraction as fraction
 from jaxattn.cli.values import number as number
 from jaxattn.cli.values import size as size
@@ -30,7 +30,7 @@ RENAMED = {
 # Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
-    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|decode_buckets|prefill_buckets|q_lens"
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|speculate|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
@@ -271,6 +271,14 @@ def parser() -> argparse.ArgumentParser:
         "prefix cache without them (default: none, as a state takes what thousands of tokens do)",
     )
     memory.add_argument(
+        "--speculate",
+        metavar="N",
+        type=size,
+        default=0,
+        help="tokens that a step guesses per row, up to 3: those that followed the row's last ones "
+        "where they stood before (default: none)",
+    )
+    memory.add_argument(
         "--utilization",
         metavar="F",
         type=fraction,
@@ -315,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="with --plan, draws it as a picture too (default: no picture)",
     )
+    hosts_options.add(root)
     output = root.add_argument_group("output")
     output.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
     output.add_argument("--version", action="version", version=VERSION)

@@ -10,14 +10,16 @@ same. Before the first token, and at a second Ctrl-C, the command ends at once.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
-from jaxattn.cli import listening
+from jaxattn.cli import hosts, listening
 from jaxattn.cli.chat import Conversation, turns
 from jaxattn.cli.command import code_of, exit_code, interrupts_raised
 from jaxattn.cli.compiled import NONE, keep_compiled
@@ -31,6 +33,7 @@ from jaxattn.cli.inputs import (
     opening,
     read_limits,
 )
+from jaxattn.cli.layout import read_layout
 from jaxattn.cli.models import choose, one_line
 from jaxattn.cli.options import PROGRAM, InputError, parser
 from jaxattn.cli.planned import show_plan
@@ -77,20 +80,40 @@ def run(options: argparse.Namespace) -> int:
             prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
         check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
     stages.ended("reading")
-    choose_device(options.device, options.implementation, options.utilization)
-    stages.ended("device")
-    if options.compile_cache not in (None, NONE):
-        keep_compiled(options.compile_cache)
-    model = chosen.model(tokenizer)
-    if options.port is not None:
-        return listening.serve(chosen, model, tokenizer, limits, options, messages, stages)
-    engine, compile_seconds = start_engine(
-        chosen, model, tokenizer, limits, options, messages, stages
-    )
-    messages.print(stages.line())
+    if options.device == "cpu":  # before JAX meets the other processes
+        jax.config.update("jax_platforms", "cpu")
+    with hosts.joined(hosts.read_place(options, os.environ)) as crew:
+        choose_device(options.device, options.implementation, options.utilization)
+        stages.ended("device")
+        if options.compile_cache not in (None, NONE):
+            keep_compiled(options.compile_cache)
+        model = chosen.model(tokenizer)
+        if crew is not None:
+            crew.agree(hosts.facts(chosen, limits, read_layout(options)))
+        given = chosen, model, tokenizer, limits, options, messages, stages, crew
+        if crew is not None and not crew.leads:
+            engine, _ = start_engine(*given)
+            engine.follow(crew)
+            return 0
+        if options.port is not None:
+            return listening.serve(*given)
+        engine, compile_seconds = start_engine(*given)
+        messages.print(stages.line())
+        return answered(
+            engine, compile_seconds, prompts, Requests(options, tokenizer, length), messages
+        )
 
+
+def answered(
+    engine: Engine,
+    compile_seconds: dict[str, float],
+    prompts: Sequence[Prompt],
+    requests: Requests,
+    messages: Console,
+) -> int:
+    """Generates and reports, in the terminal; returns the exit code."""
+    options, limits = requests.options, engine.limits
     printer = Printer(messages if options.json else Console())
-    requests = Requests(options, tokenizer, length)
     try:
         if converses(options):
             done, interrupted = talk(engine, requests, printer, messages)

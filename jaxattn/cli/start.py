@@ -25,6 +25,7 @@ from jaxattn.cli.progress import Display
 from jaxattn.cli.report import plan_lines
 from jaxattn.cli.stages import Stages, executable_lines
 from jaxattn.core.dispatch import Refusal
+from jaxattn.engine.crew import Crew
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.prepare import prepare
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -119,11 +120,15 @@ def start_engine(
     options: argparse.Namespace,
     messages: Console,
     stages: Stages,
+    crew: Crew | None = None,
 ) -> tuple[Engine, dict[str, float]]:
     """(a running engine, the seconds that each executable took to compile).
 
     Executables and the engine's plan are printed before its state is allocated. A folder is checked
     before anything is compiled, a model of the hub when it has been fetched.
+
+    Args:
+        crew: the processes that run one engine, of which the first leads it from here on.
 
     Raises:
         InputError: the model does not fit, its plan is printed; its weights are damaged or
@@ -173,5 +178,7 @@ def start_engine(
             messages.print(line)
         with refused_plan(messages, display.stop):
             engine.start(params)
+    if crew is not None and crew.leads:
+        engine.lead(crew)
     stages.ended("warm-up")
     return engine, compile_seconds

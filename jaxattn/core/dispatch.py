@@ -23,6 +23,12 @@ ONLY_BY_NAME = ("mosaic_gpu_interpret",)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
+# With `traced_for_hopper(True)`, ops that are traced choose what a Hopper GPU runs, whatever device
+# is there. For shapes alone: what was traced so can run on such a GPU only. JAX knows of it, and
+# takes no trace from outside.
+traced_for_hopper = jax.make_user_context(default_value=False)
+
+
 class Refusal(NotImplementedError):
     """An implementation does not serve these arguments on this machine; the message says why."""
 

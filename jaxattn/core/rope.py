@@ -85,7 +85,7 @@ class RopeConfig:
         if self.yarn is None:
             return
         if self.theta is None:
-            raise ValueError("RopeConfig: yarn stretches a theta; theta=None has yarn=None")
+            raise ValueError("RopeConfig.theta must be a number, which yarn stretches; got None")
         _ramp(self.dim, self.theta, self.yarn)
 
 

@@ -29,7 +29,6 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxattn.core.dispatch import PACKAGE
 from jaxattn.core.formats import TURBOQUANT
-from jaxattn.core.products import dot
 from jaxattn.core.rounding import rounded
 
 PRESETS = TURBOQUANT  # bits of a key's and of a value's numbers
@@ -150,7 +149,19 @@ def hadamard(dim: int) -> np.ndarray:
 
 def rotate(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
     """x times `hadamard`, in float32; it undoes itself."""
-    return dot("...d,de->...e", x.astype(jnp.float32), jnp.asarray(hadamard(x.shape[-1])))
+    return butterfly(x.astype(jnp.float32)) * np.float32(x.shape[-1] ** -0.5)
+
+
+def butterfly(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """x times `hadamard` and sqrt(D), by sums and differences in the order of kernels."""
+    *before, dim = x.shape
+    distance = 1
+    while distance < dim:
+        halves = x.reshape(*before, dim // (2 * distance), 2, distance)
+        a, b = halves[..., 0, :], halves[..., 1, :]
+        x = jnp.stack([a + b, a - b], axis=-2).reshape(*before, dim)
+        distance *= 2
+    return x
 
 
 def levels(bits: int) -> np.ndarray:
@@ -188,9 +199,9 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
     length = jnp.sqrt(jnp.sum(k * k, axis=-1, keepdims=True))
     unit = rotate(k / jnp.where(length == 0, 1, length))
     table = levels(form.key_bits)
-    borders = (table[1:] + table[:-1]) / 2
+    borders = ((table[1:] + table[:-1]) / 2).tolist()
     wide = unit * np.float32(LEVEL_UNITS[form.key_bits] * math.sqrt(form.head_dim))
-    keys = jnp.sum(wide[..., None] >= borders, axis=-1, dtype=jnp.uint8)
+    keys = functools.reduce(jnp.add, [(wide >= border).astype(jnp.uint8) for border in borders])
     norm = (largest * length)[..., 0] / level_length(form.key_bits, keys)
     return Codes(keys, values, _as_f16(norm), scale, minimum)
 

@@ -24,9 +24,17 @@ class End(enum.IntEnum):
 
 
 def advance(
-    rows: Rows, logits: Float[Array, "b vocab"], places: Int[Array, "b"], *, level: Level
+    rows: Rows,
+    logits: Float[Array, "b vocab"],
+    places: Int[Array, "b"],
+    *,
+    level: Level,
+    remembers: bool = False,
 ) -> tuple[Rows, Int[Array, "b n"]]:
     """Chooses the next token of each row at `places`, and freezes the rows that end with it.
+
+    Args:
+        remembers: whether every row has a history, and not those with penalties alone.
 
     Returns:
         (the rows; int32 [b, 2]: the token and an `End`; at `Level.LOGPROBS` followed by
@@ -40,10 +48,7 @@ def advance(
     if level >= Level.CONTROLS:
         logits = _controlled(rows, found, logits, position)
     tokens = sample(logits, found.sampling, position, level)
-    end = jnp.where(position >= found.integer("last"), End.LENGTH, End.NONE)
-    end = jnp.where((tokens[:, None] == found.stops).any(1), End.STOP, end)
-    end = jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
-    end = jnp.where(active, end, End.IDLE)
+    end = jnp.where(active, ending(found, tokens, position), End.IDLE)
     told = jnp.stack([tokens, end], axis=1)
     if level >= Level.LOGPROBS:
         told = jnp.concatenate([told, logprobs(raw, tokens)], axis=1)
@@ -51,10 +56,25 @@ def advance(
     at = jnp.where(active, found.at, len(rows.cursor))
     cursor = jnp.stack([tokens, position, (end == End.NONE).astype(jnp.int32)], axis=1)
     rows = dataclasses.replace(rows, cursor=rows.cursor.at[at].set(cursor, mode="drop"))
-    if level >= Level.CONTROLS:  # a row with penalties has had no lower level since it joined
+    # A row with penalties has had no lower level since it joined.
+    if remembers or level >= Level.CONTROLS:
         history = rows.history.at[at, position].set(tokens, mode="drop")
         rows = dataclasses.replace(rows, history=history)
     return rows, told
+
+
+def ending(
+    found: Read, tokens: Int[Array, "b *S"], position: Int[Array, "b *S"]
+) -> Int[Array, "b *S"]:
+    """The `End` of each row with a token at a position."""
+
+    def of_row(x: Array) -> Array:
+        return x.reshape(len(x), *(1,) * (tokens.ndim - 1), *x.shape[1:])
+
+    end = jnp.where(position >= of_row(found.integer("last")), End.LENGTH, End.NONE)
+    stops = (tokens[..., None] == of_row(found.stops)).any(-1)
+    end = jnp.where(stops, End.STOP, end)
+    return jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
 
 
 def _controlled(

@@ -136,14 +136,19 @@ class Endings:
     ) -> None:
         """A request is done, with what a row of it, or its place in the queue, has generated."""
         assert request.id is not None
-        first, seconds = self.clocks.pop(request.id).read(time.perf_counter())
+        clock = self.clocks.pop(request.id)
+        first, seconds = clock.read(time.perf_counter())
         done = Completion(request, (), reason, detail, first, seconds)
         if of is not None:
+            queued = None if of.admitted is None else of.admitted - clock.added
+            self.stats.queued_seconds += queued or 0.0
+            self.stats.cached_tokens += of.cached_tokens
             done = dataclasses.replace(
                 done,
                 tokens=tuple(of.tokens),
                 logprobs=tuple(of.logprobs),
                 cached_tokens=of.cached_tokens,
+                seconds_queued=queued,
             )
         self.events.append(FinishEvent(done))
 

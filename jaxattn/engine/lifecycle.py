@@ -1,14 +1,14 @@
 """The life of an engine: what it is made of, how it starts, and how it ends."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 
+from jaxattn.engine.crew import Crew
 from jaxattn.engine.devices import group_of
 from jaxattn.engine.endings import Detokenize, Endings
-from jaxattn.engine.hosts import Leader, Link, run_as_told
+from jaxattn.engine.hosts import Leader, run_as_told
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.owner import Owner
 from jaxattn.engine.prefix import Counts
@@ -148,23 +148,23 @@ class Lifecycle:
         self._loop = Loop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
 
-    def lead(self, links: Sequence[Link]) -> None:
+    def lead(self, crew: Crew) -> None:
         """Starts the engine, of which other processes run a part, and leads them from here on.
 
         Args:
-            links: of `jaxattn.engine.hosts.lead`; they end with `close`.
+            crew: `Crew.leading`'s; it ends with `close`.
         """
         with self._alone("lead", nested=True):
             self._start()
             assert self._runner is not None
-            self._runner = Leader.of(self._runner, links)
+            self._runner = Leader.of(self._runner, crew)
             self._loop = Loop(self.scheduler, self._runner, self._endings)
 
-    def follow(self, link: Link) -> None:
+    def follow(self, crew: Crew) -> None:
         """Starts the engine and sends the leader's steps, until the leader closes its engine.
 
         Args:
-            link: of `jaxattn.engine.hosts.follow`.
+            crew: `Crew.following`'s.
 
         Raises:
             HostError: the leader is gone.
@@ -173,7 +173,7 @@ class Lifecycle:
             self._start()
             assert self._runner is not None
             with self.seal.watch():
-                run_as_told(self._runner, link)
+                run_as_told(self._runner, crew)
 
     def _replan(self, prepared: Prepared) -> None:
         """Goes on with another plan; with fewer pages, requests that wait may be refused."""

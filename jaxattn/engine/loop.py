@@ -19,10 +19,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxattn.engine.advance import End
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
 from jaxattn.engine.grammar import masks
-from jaxattn.engine.model_steps import EntryPoint
+from jaxattn.engine.model_steps import FUSED, EntryPoint
 from jaxattn.engine.request import Request
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
@@ -42,7 +43,8 @@ class Running:
 
     Attributes:
         lines: the rows of a step, by their places; -1 is padding.
-        moved: int32 [B], 1 for each of them.
+        places: the rows.
+        moved: int32 [B], tokens that each of them is counted to get; at most so many come.
         rows: those of the lines; None is padding.
         requests: theirs, and `texts` what each has generated.
         kept: their lines among all.
@@ -51,6 +53,7 @@ class Running:
     """
 
     lines: np.ndarray
+    places: np.ndarray
     moved: np.ndarray
     rows: list[Row | None]
     requests: list[Request]
@@ -167,6 +170,8 @@ class Loop:
         chunks: list[Chunk | None] = [None] * together
         ended: list[Row | None] = [None] * len(done)
         for (group, line), row in zip(places, rows, strict=True):
+            if limits.speculate and row.read_last < 0:
+                self._remember_cached(row)
             chunk = chunks[group * read + line] = self._next_chunk(row, size)
             row.read_last = self._round
             self.stats.prompt_tokens += len(chunk.tokens)
@@ -184,10 +189,22 @@ class Loop:
         self.stats.prefill_steps += 1
         self._flights[-1].append(Flight(told, ended))
 
+    def _remember_cached(self, row: Row) -> None:
+        """Writes what a row does not read of its prompt into its history, where drafts look."""
+        limits = self.scheduler.limits
+        entry = EntryPoint("prefill", self._together[0], limits.chunks[-1])
+        pages = self.scheduler.block_tables[row.index]
+        for first in range(0, row.cached_tokens, entry.tokens):
+            end = min(first + entry.tokens, row.cached_tokens)
+            chunk = Chunk(row.prompt[first:end], end, row.slot, row.index, pages)
+            packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, [chunk])
+            self.runner.remember(entry, packed)
+
     def _next_chunk(self, row: Row, size: int) -> Chunk:
         cached = int(self.scheduler.cached[row.index])
         tokens = row.prompt[cached : cached + size]
-        place = row.index if row.request.penalized else -1
+        keeps = row.request.penalized or self.scheduler.limits.speculate
+        place = row.index if keeps else -1
         pages = self.scheduler.block_tables[row.index]
         return Chunk(tokens, cached + len(tokens), row.slot, place, pages)
 
@@ -217,7 +234,11 @@ class Loop:
             self._running = None
             return None
         self._steady = scheduler.steady(places) - 1
-        if known is None or known.changes != scheduler.changes or known.moved.sum() != len(places):
+        if (
+            known is None
+            or known.changes != scheduler.changes
+            or not np.array_equal(known.places, places)
+        ):
             self._running = self._found(places)
         return self._running
 
@@ -225,16 +246,20 @@ class Loop:
         scheduler, lines = self.scheduler, self._lines(places)
         rows = [scheduler.rows.get(index) for index in lines.tolist()]
         there = [row for row in rows if row is not None]
+        level = Level(int(scheduler.levels[places].max()))
+        grammars = any(row.request.grammar for row in there)
+        speculates = level in FUSED and not grammars
         moved = np.zeros_like(scheduler.cached)
-        moved[places] = 1
+        moved[places] = scheduler.limits.step_tokens if speculates else 1
         return Running(
             lines=lines,
+            places=places,
             moved=moved,
             rows=rows,
             requests=[row.request for row in there],
             texts=[row.tokens for row in there],
-            level=Level(int(scheduler.levels[places].max())),
-            grammars=any(row.request.grammar for row in there),
+            level=level,
+            grammars=grammars,
             kept=np.flatnonzero(lines >= 0),
             plain=len(there) == len(places) and all(row.plain for row in there),
             changes=scheduler.changes,
@@ -327,9 +352,22 @@ class Loop:
 
     def _taken(self, running: Running, told: np.ndarray) -> int:
         """How many tokens a decode step gave."""
+        if told.ndim == 3:
+            return self._taken_drafts(running, told)
         if running.plain and running.changes == self.scheduler.changes:
             own = told[running.kept]
             if not own[:, 1].any():
                 tokens = own[:, 0].tolist()
                 return self.endings.take_plain(running.requests, running.texts, tokens)
         return self.endings.take(running.rows, told)
+
+    def _taken_drafts(self, running: Running, told: np.ndarray) -> int:
+        """How many tokens a step with drafts gave: int32 [b, S, 2] of `verify`."""
+        tokens = told.shape[1]
+        counts = np.count_nonzero(told[:, :, 1] != End.IDLE, axis=1)
+        for row, count in zip(running.rows, counts.tolist(), strict=False):
+            if row is not None and not row.ended:
+                self.scheduler.guessed_wrong(row, tokens - count)
+        first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
+        self.stats.guessed_tokens += sum(others)
+        return first + sum(others)

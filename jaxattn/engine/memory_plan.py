@@ -20,7 +20,14 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.devices import implementation_of
 from jaxattn.engine.model_steps import EntryPoint, Round
-from jaxattn.engine.state import arena_spec, cache_size, new_state, op_specs, row_shapes
+from jaxattn.engine.state import (
+    arena_spec,
+    cache_size,
+    kept_checkpoints,
+    new_state,
+    op_specs,
+    row_shapes,
+)
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.bound import temp_bound
@@ -185,6 +192,7 @@ def plan_engine(
     executables: Mapping[str, Executable],
     *,
     outside: int = 0,
+    collectives: int = 0,
     others: int = 0,
     outside_basis: str = "measured",
 ) -> MemoryPlan:
@@ -194,6 +202,7 @@ def plan_engine(
         params: the parameters, or their shapes.
         executables: name -> what is known of it; empty leaves inputs, temp and code out.
         outside: bytes of the driver and of other processes, and how they are known.
+        collectives: bytes of NCCL and of XLA's collective kernels, known in the same way.
         others: bytes of JAX's pool that other arrays and engines hold.
     """
     state = jax.eval_shape(functools.partial(new_state, model, limits))
@@ -243,6 +252,9 @@ def plan_engine(
         if outside_basis == "measured":
             why += ", and what other processes hold of the device"
         items.append(Item("driver", outside, why, basis=outside_basis, outside=True))
+    if collectives:
+        why = "NCCL's channels and buffers, and those of XLA's collective kernels"
+        items.append(Item("collectives", collectives, why, basis=outside_basis, outside=True))
     if outside_basis != "measured":
         items += held_elsewhere(memory)
     budget = None
@@ -262,8 +274,8 @@ def plan_engine(
 
 
 def _checkpoints(limits: Limits) -> str:
-    count = cache_size(limits).checkpoints
-    return f" and {count} checkpoints" if count else ""
+    found = {"checkpoints": kept_checkpoints(limits), "for drafts": limits.batch * limits.speculate}
+    return "".join(f" and {count} {what}" for what, count in found.items() if count)
 
 
 def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:

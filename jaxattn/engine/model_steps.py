@@ -14,7 +14,8 @@ from jaxattn.engine.advance import advance
 from jaxattn.engine.batches import packed_chunks, prefill_batch, prefill_width
 from jaxattn.engine.rows import Places, Rows, decode_batch
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.state import new_state, row_shapes
+from jaxattn.engine.speculate import draft, draft_batch, verify
+from jaxattn.engine.state import kept_checkpoints, new_state, recurrent, row_shapes
 from jaxattn.engine.step import Step, int32, on_device, sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeBatch, DecodeState, Model
@@ -142,6 +143,37 @@ class Round(Step):
     ) -> tuple[DecodeState, Rows, Any]:
         (state, rows), told = executable(weights, (state, rows), on_device(given))
         return state, rows, told
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculate(Round):
+    """A decode step of `rows` rows with a draft of `drafts` tokens each, and its verification."""
+
+    drafts: int
+
+    def __str__(self) -> str:
+        return f"draft of {self.rows} x {self.drafts} tokens: {self.level}"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        checkpoints, slots = kept_checkpoints(limits), recurrent(model)
+
+        def drafted(weights: Any, held: Any, places: Any, **options: Any) -> Any:
+            state, rows = held
+            made = draft(rows, places, self.drafts, checkpoints)
+            batch = draft_batch(rows, made, recurrent=slots)
+            params = jax.tree.unflatten(tree, weights)
+            logits, state = model.decode_each(params, state, batch, **options)
+            rows, told = verify(rows, lax.optimization_barrier(logits), made, self.level)
+            return (state, rows), told
+
+        return drafted
+
+
+def round_of(limits: Limits, rows: int, level: Level) -> Round:
+    """The step of a round, at a level of FUSED."""
+    if limits.speculate:
+        return Speculate(rows, level, limits.speculate)
+    return Round(rows, level)
 
 
 def _prefill(

@@ -20,6 +20,7 @@ import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compiling import OnCompile, Steps, compiled_steps
+from jaxattn.engine.devices import group_of
 from jaxattn.engine.memory_plan import (
     Executable,
     advice,
@@ -39,6 +40,7 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models import divided
 from jaxattn.models.base import Model, check_caches, check_params
 from jaxattn.parallel import ALONE, Group, Parallel
+from jaxattn.parallel.probe import collectives_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +80,7 @@ class Compiler:
         on_compile: called with each executable's name and None before it is compiled, and with the
             seconds that it took after that.
         workers: executables that are compiled at a time.
+        collectives: bytes of each device that NCCL and XLA's collective kernels have taken.
     """
 
     model: Model
@@ -86,6 +89,7 @@ class Compiler:
     implementation: Implementation | None = None
     on_compile: OnCompile | None = None
     workers: int = 1
+    collectives: int = 0
 
     def compile(self, limits: Limits) -> Steps:
         return compiled_steps(
@@ -125,7 +129,7 @@ class Compiler:
         Raises:
             PlanError: it does not fit, or the cache holds no row at full length.
         """
-        beside = others(memory, known, own)
+        beside = others(memory, known, own, self.collectives)
         made = plan_engine(self.model, limits, memory, self.params, known, **beside)
 
         def helps() -> tuple[str, ...]:
@@ -148,7 +152,7 @@ class Compiler:
         own: int,
     ) -> Limits:
         """The limits with the pages that the device has room for."""
-        beside = others(memory, known, own)
+        beside = others(memory, known, own, self.collectives)
         return fill(self.model, wanted, memory, self.params, known, **beside)
 
     def fit(
@@ -212,18 +216,26 @@ def prepare(
         ValueError: the model has no cache in `limits.cache_format`, `params` are not those of the
             model with such a cache, `max_model_len` is longer than the model's
             `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
+        CollectiveError: the devices of a group cannot send to each other.
         PlanError: the device has not enough memory, or with `utilization` the cache that is left
             holds no row at full length.
         Refusal: the named implementation refuses; the message says why.
     """
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
+    if limits.speculate and parallel.gpus > 1:
+        raise ValueError(
+            f"speculate={limits.speculate} runs on one GPU, and parallel has {parallel.gpus}; use "
+            "speculate=0"
+        )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     model, limits = divided(model, parallel), _laid_out(limits, parallel)
+    own_devices, packed = _devices(devices, parallel), checked_params(model, params)
     compiler = Compiler(
         model=model,
-        params=checked_params(model, params),
-        devices=_devices(devices, parallel),
+        params=packed,
+        devices=own_devices,
+        collectives=collectives_of(model, own_devices),
         implementation=implementation,
         on_compile=on_compile,
         workers=workers,
@@ -385,19 +397,37 @@ def placed_params(params: Any, devices: Sequence[jax.Device]) -> Any:
     return jax.tree.map_with_path(placed, params)
 
 
-def others(memory: DeviceMemory | None, known: dict[str, Executable], own: int) -> dict[str, Any]:
+def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
+    """Bytes of each device that collectives have taken; they run for the first time here.
+
+    Raises:
+        CollectiveError: the devices cannot send to each other.
+    """
+    group = group_of(model, devices)
+    if group is None or devices[0].platform != "gpu":
+        return 0  # a CPU's collectives take nothing that a plan counts
+    if devices not in PROCESS.collectives:
+        PROCESS.collectives[devices] = collectives_bytes(group)
+    return PROCESS.collectives[devices]
+
+
+def others(
+    memory: DeviceMemory | None, known: dict[str, Executable], own: int, collectives: int = 0
+) -> dict[str, Any]:
     """Bytes that a plan has to leave alone: the driver's, and those of other arrays and engines.
 
     Args:
         known: executables whose code lies among what the driver holds.
         own: bytes in the device's pool that the plan counts in other lines.
+        collectives: bytes among the driver's that have a line of their own.
     """
     if memory is None or memory.outside is None:
         return {"outside": 0, "others": 0}
     code = sum(each.code for each in known.values())
     stepping = sum(engine.plan["xla temp"] for engine in PROCESS.engines)
     return {
-        "outside": max(memory.outside - code, 0),
+        "outside": max(memory.outside - code - collectives, 0),
+        "collectives": collectives,
         "others": max(memory.in_use - own, 0) + stepping,
     }
 

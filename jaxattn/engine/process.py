@@ -17,11 +17,13 @@ class Process:
 
     Attributes:
         steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
+        collectives: bytes that collectives took of each of these devices when they first ran.
     """
 
     def __init__(self) -> None:
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self.collectives: dict[tuple[Any, ...], int] = {}
         self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self._inside = threading.local()

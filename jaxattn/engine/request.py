@@ -268,6 +268,7 @@ class Completion:
         seconds_to_first_token: since the request was added; None if there was none.
         seconds: until it was done.
         cached_tokens: of the prompt, that were not read again.
+        seconds_queued: until the request had a row; None if it never had one.
     """
 
     request: Request
@@ -278,6 +279,7 @@ class Completion:
     seconds: float = 0.0
     logprobs: tuple["Logprobs", ...] = ()
     cached_tokens: int = 0
+    seconds_queued: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ class Queued:
 
     Attributes:
         keys: of the blocks of its prompt, once they were looked for.
+        admitted: when it first had a row, of `time.perf_counter`; None if it never had one.
     """
 
     request: Request
@@ -22,6 +23,7 @@ class Queued:
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
     keys: list[bytes] | None = None
+    admitted: float | None = None
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -40,6 +42,7 @@ class Row:
         read_last: the number of the round that last read of its prompt.
         plain: whether the host has nothing to do with its tokens but to hand them on.
         late_stops: whether the host has to look for its stop tokens.
+        admitted: when the request first had a row, of `time.perf_counter`.
         cached_tokens: of its prompt, that it found in the cache of prefixes.
         prefix: what it enters there; None if it does not.
     """
@@ -56,6 +59,7 @@ class Row:
     logprobs: list[Logprobs]
     plain: bool
     late_stops: bool
+    admitted: float
     ended: bool = False
     read_last: int = -1
     cached_tokens: int = 0

@@ -32,7 +32,7 @@ class Sample(Step):
         return f"sample of {self.rows} rows: {self.level}"
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        return partial(advance, level=self.level)
+        return partial(advance, level=self.level, remembers=limits.speculate > 0)
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
         return row_shapes(limits), *self.given(model, limits)

@@ -59,7 +59,8 @@ class Rows:
             where the last token stands that the row may generate, `prompt` where its first does.
         biases: int32 [B, 2, 300]: tokens (2**31 - 1 is none), and the bits of what is added.
         tables: int32 [B, M]: the pages of the row.
-        history: int32 [B, max_model_len]: its tokens, of rows with penalties alone.
+        history: int32 [B, max_model_len]: its tokens, of rows with penalties alone unless rows
+            speculate.
     """
 
     cursor: Int[Array, "B 3"]

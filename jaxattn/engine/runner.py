@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxattn.engine.model_steps import FUSED, EntryPoint, Round
+from jaxattn.engine.model_steps import FUSED, EntryPoint, round_of
 from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
@@ -74,10 +74,19 @@ class Runner:
         """
         with self.seal.allowed():
             logits, self.state = self._sent(self._step(entry)(self.weights, self.state, packed))
-            if remember:
-                remembered = self._step(Remember(entry.rows, entry.tokens))(self.rows, packed)
-                self.rows = self._sent(remembered)
+        if remember:
+            self.remember(entry, packed)
         return logits
+
+    def remember(self, entry: EntryPoint, packed: np.ndarray) -> None:
+        """Writes tokens into the histories of their rows, without reading them.
+
+        Args:
+            entry: a prefill step of the shape of `packed`.
+        """
+        with self.seal.allowed():
+            step = self._step(Remember(entry.rows, entry.tokens))
+            self.rows = self._sent(step(self.rows, packed))
 
     def first(
         self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
@@ -130,7 +139,7 @@ class Runner:
                 leaf.delete()
 
     def _round(self, places: np.ndarray, bucket: int, level: Level) -> jax.Array:
-        step = self._step(Round(bucket, level))
+        step = self._step(round_of(self.limits, bucket, level))
         with self.seal.allowed():
             on_device, held = self._on_device(places, bucket), (self.state, self.rows)
             (self.state, self.rows), told = self._sent(step(self.weights, held, on_device))

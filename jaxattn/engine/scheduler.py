@@ -15,6 +15,7 @@ What a step needs to know of all rows at once (lengths, room, tokens left) is in
 import bisect
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Scheduler:
         cached: int32 [B], tokens of each row that are in the caches once all steps sent have run.
         room: int32 [B], tokens that its pages hold.
         left: int32 [B], tokens that it may still generate beside those of steps sent.
+        last: int32 [B], where the last token stands that it may generate.
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
         changes: how often a row came, read its last chunk, or left: the set of those that decode
@@ -63,7 +65,8 @@ class Scheduler:
         self.rows: dict[int, Row] = {}
         self.deltas = Deltas(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
-        self.cached, self.room, self.left, self.levels = np.zeros((4, limits.batch), np.int32)
+        arrays = np.zeros((5, limits.batch), np.int32)
+        self.cached, self.room, self.left, self.last, self.levels = arrays
         self.decoding = np.zeros(limits.batch, bool)
         self.changes = self.preemptions = 0
         self._orders = itertools.count()
@@ -96,9 +99,9 @@ class Scheduler:
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
         new = self._max_tokens(request)
-        # The last token that it generates is never read.
+        # The last token that it generates is never read; a draft behind it may be.
         pool = self._pages[0]  # all groups have as many
-        needed = pool.pages_for(prompt + new - 1)
+        needed = pool.pages_for(prompt + new - 1 + self.limits.speculate)
         if needed > pool.size:
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
@@ -204,19 +207,22 @@ class Scheduler:
 
         Pages that they need soon come with them, as far as there are any.
         """
-        cached = self.cached[places]
-        short = places[cached + 1 > self.room[places]]
+        cached, step = self.cached[places], self.limits.step_tokens
+        # Until its tokens are read, a row counts as if all that it guesses were right.
+        written = np.minimum(cached + step, self.last[places] + self.limits.speculate)
+        lacks = written > self.room[places]
+        short = places[lacks]
         if not len(short):
             return True
         for group, pool in enumerate(self._pages):
             if np.count_nonzero(self.group_of(short) == group) > pool.available:
                 self._short = group
                 return False
-        soon = places[(cached + AHEAD > self.room[places]) & (cached + 1 <= self.room[places])]
+        soon = places[(cached + AHEAD > self.room[places]) & ~lacks]
         for index in (*short.tolist(), *soon.tolist()):
             row = self.rows[index]
             pool = self._pages[self.group_of(index)]
-            if self.room[index] < row.last and pool.available:
+            if self.room[index] < row.last + self.limits.speculate and pool.available:
                 self._give(row, pool.allocate(1))
         return True
 
@@ -224,12 +230,17 @@ class Scheduler:
         """How many steps these rows can go on for as they are, if none comes or leaves: until one
         has a page to get, or no token to generate."""
         room = self.room[places] - self.cached[places]
-        return int(min(room.min(), self.left[places].min()))
+        return int(min(room.min(), self.left[places].min())) // self.limits.step_tokens
 
     def sent(self, moved: np.ndarray) -> None:
         """Counts a decode step: int32 [B] tokens of each row."""
         self.cached += moved
         self.left -= moved
+
+    def guessed_wrong(self, row: Row, tokens: int) -> None:
+        """Of a decode step that was counted, so many tokens of the row were none."""
+        self.cached[row.index] -= tokens
+        self.left[row.index] += tokens
 
     def preempt(self) -> None:
         """The youngest row of the group that `grow` found short gives its pages back and waits,
@@ -240,7 +251,8 @@ class Scheduler:
         own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
         row = max(own, key=lambda row: (row.request.priority, row.order))
         self.release(row)
-        self._queue(Queued(row.request, row.order, row.tokens, row.logprobs))
+        again = Queued(row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted)
+        self._queue(again)
         self.preemptions += 1
 
     def release(self, row: Row) -> None:
@@ -340,9 +352,11 @@ class Scheduler:
             queued.logprobs,
             plain=not (late_stops or request.watched),
             late_stops=late_stops,
+            admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)
+        self.last[index] = row.last
         self.levels[index] = row.level
         self._give(row, pages)
         return row

@@ -25,7 +25,7 @@ def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
     """The scratch of every op of every decode step; a small batch can ask for more than a large."""
     return tuple(
         spec
-        for tokens in sorted(limits.q_lens, reverse=True)
+        for tokens in sorted({*limits.q_lens, limits.step_tokens}, reverse=True)
         for rows in limits.batches
         for spec in model.scratch(rows // limits.groups, max_pages=width, q_len=tokens)
     )
@@ -38,8 +38,13 @@ def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
 
 def cache_size(limits: Limits) -> CacheSize:
     """What the caches of an engine are made for."""
-    checkpoints = limits.checkpoints if limits.prefix_cache else 0
-    return CacheSize(pages=limits.pages, slots=limits.rows_per_group, checkpoints=checkpoints)
+    beside = kept_checkpoints(limits) + limits.batch * limits.speculate
+    return CacheSize(pages=limits.pages, slots=limits.rows_per_group, checkpoints=beside)
+
+
+def kept_checkpoints(limits: Limits) -> int:
+    """Slots for the states of prefixes; behind them are those that drafts take."""
+    return limits.checkpoints if limits.prefix_cache else 0
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:

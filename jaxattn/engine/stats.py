@@ -11,6 +11,9 @@ class Stats:
         prompt_tokens: that prefill has read; those of a row that lost its pages count again.
         prefill_seconds: of prefill steps, each from the end of the step before it.
         waited_seconds: for which the host waited for what steps tell: the rest is its own work.
+        queued_seconds: for which requests that are done waited for their rows, all together.
+        cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.
+        guessed_tokens: of those decoded, that came with others in one step (speculate.py).
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
 
@@ -18,9 +21,12 @@ class Stats:
     decoded_tokens: int = 0
     prefill_steps: int = 0
     decode_steps: int = 0
+    guessed_tokens: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0
     waited_seconds: float = 0.0
+    queued_seconds: float = 0.0
+    cached_tokens: int = 0
     seconds: float = 0.0
 
     @property

@@ -9,6 +9,7 @@ tests/ops/gqa/test_append.py.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,20 +36,15 @@ def line_width(head_dim: int) -> int:
     return head_dim * heads_together(head_dim)
 
 
-def refuse(heads: int, kv_heads: int, head_dim: int, cache_dtype: Any) -> None:
-    """Raises `Refusal`, with the reason, where the kernel cannot run."""
+def refuse(op: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises `Refusal`, with the reason, where a kernel cannot divide the heads."""
     if head_dim not in (64, 128, 256):
-        raise Refusal(f"gqa_append: the kernel has D 64, 128 or 256, got {head_dim}")
+        raise Refusal(f"{op}: the kernel has D 64, 128 or 256, got {head_dim}")
     together = heads_together(head_dim)
     if heads % together or kv_heads % together:
         raise Refusal(
-            f"gqa_append: the kernel takes heads of {head_dim} dims {together} at a time, and got "
+            f"{op}: the kernel takes heads of {head_dim} dims {together} at a time, and got "
             f"H = {heads}, Hk = {kv_heads}"
-        )
-    if cache_dtype not in (jnp.bfloat16, jnp.float16, FP8):
-        raise Refusal(
-            "gqa_append: the kernel writes a bfloat16, float16 or FP8 cache, got "
-            f"{cache_dtype.name}"
         )
 
 
@@ -61,6 +57,7 @@ class Block:
         q_lines: blocks of a token that have queries; those behind them have keys and values.
         head_dim: D.
         rotated: of them, the first.
+        page_size: C.
         stacked: whether weights are those of all layers.
         dtype: of the queries that are returned.
     """
@@ -69,6 +66,7 @@ class Block:
     q_lines: int
     head_dim: int
     rotated: int
+    page_size: int
     interleaved: bool
     eps: float
     stacked: bool
@@ -113,14 +111,21 @@ class Block:
             key, value = (self.load(refs[name].at[token, mine]) for name in ("k_ref", "v_ref"))
             weight = weight_of(1)
             page, position, known = self.place(token, which, refs)
-            cache, scale_ref = refs["cache_ref"], refs["scale_ref"]
+            at = lax.rem(position, self.page_size)
 
-            @pl.when(known & (page >= 0) & (page < cache.shape[1]))
+            @pl.when(known & (page >= 0) & (page < refs["cache_ref"].shape[1]))
             def _write() -> None:
-                at, dims = lax.rem(position, cache.shape[3]), pl.ds(mine * width, width)
-                for kind, x in enumerate((prepared(key, weight), value)):
-                    scale = self.scale(scale_ref, kind, mine)
-                    cache.at[which, page, kind, at, dims][...] = self.stored(x, scale, cache.dtype)
+                self.write((which, page, at), mine, prepared(key, weight), value, refs)
+
+    def write(
+        self, place: tuple[Any, ...], mine: jax.Array, key: jax.Array, value: jax.Array, refs: Any
+    ) -> None:
+        """A line's key and value to their place (layer, page, token of it)."""
+        cache, scale_ref = refs["cache_ref"], refs["scale_ref"]
+        (layer, page, at), dims = place, pl.ds(mine * self.width, self.width)
+        for kind, x in enumerate((key, value)):
+            scale = self.scale(scale_ref, kind, mine)
+            cache.at[layer, page, kind, at, dims][...] = self.stored(x, scale, cache.dtype)
 
     def load(self, ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=self.channel, optimized=False).astype(jnp.float32)
@@ -161,7 +166,7 @@ class Block:
     def place(self, token: jax.Array, layer: jax.Array, refs: Any) -> tuple[jax.Array, ...]:
         """(page, position in the row, whether the row has such a token and a table so wide)."""
         tables_ref, query_lens_ref = refs["tables_ref"], refs["query_lens_ref"]
-        layers, _, _, page_size, _ = refs["cache_ref"].shape
+        layers, page_size = refs["cache_ref"].shape[0], self.page_size
         row = lax.div(token, self.q_len)
         length, place = refs["lens_ref"][row], lax.rem(token, self.q_len)
         queries = self.q_len if query_lens_ref is None else query_lens_ref[row]
@@ -211,12 +216,58 @@ def gqa_append_mosaic(
     `kv_scale` is float32 [2, Hk] with a float8_e4m3fn cache, and None with others.
     """
     require_hopper("gqa_append", interpret=interpret)
-    batch, q_len, heads, of_head = q.shape
     kv_heads, dim = k.shape[2:]
-    refuse(heads, kv_heads, dim, kv_cache.dtype)
+    refuse("gqa_append", q.shape[2], kv_heads, dim)
+    if kv_cache.dtype not in (jnp.bfloat16, jnp.float16, FP8):
+        raise Refusal(
+            "gqa_append: the kernel writes a bfloat16, float16 or FP8 cache, got "
+            f"{kv_cache.dtype.name}"
+        )
     q, k, v, weights, kv_cache, angles, kv_scale = without_gradient(
         "gqa_append", (q, k, v, weights, kv_cache, angles, kv_scale)
     )
+    layers = kv_cache if layer is not None else kv_cache[None]
+    cache_ref = jax.new_ref(layers.reshape(*layers.shape[:4], kv_heads * dim))
+    out = launch_append(
+        "gqa_append", Block, q, k, v, weights, cache_ref, block_tables, seq_lens, angles=angles,
+        page_size=layers.shape[3], interleaved=interleaved, eps=eps, dtype=dtype,
+        query_lens=query_lens, layer=layer, kv_scale=kv_scale, interpret=interpret,
+        detect_races=detect_races,
+    )  # fmt: skip
+    return out, jax.freeze(cache_ref).reshape(kv_cache.shape)
+
+
+def launch_append(
+    name: str,
+    make: Callable[..., Block],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array | None,
+    cache_ref: Any,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    angles: jax.Array,
+    page_size: int,
+    interleaved: bool,
+    eps: float,
+    dtype: Any,
+    query_lens: jax.Array | None,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None = None,
+    lines: int = 3,
+    interpret: bool,
+    detect_races: bool,
+) -> jax.Array:
+    """The queries [B, S, H, D]; keys and values go to `cache_ref` [L, N, ..].
+
+    Args:
+        make: the block, of the fields of `Block`.
+        lines: of shared memory, float32, of which the first three are for the rotation.
+    """
+    batch, q_len, heads, of_head = q.shape
+    kv_heads, dim = k.shape[2:]
     together, width, tokens = heads_together(dim), line_width(dim), batch * q_len
     if together > 1:
         q, of_head = q[..., :dim], dim
@@ -231,7 +282,6 @@ def gqa_append_mosaic(
         angles = angles.reshape(tokens, 2 * width)
     else:
         angles = jnp.concatenate([of_line(x) for x in jnp.split(angles, 2, axis=-1)], axis=-1)
-    layers = kv_cache if layer is not None else kv_cache[None]
     inputs = {
         "q_ref": q.reshape(tokens, q_lines, together * of_head),
         "k_ref": k.reshape(tokens, kv_lines, width),
@@ -244,21 +294,21 @@ def gqa_append_mosaic(
         "query_lens_ref": query_lens,
         "scale_ref": kv_scale,
     }
-    cache_ref = jax.new_ref(layers.reshape(*layers.shape[:4], kv_heads * dim))
-    block = Block(
-        q_len=q_len, q_lines=q_lines, head_dim=dim, rotated=rotated, interleaved=interleaved,
-        eps=eps, stacked=weights is not None and weights.ndim == 2, dtype=dtype,
+    block = make(
+        q_len=q_len, q_lines=q_lines, head_dim=dim, rotated=rotated, page_size=page_size,
+        interleaved=interleaved, eps=eps, stacked=weights is not None and weights.ndim == 2,
+        dtype=dtype,
     )  # fmt: skip
     out = launch(
         block.run,
-        name="gqa_append",
+        name=name,
         # The last axis is the one that may have more than 65,535 blocks.
         grid={"line": q_lines + kv_lines, "token": tokens},
         inputs={**inputs, "cache_ref": cache_ref},
         outputs={"out_ref": jax.ShapeDtypeStruct((tokens, q_lines, width), dtype)},
-        scratch={"smem": plgpu.SMEM((3 * width,), jnp.float32)},
+        scratch={"smem": plgpu.SMEM((lines * width,), jnp.float32)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         detect_races=detect_races,
     )["out_ref"]
-    return out.reshape(batch, q_len, heads, dim), jax.freeze(cache_ref).reshape(kv_cache.shape)
+    return out.reshape(batch, q_len, heads, dim)

@@ -12,8 +12,6 @@ silu(gate) * up is stored. So are the products of heads that each have numbers o
 their own, [L * heads, K, N], and rotated dims may follow them (linear_turned.py). A token's result
 does not depend on the other tokens.
 
-Behind its first copies each block asks for its share of what later kernels read (`Ahead`).
-
 A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
 
 Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
@@ -30,11 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper, swizzled
-from jaxattn.kernels.hopper.prefetch import Prefetch
 from jaxattn.kernels.linear_block import ROWS, STEP, Block, Cut, Refs
 from jaxattn.kernels.linear_turned import DIMS, NUMBERS, Turned
 
@@ -127,7 +123,6 @@ def linears_mosaic(
     gated: bool = False,
     heads: int = 1,
     turned: Turned | None = None,
-    ahead: Sequence[Ahead] = (),
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -142,7 +137,6 @@ def linears_mosaic(
         heads: each multiplies K numbers of x by a matrix of its own.
         turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
             rotated. Then N is a multiple of 128.
-        ahead: weights that are asked for.
     """
     behind = 0 if turned is None else DIMS
     tokens, inner = x.shape[0], x.shape[1] // heads - behind
@@ -157,7 +151,6 @@ def linears_mosaic(
     tiles = [-(-size // ROWS) for size in sizes]
     config = config or choose(tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated)
     parts, stages = config.parts, config.stages
-    prefetch = Prefetch(ahead, interpret=interpret)
     cut = Cut(
         parts=parts,
         stages=stages,
@@ -183,7 +176,7 @@ def linears_mosaic(
     if interpret or (tokens > 8 and tokens % 8):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     out = launch(
-        lambda **refs: Block(cut, prefetch, turned, Refs(**refs)).run(),
+        lambda **refs: Block(cut, turned, Refs(**refs)).run(),
         name="linear_layer",
         grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},
@@ -193,7 +186,6 @@ def linears_mosaic(
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": None if apart is None else jax.new_ref(apart),
             "angles_ref": None if turned is None else turned.angles,
-            **prefetch.inputs(),
         },
         outputs={
             "out_refs": tuple(

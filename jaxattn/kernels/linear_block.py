@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.machine import meet
-from jaxattn.kernels.hopper.prefetch import Prefetch
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear_turned import Turn, Turned
 
@@ -52,10 +51,6 @@ class Cut:
         """Of 128 columns, of each result."""
         return tuple(-(-size // ROWS) for size in self.sizes)
 
-    @property
-    def blocks(self) -> int:
-        return self.heads * sum(self.tiles) * self.parts
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs:
@@ -66,8 +61,6 @@ class Refs:
     layer_ref: Any
     apart_ref: Any  # the interpreter's, for the sums of a cluster
     angles_ref: Any  # of rotated dims, else None
-    ahead_refs: Any
-    ahead_layers: Any
     out_refs: Any
     x_smem: Any  # [stage, columns, 64]
     w_smem: Any  # [stage, matrix, 64, 128]
@@ -80,8 +73,8 @@ class Refs:
 class Block:
     """A block's part of K and its tile of columns."""
 
-    def __init__(self, cut: Cut, prefetch: Prefetch, turned: Turned | None, refs: Refs):
-        self.cut, self.prefetch, self.turned, self.refs = cut, prefetch, turned, refs
+    def __init__(self, cut: Cut, turned: Turned | None, refs: Refs):
+        self.cut, self.turned, self.refs = cut, turned, refs
         layer = refs.layer_ref[0]
         self.zero = jnp.minimum(layer, 0)
         self.layer = layer * cut.affine[0] + cut.affine[1]
@@ -109,8 +102,6 @@ class Block:
         cut, refs = self.cut, self.refs
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
-        share = self.number * cut.parts + self.part
-        self.prefetch.ask(refs.ahead_refs, refs.ahead_layers, share, cut.blocks)
         shape = (ROWS, cut.columns)
         accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
         for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):

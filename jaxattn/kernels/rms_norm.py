@@ -3,27 +3,20 @@
 What the layer before adds to the stream may be added here first: one launch instead of two. XLA
 would copy a layer's weight out of the stack by a kernel of its own before it norms.
 
-A few tokens keep a few multiprocessors busy. The others can ask for weights that later kernels
-read (`Ahead`).
-
 Limits: 128 to 8192 features, a multiple of 128. Reference: `jaxattn.ops.norm`
 (implementation="xla"); tests: tests/ops/test_norm.py.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper
-from jaxattn.kernels.hopper.prefetch import Prefetch
+from jaxattn.kernels.hopper.machine import require_hopper
 
 THREADS = 128
 MOST_FEATURES = 8192  # 64 of them in each thread's registers
@@ -43,7 +36,6 @@ def rms_norm_mosaic(
     affine: tuple[int, int] = (1, 0),
     eps: float,
     dtype: Any,
-    ahead: Sequence[Ahead] = (),
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array | None, jax.Array]:
@@ -60,48 +52,34 @@ def rms_norm_mosaic(
         )
     x, added, weights = without_gradient("rms_norm_layer", (x, added, weights))
     tokens = x.reshape(-1, features)
-    count = tokens.shape[0]
-    prefetch = Prefetch(ahead, interpret=interpret)
-    idle = max(NUM_SMS - count, 0) if prefetch.ahead else 0
     vector = next(n for n in (4, 2, 1) if features % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
 
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-    def body(
-        x_ref, added_ref, weights_ref, layer_ref, ahead_refs, ahead_layers, sum_ref, out_ref
-    ):  # fmt: skip
+    def body(x_ref, added_ref, weights_ref, layer_ref, sum_ref, out_ref) -> None:
         token = lax.axis_index("token")
-
-        def norm() -> None:
-            # Read before the layer's number is there, which the weight waits for.
-            values = load(x_ref.at[token])
-            if added_ref is not None:
-                values += load(added_ref.at[token])
-            weight = load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
-            factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
-            if sum_ref is not None:
-                sum_ref.at[token][...] = values
-            out_ref.at[token][...] = (values * factor * weight).astype(dtype)
-
-        if not idle:
-            norm()
-            return
-        pl.when(token < count)(norm)
-        pl.when(token >= count)(lambda: prefetch.ask(ahead_refs, ahead_layers, token - count, idle))
+        # Read before the layer's number is there, which the weight waits for.
+        values = load(x_ref.at[token])
+        if added_ref is not None:
+            values += load(added_ref.at[token])
+        weight = load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
+        factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
+        if sum_ref is not None:
+            sum_ref.at[token][...] = values
+        out_ref.at[token][...] = (values * factor * weight).astype(dtype)
 
     total = None if added is None else jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     out = launch(
         body,
         name="rms_norm",
-        grid={"token": count + idle},
+        grid={"token": tokens.shape[0]},
         inputs={
             "x_ref": tokens,
             "added_ref": None if added is None else added.reshape(tokens.shape),
             "weights_ref": weights,
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
-            **prefetch.inputs(),
         },
         outputs={"sum_ref": total, "out_ref": jax.ShapeDtypeStruct(tokens.shape, dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),

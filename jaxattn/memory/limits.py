@@ -6,6 +6,9 @@ from jaxattn.core.checks import MOST, check_sizes
 from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.memory.budget import check_utilization
 
+# The decode kernels take so many tokens beside a row's last one.
+MOST_DRAFTS = 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -33,6 +36,9 @@ class Limits:
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
         cache_format: what the cache stores, of `jaxattn.core.formats.CACHE_FORMATS`; "auto" is the
             model's own. The parameters are then those of `model.with_cache_format(...)`.
+        speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
+            3 (speculate.py). What rows say is the same up to rounding; it may come sooner. A row
+            with recurrent states takes as many slots more. On one GPU alone.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
@@ -60,6 +66,7 @@ class Limits:
     q_lens: tuple[int, ...] = (1,)
     cache_format: str = "auto"
     native_layers: int = 0
+    speculate: int = 0
     spread: int = 1
     groups: int = 1
 
@@ -70,9 +77,12 @@ class Limits:
                 f"cache_format={self.cache_format!r}"
             )
         check_sizes("Limits", least=0, native_layers=self.native_layers)
-        check_sizes("Limits", least=0, checkpoints=self.checkpoints)
+        check_sizes("Limits", least=0, checkpoints=self.checkpoints, speculate=self.speculate)
+        if self.speculate > MOST_DRAFTS:
+            raise ValueError(f"speculate must be at most {MOST_DRAFTS}; got {self.speculate}")
+        zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
         for name, value in dataclasses.asdict(self).items():
-            if name in ("cache_format", "native_layers", "prefix_cache", "checkpoints"):
+            if name in zero:
                 continue
             if value is None and name in ("num_pages", "utilization"):
                 continue
@@ -109,9 +119,14 @@ class Limits:
         return PAGE_SIZE * self.spread
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens that a row may write, and give, in a decode step."""
+        return self.speculate + 1
+
+    @property
     def pages_per_row(self) -> int:
-        """Of a row at `max_model_len`."""
-        return -(-self.max_model_len // self.page_tokens)
+        """Of a row at `max_model_len`, and a draft behind it."""
+        return -(-(self.max_model_len + self.speculate) // self.page_tokens)
 
     @property
     def wanted_pages(self) -> int:

@@ -68,12 +68,15 @@ class DecodeBatch:
         block_tables: int32 [B, M], pages of the row in order; entries past its length are never
             read.
         state_indices: int32 [B], the row's state slot; -1 is a padding row.
+        write_indices: int32 [B, S], the slots that take the states behind each of the tokens;
+            None writes the last to the slot that was read.
     """
 
     tokens: Int[Array, "B S"]
     seq_lens: Int[Array, "B"]
     block_tables: Int[Array, "B M"]
     state_indices: Int[Array, "B"]
+    write_indices: Int[Array, "B S"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -188,7 +191,7 @@ class LayerCache(abc.ABC):
 # Lines that every plan has: no array of a cache may take their names.
 PLAN_LINES = (
     "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
-    "step inputs and outputs",
+    "collectives", "step inputs and outputs",
 )  # fmt: skip
 
 
@@ -266,6 +269,21 @@ class Model(abc.ABC):
         Returns:
             Float32 logits of each row's last token (0 for a padding row), and the state.
         """
+
+    def decode_each(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        """As `decode`, with the logits of each of the new tokens, for drafts.
+
+        Raises:
+            TypeError: the model has no such step.
+        """
+        raise TypeError(f"{type(self).__name__} has no decode_each, which drafts need")
 
     def scratch(
         self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE

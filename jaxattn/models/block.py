@@ -7,18 +7,16 @@ all its layers share in a step, and the small weights that decoding reads from o
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
-from jaxattn.nn.linear import first_read
 from jaxattn.parallel import Dimension
 
 
@@ -170,10 +168,6 @@ class FeedForward(abc.ABC):
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
         """Those parameters, [repeats, ...], that the steps read faster in another form."""
         return {}
-
-    def reads_first(self, module: Any, stacks: Arrays, layer: LayerOf) -> Sequence[Ahead]:
-        """The weights that a step needs first, whatever the tokens are."""
-        return first_read(module)
 
     def step(
         self,

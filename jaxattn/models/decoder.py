@@ -7,7 +7,7 @@ out of a cache, and all layers reuse one arena.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.core.layers import LayerOf
@@ -37,8 +36,7 @@ from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import InStack, Linear, first_read, matmul, normal
-from jaxattn.ops.linear import FEW_TOKENS
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.norm import add_rms_norm_layer
 from jaxattn.parallel import (
     ALONE,
@@ -263,7 +261,7 @@ class Decoder(nnx.Module):
         if overlong is not None:
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
         # What a layer adds to the stream waits for the norm of the next: they are one launch.
-        y, few = jnp.zeros_like(x), valid.size <= FEW_TOKENS
+        y = jnp.zeros_like(x)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -285,7 +283,7 @@ class Decoder(nnx.Module):
                     add_norm, add_mlp_norm = self._norms_of(
                         layer, norms, segment, place, following, implementation
                     )
-                    x, normed = add_norm(x, y, ahead=first_read(layer.mixer) if few else ())
+                    x, normed = add_norm(x, y)
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
                         normed,
@@ -297,10 +295,7 @@ class Decoder(nnx.Module):
                         shared[name],
                         implementation,
                     )
-                    ahead = block.feed_forward.reads_first(
-                        layer.mlp, stacks[place], _in_repeat(following)
-                    )
-                    x, normed = add_mlp_norm(x, self._total(y), ahead=ahead if few else ())
+                    x, normed = add_mlp_norm(x, self._total(y))
                     y, after = self._feed_forward(
                         block,
                         layer.mlp,
@@ -406,8 +401,10 @@ class Decoder(nnx.Module):
         following: Array,
         implementation: Implementation | None,
     ) -> tuple[Callable, Callable]:
-        """A layer's two norms, `norm(x, added, ahead=...)` -> (the sum, its norm); from the stack
-        of all layers' if there is one."""
+        """A layer's two norms, `norm(x, added)` -> (the sum, its norm).
+
+        They are from the stack of all layers' norms if there is one.
+        """
         if norms is None:
             return _apart(layer.norm), _apart(layer.mlp_norm)
         stream = self.spec.stream
@@ -496,10 +493,9 @@ def _in_repeat(following: Array) -> LayerOf:
 
 
 def _apart(norm: RMSNorm) -> Callable:
-    """A norm as a function that adds first; nothing is asked for ahead."""
+    """A norm as a function that adds first."""
 
-    def add_norm(x: Array, added: Array, *, ahead: Sequence[Ahead]) -> tuple[Array, Array]:
-        del ahead
+    def add_norm(x: Array, added: Array) -> tuple[Array, Array]:
         x = x + added
         return x, norm(x)
 
@@ -664,20 +660,37 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        logits, state = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits[:, -1]), state
+
+    def decode_each(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        logits, state = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits), state
+
+    def _decode(
+        self, params: Any, state: DecodeState, batch: DecodeBatch, implementation: Any
+    ) -> tuple[Float[Array, "B S rows"], DecodeState]:
+        """The logits of each token, with those of padding rows of the embedding."""
         stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
             stacks, params = {"weights": params.weights, "norms": params.norms}, params.params
         decoder = self.bind(params)
-        logits, state = decoder.decode(state, batch, **stacks, implementation=implementation)
-        return self._of_tokens(logits[:, -1]), state
+        return decoder.decode(state, batch, **stacks, implementation=implementation)
 
     def _of_tokens(self, logits: Array) -> Array:
-        """The logits [B, vocab] without those of padding rows of the embedding.
+        """The logits [..., vocab] without those of padding rows of the embedding.
 
         Of several GPUs each has as many, and -inf at the padding.
         """
         parallel = self.spec.parallel
         if parallel.tensor == 1:
-            return logits if self.tokens is None else logits[:, : self.tokens]
+            return logits if self.tokens is None else logits[..., : self.tokens]
         ids = Vocabulary.of(self.spec.head_columns, parallel).ids
         return jnp.where(ids < self.vocab_size, logits, -jnp.inf)

@@ -100,6 +100,7 @@ class DeltaMixer(Mixer):
             arrays["conv_state"],
             arrays["ssm_state"],
             state_indices=batch.state_indices,
+            write_indices=batch.write_indices,
             layer=layer,
             weights=weights,
             arena=arena,

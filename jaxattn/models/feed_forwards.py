@@ -1,7 +1,7 @@
 """The feed-forwards: a gated MLP, and a mixture of experts."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jaxtyping import Array
 
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.models.base import Arrays
@@ -75,15 +74,6 @@ class MoE(FeedForward):
             return {"router": split_router(router)}
         gate = params["shared_gate"][...]
         return {"router": split_router(router, gate), "shared_gate": gate[:, :0]}
-
-    def reads_first(
-        self, module: MixtureOfExperts, stacks: Arrays, layer: LayerOf
-    ) -> Sequence[Ahead]:
-        """The router, and gate and up of the shared experts, the last of the stack."""
-        gate_up = stacks["gate_up_proj"]
-        experts = gate_up.shape[1]
-        shared = Ahead(gate_up, layer, (experts - self.always, experts))
-        return [Ahead(stacks["router"], layer), *([shared] if self.always else [])]
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(

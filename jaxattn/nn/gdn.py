@@ -1,7 +1,7 @@
 """Qwen3-Next's gated delta net layer: one module for training, prefill and decoding."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,6 @@ class GatedDeltaNet(nnx.Module):
         ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
             not a multiple of `num_k_heads`.
     """
-
-    first: ClassVar[tuple[str, ...]] = ("in_proj_qkvz", "in_proj_ba")  # that a step reads
 
     def __init__(
         self,
@@ -163,9 +161,7 @@ class GatedDeltaNet(nnx.Module):
             chunk.slots,
             has_initial_state=~chunk.fresh,
             layer=layer,
-            gate=qkvz,
-            norm_weight=self.norm.weight[...],
-            norm_eps=self.norm.eps,
+            output_norm=gdn.OutputNorm(gate=qkvz, weight=self.norm.weight[...], eps=self.norm.eps),
             implementation=implementation,
         )
         with jax.named_scope("gdn_out_proj"):
@@ -208,8 +204,7 @@ class GatedDeltaNet(nnx.Module):
         state_indices = as_given(state_indices)
         check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
         with jax.named_scope("gdn_in_proj"):
-            later = [self.out_proj.in_stack]
-            qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba, following=later)
+            qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
             qkvz,
             ba,

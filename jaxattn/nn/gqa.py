@@ -5,7 +5,7 @@ H / Hk query heads.
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,6 @@ class GroupedQueryAttention(nnx.Module):
         ValueError: a size is not a positive integer, H is no multiple of Hk, or more dims would be
             rotated than there are.
     """
-
-    first: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")  # that a step reads
 
     def __init__(
         self,
@@ -370,8 +368,7 @@ class GroupedQueryAttention(nnx.Module):
     def _projected(self, x: Array) -> tuple[Array, Array, Array]:
         """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
-            later = [self.o_proj.in_stack]
-            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj, following=later)
+            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
             q = q.reshape(*x.shape[:2], self.num_heads, -1)
             k, v = (y.reshape(*x.shape[:2], self.num_kv_heads, self.head_dim) for y in (k, v))
             return q, k, v

@@ -134,8 +134,7 @@ class TurboQuantAttention(GroupedQueryAttention):
             dtype=self.dtype,
             query_lens=query_lens,
             layer=layer,
-            # The write has no kernel yet.
-            implementation="xla" if implementation == "xla" else None,
+            implementation=implementation,
         )
         out, _, *rest = gqa.turbo_attention(
             queries,

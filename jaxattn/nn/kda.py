@@ -165,9 +165,9 @@ class KimiDeltaAttention(nnx.Module):
             chunk.slots,
             has_initial_state=~chunk.fresh,
             layer=layer,
-            gate=made.gate,
-            norm_weight=self.norm.weight[...],
-            norm_eps=self.norm.eps,
+            output_norm=kda.OutputNorm(
+                gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps
+            ),
             implementation=implementation,
         )
         with jax.named_scope("kda_out_proj"):

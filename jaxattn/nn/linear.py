@@ -6,7 +6,7 @@ rounded once to the compute dtype by the product itself, which halves what a dec
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -17,14 +17,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.varying import vary_alike
 from jaxattn.ops.linear import (
-    FEW_TOKENS,
     heads_layer,
     heads_serve,
     kernel_serves,
@@ -98,11 +96,6 @@ class InStack:
     layer: LayerOf
     implementation: Implementation | None
 
-    @property
-    def ahead(self) -> Ahead:
-        """The layer's weights, for a kernel to ask for."""
-        return Ahead(self.weights, self.layer)
-
     def of_heads(
         self, x: Float[Array, "*T H K"], turned: tuple[Rotation, RopeConfig] | None = None
     ) -> Float[Array, "*T H N"] | None:
@@ -163,27 +156,8 @@ class Linear(nnx.Module):
         return matmul(x, self.weight[...], self.dtype, self.out_dtype)
 
 
-def read_ahead(tokens: int, *places: InStack | None) -> list[Ahead]:
-    """Weights in stacks for a kernel of so many tokens to ask for; none of more than a few, as
-    memory is busy then."""
-    return [place.ahead for place in places if place is not None] if tokens <= FEW_TOKENS else []
-
-
-def first_read(module: nnx.Module) -> list[Ahead]:
-    """The weights in stacks of the linears that a module names as `first`: it multiplies by them
-    before others."""
-    found = (getattr(module, name, None) for name in getattr(module, "first", ()))
-    return [each.in_stack.ahead for each in found if each is not None and each.in_stack is not None]
-
-
-def linears(
-    x: Float[Array, "*T K"], *modules: Linear, following: Sequence[InStack | None] = ()
-) -> tuple[Float[Array, "*T N"], ...]:
-    """`module(x)` of each: one launch, where their weights are in stacks and x has few tokens.
-
-    Args:
-        following: weights in stacks that later kernels read; this one may ask for them.
-    """
+def linears(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
+    """`module(x)` of each: one launch, where their weights are in stacks and x has few tokens."""
     places = [module.in_stack for module in modules if module.in_stack is not None]
     if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
         return tuple(module(x) for module in modules)
@@ -192,7 +166,6 @@ def linears(
         [place.weights for place in places],
         layer=places[0].layer,
         out_dtypes=[module.out_dtype for module in modules],
-        ahead=read_ahead(x.size // x.shape[-1], *following),
         implementation=places[0].implementation,
     )
 

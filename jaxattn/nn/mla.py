@@ -54,7 +54,6 @@ class MultiHeadLatentAttention(nnx.Module):
 
     # Its parameters that a step reads where they lie in their stacks, and what says where.
     stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
-    first: ClassVar[tuple[str, ...]] = ("q_proj", "q_a_proj", "kv_a_proj")
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class MultiHeadLatentAttention(nnx.Module):
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
         with jax.named_scope("mla_down_proj"):
             q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
-            q, latents = linears(x, q_proj, self.kv_a_proj, following=self._read_later())
+            q, latents = linears(x, q_proj, self.kv_a_proj)
             compressed = None if self.q_lora_rank is None else q
         compressed, kv_cache = mla_append(
             latents,
@@ -312,11 +311,6 @@ class MultiHeadLatentAttention(nnx.Module):
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
-
-    def _read_later(self) -> list[InStack | None]:
-        """The weights behind `first`, in the order in which `decode` reads them."""
-        q_b_proj = [] if self.q_lora_rank is None else [self.q_b_proj.in_stack]
-        return [*q_b_proj, self.w_uk_in_stack, self.w_uv_in_stack, self.o_proj.in_stack]
 
     def _latent_queries(self, x: Array, given: Array, rotation: Rotation) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one

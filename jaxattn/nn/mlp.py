@@ -1,7 +1,6 @@
 """The gated feed-forward layer of both model families."""
 
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ class GatedMLP(nnx.Module):
         TypeError: x has no dtype of floats.
         ValueError: x has another last axis, or a size is not a positive integer; it is named.
     """
-
-    first: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")  # that a step reads
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,12 +10,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
+from jaxattn.core.ahead import Ahead
 from jaxattn.core.checks import check_features
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.fp8_blocks import BLOCK, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
+from jaxattn.ops.linear import FEW_TOKENS
 from jaxattn.ops.moe import Router, mixture_of_experts, route_serves
 from jaxattn.ops.router import added_up, choose_experts, router_products
 
@@ -167,6 +169,7 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         always: int,
         valid: Array | None,
+        ahead: Sequence[Ahead],
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """The experts of each token and their weights, see `choose_experts`."""
@@ -179,6 +182,7 @@ class MixtureOfExperts(nnx.Module):
             always=always,
             gated=self.has_gate,
             valid=valid,
+            ahead=ahead,
             implementation=implementation if route_serves(self.config.experts) else "xla",
         )
 
@@ -196,6 +200,17 @@ class MixtureOfExperts(nnx.Module):
         columns = added_up(logits) if halves else logits
         return jax.nn.sigmoid(columns[:, count : count + 1])
 
+    def _shared_ahead(
+        self, tokens: int, stacks: Mapping[str, Array], layer: int | LayerOf
+    ) -> list[Ahead]:
+        """Gate and up of the experts that every token takes, for a kernel to ask for. They are
+        worth it with few tokens, while those experts come first."""
+        if not self.always or tokens > FEW_TOKENS or not isinstance(layer, LayerOf):
+            return []
+        gate_up = stacks["gate_up_proj"]
+        last = gate_up.shape[1]
+        return [Ahead(gate_up, layer, (last - self.always, last))]
+
     def _choose_own(
         self,
         logits: Array,
@@ -205,7 +220,7 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """`choose` on one of several GPUs, in the numbers of its own experts."""
-        ids, weights = self.choose(logits, halves, 0, valid, implementation)
+        ids, weights = self.choose(logits, halves, 0, valid, (), implementation)
         ids = ids - share.first
         ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
         shape = len(ids), self.always
@@ -229,7 +244,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Array, Arena | None]:
         valid = None if valid is None else valid.reshape(-1)
         if share is None:
-            ids, weights = self.choose(logits, halves, self.always, valid, implementation)
+            ahead = self._shared_ahead(len(logits), stacks, layer) if arena is not None else ()
+            ids, weights = self.choose(logits, halves, self.always, valid, ahead, implementation)
         else:
             ids, weights = self._choose_own(logits, halves, valid, share, implementation)
         found = mixture_of_experts(

@@ -19,14 +19,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
 from jaxattn.core.dispatch import (
     Implementation,
     Refusal,
     dispatch,
     with_gradient_of,
-    without_gradient,
 )
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.products import dot
@@ -47,7 +45,6 @@ def linear_layer(
     *,
     layer: Layer,
     out_dtypes: Sequence[DTypeLike] | None = None,
-    ahead: Sequence[Ahead] = (),
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`x @ weight[layer]` of each stack of weights, summed in float32.
@@ -57,7 +54,6 @@ def linear_layer(
         weights: stacks of one dtype, of any N each.
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.
-        ahead: weights that the kernel asks for; it then has no gradient.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
             32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, in bfloat16
             or float16. Its gradient is recomputed by "xla".
@@ -67,7 +63,7 @@ def linear_layer(
         Refusal: the named implementation refuses, and says why.
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
-    return tuple(_linears(x, list(weights), layer, dtypes, False, ahead, implementation))
+    return tuple(_linears(x, list(weights), layer, dtypes, False, implementation))
 
 
 def gated_layer(
@@ -85,7 +81,7 @@ def gated_layer(
     """
     if gate.shape != up.shape:
         raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
-    return _linears(x, [gate, up], layer, [jnp.dtype(out_dtype)], True, (), implementation)[0]
+    return _linears(x, [gate, up], layer, [jnp.dtype(out_dtype)], True, implementation)[0]
 
 
 def heads_layer(
@@ -163,7 +159,6 @@ def _linears(
     layer: Layer,
     out_dtypes: list,
     gated: bool,
-    ahead: Sequence[Ahead],
     implementation: Implementation | None,
 ) -> list[Array]:
     arguments = Arguments(OP)
@@ -181,7 +176,7 @@ def _linears(
     def kernel(tokens: Array, first: Array, *weights: Array, interpret: bool) -> list[Array]:
         return linears_mosaic(
             tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
-            ahead=ahead, interpret=interpret,
+            interpret=interpret,
         )  # fmt: skip
 
     def reference(tokens: Array, first: Array, *weights: Array) -> list[Array]:
@@ -191,7 +186,7 @@ def _linears(
             products = [jax.nn.silu(products[0]) * products[1]]
         return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
 
-    found = _dispatch(OP, implementation, kernel, reference, operands, differentiable=not ahead)
+    found = _dispatch(OP, implementation, kernel, reference, operands)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
 
@@ -215,14 +210,9 @@ def _dispatch(
     kernel: Callable[..., list[Array]],
     reference: Callable[..., list[Array]],
     operands: tuple[Array | None, ...],
-    *,
-    differentiable: bool = True,
 ) -> list[Array]:
     def mosaic(interpret: bool) -> list[Array]:
-        run = partial(kernel, interpret=interpret)
-        if not differentiable:
-            return run(*without_gradient(op, operands))
-        return with_gradient_of(reference, run)(*operands)
+        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
 
     with jax.named_scope(op):
         return dispatch(

@@ -1,13 +1,10 @@
 """RMS normalisation, in float32 whatever comes in."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.checks import FLOATS, Arguments, check_array, check_features, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
@@ -22,7 +19,6 @@ def rms_norm_layer(
     layer: int | Int[Array, ""] | LayerOf,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
-    ahead: Sequence[Ahead] = (),
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T F"]:
     """`rms_norm(x, weights[layer], eps)` in a loop over layers: nothing is copied out of the stack.
@@ -32,7 +28,6 @@ def rms_norm_layer(
         weights: all layers'.
         layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
         dtype: of the result; x's, if None.
-        ahead: weights that the kernel asks for where multiprocessors are idle.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has F a
             multiple of 128, at most 8192, and no gradient: to differentiate by it raises
             NotImplementedError.
@@ -41,7 +36,7 @@ def rms_norm_layer(
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    return _normed(x, None, weights, layer, eps, dtype, ahead, implementation)[1]
+    return _normed(x, None, weights, layer, eps, dtype, implementation)[1]
 
 
 def add_rms_norm_layer(
@@ -52,7 +47,6 @@ def add_rms_norm_layer(
     layer: int | Int[Array, ""] | LayerOf,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
-    ahead: Sequence[Ahead] = (),
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"]]:
     """(`x + added` in float32, `rms_norm_layer` of the sum): one launch in a loop over layers.
@@ -69,7 +63,7 @@ def add_rms_norm_layer(
         raise ValueError(
             f"rms_norm_layer: added {tuple(added.shape)} must have the shape of x {tuple(x.shape)}"
         )
-    return _normed(x, added, weights, layer, eps, dtype, ahead, implementation)
+    return _normed(x, added, weights, layer, eps, dtype, implementation)
 
 
 def _normed(
@@ -79,7 +73,6 @@ def _normed(
     layer: int | Array | LayerOf,
     eps: float,
     dtype: DTypeLike | None,
-    ahead: Sequence[Ahead],
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
     """(the sum, or x where nothing is added, and its norm)."""
@@ -94,7 +87,7 @@ def _normed(
     def mosaic(interpret: bool) -> tuple[Array, Array]:
         total, normed = rms_norm_mosaic(
             x, weights, added=added, layer=first, affine=affine, eps=eps, dtype=out_dtype,
-            ahead=ahead, interpret=interpret,
+            interpret=interpret,
         )  # fmt: skip
         return x if total is None else total, normed
 

@@ -7,11 +7,19 @@ within 2**-17 of it, and exactly where the checkpoint has the router in bfloat16
 are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), where these take 4.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.ahead import Ahead
+from jaxattn.core.dispatch import (
+    Implementation,
+    dispatch,
+    with_gradient_of,
+    without_gradient,
+)
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rounding import rounded
 from jaxattn.kernels.moe.route import route_mosaic
@@ -81,6 +89,7 @@ def choose_experts(
     always: int = 0,
     gated: bool = False,
     valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
+    ahead: Sequence[Ahead] = (),
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
     """The experts of each token and their weights, `route`'s and those that every token takes.
@@ -90,6 +99,7 @@ def choose_experts(
         always: the experts from E on that every token takes, with weight 1.
         gated: or with the sigmoid of column E.
         valid: false or 0 for a token that is padding: its ids are -1.
+        ahead: weights that the kernel asks for. With any it has no gradient.
         implementation: as of `route`.
 
     Raises:
@@ -112,9 +122,11 @@ def choose_experts(
         def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
             return route_mosaic(
                 logits, bias, **router.choice, experts=count, halves=halves, always=always,
-                gated=gated, valid=valid, interpret=interpret,
+                gated=gated, valid=valid, ahead=ahead, interpret=interpret,
             )  # fmt: skip
 
+        if ahead:
+            return kernel(*without_gradient("route", (logits, bias)), valid)
         return with_gradient_of(reference, kernel)(logits, bias, valid)
 
     return dispatch(

@@ -24,8 +24,7 @@ class OneOfGroup(Single):
 
     @property
     def beside(self) -> dict[str, Any]:
-        found = super().beside
-        return {**found, "outside": found["outside"] + COLLECTIVES}
+        return {**super().beside, "collectives": COLLECTIVES}
 
 
 def plan_parallel(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxattn.core.checks import MOST
+from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.engine.memory_plan import (
     Executable,
     bound_of,
@@ -14,7 +15,7 @@ from jaxattn.engine.memory_plan import (
     packed_shapes,
     plan_engine,
 )
-from jaxattn.engine.model_steps import EntryPoint, Round
+from jaxattn.engine.model_steps import EntryPoint, Round, Speculate
 from jaxattn.engine.row_steps import Sample
 from jaxattn.engine.step import Step, sampled_rows
 from jaxattn.engine.steps import all_steps, entry_points
@@ -49,9 +50,14 @@ class Single:
     dress: Callable[[MemoryPlan, Limits], MemoryPlan] = lambda made, _: made
 
     @property
+    def on_hopper(self) -> bool:
+        """Whether the planned device runs the kernels, whatever device plans."""
+        return self.memory.name != "cpu"
+
+    @property
     def beside(self) -> dict[str, Any]:
         """What a plan has beside arrays and executables: the driver's memory."""
-        driver = 0 if self.memory.name == "cpu" else DRIVER
+        driver = DRIVER if self.on_hopper else 0
         return {"outside": driver, "outside_basis": "assumed"}
 
     def checked(self, limits: Limits, helps: Helps = lambda *_: ()) -> MemoryPlan:
@@ -74,9 +80,9 @@ class Single:
             for known in self._growing(least):
                 self._plan(least, known).check(functools.partial(helps, least, known))
             row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
-            known = traced_bounds(self.traced, row)
+            known = self._bounds(row)
             limits = fill(self.model, limits, self.memory, self.params, known, **self.beside)
-        known = traced_bounds(self.traced, limits)
+        known = self._bounds(limits)
         made = self._plan(limits, known)
         check_row(made, limits, lambda: helps(limits, known), wanted=asked)
         return made
@@ -97,32 +103,38 @@ class Single:
         known: dict[str, Executable] = {}
         entries = entry_points(limits)
         for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
-            known[str(entry)] = _bound_in(self.traced, entry, limits)
+            known[str(entry)] = _bound_in(self.traced, entry, limits, self.on_hopper)
             yield dict(known)
-        yield traced_bounds(self.traced, limits)
+        yield self._bounds(limits)
+
+    def _bounds(self, limits: Limits) -> dict[str, Executable]:
+        return traced_bounds(self.traced, limits, self.on_hopper)
 
     def _plan(self, limits: Limits, known: dict[str, Executable]) -> MemoryPlan:
         made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
         return self.dress(made, limits)
 
 
-def traced_bounds(model: Model, limits: Limits) -> dict[str, Executable]:
-    """An upper bound of each executable's memory, as `from_shapes`."""
-    return {str(step): _bound_in(model, step, limits) for step in all_steps(limits)}
+def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, Executable]:
+    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA."""
+    return {str(step): _bound_in(model, step, limits, on_hopper) for step in all_steps(limits)}
 
 
-def _bound_in(model: Model, step: Step, limits: Limits) -> Executable:
+def _bound_in(model: Model, step: Step, limits: Limits, on_hopper: bool) -> Executable:
     """Of an executable of an engine of these limits."""
     rows, longest = limits.batch, limits.max_model_len
     if isinstance(step, EntryPoint | Round | Sample):
         rows = sampled_rows(limits, step.rows)
-    if isinstance(step, EntryPoint | Round):  # its tables decide, and advice asks for many lengths
+    # Tables decide, and advice asks for many lengths. Drafts are looked up in whole rows.
+    if isinstance(step, EntryPoint | Round) and not isinstance(step, Speculate):
         longest = min(limits.table_width * limits.page_tokens, MOST)
-    return _bound(model, step, rows, limits.table_width, longest)
+    return _bound(model, step, rows, limits.table_width, longest, on_hopper)
 
 
 @functools.lru_cache(maxsize=256)
-def _bound(model: Model, step: Step, rows: int, width: int, longest: int) -> Executable:
+def _bound(
+    model: Model, step: Step, rows: int, width: int, longest: int, on_hopper: bool
+) -> Executable:
     """Of a step of `rows` rows with tables of `width` pages. Advice asks for some again."""
     decodes = isinstance(step, EntryPoint) and step.kind == "decode"
     tokens = step.tokens if isinstance(step, EntryPoint) and decodes else 1
@@ -131,10 +143,12 @@ def _bound(model: Model, step: Step, rows: int, width: int, longest: int) -> Exe
         max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
+        speculate=step.drafts if isinstance(step, Speculate) else 0,
         spread=model.parallel.context,
         groups=model.parallel.data,
     )
-    return bound_of(model, step, limits, packed_shapes(model), None)
+    with traced_for_hopper(on_hopper):
+        return bound_of(model, step, limits, packed_shapes(model), None)
 
 
 def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:

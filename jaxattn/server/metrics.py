@@ -106,6 +106,12 @@ class Metrics:
         self._whole = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", WHOLE
         )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to a row of the batch.", WHOLE
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "From a row to the first token.", WHOLE
+        )
         self._decode = self._histogram(
             "vllm:request_decode_time_seconds", "From the first to the last token.", WHOLE
         )
@@ -195,6 +201,10 @@ class Metrics:
         reason = "stop" if stopped else REASONS.get(completion.finish_reason, "error")
         self._success.labels(self.model, reason).inc()
         self._whole.observe(now - times.arrived)
+        if (queued := completion.seconds_queued) is not None:
+            self._queue.observe(queued)
+            if (first := completion.seconds_to_first_token) is not None:
+                self._prefill.observe(first - queued)
         self._request_prompt.observe(times.prompt)
         self._request_generated.observe(len(completion.tokens))
         if times.first is not None and times.last is not None:

@@ -42,6 +42,17 @@ def folder(tmp_path_factory):
     return path
 
 
+@contextlib.contextmanager
+def with_callers():
+    """Operations know where they come from, as they do outside of this suite."""
+    name, none = "jax_traceback_in_locations_limit", jax.config.jax_traceback_in_locations_limit
+    jax.config.update(name, 100)
+    try:
+        yield
+    finally:
+        jax.config.update(name, none)
+
+
 @pytest.fixture(scope="module")
 def ran(folder, tmp_path_factory):
     """One run of the command on the tiny model: its JSON, what it printed, and its steps."""
@@ -57,7 +68,8 @@ def ran(folder, tmp_path_factory):
         patch.setattr(steps_module, "launches", lambda call, *, calls: LAUNCHES)
         patch.setattr(steps_module, "RUN_SECONDS", 1e-3)
         argv = ["--rows", "3", "--context", "70", "--prompt", "70", "--chunks", "64"]
-        code = bench.main(["model", str(folder), *argv, "--json", str(file), "--seed", "5"])
+        with with_callers():
+            code = bench.main(["model", str(folder), *argv, "--json", str(file), "--seed", "5"])
     assert code == 0
     return json.loads(file.read_text()), said.getvalue(), kept[0]
 

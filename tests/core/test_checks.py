@@ -203,8 +203,8 @@ def test_offsets_of_a_narrow_type_reach_past_what_it_holds():
 
 
 def test_no_checkpoints_of_a_short_prompt():
-    arguments = OPS["prefill"][1] | {"checkpoint_tokens": 64}
+    nowhere = gdn.Checkpoints(slots=jnp.zeros((1, 0), jnp.int32), tokens=64)
     plain = gated_delta_rule_prefill(**OPS["prefill"][1])
-    none = gated_delta_rule_prefill(**arguments, checkpoint_indices=jnp.zeros((1, 0), jnp.int32))
+    none = gated_delta_rule_prefill(**OPS["prefill"][1], checkpoints=nowhere)
     for x, y in zip(plain, none, strict=True):
         np.testing.assert_array_equal(x, y)

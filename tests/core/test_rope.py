@@ -184,10 +184,19 @@ NOT_FINITE = (math.nan, math.inf, -math.inf)
 NO_NUMBER = ("1", None, True, [40], 10**400)
 
 
-@pytest.mark.parametrize("value", [*NOT_FINITE, *NO_NUMBER, 1, 0.5, -10000.0, 1e31])
+@pytest.mark.parametrize("value", [*NOT_FINITE, "1", True, [40], 1, 0.5, -10000.0, 1e31])
 def test_theta_is_a_finite_number_above_1(value):
     with pytest.raises(ValueError, match=r"RopeConfig\.theta must be a number above 1 and at most"):
         RopeConfig(theta=value)
+
+
+def test_without_a_theta_nothing_turns():
+    """To the bit, by `rope` itself and by the angles that kernels take."""
+    config, x = RopeConfig(8, theta=None), np.linspace(-3, 3, 48, dtype=np.float32).reshape(6, 8)
+    positions = np.arange(6) * 1000
+    np.testing.assert_array_equal(rope(x, positions, config), x)
+    angles = np.asarray(rotation(positions, config).angles)
+    assert (angles[:, :8] == 1).all() and (angles[:, 8:] == 0).all()
 
 
 @pytest.mark.parametrize("value", [63, 0, -2, 2**20, 64.0, "64", True, None])

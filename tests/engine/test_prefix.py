@@ -217,7 +217,7 @@ def test_what_was_cached_before_an_error_is_not_used_after_it(pair):
     """The step may have written anything, and states that were lost are allocated again."""
     cached, plain = pair
     served(cached, request(SYSTEM))
-    name = "decode of 2 x 1 tokens"
+    name = "round of 2 rows: greedy"
     real = cached.executables
 
     def fails(*args):

@@ -239,7 +239,7 @@ def failing(engine, monkeypatch, name, error, *, after):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", ["prefill of 1 x 16 tokens", "decode of 3 x 1 tokens"])
+@pytest.mark.parametrize("kind", ["prefill of 1 x 16 tokens", "round of 3 rows: greedy"])
 @pytest.mark.parametrize(
     "error, reason",
     [(RuntimeError("the device is lost"), "failed"), (KeyboardInterrupt(), "interrupted")],
@@ -272,7 +272,7 @@ def test_after_an_error_of_the_device_the_state_is_allocated_again(params):
     """What its steps left in the buffers, or whether they can be read at all, nobody knows."""
     engine = Engine(MODEL, params, LIMITS)
     [wanted] = engine.generate([Request(b"again", max_tokens=5)])
-    name, real, before = "decode of 3 x 1 tokens", engine.executables, engine.state
+    name, real, before = "round of 3 rows: greedy", engine.executables, engine.state
     damaged = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), before.arena)
 
     def lost(*args):

@@ -109,19 +109,19 @@ def refuses_what_is_lazy(engine, name):
 def test_a_lazily_compiled_step_does_not_pass_unnoticed(params):
     engine = engine_of(params, strict=True)
     engine.start()
-    refuses_what_is_lazy(engine, "decode of 1 x 1 tokens")
+    refuses_what_is_lazy(engine, "round of 1 rows: greedy")
 
 
 def test_a_new_buffer_does_not_pass_unnoticed(params):
     engine = engine_of(params, strict=True)
     engine.start()
-    name = "decode of 1 x 1 tokens"
+    name = "round of 1 rows: greedy"
     eager = engine.executables[name]
 
     def moves(*args):
-        tokens, state = eager(*args)
+        (state, rows), tokens = eager(*args)
         kept.append(state.array("ssm_state"))
-        return tokens, changed(state, ssm_state=jnp.array(state.array("ssm_state")))
+        return (changed(state, ssm_state=jnp.array(state.array("ssm_state"))), rows), tokens
 
     kept = []
     jnp.array(engine.state.array("ssm_state"))  # the copy itself is compiled already
@@ -158,7 +158,7 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
             engine.generate(prompts(7, length=20))
     served = [name for name, calls in seen.items() if "serving" in calls]
     assert {"update of rows", "sample of 4 rows: greedy"} < set(served)
-    assert len([name for name in served if name.startswith(("prefill", "decode"))]) == 4
+    assert len([name for name in served if name.startswith(("prefill", "round"))]) == 4
     for name in served:
         # Places are on the device where rows decode, and the host's where a prompt ends.
         assert seen[name]["serving"] <= seen[name]["warm-up"] or "sample" in name, name
@@ -219,7 +219,7 @@ def test_no_executable_is_missing_that_serving_reaches(params):
     engine.generate([Request([1] * n, repetition_penalty=1.1, max_tokens=4) for n in (3, 9)])
     assert used <= set(engine.executables)
     unused = set(engine.executables) - used
-    assert {name.split()[0] for name in unused} <= {"decode", "sample", "mask"}
+    assert {name.split()[0] for name in unused} <= {"decode", "round", "sample", "mask"}
     assert {name for name in unused if "decode" in name} == {
         "decode of 1 x 3 tokens",
         "decode of 4 x 3 tokens",
@@ -247,7 +247,7 @@ def test_no_implementation_escapes_the_seal(params, implementation):
     assert engine.seal._addresses
     engine.generate(prompts(2))
     assert not engine.seal.counts
-    refuses_what_is_lazy(engine, f"decode of {limits.batches[0]} x 1 tokens")
+    refuses_what_is_lazy(engine, f"round of {limits.batches[0]} rows: greedy")
 
 
 def test_a_seal_is_not_only_for_the_thread_that_made_it(params):

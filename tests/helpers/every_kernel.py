@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn import gdn, gqa, mla, moe
+from jaxattn import gdn, gqa, kda, mla, moe
 from jaxattn.core.rope import RopeConfig, rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
@@ -37,6 +37,10 @@ OPS: dict[str, Callable[..., Any]] = {
     "gated_delta_net_decode": gdn.gated_delta_net_decode,
     "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
     "gated_delta_rule_prefill": gdn.gated_delta_rule_prefill,
+    "kda_decode": kda.kda_decode,
+    "kimi_delta_attention_decode": kda.kimi_delta_attention_decode,
+    "chunk_kda": kda.chunk_kda,
+    "kda_prefill": kda.kda_prefill,
     "mixture_of_experts": moe.mixture_of_experts,
     "route": moe.route,
     "linear_layer": linear_layer,
@@ -76,6 +80,7 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
         "q": narrow(2, 2, 1, 128), "k": narrow(2, 2, 1, 128), "v": draw(2, 2, 2, 128),
         "g": -abs(draw(2, 2, 2, dtype=f32)), "beta": abs(draw(2, 2, 2, dtype=f32)) % 1,
     }  # fmt: skip
+    of_kda = {**of_rule, "g": -abs(draw(2, 2, 2, 128, dtype=f32))}
     config = RopeConfig(dim=64, interleaved=False)
     angles = rotation(jnp.zeros((2, 1), jnp.int32), config)
     pairs, heads = draw(PAGES, 2, PAGE, 2, 64), draw(2, 1, 4, 64)
@@ -131,6 +136,20 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
         ),
         "chunk_gated_delta_rule": lambda: (of_rule, {}),
         "gated_delta_rule_prefill": lambda: ({**of_rule, **slots}, {}),
+        "kda_decode": lambda: (
+            {**{name: of_rule[name] for name in "qkv"}, "f": draw(2, 2, 2, 128, dtype=f32),
+             "b": draw(2, 2, 2), "A_log": draw(2, dtype=f32), "dt_bias": draw(2, 128, dtype=f32),
+             **slots},
+            {},
+        ),
+        "kimi_delta_attention_decode": lambda: (
+            {"qkv": draw(2, 1, 768), "f": draw(2, 1, 256, dtype=f32), "b": draw(2, 1, 2),
+             "gate": draw(2, 1, 256), "weights": draw(2 + 256 + 128 + 4 * 768, dtype=f32),
+             "conv_state": draw(3, 3, 768), **slots},
+            {},
+        ),
+        "chunk_kda": lambda: (of_kda, {}),
+        "kda_prefill": lambda: ({**of_kda, **slots}, {}),
         "mixture_of_experts": lambda: (
             {"x": draw(2, 128), "ids": ints(0, 2, 3, 1).reshape(2, 2),
              "weights": abs(draw(2, 2, dtype=f32)), **experts},

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxattn import gdn, gqa, mla
+from jaxattn import gdn, gqa, kda, mla
 from jaxattn.core.rope import RopeConfig, rotation, softmax_scale
 from jaxattn.nn import (
     GatedDeltaNet,
     GatedMLP,
     GroupedQueryAttention,
+    KimiDeltaAttention,
     Linear,
     MultiHeadLatentAttention,
     RMSNorm,
@@ -45,6 +46,11 @@ def mla_module(num_heads: int) -> MultiHeadLatentAttention:
 def gdn_module(num_k_heads: int, num_v_heads: int) -> GatedDeltaNet:
     kwargs = dict(head_k_dim=DK, head_v_dim=DV, dtype=np.float32, rngs=nnx.Rngs(0))
     return GatedDeltaNet(HIDDEN, num_k_heads, num_v_heads, **kwargs)
+
+
+def kda_module(num_heads: int) -> KimiDeltaAttention:
+    kwargs = dict(head_dim=DK, gate_rank=3, dtype=np.float32, rngs=nnx.Rngs(0))
+    return KimiDeltaAttention(HIDDEN, num_heads, **kwargs)
 
 
 def gqa_module(num_heads: int, num_kv_heads: int) -> GroupedQueryAttention:
@@ -105,6 +111,13 @@ OPS = {
     "gdn_gates": gdn.gdn_gates,
     "pack_gdn_weights": gdn.pack_gdn_weights,
     "gdn.scratch": gdn.scratch,
+    "chunk_kda": kda.chunk_kda,
+    "recurrent_kda": kda.recurrent_kda,
+    "kda_prefill": kda.kda_prefill,
+    "kda_decode": kda.kda_decode,
+    "kimi_delta_attention_decode": kda.kimi_delta_attention_decode,
+    "kda_gates": kda.kda_gates,
+    "pack_kda_weights": kda.pack_kda_weights,
     "causal_conv1d": gdn.causal_conv1d,
     "causal_conv1d_update": gdn.causal_conv1d_update,
     "state_read": gdn.state_read,
@@ -124,6 +137,9 @@ OPS = {
     "GatedDeltaNet": module(gdn_module),
     "GatedDeltaNet.prefill": module(gdn_module, "prefill"),
     "GatedDeltaNet.decode": module(gdn_module, "decode"),
+    "KimiDeltaAttention": module(kda_module),
+    "KimiDeltaAttention.prefill": module(kda_module, "prefill"),
+    "KimiDeltaAttention.decode": module(kda_module, "decode"),
 }
 
 
@@ -183,6 +199,13 @@ def arguments(
     pools = dict(
         conv_state=draw(2, SLOTS, WIDTH - 1, channels),
         ssm_state=draw(2, SLOTS, values, DV, DK),
+        layer=1,
+    )
+    of_channels = dict(g=-abs(draw(batch, tokens, values, DK)), beta=gates["beta"])
+    kda_sizes, width = dict(sizes=dict(num_heads=values)), values * DK
+    kda_pools = dict(
+        conv_state=draw(2, SLOTS, WIDTH - 1, 3 * width),
+        ssm_state=draw(2, SLOTS, values, DK, DK),
         layer=1,
     )
     schedule = dict(q_len=tokens, num_heads=heads, max_pages=2, page_size=PAGE)
@@ -282,6 +305,42 @@ def arguments(
         "gdn.scratch": lambda: dict(
             batch=batch, q_len=tokens, num_v_heads=values, head_v_dim=DV, dtype=np.float32
         ),
+        "chunk_kda": lambda: qkv | of_channels | dict(output_final_state=True, scale=0.5),
+        "recurrent_kda": lambda: qkv | of_channels | dict(output_final_state=True, scale=0.5),
+        "kda_prefill": lambda: qkv | of_channels | pool | slots | dict(scale=0.5),
+        "kda_decode": lambda: (
+            qkv
+            | pool
+            | slots
+            | dict(
+                f=of_channels["g"],
+                b=gates["beta"],
+                A_log=A_log,
+                dt_bias=draw(values, DK),
+                scale=0.5,
+            )
+        ),
+        "kimi_delta_attention_decode": lambda: (
+            slots
+            | dict(
+                qkv=draw(batch, tokens, 3 * width),
+                f=draw(batch, tokens, width),
+                b=draw(batch, tokens, values),
+                gate=draw(batch, tokens, width),
+                weights=draw(2, values + width + DK + WIDTH * 3 * width),
+                conv_state=kda_pools["conv_state"],
+                state=kda_pools["ssm_state"],
+                layer=1,
+                scale=0.5,
+                eps=1e-6,
+            )
+        ),
+        "kda_gates": lambda: dict(
+            f=of_channels["g"], b=gates["beta"], A_log=A_log, dt_bias=draw(values, DK)
+        ),
+        "pack_kda_weights": lambda: dict(
+            A_log=A_log, dt_bias=draw(width), norm=draw(DK), conv=draw(3 * width, WIDTH)
+        ),
         "causal_conv1d": lambda: dict(x=draw(batch, tokens, features), weight=draw(features, 4)),
         "causal_conv1d_update": lambda: (
             slots
@@ -323,5 +382,10 @@ def arguments(
             x | gdn_sizes | pools | slots | new | dict(seq_lens=paged["seq_lens"])
         ),
         "GatedDeltaNet.decode": lambda: x | gdn_sizes | pools | slots,
+        "KimiDeltaAttention": lambda: x | kda_sizes,
+        "KimiDeltaAttention.prefill": lambda: (
+            x | kda_sizes | kda_pools | slots | new | dict(seq_lens=paged["seq_lens"])
+        ),
+        "KimiDeltaAttention.decode": lambda: x | kda_sizes | kda_pools | slots,
     }
     return make[name]()

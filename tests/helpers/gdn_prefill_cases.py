@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn import gdn
+from jaxattn import gdn, kda
 from tests.helpers.kernel_cases import poisoned, relative
 
 BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
@@ -19,7 +19,7 @@ class Case:
     q: Array  # [1, T, Hk, 128]
     k: Array
     v: Array  # [1, T, Hv, 128]
-    g: Array  # [1, T, Hv]
+    g: Array  # [1, T, Hv], or of decays per channel [1, T, Hv, 128]
     beta: Array
     initial_state: Array  # [n, Hv, 128, 128]
     cu_seqlens: Array
@@ -35,8 +35,9 @@ class Case:
 
 
 def make_case(
-    lens, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, padding=10, gates=1.0, seed=0
-):
+    lens, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, padding=10, gates=1.0, seed=0,
+    channels=False,
+):  # fmt: skip
     """Sequences packed in one row, then `padding` tokens of NaN."""
     rng = np.random.default_rng(seed)
     tokens = sum(lens)
@@ -47,8 +48,9 @@ def make_case(
         x[:, tokens:] = np.nan
         return x
 
-    gate = -gates * rng.exponential(size=(1, total, value_heads))
-    beta = rng.uniform(size=gate.shape)
+    of_gate = (value_heads, 128) if channels else (value_heads,)
+    gate = -gates * rng.exponential(size=(1, total, *of_gate))
+    beta = rng.uniform(size=(1, total, value_heads))
     gate[:, tokens:] = beta[:, tokens:] = np.nan
     return Case(
         *(
@@ -74,7 +76,7 @@ def oracle(case, *, l2norm=True, scale=128**-0.5):
     offsets = np.asarray(case.cu_seqlens)
     for state, start, end in zip(states, offsets[:-1], offsets[1:], strict=True):
         for t in range(start, end):
-            state *= np.exp(g[t])[:, None, None]
+            state *= np.exp(g[t])[:, None] if g.ndim == 3 else np.exp(g[t])[:, None, None]
             delta = beta[t][:, None] * (v[t] - (state @ k[t][..., None])[..., 0])
             state += delta[..., None] * k[t][:, None]
             out[t] = scale * (state @ q[t][..., None])[..., 0]
@@ -83,9 +85,8 @@ def oracle(case, *, l2norm=True, scale=128**-0.5):
 
 def run(case, implementation, **options):
     options = {"use_qk_l2norm": True, "output_final_state": True} | options
-    step = functools.partial(
-        gdn.chunk_gated_delta_rule, implementation=implementation, **case.packed, **options
-    )
+    rule = kda.chunk_kda if case.g.ndim == 4 else gdn.chunk_gated_delta_rule
+    step = functools.partial(rule, implementation=implementation, **case.packed, **options)
     return jax.jit(step)(*case.args)
 
 
@@ -110,7 +111,8 @@ class PoolCase:
     pool: Array  # [2, Z, Hv, 128, 128]
     reads: list[int]  # -1: a padding sequence
     writes: list[int]
-    kept: list[list[int]]
+    kept: list[list[int]]  # slots of the states after every so many tokens
+    every: int
     fresh: list[bool]
 
     @property
@@ -120,7 +122,7 @@ class PoolCase:
 
     @property
     def arguments(self):
-        """Of `gated_delta_rule_prefill`, by name, all arrays."""
+        """Of `gated_delta_rule_prefill`, by name."""
         names = ("q", "k", "v", "g", "beta")
         slots = dict(state_indices=self.reads, write_indices=self.writes)
         return dict(
@@ -128,7 +130,7 @@ class PoolCase:
             state=self.pool,
             cu_seqlens=self.case.cu_seqlens,
             has_initial_state=~jnp.asarray(self.fresh),
-            checkpoint_indices=jnp.asarray(self.kept, jnp.int32),
+            checkpoints=gdn.Checkpoints(slots=jnp.asarray(self.kept, jnp.int32), tokens=self.every),
             layer=jnp.int32(1),
             **{name: jnp.asarray(slots, jnp.int32) for name, slots in slots.items()},
         )
@@ -141,7 +143,7 @@ def live_tokens(case, reads):
     return tokens
 
 
-def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float32):
+def on_a_pool(case, reads, writes, kept, *, num_slots, every=64, fresh=(), dtype=jnp.float32):
     count, token = len(reads), live_tokens(case, reads)
     state = case.initial_state.astype(dtype)
     started = np.array([i for i in range(count) if reads[i] >= 0 and i not in fresh])
@@ -152,7 +154,7 @@ def on_a_pool(case, reads, writes, kept, *, num_slots, fresh=(), dtype=jnp.float
     names = ("q", "k", "v", "g", "beta")
     own, states = _own(token, np.asarray(first), case.args, state)
     case = dataclasses.replace(case, **dict(zip(names, own, strict=True)), initial_state=states)
-    return PoolCase(case, pool, reads, writes, kept, first)
+    return PoolCase(case, pool, reads, writes, kept, every, first)
 
 
 @jax.jit
@@ -163,10 +165,10 @@ def _own(token, first, args, state):
     return own, jnp.where(first[:, None, None, None], 0.0, state.astype(jnp.float32))
 
 
-def assert_pool_matches(pooled, out, new, *, every=64):
+def assert_pool_matches(pooled, out, new):
     """Against float64; every slot that nobody writes keeps its bits, NaN or not."""
     out, new = np.asarray(out), np.asarray(new)
-    case, untouched = pooled.case, np.ones(new.shape[:2], bool)
+    case, every, untouched = pooled.case, pooled.every, np.ones(new.shape[:2], bool)
     inputs, initial = [np.asarray(x) for x in case.args], np.asarray(case.initial_state)
     offsets, real = np.asarray(case.cu_seqlens), np.zeros(case.v.shape[1], bool)
     for i, read in enumerate(pooled.reads):

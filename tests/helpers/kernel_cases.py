@@ -27,6 +27,11 @@ both_devices = pytest.mark.parametrize(
 )
 
 
+def slow(*case: object) -> object:
+    """A parameter that the interpreter takes with --slow alone: others check what it checks."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "layer"))
 def poisoned(
     places: np.ndarray, values: np.ndarray, *, shape: tuple[int, ...], layer: int

@@ -17,6 +17,7 @@ from jaxattn.bench.model.named import find
 from jaxattn.bench.model.weights import random_params
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
+from jaxattn.memory.budget import nbytes
 from jaxattn.memory.limits import Limits
 
 LIMITS = Limits(
@@ -43,6 +44,11 @@ def requests(vocab: int) -> list[Request]:
 def main(name: str) -> None:
     began = time.perf_counter()
     _, _, model = find(name)
+    weights, limit = nbytes(model.param_shapes()), jax.devices()[0].memory_stats()["bytes_limit"]
+    if weights > 0.95 * limit:
+        words = f"weights of {weights / 1e9:.0f} GB do not fit in {limit / 1e9:.0f} GB"
+        print(json.dumps({"too_large": words}))
+        return
     params = random_params(model)
     jax.block_until_ready(params)
     print("weights", round(time.perf_counter() - began, 1), "s", file=sys.stderr)

@@ -12,6 +12,7 @@ ROOT = Path(jaxattn.__file__).parent
 KERNELS, OPS = ROOT / "kernels", ROOT / "ops"
 HOPPER = KERNELS / "hopper"
 MOST_LINES = 150
+MOST_OPTIONS = 12
 INTERNALS = ("jaxlib.", "jax._src.", "jax.experimental.mosaic.")
 
 
@@ -113,3 +114,15 @@ def test_an_op_has_two_overloads_at_most():
     )
     assert counts, "no op has overloads any more: drop this test"
     assert not [name for name, count in counts.items() if count > 2]
+
+
+def test_an_op_has_a_dozen_options_at_most():
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}, {len(node.args.kwonlyargs)}"
+        for path in files(OPS)
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.kwonlyargs) > MOST_OPTIONS
+    ]
+    assert not long, "what belongs together is a class, as gdn.Checkpoints is"

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxattn.models import huggingface
 from jaxattn.models.cutting import BLOCK_BYTES
 from scripts.time_loading import write_folder
 
@@ -16,11 +19,11 @@ MIB = 2**20
 READERS = 2
 
 
-def loaded(folder: Path, platform: str) -> dict[str, Any]:
+def loaded(folder: Path, platform: str, readers: int = READERS) -> dict[str, Any]:
     """What `scripts.time_loading` measures in a process of its own."""
     command = [sys.executable, "-m", "scripts.time_loading", "load", str(folder)]
     result = subprocess.run(
-        [*command, "--readers", str(READERS)],
+        [*command, "--readers", str(readers)],
         env=os.environ | {"JAX_PLATFORMS": platform},
         capture_output=True,
         text=True,
@@ -47,3 +50,18 @@ def test_the_device_holds_the_parameters_and_less_than_a_gibibyte(tmp_path, weig
     assert found["device_bytes_above_parameters"] <= 1024 * MIB
     # Pinned memory of transfers is the host's too.
     assert found["host_bytes_above_before"] <= 8 * BLOCK_BYTES + 1024 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_20_gigabytes_come_out_of_the_page_cache_at_3_per_second():
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or shutil.disk_usage(memory).free < 25e9:
+        pytest.skip("needs 25 GB of room in /dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        written = write_folder(Path(folder), 20 * 10**9)
+        found = loaded(Path(folder), "cuda", huggingface.READERS)
+    assert found["parameter_bytes"] >= 0.99 * written > 19e9
+    assert found["gigabytes_per_second"] >= 3
+    assert found["device_bytes_above_parameters"] <= 1024 * MIB
+    assert found["host_bytes_above_before"] <= (huggingface.READERS + 1) * BLOCK_BYTES + 1024 * MIB

@@ -24,7 +24,7 @@ from jaxattn.models.blocks import Block, DeltaMixer, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.registry import FAMILIES
 from jaxattn.nn import moe as nn_moe
-from jaxattn.ops.moe import route
+from jaxattn.ops.router import choose_experts
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
@@ -32,7 +32,8 @@ NEAR = ("deepseek_v3_fp8", "qwen3_next_fp8")  # checked in bfloat16 wherever the
 MADE = 8  # folders that are written here
 
 
-# The same on a GPU, where bfloat16 goes through the kernels.
+# The same on a GPU, where bfloat16 goes through the kernels. What XLA alone computes is not asked
+# of a GPU again: compiling is most of the time there, and 13 folders are to fit in ten minutes.
 devices = pytest.mark.parametrize("device", ["any", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 
@@ -78,8 +79,7 @@ def relative(actual, expected) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-@devices
-def test_the_training_forward_gives_the_reference_logits(loaded, wanted, device):
+def test_the_training_forward_gives_the_reference_logits(loaded, wanted):
     model, params = loaded
     logits = jax.jit(lambda tokens: model.bind(params)(tokens))(wanted["prompt"])
     for row, length in enumerate(wanted["lengths"]):
@@ -125,14 +125,13 @@ def run(model, params, wanted) -> Run:
     calls = []
 
     def recorded(logits, bias, router, **options):
-        ids, weights = route(logits, bias, router, **options)
-        jax.debug.callback(
-            lambda ids: calls.append(np.sort(ids.reshape(-1, ids.shape[-1]))), ids, ordered=True
-        )
+        ids, weights = choose_experts(logits, bias, router, **options)
+        routed = ids[:, : router.top_k]
+        jax.debug.callback(lambda ids: calls.append(np.sort(ids)), routed, ordered=True)
         return ids, weights
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn_moe, "route", recorded)
+        patch.setattr(nn_moe, "choose_experts", recorded)
         found, expected = steps(model, params, wanted)
         jax.effects_barrier()
     return Run(found, expected, calls)
@@ -163,12 +162,11 @@ def every_expert(model: DecoderModel) -> DecoderModel:
     )
 
 
-@devices
 def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(
-    loaded, wanted, folder, device, request
+    loaded, wanted, folder, request
 ):
     """Without a choice no near-tie of a router falls to another expert."""
-    if device == "any" and folder.name not in NEAR and not request.config.getoption("--slow"):
+    if folder.name not in NEAR and not request.config.getoption("--slow"):
         pytest.skip("another folder of the same; --slow runs it")
     model, params = huggingface.load(folder)
     exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
@@ -193,6 +191,10 @@ def test_bfloat16_chooses_the_experts_of_the_reference_but_in_near_ties(
     far = (found.errors > 3e-2).sum()
     assert far <= 2 if any(map(np.any, differ)) else far == 0
     assert found.errors.max() < 0.5
+    near = np.sort(found.expected, axis=-1)
+    decided = (near[:, -1] - near[:, -2] > 6e-2) & (found.errors <= 3e-2)
+    same = found.found.argmax(-1) == found.expected.argmax(-1)
+    assert same[decided].all()
 
 
 def recurrent(model: DecoderModel) -> bool:
@@ -203,7 +205,7 @@ def recurrent(model: DecoderModel) -> bool:
 def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):
     model, params = loaded
     request = Request(wanted["prompt"][0], max_tokens=len(wanted["greedy"]))
-    limits = Limits(batch=2, max_model_len=128, prefill_chunk=32)
+    limits = Limits(batch=1, max_model_len=128, prefill_chunk=32)
     with Engine(model, params, limits) as engine:
         [done] = engine.generate([request])
     assert list(done.tokens) == wanted["greedy"].tolist()

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxattn.core.rope import RopeConfig, YarnConfig, rope, softmax_scale
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import matmul
+from tests.helpers.kernel_cases import slow
 from tests.helpers.training import train
 
 F32 = jnp.float32
@@ -132,7 +133,7 @@ def test_mla_refuses_a_rope_of_another_width():
         small_mla(rope=RopeConfig(dim=8))
 
 
-@pytest.mark.parametrize("stack", ["plain", "python_layer", "traced_layer"])
+@pytest.mark.parametrize("stack", ["plain", slow("python_layer"), "traced_layer"])
 def test_mla_prefill_and_decode_continue_the_training_forward(stack):
     module = small_mla()
     x = normal(3, 2, TOKENS, HIDDEN)
@@ -253,7 +254,7 @@ def gdn_decode(module, x, pools, slots, layer):
     return y, pools
 
 
-@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("layer", [slow(None), 1])
 def test_gdn_prefill_and_decode_continue_the_training_forward(layer):
     module = small_gdn()
     x = normal(4, 2, TOKENS, HIDDEN)

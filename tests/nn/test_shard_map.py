@@ -229,10 +229,11 @@ def test_gated_delta_rule(rule, given):
     [(False, "shared"), pytest.param(True, "own", marks=pytest.mark.slow), (True, "shared")],
 )
 def test_gated_delta_rule_prefill(packed, pool):
-    op = functools.partial(gated_delta_rule_prefill, chunk_size=16, checkpoint_tokens=16)
+    op = functools.partial(gated_delta_rule_prefill, chunk_size=16)
     own = sequences(20, batch=1) | dict(cu_seqlens=ints([0, 3, 20], [0, 17, 19]))
     own = own if packed else sequences(20)
-    own |= dict(state_indices=ints([1, 4], [0, 2]), checkpoint_indices=ints([[2], [0]], [[1], [3]]))
+    kept = gdn.Checkpoints(slots=ints([[2], [0]], [[1], [3]]), tokens=16)
+    own |= dict(state_indices=ints([1, 4], [0, 2]), checkpoints=kept)
     if pool == "own":
         check(op, {}, own | dict(state=each(5, 6, 2, 6, 8)))
     else:

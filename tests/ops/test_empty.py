@@ -18,7 +18,10 @@ NOT_EMPTY = [
 ]
 REFUSED = {
     "batch": NOT_EMPTY,
-    "tokens": [*NOT_EMPTY, "gated_delta_net_decode", "GatedDeltaNet.decode"],
+    "tokens": [
+        *(*NOT_EMPTY, "gated_delta_net_decode", "GatedDeltaNet.decode"),
+        *("kimi_delta_attention_decode", "KimiDeltaAttention.decode"),
+    ],
     "heads": [
         name
         for name in NOT_EMPTY
@@ -30,13 +33,15 @@ REFUSED = {
         if name in ("pack_gdn_weights", "gated_delta_net_decode")
         or name.startswith("GatedDeltaNet")
         or "delta_rule" in name
+        or name in ("chunk_kda", "recurrent_kda", "kda_prefill", "kda_decode")
         or name in GQA
     ],
     "features": ["rms_norm_layer", "RMSNorm", "Linear", "GatedMLP"],
 }
 REFUSED["values"] = [
     *(name for name in REFUSED["keys"] if name not in GQA),
-    "gdn.scratch",
+    *(name for name in OPS if name.startswith("KimiDeltaAttention")),
+    *("gdn.scratch", "pack_kda_weights", "kimi_delta_attention_decode"),
 ]
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
@@ -58,18 +57,6 @@ def test_what_is_added_has_the_shape_of_the_stream():
     x, weights = operands((2,), 256)
     with pytest.raises(ValueError, match=r"added \(1, 256\) must have the shape of x \(2, 256\)"):
         add_rms_norm_layer(x, x[:1], weights, layer=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [None, (3, 5), (0, 1)])
-def test_weights_that_are_asked_for_change_no_result(rows):
-    x, weights = operands((2,), 512)
-    later = jnp.ones((4, 5, 192, 64), jnp.bfloat16)
-    for layer in range(4):
-        ahead = Ahead(later, LayerOf(jnp.int32(layer), 1, 0), rows)
-        norm = functools.partial(rms_norm_layer, layer=1, implementation="mosaic_gpu")
-        asked = jax.jit(functools.partial(norm, ahead=[ahead]))
-        np.testing.assert_array_equal(asked(x, weights), jax.jit(norm)(x, weights))
 
 
 @both_devices

@@ -24,8 +24,13 @@ SLOWLY_INTERPRETED = (
     *("mla_decode", "causal_attention", "gqa_decode", "gqa_prefill", "gqa_attention"),
     *("turbo_attention", "gated_delta_rule_decode", "chunk_gated_delta_rule"),
     *("gated_delta_rule_prefill", "mixture_of_experts"),
+    *("gated_delta_net_decode", "gqa_append"),
 )
-SLOWLY_LOWERED = ("mla_prefill", "chunk_gated_delta_rule", "gated_delta_rule_prefill")
+SLOWLY_LOWERED = (
+    *("mla_prefill", "causal_attention", "gqa_prefill", "gqa_attention", "turbo_attention"),
+    *("gated_delta_net_decode", "gated_delta_rule_decode", "chunk_gated_delta_rule"),
+    *("gated_delta_rule_prefill", "mixture_of_experts"),
+)
 
 
 def rows() -> dict[str, list[str]]:

@@ -118,7 +118,13 @@ def followed(
 class Stepped:
     """A model's compiled steps over a group, with the state between them."""
 
-    def __init__(self, model: DecoderModel, parallel: Parallel, sizes: Sizes = SMALL):
+    def __init__(
+        self,
+        model: DecoderModel,
+        parallel: Parallel,
+        sizes: Sizes = SMALL,
+        params: Any = None,
+    ):
         self.model = own = divided(model, parallel)
         self.parallel, self.sizes, self.rows = parallel, sizes, len(sizes.lengths)
         local = self.rows // parallel.data
@@ -129,7 +135,7 @@ class Stepped:
         size = CacheSize(pages=local * stripes, slots=local, page_size=sizes.page)
         spec = scratch_spec(own, local, max_pages=stripes, page_size=sizes.page)
         make = functools.partial(init_state, own, size, spec)
-        params = params_of(model)
+        params = params_of(model) if params is None else params
         columns = PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
         if parallel.gpus == 1:
             self.params, self.state = own.pack(params), make()

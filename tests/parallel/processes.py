@@ -1,29 +1,59 @@
-"""One process of an engine over two: python -m tests.parallel.processes RANK COORDINATOR LEADER
+"""One process of an engine over several: python -m tests.parallel.processes RANK COORDINATOR WHAT
 
-Process 0 leads, prints its completions as JSON, and closes. Process 1 follows.
+Process 0 leads, prints its completions as JSON, and closes; the others follow. WHAT is what
+goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck.
 """
 
 import dataclasses
 import json
+import os
+import signal
 import sys
+import time
 
 import jax
 import numpy as np
 
 from jaxattn import Engine, Parallel
+from jaxattn.cli.hosts import Place, joined
 from jaxattn.engine import hosts
+from jaxattn.memory.budget import PlanError
 from jaxattn.models import Hybrid
 from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
+STUCK = 5.0  # seconds
 
-def main(rank: int, coordinator: str, leader: str) -> None:
+
+def main(rank: int, coordinator: str, what: str) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.distributed.initialize(coordinator, 2, rank, heartbeat_timeout_seconds=10)
+    wrong = what if rank == 1 else "nothing"
+    with joined(Place(rank, 2, coordinator), stuck=STUCK) as crew:
+        assert crew is not None
+        facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}
+        facts |= {"version": {"jaxattn": "0.9"}, "checkpoint": {"checkpoint": "aaaa"}}.get(
+            wrong, {}
+        )
+        crew.agree(facts)
+        if wrong == "memory":
+            raise PlanError("the plan takes 90 GB, and 80 GB are free")
+        with engine() as made:
+            if rank == 0:
+                made.lead(crew)
+                print("leads", flush=True)
+                tokens = [each.tokens for each in made.generate(requests())]
+                print(json.dumps(tokens), flush=True)
+                return
+            if wrong in ("killed", "stuck"):
+                hosts.EntryPoint = Fails(wrong)
+            made.follow(crew)
+            print("followed", flush=True)
 
+
+def engine() -> Engine:
     model = Hybrid(CONFIG)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
-    engine = Engine(
+    return Engine(
         model,
         params,
         dataclasses.replace(LIMITS, decode_buckets=()),
@@ -31,14 +61,18 @@ def main(rank: int, coordinator: str, leader: str) -> None:
         parallel=Parallel(tensor=4, context=2),
         strict=True,
     )
-    if rank == 0:
-        engine.lead(hosts.lead(leader, 2, timeout=60))
-        tokens = [each.tokens for each in engine.generate(requests())]
-        engine.close()
-        print(json.dumps(tokens), flush=True)
-    else:
-        engine.follow(hosts.follow(leader, timeout=60))
-        print("followed", flush=True)
+
+
+class Fails:
+    """In place of a step's name: the process ends, or waits for ever, where the leader sent one."""
+
+    def __init__(self, how: str):
+        self._how = how
+
+    def __call__(self, *_: object) -> None:
+        if self._how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,55 @@
-"""An engine over two processes of two devices each, and what its connections refuse."""
+"""An engine over two processes of two devices each, and what ends both of them."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from jaxattn.engine import hosts
 from jaxattn.parallel import Parallel
 from tests.helpers.virtual_devices import FLAGS, on_virtual_devices
 from tests.parallel import test_engine as one_process
+from tests.parallel.processes import STUCK
 
 ROOT = Path(__file__).parents[2]
+# What the leader says of what is wrong with process 1.
+FAULTS = {
+    "version": "the processes differ in jaxattn: process 1 at 127.0.0.1 has 0.9, and process 0 "
+    "has 1.0",
+    "checkpoint": "the processes differ in checkpoint: process 1 at 127.0.0.1 has aaaa, and "
+    "process 0 has 5f3c",
+    "memory": "process 1: the plan takes 90 GB, and 80 GB are free",
+    "killed": "process 1 at 127.0.0.1 is gone",
+    "stuck": "process 1 at 127.0.0.1 is 1 steps behind",
+}
+
+pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def two_ports() -> int:
+    """The first of two ports that are free."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
 
 
-@pytest.mark.slow
-def test_the_leader_generates_what_one_device_does():
+def begun(what: str) -> list[subprocess.Popen[str]]:
     flags = FLAGS.replace("device_count=8", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    processes = [
+    coordinator = f"127.0.0.1:{two_ports()}"
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.processes", str(rank), *addresses],
+            [sys.executable, "-m", "tests.parallel.processes", str(rank), coordinator, what],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -42,8 +58,12 @@ def test_the_leader_generates_what_one_device_does():
         )
         for rank in range(2)
     ]
+
+
+def test_the_leader_generates_what_one_device_does():
+    processes = begun("nothing")
     try:
-        (led, errors), (followed, others) = (each.communicate(timeout=240) for each in processes)
+        (led, errors), (followed, others) = (each.communicate(timeout=500) for each in processes)
     finally:
         for each in processes:
             each.kill()
@@ -59,43 +79,22 @@ def compare(tokens: list[list[int]]) -> None:
     assert tokens == expected
 
 
-@pytest.fixture
-def linked() -> Iterator[tuple[hosts.Link, hosts.Link]]:
-    """(the leader's end, the other's)."""
-    address, found = f"127.0.0.1:{free_port()}", []
-    waiting = threading.Thread(target=lambda: found.append(hosts.follow(address, timeout=10)))
-    waiting.start()
-    [leader] = hosts.lead(address, 2, timeout=10)
-    waiting.join()
-    yield leader, found[0]
-    leader.close()
-    found[0].close()
-
-
-def test_messages_arrive_as_they_were_sent(linked):
-    leader, other = linked
-    array = np.arange(6, dtype=np.int32).reshape(2, 3)
-    leader.send(hosts.PREFILL, array, 4, 128, 1)
-    leader.send(hosts.FORGET)
-    kind, found, numbers = other.receive()
-    assert (kind, numbers) == (hosts.PREFILL, [4, 128, 1])
-    np.testing.assert_array_equal(found, array)
-    assert other.receive()[:2] == (hosts.FORGET, None)
-    leader.close()
-    with pytest.raises(hosts.HostError, match="the leader at .* is gone"):
-        other.receive()
-
-
-def test_what_is_no_process_of_this_engine_is_refused(linked):
-    leader, other = linked
-    leader._connection.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.else\r\n\r\n")
-    with pytest.raises(hosts.HostError, match="is no process of this engine"):
-        other.receive()
-
-
-def test_a_leader_says_how_many_are_missing_and_a_follower_that_there_is_no_leader():
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(hosts.HostError, match="0 of 2 other processes came"):
-        hosts.lead(address, 3, timeout=0.2)
-    with pytest.raises(hosts.HostError, match=f"no leader at {address}"):
-        hosts.follow(address, timeout=0.2)
+@pytest.mark.parametrize("what", FAULTS)
+def test_what_is_wrong_with_one_process_ends_both_with_one_message_within_30_seconds(what):
+    leader, other = begun(what)
+    try:
+        if what in ("killed", "stuck"):
+            assert leader.stdout is not None
+            assert leader.stdout.readline() == "leads\n"  # what goes wrong does so after this
+            began = time.monotonic()
+            _, errors = leader.communicate(timeout=30)
+        else:
+            _, errors = leader.communicate(timeout=500)
+            began = time.monotonic()
+        other.communicate(timeout=30)
+        assert time.monotonic() - began < 30 + STUCK
+    finally:
+        leader.kill()
+        other.kill()
+    assert leader.returncode not in (0, None) and other.returncode not in (0, None)
+    assert FAULTS[what] in errors

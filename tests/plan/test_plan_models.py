@@ -8,8 +8,9 @@ import pytest
 
 from jaxattn import mla
 from jaxattn.cli.plan import main
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes, plan_engine
+from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.device import known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import huggingface, known
@@ -19,7 +20,7 @@ from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import PlanError, plan
 from jaxattn.plan.notes import notes
 from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches, latents_of
-from jaxattn.plan.single import traced_bounds
+from jaxattn.plan.single import _bound_in, traced_bounds
 from tests.helpers.engine_cases import CONFIG, LIMITS
 
 ROWS = Limits(batch=2, max_model_len=1024, num_pages=40, prefill_chunk=64)
@@ -39,14 +40,24 @@ def test_one_gpu_is_planned_as_the_engine_plans_it():
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
-    bounds = from_shapes(model, ROWS, packed_shapes(model), None)
-    assert traced_bounds(model, ROWS) == bounds
+    with traced_for_hopper(True):
+        bounds = from_shapes(model, ROWS, packed_shapes(model), None)
+    assert traced_bounds(model, ROWS, True) == bounds
     assert made["xla temp"] == max(each.temp for each in bounds.values())
     parts = made.items[0].parts
     assert sum(part.nbytes for part in parts) == made["weights"]
     assert {part.name for part in parts} == {
         "embedding weights", "MLA weights", "dense MLP weights", "norms weights", "packed weights"
     }  # fmt: skip
+
+
+def test_what_xla_would_hold_is_not_counted_where_a_kernel_runs():
+    """Qwen3-32B, 1,024 rows: XLA's decode would hold 512 tokens of every row, 18 GiB."""
+    limits = Limits(batch=1024, max_model_len=40_960, num_pages=1024, prefill_chunk=2048)
+    step = EntryPoint("decode", 1024, 1)
+    model = of("Qwen3-32B")
+    hopper, host = (_bound_in(model, step, limits, on_hopper).temp for on_hopper in (True, False))
+    assert host - hopper > 18 * 2**30 and hopper < 4 * 2**30
 
 
 @pytest.mark.parametrize(

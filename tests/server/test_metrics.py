@@ -12,6 +12,7 @@ NAMES = {
     "vllm:request_success", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds",
     "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:iteration_tokens_total",
+    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds",
     "vllm:request_params_n", "vllm:request_params_max_tokens",
     "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
     "jaxattn:prefix_states_missed", "jaxattn:seal", "jaxattn:plan_bytes",

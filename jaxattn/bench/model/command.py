@@ -9,7 +9,6 @@ import argparse
 import functools
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxattn.bench import plot
-from jaxattn.bench.card import card, commit
+from jaxattn.bench import plot, record
 from jaxattn.bench.model import roof, vllm
 from jaxattn.bench.model.experts import moe_layers
 from jaxattn.bench.model.kinds import Kind
@@ -28,7 +26,7 @@ from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import copy_bandwidth, device_facts, matmul_rate
+from jaxattn.bench.timing import copy_bandwidth, matmul_rate
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.memory.budget import nbytes
@@ -100,20 +98,18 @@ def main(argv: Sequence[str], program: str) -> int:
     result: dict[str, Any] = {
         "what": "model",
         "model": args.name,
-        "commit": commit(),
-        "command": shlex.join([*program.split(), "model", *argv]),
-        "seed": args.seed,
         "rows": [],
         "kinds": {},
     }
     result["peers"] = [] if args.no_peers else vllm.measure(args.fields, args.rows, args.context)
-    result |= device_facts()
+    # Peers need a card that JAX has not taken.
+    result |= record.begin("model", program, ["model", *argv], seed=args.seed)
     try:
         measure(args, result)
     except DoesNotFit as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    result["card"] = card()
+    record.end(result)
     store(result, args.json)
     report(result)
     if args.plot:

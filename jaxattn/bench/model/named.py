@@ -19,12 +19,16 @@ def find(name: str) -> tuple[str, dict[str, Any], DecoderModel]:
     """(name, the fields of its config.json, the model).
 
     Args:
-        name: of a shipped configuration (case does not matter), or a folder.
+        name: of a shipped configuration, or the beginning of one name alone (case does not
+            matter), or a folder.
 
     Raises:
         UnknownModel: there is none, or its family or a field of it is not implemented.
     """
     shipped = {each.lower(): each for each in known.NAMES}
+    begin = [each for each in shipped if each.startswith(name.lower())]
+    if len(begin) == 1 and not Path(name).exists():
+        name = begin[0]
     found = shipped.get(name.lower(), Path(name).resolve().name)
     path = known.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
     if not path.is_file():

@@ -80,6 +80,10 @@ def draw_of(name: str, leaf: jax.ShapeDtypeStruct, model: DecoderModel) -> Draw:
         return Draw.of(0.1 * typical, typical)
     if leaf.dtype == jnp.float8_e4m3fn:
         return Draw(0.0, E4M3_MAX)
+    if "correction_bias" in parts:
+        # Trained, it evens out what the experts get. Of 0.1, as wide as sigmoids of good experts
+        # are apart, half of the experts would get nothing.
+        return Draw.of(0.01)
     if leaf.ndim <= (2 if "segments" in parts else 1):
         return Draw.of(0.1, 1.0 if any("norm" in part for part in parts) else 0.0)
     inner = leaf.shape[-1] if any("conv" in part for part in parts) else leaf.shape[-2]
@@ -110,7 +114,12 @@ def _compiled(shape: tuple[int, ...], dtype: str) -> jax.stages.Compiled:
 
 
 def fill(
-    key: jax.Array, center: float, reach: float, *, shape: tuple[int, ...], dtype: str
+    key: jax.Array,
+    center: jax.Array | float,
+    reach: jax.Array | float,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
 ) -> jax.Array:
     """An array of random numbers evenly between `center` - `reach` and `center` + `reach`."""
     size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""The body of `gqa_decode`: a warpgroup loads, and two take the steps of a part in turns.
+"""The body of `gqa_decode`: a warpgroup loads, and two or three take a part's steps in turns.
 
 Packed rows (query token, head of the group) are the columns of both products, so that eight of them
 cost eight columns:
@@ -8,7 +8,7 @@ cost eight columns:
 
 The softmax runs over the scores turned round through shared memory, so that a column's lie in half
 a warp; P goes back the same way. Keys' places in a ring are free again once the scores are there,
-before the values' are. At a piece's end merge.py makes one result of the two warpgroups'.
+before the values' are. At a piece's end merge.py makes one result of the warpgroups'.
 
 products.py has the products, of 16-bit and of FP8 caches.
 """
@@ -63,9 +63,6 @@ class Body(Block[DecodeCut, Memory]):
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
         return self.part.first_key(pair)
-
-    def first_step(self, done: jax.Array) -> jax.Array:
-        return lax.rem(done + self.wg, self.cut.consumers)  # there are two
 
     def load(self) -> None:
         memory, ahead = self.memory, self.cut.ahead

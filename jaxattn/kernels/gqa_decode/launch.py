@@ -21,21 +21,16 @@ from jaxattn.core.formats import FP8
 from jaxattn.kernels.gqa_decode.block import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa_decode.body import Body, DecodeCut
 from jaxattn.kernels.gqa_decode.memory import (
-    CONSUMERS,
     Memory,
     product_dtype,
     refusal,
+    room_of,
     scratch_types,
-    steps_ahead,
 )
 from jaxattn.kernels.gqa_decode.results import Packing, Results
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
-
-# Three warpgroups have 168 registers each, or 56, 224 and 224. The one that loads gives some away
-# where outputs, of so many numbers [D, N], and descriptors of the products' tiles are many.
-MANY_NUMBERS, REGISTERS = 2048, (56, 224)
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
@@ -95,15 +90,15 @@ def gqa_decode_mosaic(
     line = schedule.line
     results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
-    many = columns * dim >= MANY_NUMBERS
+    room = room_of(columns, dim, kv_cache.dtype, line.max_pages)
     cut = DecodeCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows,
         scale=scale, window=window, soft_cap=soft_cap, page_size=page_size,
-        consumers=CONSUMERS, registers=REGISTERS if many else None, interpret=interpret,
-        dtype=operand_dtype, fp8=fp8, ahead=steps_ahead(columns, dim, kv_cache.dtype),
+        consumers=room.consumers, registers=room.registers, interpret=interpret,
+        dtype=operand_dtype, fp8=fp8, ahead=room.ahead,
     )  # fmt: skip
-    memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size)
+    memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size, room)
     written = launch(
         lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
         name="gqa_decode",
@@ -125,7 +120,7 @@ def gqa_decode_mosaic(
         },
         outputs=results.outputs,
         scratch=memory._asdict(),
-        warpgroups=CONSUMERS + 1,
+        warpgroups=room.consumers + 1,
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         detect_races=detect_races,

@@ -65,6 +65,7 @@ class Loader:
     def run(self, between: Callable[[], None]) -> None:
         """Everything, to the end: a thread that waits on a barrier has to see each of its
         completions. `between` is done when all has been asked for."""
+        self.part.ask_ahead(interpret=self.interpret)
         number, done = self.part.each_piece(self._piece, (jnp.int32(0), jnp.int32(0)))
         between()
 

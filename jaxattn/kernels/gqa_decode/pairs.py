@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxattn.kernels.gqa_decode.first_reads import ask_for_all, ask_for_one
 from jaxattn.kernels.mla_decode.part import Part
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
@@ -66,6 +67,16 @@ class Pairs(Part):
         if self.query_lens_ref is None:
             return None
         return self.query_lens_ref[self.row_and_head(self.some_row(pair))[0]]
+
+    def ask_ahead(self, *, interpret: bool) -> None:
+        """Asks for what `numbers` of the first piece reads in turn."""
+        ask_for_all(self.lens_ref, interpret=interpret)
+        if self.window is not None:  # its first page depends on its length
+            return
+        pair = self.some_row(self.place(self.begin[0]).row)
+        width = self.table_ref.shape[1]
+        page = jnp.minimum(lax.div(self.begin[1] * PAGE, self.page_size), width - 1)
+        ask_for_one(self.table_ref, self.row_and_head(pair)[0], page, interpret=interpret)
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
         """The first key that any of its query tokens sees; None without a window."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxattn.core.checks import Arguments, check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_decode.arrivals import none_yet
-from jaxattn.kernels.gqa_decode.memory import block_columns
+from jaxattn.kernels.gqa_decode.memory import block_columns, blocks_together
 from jaxattn.kernels.gqa_decode.pairs import first_step
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.schedule import (
@@ -28,6 +28,10 @@ INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or w
 # What a pair costs its part beside its steps, in steps: the exchange of two outputs and the write,
 # while the producer goes on. And what partial results and their merging cost.
 PAIR_COST, MERGE_COST = 2, 6
+# Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
+# by at most one part in this.
+LONGER = 50
+SHORT_PART = 2  # steps of a part, where few are merged: one for each of two warpgroups
 
 
 @jax.tree_util.register_dataclass
@@ -84,10 +88,13 @@ def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -
     return min(steps, -(-(q_len + window - 2) // PAGE) + 1)
 
 
-def num_parts(pairs: int, tiles: int, steps: int, num_sms: int) -> int:
-    """Parts of a call, from static shapes: a block for each multiprocessor and tile, or fewer
-    where the pairs are not worth as many."""
-    return max(1, min(num_sms // tiles, pairs * (steps + PAIR_COST) // MIN_PART))
+def num_parts(
+    pairs: int, steps: int, *, columns: int, tiles: int, head_dim: int, num_sms: int
+) -> int:
+    """Parts of a call, from static shapes: as many blocks for each tile as the GPU runs at a time,
+    or fewer where the pairs are not worth as many."""
+    blocks = num_sms * blocks_together(columns, head_dim, steps)
+    return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // SHORT_PART))
 
 
 def may_cut(pairs: int, parts: int, steps: int) -> bool:
@@ -141,9 +148,12 @@ def decode_schedule(
     )[1]
     refuse_explicit_axes(arguments.op, seq_lens)
     steps = most_steps(max_pages, page_size, q_len, window)
-    _, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
+    columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     pairs = seq_lens.shape[0] * num_kv_heads
-    parts = num_parts(pairs, tiles, steps, INTERPRETED_SMS if interpret else NUM_SMS)
+    parts = num_parts(
+        pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim,
+        num_sms=INTERPRETED_SMS if interpret else NUM_SMS,
+    )  # fmt: skip
     pieces = most_pieces(pairs, parts) if batch_invariant else 0
     split = may_cut(pairs, parts, steps)
     line = make_schedule(
@@ -153,6 +163,9 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
+        short_part=SHORT_PART,
+        least_piece=SHORT_PART,
+        longer=LONGER,
     )
     schedule = PairSchedule(line, num_kv_heads, q_len, window)
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule

@@ -56,7 +56,9 @@ def scratch(
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     steps = most_steps(max_pages, page_size, q_len, window)
     pairs = batch * num_kv_heads
-    parts = num_parts(pairs, tiles, steps, NUM_SMS)
+    parts = num_parts(
+        pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim, num_sms=NUM_SMS
+    )
     split = may_cut(pairs, parts, steps)
     return spec_of((batch, q_len, num_heads, head_dim), columns * tiles, dtype, parts, split)
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.turboquant import TurboFormat
+from jaxattn.core.turboquant import TurboFormat, butterfly
 from jaxattn.kernels.gqa_decode.queries import GatheredQueries
 from jaxattn.kernels.gqa_turbo.terms import divided_queries, store_terms
 from jaxattn.kernels.hopper.mlir import arith, utils
@@ -65,13 +65,7 @@ class TurnedQueries(GatheredQueries):
             out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, SCORES)
             run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=out)
             return run(lambda ctx, x: self._butterflies(x))(x)
-        distance, dim = 1, self.form.head_dim
-        while distance < dim:
-            halves = x.reshape(-1, dim // (2 * distance), 2, distance)
-            a, b = halves[:, :, 0], halves[:, :, 1]
-            x = jnp.stack([a + b, a - b], axis=2).reshape(-1, dim)
-            distance *= 2
-        return x
+        return butterfly(x)
 
     def _butterflies(self, x: Any) -> Any:
         of_row = self.form.head_dim // (LANES * OF_THREAD)
@@ -79,14 +73,14 @@ class TurnedQueries(GatheredQueries):
         turned = []
         for first in range(0, len(registers), of_row):
             some = registers[first : first + of_row]
-            numbers = butterfly([element(four, i) for four in some for i in range(OF_THREAD)])
+            numbers = lane_butterfly([element(four, i) for four in some for i in range(OF_THREAD)])
             turned += [
                 joined(numbers[i : i + OF_THREAD]) for i in range(0, len(numbers), OF_THREAD)
             ]
         return fragmented(turned, x.shape, x.layout)
 
 
-def butterfly(x: list[Any]) -> list[Any]:
+def lane_butterfly(x: list[Any]) -> list[Any]:
     """A thread's numbers of a row, those of all its dims in order."""
     distance = 1
     while distance < len(x):

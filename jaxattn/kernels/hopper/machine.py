@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxattn.core.dispatch import PACKAGE, Refusal
+from jaxattn.core.dispatch import PACKAGE, Refusal, traced_for_hopper
 from jaxattn.kernels.hopper.mlir import utils
 from jaxattn.kernels.hopper.registers import asm
 
@@ -63,7 +63,7 @@ def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
 
 def require_hopper(op: str, *, interpret: bool) -> None:
     """Refuses, by `Refusal` with the reason, where the kernel cannot run."""
-    if interpret:
+    if interpret or traced_for_hopper.value:
         return
     backend = jax.default_backend()
     if backend != "gpu":

@@ -36,8 +36,10 @@ MOST_FEW_ROWS = 16
 # What partial results and their merging cost where most parts have some, in pages of a part, where
 # packed rows are many, and where they are few.
 MERGE_COST, FEW_MERGE_COST = 12, 3
-# A part shorter than this costs more in partial results than it saves.
+# A part shorter than this costs more in partial results than it saves; a shorter one may do where
+# a row has up to so many, which are merged in two turns.
 MIN_PART = 6
+FEW_PIECES = 16
 # Parts of whole rows have no partial results: taken when they are longer by at most one part in
 # this, or by what the merging costs.
 WHOLE_ROWS_SLACK = 16
@@ -202,6 +204,11 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     return ranked[jnp.where(place < number, rank, place)], firsts
 
 
+def _worth(pages: jax.Array, rows: jax.Array | int, short_part: int) -> jax.Array:
+    """The parts that so many pages of so many rows are worth."""
+    return jnp.maximum(pages // MIN_PART, jnp.minimum(pages // short_part, FEW_PIECES * rows))
+
+
 def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(place, page) where each part begins if rows have up to so many equal pieces, a part each: no
     more of them than there are parts."""
@@ -229,10 +236,16 @@ def make_schedule(
     row_cost: int,
     merge_cost: int,
     pieces: int = 0,
+    short_part: int = MIN_PART,
+    least_piece: int = 1,
+    longer: int | None = None,
 ) -> Schedule:
     """Cuts the pages of all rows into `parts`; with `pieces` each row into up to so many equal
     pieces, which are a part each, and of more rows than parts none.
 
+    A part has `MIN_PART` pages or more, and where a row has `FEW_PIECES` only `short_part`. Where
+    rows are cut alike, a piece has `least_piece` pages or is a row's last; with `longer` it may
+    be longer than a part's share by one part in so many.
     No part has a row without tokens: the others are cut alike with and without it.
     """
     batch = seq_lens.shape[0]
@@ -248,12 +261,14 @@ def make_schedule(
 
     part = jnp.arange(parts + 1, dtype=jnp.int32)
     if pieces:
-        rows, begun = _apart(pages, jnp.clip(pages // MIN_PART, 1, pieces), part)
+        wanted = jnp.clip(_worth(pages, 1, short_part), 1, pieces)
+        rows, begun = _apart(pages, wanted, part)
         return Schedule.of(rows, begun, batch, max_pages)
 
     end = jnp.cumsum(cost)
     total = end[-1]
-    used = jnp.clip(total // MIN_PART, 1, parts)
+    number = jnp.sum(real, dtype=jnp.int32)
+    used = jnp.clip(_worth(total, number, short_part), 1, parts)
     size = (total + used - 1) // used
     rows, into = _inside(end, cost, jnp.minimum(part * size, total))
     begun = jnp.maximum(into - row_cost, 0)
@@ -261,7 +276,10 @@ def make_schedule(
 
     # Pages of a piece: as many as leave no part longer than its share and what a row costs. The
     # first with which there are parts enough is taken.
-    longest_piece = jnp.maximum(size - row_cost + jnp.arange(row_cost + 1, dtype=jnp.int32), 1)
+    longest_piece = size - row_cost + jnp.arange(row_cost + 1, dtype=jnp.int32)
+    if longer is not None:
+        longest_piece = jnp.append(longest_piece, size + size // longer)
+    longest_piece = jnp.maximum(longest_piece, least_piece)
     number = (pages[:, None] + longest_piece - 1) // longest_piece
     fits = jnp.sum(number, axis=0, dtype=jnp.int32) <= used
     alike = _apart(pages, number[:, jnp.argmax(fits)], part)

@@ -3,7 +3,7 @@
 XLA takes half a dozen kernels for it, which is as long as a token's experts take to be read. The
 list is `jaxattn.kernels.moe.work.work_list`'s of tokens that stay where they are. Fewer than 8 are
 copied on the way to where there are 8 rows, as a tile reads so many; no one reads what the others
-become.
+become. Experts come from the last to the first.
 
 Limits: 8 tokens, 128 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_work.py.
 """
@@ -77,11 +77,13 @@ def work_of_few(
         first_smem[...] = first
         meet(interpret=interpret)
         firsts = [full(first_smem[p]) for p in range(pairs)]
-        # Its place in the list: how many smaller experts there are.
+        # Its place in the list: how many experts of a higher number there are. The shared ones
+        # have the highest and come first, before other weights drive theirs out of the L2 cache.
         slot, total = full(0), full(0)
         for expert in firsts:
-            slot += jnp.where(expert < mine, full(1), full(0))
-            total += jnp.where(expert < nobody, full(1), full(0))
+            someone = expert < nobody
+            slot += jnp.where((expert > mine) & someone, full(1), full(0))
+            total += jnp.where(someone, full(1), full(0))
         slot_smem[...] = slot
         meet(interpret=interpret)
         expert = full(0)

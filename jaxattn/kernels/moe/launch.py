@@ -21,6 +21,7 @@ from jaxattn.kernels.moe.config import (
 )
 from jaxattn.kernels.moe.few import lists, work_of_few
 from jaxattn.kernels.moe.product import Panels, grouped_product
+from jaxattn.kernels.moe.several import sorts, work_of_several
 from jaxattn.kernels.moe.work import work_list
 
 OP = "mixture_of_experts"
@@ -118,6 +119,8 @@ def mixture_of_experts_mosaic(
     x = x.astype(dtype)
     if lists(tokens, top_k) and columns == GROUP:
         work, x = work_of_few(ids, x, experts, **modes)
+    elif sorts(tokens, top_k, features):
+        work, x = work_of_several(ids, x, experts, columns, **modes)
     else:
         work = work_list(ids, experts, columns)
         if work.tokens is None:

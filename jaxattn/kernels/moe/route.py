@@ -6,10 +6,13 @@ the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN
 What surrounds it is in the launch too, as each step of it would be one of XLA's: the sum of the
 logits' two halves, the experts that every token takes and their gate, and padding.
 
+Memory rests meanwhile. So other blocks may ask for weights that the tokens need in any case.
+
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import meet, require_hopper
+from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
+from jaxattn.kernels.hopper.prefetch import Prefetch
+from jaxattn.kernels.moe.best import best_of
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
@@ -53,6 +59,7 @@ def route_mosaic(
     always: int = 0,
     gated: bool = False,
     valid: jax.Array | None = None,
+    ahead: Sequence[Ahead] = (),
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -63,6 +70,7 @@ def route_mosaic(
         always: experts E, E + 1 and so on that every token takes, with weight 1.
         gated: or with the sigmoid of the logit behind the last expert's.
         valid: int32 [T], 0 for padding, whose ids are -1.
+        ahead: weights that are asked for.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
     experts = columns if experts is None else experts
@@ -74,11 +82,22 @@ def route_mosaic(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
 
-    def body(
-        logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
-        scores_smem, low_smem, bias_smem, loaded,
-    ):  # fmt: skip
+    prefetch = Prefetch(ahead, interpret=interpret)
+    idle = max(NUM_SMS - tokens, 0) if prefetch.ahead else 0
+
+    def body(ahead_refs: Any, ahead_layers: Any, **refs: Any) -> None:
         token = lax.axis_index("token")
+        if not idle:
+            choose(token, **refs)
+            return
+        pl.when(token < tokens)(lambda: choose(token, **refs))
+        share = token - tokens
+        pl.when(share >= 0)(lambda: prefetch.ask(ahead_refs, ahead_layers, share, idle))
+
+    def choose(
+        token, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
+        scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded,
+    ):  # fmt: skip
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
@@ -109,34 +128,22 @@ def route_mosaic(
         choice = scores
         if bias is not None:
             choice = scores + plgpu.load(bias_smem, layout=layout)
-            meet(interpret=interpret)
-            scores_smem[...] = scores  # for the weights, which the bias is no part of
-            meet(interpret=interpret)
+        meet(interpret=interpret)
+        scores_smem[...] = scores  # for the weights, which the bias is no part of
+        meet(interpret=interpret)
         choice = jnp.where(inside, choice, nothing)
 
-        def best(of: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The greatest and its place, the first of several; no place among NaN."""
-            top = jnp.max(of)
-            place = jnp.where(of == full(top), expert, full(jnp.int32(width)))
-            return top, jnp.min(place)
-
-        def without(of: jax.Array, place: jax.Array) -> jax.Array:
-            return jnp.where(expert == full(place), nothing, of)
-
         if top_groups < groups:
-            choice = of_best_groups(choice, expert, best, without)
-        ids, weights = [], []
-        untaken = expert  # or `width`: a choice of -inf may be one, and not one that was taken
-        for k in range(top_k):
-            top = jnp.max(choice)
-            place = jnp.min(jnp.where(choice == full(top), untaken, full(jnp.int32(width))))
-            found = place < experts
-            untaken = jnp.where(expert == full(place), full(jnp.int32(width)), untaken)
-            choice = without(choice, place)
-            place = jnp.where(found, place, k)
-            weight = top if bias is None else scores_smem[place]
-            ids.append(place)
-            weights.append(jnp.where(found, weight, jnp.float32(jnp.nan)))
+            choice = of_best_groups(choice, expert, full, groups, top_groups, best_of_group, size)
+        if interpret:
+            ids = best_of_interpreted(choice, expert, full, top_k)
+        else:
+            choice_smem[...] = choice
+            meet(interpret=False)
+            best_of(choice_smem, ids_smem, top_k)
+            meet(interpret=False)
+            ids = [ids_smem[k] for k in range(top_k)]
+        weights = [scores_smem[place] for place in ids]
         factor = jnp.float32(scale)
         if normalize:
             total = sum(weights[1:], weights[0]) + 1e-20
@@ -155,43 +162,18 @@ def route_mosaic(
             ids_ref[token, k] = jnp.where(some, place, -1)
             weights_ref[token, k] = weight
 
-    def of_best_groups(choice: jax.Array, expert: jax.Array, best: Any, without: Any) -> jax.Array:
-        """-inf for experts of other groups than the best `top_groups`."""
-        nothing = full(jnp.float32(-jnp.inf))
-
-        def inside(group: int) -> jax.Array:
-            low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
-            return (expert >= low) & (expert < high)
-
-        totals = []
-        for group in range(groups):
-            own = jnp.where(inside(group), choice, nothing)
-            total = jnp.float32(0)
-            for i in range(best_of_group):
-                if i == best_of_group - 1:
-                    total += jnp.max(own)
-                    break
-                top, place = best(own)
-                total, own = total + top, without(own, place)
-            totals.append(total)
-        kept = nothing
-        for group, total in enumerate(totals):
-            before = sum(
-                jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
-                for i, other in enumerate(totals)
-                if i != group
-            )
-            is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
-            kept = jnp.where(inside(group) & is_kept, choice, kept)
-        return kept
-
     copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
     scores = plgpu.SMEM((width,), jnp.float32)
     out = launch(
         body,
         name="moe_route",
-        grid={"token": tokens},
-        inputs={"logits_ref": logits, "bias_ref": bias, "valid_ref": valid},
+        grid={"token": tokens + idle},
+        inputs={
+            "logits_ref": logits,
+            "bias_ref": bias,
+            "valid_ref": valid,
+            **prefetch.inputs(),
+        },
         outputs={
             "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),
             "weights_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.float32),
@@ -200,6 +182,8 @@ def route_mosaic(
             "scores_smem": scores,
             "low_smem": scores if halves else None,
             "bias_smem": None if bias is None else scores,
+            "choice_smem": None if interpret else scores,
+            "ids_smem": None if interpret else plgpu.SMEM((top_k,), jnp.int32),
             "loaded": plgpu.Barrier(num_arrivals=copies),
         },
         warpgroups=None,
@@ -208,3 +192,64 @@ def route_mosaic(
         detect_races=detect_races,
     )
     return out["ids_ref"], out["weights_ref"]
+
+
+def of_best_groups(
+    choice: jax.Array,
+    expert: jax.Array,
+    full: Any,
+    groups: int,
+    top_groups: int,
+    best_of_group: int,
+    size: int,
+) -> jax.Array:
+    """-inf for experts of other groups than the best `top_groups`, of `size` experts each.
+
+    Args:
+        choice: of all experts.
+        expert: their numbers.
+        full: makes a vector of a scalar.
+    """
+    nothing, nowhere = full(jnp.float32(-jnp.inf)), full(jnp.int32(choice.shape[0]))
+
+    def inside(group: int) -> jax.Array:
+        low, high = (full(jnp.int32(x * size)) for x in (group, group + 1))
+        return (expert >= low) & (expert < high)
+
+    totals = []
+    for group in range(groups):
+        own = jnp.where(inside(group), choice, nothing)
+        total = jnp.float32(0)
+        for i in range(best_of_group):
+            top = jnp.max(own)
+            total += top
+            if i < best_of_group - 1:  # the first of several; no place among NaN
+                place = jnp.min(jnp.where(own == full(top), expert, nowhere))
+                own = jnp.where(expert == full(place), nothing, own)
+        totals.append(total)
+    kept = nothing
+    for group, total in enumerate(totals):
+        before = sum(
+            jnp.where((other > total) | ((other == total) & (i < group)), 1, 0)
+            for i, other in enumerate(totals)
+            if i != group
+        )
+        is_kept = full(jnp.where(before < top_groups, 1, 0)) > full(jnp.int32(0))
+        kept = jnp.where(inside(group) & is_kept, choice, kept)
+    return kept
+
+
+def best_of_interpreted(
+    choice: jax.Array, expert: jax.Array, full: Any, top_k: int
+) -> list[jax.Array]:
+    """`best_of` in the interpreter, which runs no code of its own: the places of the best."""
+    nowhere = full(jnp.int32(choice.shape[0]))
+    # A NaN is better than any number, and what was taken is no one's to take.
+    choice = jnp.where(choice != choice, full(jnp.float32(jnp.inf)), choice)
+    untaken, ids = expert, []
+    for _ in range(top_k):
+        some = jnp.where(untaken < nowhere, choice, full(jnp.float32(-jnp.inf)))
+        place = jnp.min(jnp.where(some == full(jnp.max(some)), untaken, nowhere))
+        untaken = jnp.where(expert == full(place), nowhere, untaken)
+        ids.append(place)
+    return ids

@@ -133,7 +133,7 @@ def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> Packin
     return Packing(token, row, sequence, jnp.where(used, done, 0), first, last)
 
 
-class Checkpoints(NamedTuple):
+class PoolCheckpoints(NamedTuple):
     """Slots of a pool that take the states after every `tokens` tokens of n sequences."""
 
     pool: Float[Array, "*L Z Hv Dv Dk"]
@@ -153,7 +153,7 @@ def gated_delta_rule_chunks(
     cu_seqlens: Int[Array, " n+1"] | None,
     use_qk_l2norm: bool,
     chunk_size: int,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: PoolCheckpoints | None = None,
     *,
     operands: MakeOperands = head_operands,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"], Array | None]:

@@ -22,7 +22,7 @@ PREFIX_BLOCK = 1024
 UNPACKED_BYTES = 2**28
 
 
-def _merged(
+def merged(
     out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Two attentions over disjoint keys as one, in float32; 0 and -inf is one that saw nothing."""
@@ -92,7 +92,7 @@ def prefill_mosaic(
         visible = jnp.clip(prefix - firsts[i], 0, positions.shape[0])
         bounds = zero, query_lens, zero, visible, prefix - firsts[i]
         out, lse = attend(keys, values, bounds, None, None, None)
-        return _merged(state[0], state[1], out, lse)
+        return merged(state[0], state[1], out, lse)
 
     def all_tokens() -> tuple[jax.Array, jax.Array]:
         # The sink is a key of the new tokens alone.

@@ -8,12 +8,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.checks import Arguments
-from jaxattn.core.dispatch import Implementation, dispatch_xla
+from jaxattn.core.dispatch import Implementation, dispatch
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_append import line_width
+from jaxattn.kernels.gqa_turbo.append import turbo_append_mosaic
 from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
 from jaxattn.ops.gqa.turboquant import check_head_dim, check_turbo_cache, turbo_cache_write
 
@@ -45,7 +46,8 @@ def turbo_append(
             as for `gqa_append`.
         kv_cache: a stack with `layer`, or one layer's pages; donate it to update it in place.
         form: the cache's format.
-        implementation: "xla", or None for the best.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", as no GPU has
+            run the kernel yet. It has D 64, 128 and 256, and even H and Hk where D is 64.
 
     Returns:
         (queries [B, S, H, D], rotated by position and not by the Hadamard matrix; the cache).
@@ -92,5 +94,32 @@ def turbo_append(
         )
         return turned(q[..., :dim], first=0).astype(out_dtype), written
 
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        return turbo_append_mosaic(
+            q,
+            k,
+            v,
+            weights,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            form=form,
+            angles=rotation.angles,
+            interleaved=config.interleaved,
+            eps=eps,
+            dtype=out_dtype,
+            query_lens=query_lens,
+            layer=number,
+            interpret=interpret,
+        )
+
     with jax.named_scope(op):
-        return dispatch_xla(op, implementation, xla)
+        return dispatch(
+            op,
+            implementation or "xla",
+            {
+                "mosaic_gpu": lambda: mosaic(False),
+                "mosaic_gpu_interpret": lambda: mosaic(True),
+                "xla": xla,
+            },
+        )

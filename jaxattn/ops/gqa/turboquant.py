@@ -35,11 +35,12 @@ from jaxattn.ops.gqa.scores import (
     weigh,
     window_begins,
 )
+from jaxattn.ops.gqa.turbo_prefill import turbo_prefill_mosaic
 
 # Query tokens, and cached tokens, that plain JAX takes at a time, of every row.
 QUERY_BLOCK = 512
 CACHED_BLOCK = 512
-# Tokens of a row with which the kernel has run on a GPU; XLA takes more, where nothing is named.
+# Tokens of a row that the decode kernel takes; of more the kernel that reads prompts takes blocks.
 MOST_NEW = 8
 
 
@@ -196,9 +197,12 @@ def turbo_attention(
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
             arena: as for `gqa_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla" for more than
-            8 tokens, and otherwise the best. "xla" is the reference. It holds a
-            block of 512 cached tokens of every row in float32, and scores of 512 queries against
-            them. The kernel takes q of bfloat16 or float16 and pages of 16, 32, 64 and 128 tokens.
+            8 tokens, as no GPU has run the kernels for them yet, and otherwise the best. "xla" is
+            the reference. It holds a block of 512 cached tokens of every row in float32, and
+            scores of 512 queries against them. The kernels take q of bfloat16 or float16, and
+            decode takes pages of 16, 32, 64 and 128 tokens. For more than 8 tokens, 64 MiB of
+            keys and values or 1024 tokens of each row, whichever is more, are unpacked at a time
+            into float16, beside one result in float32.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
@@ -232,6 +236,13 @@ def turbo_attention(
     number = taken_apart(layer)[2]
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
+        if q.shape[1] > MOST_NEW:
+            addressing = (block_tables, seq_lens, query_lens, number)
+            out, lse = turbo_prefill_mosaic(
+                q, kv_cache, *addressing, sinks, gate, scores=scores, form=form,
+                interpret=interpret,
+            )  # fmt: skip
+            return (out, lse) if arena is None else (out, lse, arena)
         return turbo_decode_mosaic(
             q,
             kv_cache,

@@ -4,6 +4,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.prefill import prefill_rule
+from jaxattn.ops.gdn.prefill_options import Checkpoints, OutputNorm
 from jaxattn.ops.kda.rule import KIMI
 
 
@@ -20,15 +21,12 @@ def kda_prefill(
     has_initial_state: Bool[Array, " n"] | None = None,
     cu_seqlens: Int[Array, " n+1"] | None = None,
     layer: int | Int[Array, ""] | None = None,
-    checkpoint_tokens: int | None = None,
-    checkpoint_indices: Int[Array, "n M"] | None = None,
+    checkpoints: Checkpoints | None = None,
     scale: float | None = None,
     chunk_size: int = 64,
     use_qk_l2norm: bool = True,
     split_tokens: int | None = None,
-    gate: Float[Array, "B T N"] | None = None,
-    norm_weight: Float[Array, " Dv"] | None = None,
-    norm_eps: float = 1e-6,
+    output_norm: OutputNorm | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
     """`chunk_kda` with each sequence's state read from and written to a pool.
@@ -38,12 +36,11 @@ def kda_prefill(
     Args:
         q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in `chunk_kda`; n is B, or
             with cu_seqlens the number of sequences.
-        state, state_indices, write_indices, has_initial_state, layer, checkpoint_tokens,
-            checkpoint_indices: as in `jaxattn.gdn.gated_delta_rule_prefill`.
+        state, state_indices, write_indices, has_initial_state, layer, checkpoints: as
+            in `jaxattn.gdn.gated_delta_rule_prefill`.
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        gate: with norm_weight, o becomes `o / rms(o) * norm_weight * sigmoid(z)` over Dv, in
-            float32. z is in the gate's last Hv * Dv columns, head after head.
-        norm_eps: added to the mean square.
+        output_norm: o becomes `o / rms(o) * weight * sigmoid(z)` over Dv, in float32. z is in the
+            gate's last Hv * Dv columns, head after head.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
@@ -68,14 +65,11 @@ def kda_prefill(
         has_initial_state=has_initial_state,
         cu_seqlens=cu_seqlens,
         layer=layer,
-        checkpoint_tokens=checkpoint_tokens,
-        checkpoint_indices=checkpoint_indices,
+        checkpoints=checkpoints,
         scale=scale,
         chunk_size=chunk_size,
         use_qk_l2norm=use_qk_l2norm,
         split_tokens=split_tokens,
-        gate=gate,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
+        output_norm=output_norm,
         implementation=implementation,
     )

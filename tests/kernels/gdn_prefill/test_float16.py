@@ -65,8 +65,8 @@ def test_states_by_slot(value_heads, split_tokens):
     kept = [[-1] * 5, [9, 3, -1, -1, -1], [-1] * 5, [-1] * 5, [4, -1, 8, 6, 10]]
     pooled = on_a_pool(
         make(value_heads, padding=3), [11, 0, 2, -1, 7], [11, 1, 2, 5, 7], kept, num_slots=12,
-        fresh=[4],
+        every=128, fresh=[4],
     )  # fmt: skip
-    options = dict(checkpoint_tokens=128, split_tokens=split_tokens)
-    step = functools.partial(gated_delta_rule_prefill, implementation="mosaic_gpu", **options)
-    assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments), every=128)
+    options = dict(split_tokens=split_tokens, implementation="mosaic_gpu")
+    step = functools.partial(gated_delta_rule_prefill, **options)
+    assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))

@@ -24,17 +24,18 @@ from tests.helpers.gdn_prefill_cases import (
     oracle,
     run,
 )
-from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
 
 @both_devices
-@pytest.mark.parametrize("lens, value_heads", [([1, 0, 64], 2), ([63], 3), ([65, 2], 2)])
+@pytest.mark.parametrize("lens, value_heads", [([1, 0, 64], 2), slow([63], 3), slow([65, 2], 2)])
 def test_packed_sequences_before_nan(lens, value_heads, implementation):
     case = make_case(lens, value_heads=value_heads)
     assert_matches(case, *run(case, implementation))
 
 
 @both_devices
+@pytest.mark.slow
 def test_a_batch_of_rows_in_float16(implementation):
     case = make_case([70, 70], key_heads=2, dtype=jnp.float16, padding=0)
     case.initial_state = jnp.zeros_like(case.initial_state)
@@ -49,7 +50,7 @@ def test_a_batch_of_rows_in_float16(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("split_tokens", [0, 64])
+@pytest.mark.parametrize("split_tokens", [slow(0), 64])
 def test_gates_from_nothing_to_minus_1000(split_tokens, implementation):
     """And betas of 1e-6 before those of 1, with nothing beside what they wrote."""
     case = make_case([67], value_heads=4)
@@ -69,7 +70,7 @@ def test_gates_from_nothing_to_minus_1000(split_tokens, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("beta", [slow(0.0), 1.0])
 def test_equal_keys_without_decay(beta, implementation):
     """(I + A)^-1 of ones below the diagonal: powers of A would reach 1e18."""
     case = make_case([64], padding=0)
@@ -86,12 +87,12 @@ def test_states_by_slot_beside_padding(implementation):
         make_case([66, 3, 0, 1], padding=3), [5, -1, 2, 0], [3, 4, 2, 0],
         [[1], [4], [4], [4]], num_slots=6, fresh=[3], dtype=jnp.bfloat16,
     )  # fmt: skip
-    options = dict(checkpoint_tokens=64, split_tokens=64)
-    step = functools.partial(gated_delta_rule_prefill, implementation=implementation, **options)
+    options = dict(split_tokens=64, implementation=implementation)
+    step = functools.partial(gated_delta_rule_prefill, **options)
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
-@pytest.mark.parametrize("segment, crowded", [(0, False), (64, True)])
+@pytest.mark.parametrize("segment, crowded", [slow(0, False), (64, True)])
 def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     """With a checkpoint over the slot that the sequence started from. Crowded: more to do than
     there are multiprocessors, so a warpgroup takes several chunks, and both value heads of one; and
@@ -123,9 +124,7 @@ def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
     counts in one number."""
     monkeypatch.setattr(gdn_prefill, "require_hopper", lambda *args, **kwargs: None)
     pooled = on_a_pool(make_case([130]), [1], [2], [[0]], num_slots=3)
-    step = functools.partial(
-        gated_delta_rule_prefill, checkpoint_tokens=64, split_tokens=64, implementation="mosaic_gpu"
-    )
+    step = functools.partial(gated_delta_rule_prefill, split_tokens=64, implementation="mosaic_gpu")
     traced = jax.jit(step, donate_argnames="state").trace(**pooled.arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
@@ -283,12 +282,12 @@ def worst(actual, expected, *, axes, least=0.0):
     return jnp.max(error / jnp.maximum(size, jnp.maximum(least * jnp.mean(size), 1e-30)))
 
 
-def assert_pool_matches_xla(pooled, out, new, **options):
+def assert_pool_matches_xla(pooled, out, new):
     """Against the XLA implementation on float32 operands; other slots keep their bits."""
     arguments = pooled.arguments
     arguments |= {name: arguments[name].astype(jnp.float32) for name in ("q", "k", "v")}
     arguments["state"] = arguments["state"].astype(jnp.float32)
-    step = functools.partial(gated_delta_rule_prefill, implementation="xla", **options)
+    step = functools.partial(gated_delta_rule_prefill, implementation="xla")
     expected, states = jax.jit(step)(**arguments)
     assert difference(out, expected) < BOUND
     written = ~np.isnan(np.asarray(states[:, :, 0, 0, 0]))
@@ -310,7 +309,9 @@ def served_case(*, num_slots=40, **options):
     writes = [0, slots.pop(), *reads[2:]]
     kept = [[slots.pop() if length >= 512 * (j + 1) and j < 3 else -1 for j in range(4)]
             for length in (*SERVED, 0)]  # fmt: skip
-    return case, dict(reads=reads, writes=writes, kept=kept, num_slots=num_slots, fresh=[0, 4])
+    return case, dict(
+        reads=reads, writes=writes, kept=kept, every=512, num_slots=num_slots, fresh=[0, 4]
+    )
 
 
 @pytest.mark.gpu
@@ -318,9 +319,9 @@ def served_case(*, num_slots=40, **options):
 def test_a_servers_batch_on_a_pool(split_tokens, dtype):
     case, slots = served_case(key_heads=16, value_heads=32, gates=0.05)
     pooled = on_a_pool(case, **slots, dtype=dtype)
-    options = dict(checkpoint_tokens=512, split_tokens=split_tokens)
-    step = functools.partial(gated_delta_rule_prefill, implementation="mosaic_gpu", **options)
-    assert_pool_matches_xla(pooled, *jax.jit(step)(**pooled.arguments), **options)
+    options = dict(split_tokens=split_tokens, implementation="mosaic_gpu")
+    step = functools.partial(gated_delta_rule_prefill, **options)
+    assert_pool_matches_xla(pooled, *jax.jit(step)(**pooled.arguments))
 
 
 @pytest.mark.gpu
@@ -355,7 +356,6 @@ def test_slot_offsets_beyond_2_31_elements():
     step = functools.partial(
         gated_delta_rule_prefill,
         cu_seqlens=case.cu_seqlens,
-        checkpoint_tokens=64,
         split_tokens=64,
         implementation="mosaic_gpu",
     )
@@ -366,7 +366,7 @@ def test_slot_offsets_beyond_2_31_elements():
         arguments = (*case.args, pool, jnp.array([last, 0]))
         others = dict(
             write_indices=jnp.array([last - 1, 0]),
-            checkpoint_indices=jnp.array([[last - 2, -1], [-1, -1]]),
+            checkpoints=gdn.Checkpoints(slots=jnp.array([[last - 2, -1], [-1, -1]]), tokens=64),
         )
         compiled = jax.jit(step, donate_argnums=5).lower(*arguments, **others).compile()
         memory = compiled.memory_analysis()
@@ -413,12 +413,11 @@ def test_the_same_bits_every_run(many, split_tokens):
     else:
         case = make_case([8192, 300], key_heads=4, value_heads=8, gates=0.05)
         kept = [list(range(2, 18)), [-1] * 16]
-        slots = dict(reads=[0, 20], writes=[1, 20], kept=kept, num_slots=24)
+        slots = dict(reads=[0, 20], writes=[1, 20], kept=kept, every=512, num_slots=24)
     pooled = on_a_pool(case, **slots)
     step = jax.jit(
         functools.partial(
-            gated_delta_rule_prefill, checkpoint_tokens=512, split_tokens=split_tokens,
-            implementation="mosaic_gpu",
+            gated_delta_rule_prefill, split_tokens=split_tokens, implementation="mosaic_gpu",
         )
     )  # fmt: skip
     bits = lambda x: x.view(jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)  # noqa: E731

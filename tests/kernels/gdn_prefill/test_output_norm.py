@@ -1,5 +1,6 @@
 """The gated norm of prefill's output, by the kernel on its way out and by XLA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,9 @@ from jaxattn.kernels.gdn_prefill import launch as gdn_prefill
 from jaxattn.kernels.gdn_prefill import output_norm as gdn_prefill_norm
 from jaxattn.kernels.gdn_prefill import state_pass as gdn_prefill_state
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.gdn.prefill_options import OutputNorm
 from tests.helpers.gdn_prefill_cases import BOUND, make_case, on_a_pool, oracle
-from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
 EPS = 1e-3  # so that it counts where outputs are small
 
@@ -28,25 +30,28 @@ def gated_case(lens, reads, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, c
     gate[..., :columns] = np.nan
     gate[:, ~pooled.live] = np.nan
     arguments = pooled.arguments | {
-        "gate": jnp.asarray(gate.astype(dtype)),
-        "norm_weight": jnp.asarray(rng.normal(size=128).astype(np.float32)),
-        "norm_eps": EPS,
+        "output_norm": OutputNorm(
+            gate=jnp.asarray(gate.astype(dtype)),
+            weight=jnp.asarray(rng.normal(size=128).astype(np.float32)),
+            eps=EPS,
+        )
     }
-    del arguments["checkpoint_indices"]
+    del arguments["checkpoints"]
     return pooled, arguments
 
 
 def expected(pooled, arguments):
     """Of the live tokens [t, Hv, 128], in float64."""
     o = oracle(pooled.case)[0][0]
-    z = np.asarray(arguments["gate"], np.float64)[0, : len(o), -o.shape[1] * 128 :]
-    z, weight = z.reshape(o.shape), np.asarray(arguments["norm_weight"], np.float64)
+    norm = arguments["output_norm"]
+    z = np.asarray(norm.gate, np.float64)[0, : len(o), -o.shape[1] * 128 :]
+    z, weight = z.reshape(o.shape), np.asarray(norm.weight, np.float64)
     silu = z * (1 + np.tanh(z / 2)) / 2
     y = o / np.sqrt((o * o).mean(axis=-1, keepdims=True) + EPS) * weight * silu
     return y[pooled.live[: len(o)]]
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "norm_eps", "split_tokens"))
+@functools.partial(jax.jit, static_argnames=("implementation", "split_tokens"))
 def step(**arguments):
     return gated_delta_rule_prefill(**arguments)
 
@@ -57,7 +62,11 @@ def run(arguments, implementation):
 
 
 def without_norm(arguments):
-    return {name: x for name, x in arguments.items() if name != "gate" and "norm" not in name}
+    return {name: x for name, x in arguments.items() if name != "output_norm"}
+
+
+def with_norm(arguments, **changes):
+    return {"output_norm": dataclasses.replace(arguments["output_norm"], **changes)}
 
 
 @pytest.fixture
@@ -80,7 +89,7 @@ def assert_normed(pooled, arguments, out):
 
 
 @both_devices
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, slow(False)])
 def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun, monkeypatch):
     """Few blocks, which go from one run to another, with and without a tail or a token; and with
     each half of a state in a block of its own, where XLA norms."""
@@ -97,10 +106,10 @@ def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun
 def test_gated_norm_of_float16_and_of_gates_of_any_size(implementation, monkeypatch):
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
     pooled, arguments = gated_case([70], [0], dtype=jnp.float16)
-    gate = np.array(arguments["gate"])
+    gate = np.array(arguments["output_norm"].gate)
     sizes = np.array([0, -0.0, 6e-8, -30, -100, -3e4, 20, 100, 1000, 3000])
     gate[0, : len(sizes), -128:] = sizes[:, None]
-    arguments["gate"] = jnp.asarray(gate)
+    arguments |= with_norm(arguments, gate=jnp.asarray(gate))
     out, _ = run(arguments, implementation)
     normed = expected(pooled, arguments)
     assert relative(out[0, len(sizes) : 70], normed[len(sizes) :]) < BOUND
@@ -112,7 +121,8 @@ def test_gated_norm_of_float16_and_of_gates_of_any_size(implementation, monkeypa
 def test_a_gate_of_another_dtype_is_normed_by_xla(begun, monkeypatch):
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
     pooled, arguments = gated_case([65, 3], [0, -1])
-    arguments["gate"] = arguments["gate"].astype(jnp.float32)
+    gate = arguments["output_norm"].gate.astype(jnp.float32)
+    arguments |= with_norm(arguments, gate=gate)
     out, _ = run(arguments, "mosaic_gpu_interpret")
     assert not begun
     assert_normed(pooled, arguments, out)
@@ -146,8 +156,8 @@ def test_published_heads_equal_the_norm_behind_the_op(split_tokens):
     out, states = step(**arguments, **options)
     o, others = step(**without_norm(arguments), **options)
     np.testing.assert_array_equal(states, others)
-    tokens = pooled.live
-    normed = gated_rms_norm(o, arguments["gate"], arguments["norm_weight"], EPS)
+    tokens, norm = pooled.live, arguments["output_norm"]
+    normed = gated_rms_norm(o, norm.gate, norm.weight, EPS)
     normed = np.asarray(normed, np.float64)[0, tokens]
     # Both round o, and then the result.
     assert relative(out[0, tokens], normed) < 1e-3
@@ -160,18 +170,18 @@ def test_published_heads_equal_the_norm_behind_the_op(split_tokens):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"norm_weight": None}, ValueError, r"pass gate and norm_weight together, got gate=\[1, "),
-        ({"gate": None}, ValueError, "pass gate and norm_weight together, got gate=None"),
+        ({"weight": None}, TypeError, "output_norm.weight must be an array, got NoneType"),
+        ({"gate": None}, TypeError, "output_norm.gate must be an array, got NoneType"),
         ({"gate": jnp.zeros((1, 79, 256))}, ValueError, r"gate must be \[1, 80, N\].*\[1, 79, 256"),
         ({"gate": jnp.zeros((1, 80, 255))}, ValueError, r"Hv \* Dv = 256, got \[1, 80, 255\]"),
         ({"gate": jnp.zeros((80, 256))}, ValueError, r"gate must be \[1, 80, N\]"),
         ({"gate": jnp.zeros((1, 80, 256), jnp.int32)}, TypeError, "gate must hold floats"),
-        ({"norm_weight": jnp.zeros(64)}, ValueError, r"norm_weight must be \[128\], got \[64\]"),
-        ({"norm_eps": "small"}, TypeError, "norm_eps"),
-        ({"norm_eps": float("nan")}, ValueError, "norm_eps"),
+        ({"weight": jnp.zeros(64)}, ValueError, r"output_norm.weight must be \[128\], got \[64\]"),
+        ({"eps": "small"}, TypeError, "output_norm.eps"),
+        ({"eps": float("nan")}, ValueError, "output_norm.eps"),
     ],
 )
 def test_bad_input_is_refused(changes, error, message):
     _, arguments = gated_case([70], [0])
     with pytest.raises(error, match=message):
-        gated_delta_rule_prefill(**(arguments | changes))
+        gated_delta_rule_prefill(**(arguments | with_norm(arguments, **changes)))

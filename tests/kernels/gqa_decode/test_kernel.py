@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import traced_for_hopper
+from jaxattn.core.formats import FP8
+from jaxattn.gqa import gqa_decode
 from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch
 from jaxattn.kernels.mla_decode.schedule import Schedule
 from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case
-from tests.helpers.kernel_cases import both_devices, no_races
+from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 kernel = jax.jit(
     gqa_decode_mosaic,
@@ -50,7 +54,7 @@ def test_matches_float64(group, dim, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("page", [16, slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     """Several tokens of a row, of which some see one piece alone, and a row with fewer keys than
     query tokens."""
@@ -63,7 +67,7 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("window, page", [(1, 64), (64, 16), (100, 128)])
+@pytest.mark.parametrize("window, page", [slow(1, 64), (64, 16), (100, 128)])
 def test_what_lies_left_of_the_window_is_not_read(window, page, implementation):
     case = gqa_case(
         [300, 0, 64], group=8, kv_heads=2, dim=64, q_len=2, page=page, window=window, sinks=True,
@@ -155,6 +159,34 @@ def test_pairs_have_the_parts_that_their_steps_ask_for(window):
     assert np.diff(reached).max() <= -(-steps.sum() // line.parts) + 8
     if window is not None:
         assert not np.asarray(line.slots[1]).any()  # few steps: no pair is cut
+
+
+def test_rows_that_their_table_cannot_hold_are_padding():
+    case = gqa_case([70, 60, 0], group=1, kv_heads=1, dim=64)
+    shape = expected_shape(case)
+    lens = case.seq_lens.at[1].set(shape["max_pages"] * 64 + 1)
+    decode_traced = jax.jit(functools.partial(gqa_decode, implementation="mosaic_gpu_interpret"))
+    out, lse = decode_traced(*case.args[:3], lens, layer=case.layer)
+    padded = dataclasses.replace(case, seq_lens=case.seq_lens.at[1].set(0))
+    assert_gqa_close(padded, out, lse)
+
+
+def test_nothing_is_packed_in_memory_beside_the_kernel():
+    """A group of 5, sinks and an FP8 cache, for each of which XLA once ran kernels of its own."""
+    lens, q = jnp.ones(3, jnp.int32), jnp.zeros((3, 1, 10, 64), jnp.bfloat16)
+    cache, tables = jnp.zeros((2, 9, 2, 64, 2, 64), FP8), jnp.zeros((3, 40), jnp.int32)
+    shape = dict(num_heads=10, num_kv_heads=2, head_dim=64, max_pages=40, page_size=64)
+    options = dict(
+        kv_scale=jnp.ones((2, 2)), sinks=jnp.zeros(10), layer=1, implementation="mosaic_gpu",
+        schedule=decode_schedule(lens, q_len=1, **shape),
+    )  # fmt: skip
+    op = functools.partial(gqa_decode, **options)
+    with traced_for_hopper(True):
+        traced = jax.make_jaxpr(op)(q, cache, tables, lens).jaxpr
+    made = {equation.primitive.name for equation in traced.eqns}
+    assert "custom_vmap_call" in made  # the kernel
+    moves = {"pad", "slice", "transpose", "concatenate", "gather", "convert_element_type", "mul"}
+    assert not made & moves, made
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from jaxattn.kernels.hopper.machine import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op
 from jaxattn.ops.gqa import prefill_mosaic
 from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case
-from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, x64
 
 ARRAYS = ("sinks", "gate", "kv_scale")
 
@@ -43,7 +43,7 @@ def grouped_case(dim: int, group: int, kv_heads: int) -> PrefillCase:
 
 @both_devices
 @pytest.mark.parametrize(
-    "dim, group, kv_heads", [(64, 1, 2), (64, 5, 1), (128, 4, 1), (128, 8, 2), (256, 5, 1)]
+    "dim, group, kv_heads", [(64, 1, 2), slow(64, 5, 1), (128, 4, 1), slow(128, 8, 2), (256, 5, 1)]
 )
 def test_groups(dim, group, kv_heads, implementation):
     run(grouped_case(dim, group, kv_heads), implementation)
@@ -61,11 +61,11 @@ def test_every_group_from_1_to_16(dim):
     "options",
     [
         dict(window=7, sinks=True),
-        dict(window=140, page=64),
+        slow(dict(window=140, page=64)),
         dict(soft_cap=2.0, gate=True, group=3),
         dict(dim=64, window=1, sinks=True, gate=True),
         dict(dim=256, gate=True, sinks=True, page=128),
-        dict(scale=0.3, page=32),
+        slow(dict(scale=0.3, page=32)),
     ],
     ids=str,
 )
@@ -75,9 +75,7 @@ def test_masks_and_epilogues(options, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize(
-    "dim, window", [pytest.param(64, None, marks=pytest.mark.slow), (128, 100), (256, None)]
-)
+@pytest.mark.parametrize("dim, window", [slow(64, None), (128, 100), slow(256, None)])
 def test_heads_are_not_packed_where_tokens_are_many(dim, window, implementation, monkeypatch):
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
     jax.clear_caches()
@@ -92,7 +90,7 @@ def test_float16_and_64_bit_numbers(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation, monkeypatch):
     for dim in (64, 256):
         config = dataclasses.replace(CONFIGS[dim], blocks=blocks, l2_bytes=1)
@@ -125,7 +123,9 @@ def test_a_cut_prompt_is_the_whole_prompt(implementation):
     np.testing.assert_allclose(cut_lse, lse[:, 49:], atol=1e-5)
 
 
-@pytest.mark.parametrize("dim, options", [(64, {}), (128, dict(window=60)), (256, dict(gate=True))])
+@pytest.mark.parametrize(
+    "dim, options", [slow(64, {}), (128, dict(window=60)), (256, dict(gate=True))]
+)
 def test_no_race_in_the_interpreter(dim, options, monkeypatch):
     forced = functools.partial(interpret_mode, True, detect_races=True)
     monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
@@ -177,7 +177,7 @@ def test_refuses_what_it_does_not_serve(change, words):
 
 
 @both_devices
-@pytest.mark.parametrize("form, page, window", [("fp8", 16, None), ("bfloat16", 8, 45)])
+@pytest.mark.parametrize("form, page, window", [slow("fp8", 16, None), ("bfloat16", 8, 45)])
 def test_other_caches_are_read_in_blocks(form, page, window, implementation, monkeypatch):
     monkeypatch.setattr(prefill_mosaic, "PREFIX_BLOCK", 32)
     monkeypatch.setattr(prefill_mosaic, "UNPACKED_BYTES", 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices, relative
+from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices, relative, slow
 
 SCALE, RANK, PAGE = 256**-0.5, 128, 64
 
@@ -61,7 +61,7 @@ def test_prefill_merges_the_cached_prefix(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("joined", [slow(False), True])
 def test_causal_attention_and_its_gradient(joined, implementation):
     lengths = jnp.array([70, 3], jnp.int32)
     q, k, v = draw(2, 72, 2, 256), draw(2, 72, 2, 192, seed=1), draw(2, 72, 2, 256, seed=2)

@@ -12,7 +12,7 @@ from jaxattn.core.turboquant import PRESETS
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule
 from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.kernels.mla_decode.schedule import Schedule
-from tests.helpers.kernel_cases import both_devices, no_races
+from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.turbo_cases import assert_turbo_close, turbo_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
@@ -56,7 +56,7 @@ def test_matches_float64(preset, group, dim, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("page", [16, slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     """Several tokens of a row, sinks and gates, over pages that copies of 16 tokens bring."""
     case = turbo_case(

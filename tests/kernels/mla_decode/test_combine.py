@@ -10,7 +10,7 @@ import pytest
 from jaxattn.kernels.mla_decode import combine as mla_combine
 from jaxattn.kernels.mla_decode.combine import combine
 from jaxattn.kernels.mla_decode.schedule import Schedule
-from tests.helpers.kernel_cases import both_devices, no_races
+from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 # Of each row of the batch: the slots of its partial results. The first was written whole; one has
 # all parts, its first one in slot 5.
@@ -33,7 +33,7 @@ def merged_exactly(partial, lse):
 @both_devices
 @pytest.mark.parametrize(
     "sharers, rows_of_a_block, rows, used",
-    [(1, 1, 8, 8), (1, 2, 8, 8), (1, 8, 16, 8), (1, 16, 16, 16), (3, 1, 8, 8)],
+    [(1, 1, 8, 8), slow(1, 2, 8, 8), slow(1, 8, 16, 8), (1, 16, 16, 16), (3, 1, 8, 8)],
 )
 def test_parts_that_see_nothing_much_and_nan(
     sharers, rows_of_a_block, rows, used, implementation, monkeypatch

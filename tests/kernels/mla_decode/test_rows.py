@@ -21,6 +21,7 @@ from tests.helpers.kernel_cases import (
     both_devices,
     mla_case,
     no_races,
+    slow,
     x64,
 )
 
@@ -91,7 +92,7 @@ def even_cuts(lens, parts):
     [
         ([140, 0, 128], 1, 18),  # tail page, padding row, whole pages
         ([1, 63, 64, 65], 1, 3),  # heads as columns
-        ([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
+        slow([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
         ([130], 2, 96),  # three tiles, the last one shared by both tokens
     ],
 )
@@ -135,14 +136,14 @@ def test_splits_that_see_nothing(lens, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("table_tail", [-1, 2147480000])
+@pytest.mark.parametrize("table_tail", [slow(-1), 2147480000])
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
     case = mla_case([65, 3], heads=20, table_tail=table_tail)
     assert_mla_close(case, *decode(case, implementation))
 
 
 @both_devices
-@pytest.mark.parametrize("page", [16, 128])  # 32 in the next test
+@pytest.mark.parametrize("page", [16, slow(128)])  # 32 in the next test
 def test_pages_of_other_sizes(page, implementation):
     case = mla_case([page + 1, 0, 145], heads=19, page=page)
     cuts = [(0, 0), (2, 1)]  # in 64 tokens
@@ -247,7 +248,7 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("cuts", [None, [(0, 0), (1, 1)]])
+@pytest.mark.parametrize("cuts", [slow(None), [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
     case = mla_case([2, 70], heads=7, q_len=3)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 5].set(jnp.nan)
@@ -272,7 +273,7 @@ def test_a_length_beyond_the_table_is_padding(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("cuts", [None, pytest.param([(0, 0), (0, 1)], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cuts", [None, slow([(0, 0), (0, 1)])])
 def test_with_x64_enabled(cuts, implementation):
     case = mla_case([70, 0], heads=10, q_len=2)
     with x64():
@@ -311,7 +312,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
 
 
 @both_devices
-@pytest.mark.parametrize("q_len", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("q_len", [slow(1), 2])
 def test_more_rows_than_parts(q_len, implementation):
     """Places in another order than the rows', the last one's without tokens; with q_len 2 rows of
     one token too."""
@@ -343,7 +344,7 @@ def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation)
 
 
 @both_devices
-@pytest.mark.parametrize("heads, in_two_parts", [(130, False), (192, True)])
+@pytest.mark.parametrize("heads, in_two_parts", [slow(130, False), (192, True)])
 def test_more_heads_than_two_tiles(heads, in_two_parts, implementation):
     """And each number as close as FlashMLA's tests want it, of their data."""
     case = mla_case([20, 3], heads=heads, clamped=True)

@@ -18,7 +18,7 @@ from jaxattn.kernels.hopper.machine import interpret_mode
 from jaxattn.kernels.mla_prefill.kernel import Config, attend_mosaic
 from jaxattn.kernels.mla_prefill.tile_order import head_group, tile_order
 from jaxattn.ops.mla import prefill as prefill_op
-from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, x64
 
 SCALE = 192**-0.5
 
@@ -111,7 +111,7 @@ def test_matches_float64(tokens, keys, heads, bounds, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation):
     case = make_case(264, 264, 2, [(0, 264, 264, 0), (0, 130, 130, 0)])
     run(case, implementation, config=Config(blocks=blocks, l2_bytes=1))
@@ -256,6 +256,7 @@ def test_no_race_where_a_cached_prefix_is_merged(monkeypatch):
 
 
 @both_devices
+@pytest.mark.slow
 def test_prefill_of_a_block_scaled_prefix_with_x64_enabled(implementation):
     case = prefill_case([100, 3], [20, 3])
     format = mla.LatentFormat("uint8", 128, 64)

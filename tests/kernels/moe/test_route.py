@@ -1,10 +1,14 @@
 """The routing kernel beside the reference: the same experts, ties included, and their weights."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.core.ahead import Ahead
+from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.moe import Router, route
 from jaxattn.ops.router import choose_experts
@@ -70,6 +74,18 @@ def test_halves_shared_experts_their_gate_and_padding_are_in_the_launch(
     np.testing.assert_allclose(
         weights[:, top_k:], np.repeat(opened[:, None], always, axis=1), rtol=1e-5
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [None, (3, 5), (0, 1)])
+def test_weights_that_are_asked_for_change_no_result(rows):
+    router = ROUTERS["v3"]
+    later = jnp.ones((4, 5, 192, 64), jnp.bfloat16)
+    choose = partial(choose_experts, *drawn(router, 2), router, implementation="mosaic_gpu")
+    for layer in range(4):
+        asked = jax.jit(lambda at: choose(ahead=[Ahead(later, LayerOf(at, 1, -1), rows)]))
+        for found, wanted in zip(asked(jnp.int32(layer + 1)), jax.jit(choose)(), strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @both_devices

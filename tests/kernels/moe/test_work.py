@@ -18,6 +18,7 @@ from jaxattn.kernels.moe.config import (
     token_tile,
 )
 from jaxattn.kernels.moe.few import work_of_few
+from jaxattn.kernels.moe.several import work_of_several
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, work_list
 from tests.helpers.kernel_cases import both_devices, no_races
 
@@ -83,7 +84,7 @@ def test_every_pair_has_its_row(tokens, experts, top_k, columns, some):
 
 @both_devices
 @pytest.mark.parametrize("tokens, experts, top_k", [(1, 64, 6), (8, 7, 5)])
-def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, implementation):
+def test_the_kernel_lists_few_tokens_by_their_experts(tokens, experts, top_k, implementation):
     ids = drawn(tokens, experts, top_k, seed=tokens)
     interpret = implementation == "mosaic_gpu_interpret"
     guard = no_races() if interpret else contextlib.nullcontext()
@@ -99,8 +100,37 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     listed = make(jnp.asarray(ids), experts, 8)
     count = int(listed.total[0])
     assert int(work.total[0]) == count
+    # From the last expert to the first.
+    np.testing.assert_array_equal(work.tiles[EXPERT, :count][::-1], listed.tiles[EXPERT, :count])
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "tokens, experts, top_k, columns, some",
+    [(32, 64, 5, 8, None), (33, 12, 4, 16, 9), (17, 256, 9, 8, None), (43, 3, 3, 8, None)],
+)
+def test_the_kernel_sorts_several_tokens_as_xla_does(
+    tokens, experts, top_k, columns, some, implementation
+):
+    ids = drawn(tokens, experts, top_k, some=some, seed=tokens)
+    interpret = implementation == "mosaic_gpu_interpret"
+    guard = no_races() if interpret and tokens == 17 else contextlib.nullcontext()
+    with guard:
+        x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+        work, rows = work_of_several(
+            jnp.asarray(ids), x, experts, columns, blocks=3 if interpret else None,
+            interpret=interpret, detect_races=interpret and tokens == 17,
+        )  # fmt: skip
+        jax.block_until_ready(rows)
+    listed = make(jnp.asarray(ids), experts, columns)
+    count = int(listed.total[0])
+    assert int(work.total[0]) == count
     np.testing.assert_array_equal(work.tiles[:, :count], listed.tiles[:, :count])
     np.testing.assert_array_equal(work.positions[: ids.size], listed.positions)
+    placed = np.asarray(listed.positions).reshape(ids.shape)
+    for k in range(top_k):
+        here = placed[:, k] >= 0
+        np.testing.assert_array_equal(rows[placed[here, k]], x[here])
 
 
 def test_many_pairs_are_sorted_to_the_same_list(monkeypatch):

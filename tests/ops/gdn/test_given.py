@@ -30,8 +30,8 @@ def recurrent(q, **given):
 
 
 def prefill(q, state_indices=(1, 3), cu_seqlens=(0, 10, 40), **given):
-    others = {"cu_seqlens": cu_seqlens, "checkpoint_tokens": 16, "chunk_size": 16}
-    given = {"checkpoint_indices": [[-1], [-1]]} | others | given
+    kept = gdn.Checkpoints(slots=given.pop("checkpoints.slots", [[-1], [-1]]), tokens=16)
+    given |= dict(cu_seqlens=cu_seqlens, chunk_size=16, checkpoints=kept)
     return gated_delta_rule_prefill(q, *SEQUENCE[1:], POOL, state_indices, **given)
 
 
@@ -78,8 +78,8 @@ SLOTS = [
     ("write_indices", [3, 0], "row 0 writes slot 3, which row 1 reads"),
 ]
 KEPT = [
-    ("checkpoint_indices", [[0], [6]], r"side by side, must lie in \[-1, 6\)"),
-    ("checkpoint_indices", [[2, 2], [-1, -1]], r"slot\(s\) \[2\] more than once"),
+    ("checkpoints.slots", [[0], [6]], r"side by side, must lie in \[-1, 6\)"),
+    ("checkpoints.slots", [[2, 2], [-1, -1]], r"slot\(s\) \[2\] more than once"),
 ]
 CASES = [
     *((op, *case) for op in (chunk, recurrent, prefill, conv) for case in OFFSETS),
@@ -104,8 +104,8 @@ def test_what_is_known_and_wrong_is_an_error(op, name, values, message, kind, in
     [
         *((op, *case) for op in (prefill, decode, layer, update) for case in SLOTS[3:5]),
         *((op, "write_indices", [[2], [2]], "more than once") for op in (decode, layer, update)),
-        (prefill, "checkpoint_indices", [[0], [6]], r"must lie in \[-1, 6\)"),
-        (prefill, "checkpoint_indices", [[2, 2], [-1, -1]], r"slot\(s\) \[2\] more than once"),
+        (prefill, "checkpoints.slots", [[0], [6]], r"must lie in \[-1, 6\)"),
+        (prefill, "checkpoints.slots", [[2, 2], [-1, -1]], r"slot\(s\) \[2\] more than once"),
     ],
 )
 def test_known_writes_are_checked_beside_reads_that_are_not(op, name, values, message):
@@ -124,7 +124,7 @@ def test_unsigned_numbers_are_compared_as_what_they_are(dtype):
     for x, y in zip(decode(ROWS.q, slots, write_indices=slots), decode(ROWS.q), strict=True):
         np.testing.assert_array_equal(x, y)
     kept = [
-        prefill(SEQUENCE.q, write_indices=np.array([1, 3]), checkpoint_indices=x)
+        prefill(SEQUENCE.q, write_indices=np.array([1, 3]), **{"checkpoints.slots": x})
         for x in (np.array([[4], [5]], dtype), [[4], [5]])
     ]
     np.testing.assert_array_equal(*(state for _, state in kept))

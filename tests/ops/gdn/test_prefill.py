@@ -14,9 +14,7 @@ from tests.helpers.gdn_cases import make, make_state, oracle, relative
 
 TOKENS, SLOTS, EVERY = 100, 8, 32
 # Everything but shapes is data: one compilation for all of these.
-prefill = jax.jit(
-    partial(gated_delta_rule_prefill, chunk_size=16, use_qk_l2norm=False, checkpoint_tokens=EVERY)
-)
+prefill = jax.jit(partial(gated_delta_rule_prefill, chunk_size=16, use_qk_l2norm=False))
 
 
 def check(lens, reads, writes=None, fresh=(), kept=None, gates="logsigmoid", poison=np.nan):
@@ -49,7 +47,7 @@ def check(lens, reads, writes=None, fresh=(), kept=None, gates="logsigmoid", poi
         has_initial_state=np.array([i not in fresh for i in range(count)]),
         cu_seqlens=ends,
         layer=jnp.int32(1),
-        checkpoint_indices=kept.astype(np.int32),
+        checkpoints=gdn.Checkpoints(slots=kept.astype(np.int32), tokens=EVERY),
     )
     np.testing.assert_array_equal(out[:, ~real], 0)
     untouched = np.ones((2, SLOTS), bool)
@@ -133,7 +131,7 @@ def test_a_prompt_goes_on_from_its_checkpoint():
         has_initial_state=np.ones(5, bool),
         cu_seqlens=np.array([0, 33, 33, 33, 33, 33], np.int32),
         layer=jnp.int32(1),
-        checkpoint_indices=kept,
+        checkpoints=gdn.Checkpoints(slots=kept, tokens=EVERY),
     )
     assert relative(again[:, :33], out[:, 64:97]) < 1e-6
     assert relative(after[1, 4], pool[1, 0]) < 1e-6  # the final state
@@ -152,7 +150,7 @@ def test_prefill_then_decode_equals_a_longer_prefill():
         write_indices=slots,
         has_initial_state=np.zeros(5, bool),
         layer=jnp.int32(1),
-        checkpoint_indices=np.full((5, 3), -1, np.int32),
+        checkpoints=gdn.Checkpoints(slots=np.full((5, 3), -1, np.int32), tokens=EVERY),
     )
     pool = np.full((2, SLOTS, 2, 16, 32), np.nan, np.float32)
     expected, whole = prefill(*sequence, pool, slots, cu_seqlens=ends, **options)
@@ -179,10 +177,11 @@ def test_rows_of_a_batch_on_a_plain_bfloat16_pool():
     inputs = make(2, 75, 2, 4, 32, 16, "slow")
     pool = make_state(5, 4, 32, 16).astype(jnp.bfloat16)
     pool[[1, 4]] = np.nan
-    slots, kept = np.array([4, 2], np.uint8), np.array([[-1], [3]], np.int32)
-    run = jax.jit(partial(gated_delta_rule_prefill, checkpoint_tokens=64))
+    slots = np.array([4, 2], np.uint8)
+    kept = gdn.Checkpoints(slots=np.array([[-1], [3]], np.int32), tokens=64)
+    run = jax.jit(gated_delta_rule_prefill)
     fresh = np.array([False, True])
-    out, new = run(*inputs, pool, slots, has_initial_state=fresh, checkpoint_indices=kept)
+    out, new = run(*inputs, pool, slots, has_initial_state=fresh, checkpoints=kept)
     start = np.stack([np.zeros_like(pool[2]), pool[2]]).astype(np.float32)
     expected, final = oracle(*inputs, initial_state=start, l2norm=True)
     _, middle = oracle(*(x[:, :64] for x in inputs), initial_state=start, l2norm=True)
@@ -218,14 +217,14 @@ def test_no_token_leaves_the_pool_as_it_is():
 
 def test_a_donated_stack_is_updated_in_place_in_a_scan_over_layers():
     layers, slots = 4, 1024
+    kept = gdn.Checkpoints(slots=[[1, 3], [4, -1], [7, 6]], tokens=32)
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
 
     def step(pool, inputs, ends):
         def body(pool, layer):
             out, pool = gated_delta_rule_prefill(
                 *inputs, pool, jnp.array([0, 2, 5]), cu_seqlens=ends, layer=layer, chunk_size=16,
-                checkpoint_tokens=32, checkpoint_indices=jnp.array([[1, 3], [4, -1], [7, 6]]),
-                implementation="xla",
+                checkpoints=kept, implementation="xla",
             )  # fmt: skip
             return pool, out
 
@@ -254,8 +253,8 @@ def test_errors_name_the_argument_and_what_was_given():
             gated_delta_rule_prefill(*inputs, pool, slots, **options)
 
     def kept(message, indices, tokens=16, error=ValueError, **changes):
-        indices = None if indices is None else np.array(indices)
-        refused(message, error, checkpoint_indices=indices, checkpoint_tokens=tokens, **changes)
+        checkpoints = gdn.Checkpoints(slots=np.array(indices), tokens=tokens)
+        refused(message, error, checkpoints=checkpoints, **changes)
 
     refused(r"q must be \[B, T, Hk, Dk\].*\(40, 2, 16\)", inputs=(inputs.q[0], *inputs[1:]))
     refused(r"Hv=3 .* multiple of the Hk=2", inputs=(*inputs[:2], inputs.v[:, :, :3], *inputs[3:]))
@@ -281,15 +280,16 @@ def test_errors_name_the_argument_and_what_was_given():
     writes(r"write_indices must lie in \[-1, 6\).*\[\[0\], \[9\]\]", [0, 9])
     writes(r"write_indices .* \[2\] more than once", [2, 2])
     writes(r"row 0 writes slot 3, which row 1 reads", [3, 1])
-    kept(r"pass checkpoint_tokens and checkpoint_indices together, got .*None", None)
-    kept(r"together, got checkpoint_tokens=None and .*\[2, 1\]", [[0], [2]], None)
-    kept(r"checkpoint_tokens must be a positive multiple of chunk_size=16, got 24", [[0], [2]], 24)
-    kept(r"checkpoint_tokens must be a positive multiple of chunk_size=16, got 0", [[0], [2]], 0)
-    kept(r"checkpoint_tokens must be an integer, got 16.0", [[0], [2]], 16.0, TypeError)
-    kept(r"checkpoint_indices must be integers of shape \[2, M\].*\[2\]", [0, 2])
+    refused("checkpoints must be a Checkpoints, got dict", TypeError, checkpoints={})
+    refused("output_norm must be an OutputNorm, got tuple", TypeError, output_norm=(1, 2))
+    kept(r"checkpoints.tokens must be an integer, got None", [[0], [2]], None, TypeError)
+    kept(r"checkpoints.tokens must be a positive multiple of chunk_size=16, got 24", [[0], [2]], 24)
+    kept(r"checkpoints.tokens must be a positive multiple of chunk_size=16, got 0", [[0], [2]], 0)
+    kept(r"checkpoints.tokens must be an integer, got 16.0", [[0], [2]], 16.0, TypeError)
+    kept(r"checkpoints.slots must be integers of shape \[2, M\].*\[2\]", [0, 2])
     floats = [[0.0], [2.0]]
-    kept(r"checkpoint_indices must be integers of.*float64", floats, error=TypeError)
-    kept(r"checkpoint_indices, side by side, must lie in \[-1, 6\)", [[0], [7]])
+    kept(r"checkpoints.slots must be integers of.*float64", floats, error=TypeError)
+    kept(r"checkpoints.slots, side by side, must lie in \[-1, 6\)", [[0], [7]])
     kept(r"side by side, must not name a slot twice, got slot\(s\) \[2\]", [[0, 2], [2, -1]])
     kept(r"side by side, must not name a slot twice, got slot\(s\) \[1\]", [[0, 1], [2, -1]])
     kept(r"row 0 writes slot 3, which row 1 reads", [[3], [-1]], write_indices=np.array([0, 2]))

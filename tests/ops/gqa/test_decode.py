@@ -238,6 +238,19 @@ def test_decode_is_differentiable_past_poison():
 # arguments
 
 
+@pytest.mark.parametrize("head_dim, heads, kv_heads", [(128, 32, 8), (128, 64, 8), (64, 64, 8)])
+@pytest.mark.parametrize("batch", [1, 16, 255, 256, 264, 2048])
+def test_partial_results_grow_with_neither_rows_nor_context(batch, head_dim, heads, kv_heads):
+    """SGLang kept 16.25 GiB of them for 2,048 rows, 32 heads over 8, and 131,072 tokens."""
+    for tokens in (1024, 25_432, 131_072):
+        spec = gqa.scratch(
+            batch=batch, q_len=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+            max_pages=-(-tokens // 64), page_size=64,
+        )  # fmt: skip
+        out = batch * heads * head_dim * 2
+        assert spec.nbytes - out <= 2 * 2**20
+
+
 def test_an_arena_comes_back():
     pool = make_pool([20, 5], page=16, kv_heads=2, dim=8)
     spec = gqa.scratch(

@@ -200,9 +200,9 @@ def test_prefill_on_a_pool_keeps_checkpoints_and_norms_with_a_sigmoid():
     pool[:3] = state
     o, new = kda.kda_prefill(
         *inputs, pool, np.array([0, 1, -1], np.int32), cu_seqlens=offsets, chunk_size=32,
-        has_initial_state=np.array([True, False, True]), checkpoint_tokens=64,
-        checkpoint_indices=np.array([[-1], [5], [6]], np.int32), use_qk_l2norm=True,
-        gate=gate, norm_weight=weight, norm_eps=1e-5,
+        has_initial_state=np.array([True, False, True]), use_qk_l2norm=True,
+        checkpoints=kda.Checkpoints(slots=np.array([[-1], [5], [6]], np.int32), tokens=64),
+        output_norm=kda.OutputNorm(gate=gate, weight=weight, eps=1e-5),
     )  # fmt: skip
     state[1] = 0
     expected, finals = oracle(

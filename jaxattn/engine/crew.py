@@ -1,0 +1,200 @@
+"""The processes of one engine on several hosts: who they are, and how all of them end together.
+
+    crew = Crew.leading("0.0.0.0:1235", processes=2)        or Crew.following("host-0:1235", rank=1)
+    crew.agree({"jaxattn": "0.9", "checkpoint": "5f3c..."})     before anything is loaded
+    with crew.together():
+        ...                        what one raises here, all are told
+
+A group shares its fate: a step that one process does not run, no other finishes. Each process has a
+thread that tells the others every second that it is alive, and that ends its process
+
+- as soon as another is gone, or has failed: with what that one said;
+- when another has said nothing for `SILENT` seconds: it is stopped, or its host is gone;
+- when a step has not ended for `stuck` seconds on the devices, which JAX waits for without end.
+
+Threads do this, so that a process ends also while it waits in a library.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxattn.engine.links import AGREED, ALIVE, END, FACTS, FAILED, HostError, Link, follow, lead
+
+SILENT = 20.0  # seconds
+STUCK = 20.0  # seconds
+CODE = 70  # EX_SOFTWARE
+
+
+def end_process(message: str) -> None:
+    """Ends this process with one line, whatever its other threads wait for."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(CODE)
+
+
+class Crew:
+    """One process's links to the others.
+
+    Args:
+        rank: of this process; 0 leads.
+        links: the leader's to all others, or the one to the leader.
+        silent, stuck: seconds, see above.
+        end: ends the process with a message.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Sequence[Link],
+        *,
+        silent: float = SILENT,
+        stuck: float = STUCK,
+        end: Callable[[str], None] = end_process,
+    ):
+        self.rank, self.links = rank, list(links)
+        self._silent, self._stuck, self._end = silent, stuck, end
+        self._closed = threading.Event()
+        self._last: tuple[float, Any] | None = None
+        self.steps = 0
+        for link in self.links:
+            link.listen(self._heard_end)
+        self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def leading(
+        cls, address: str, processes: int, *, timeout: float = 300.0, **options: Any
+    ) -> "Crew":
+        """The crew of process 0, as soon as all others are there; arguments of `links.lead`.
+
+        Raises:
+            HostError: some have not come.
+        """
+        return cls(0, lead(address, processes, timeout=timeout), **options)
+
+    @classmethod
+    def following(
+        cls, address: str, rank: int, *, timeout: float = 300.0, **options: Any
+    ) -> "Crew":
+        """The crew of another process.
+
+        Raises:
+            HostError: there is no leader at the address.
+        """
+        return cls(rank, [follow(address, timeout=timeout)], **options)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compares what has to be the same in all processes.
+
+        Raises:
+            HostError: a process has another value; it names both, and all processes are told.
+        """
+        if not self.leads:
+            [link] = self.links
+            link.send_text(FACTS, json.dumps({"process": str(self.rank), **facts}))
+            if link.receive().kind != AGREED:
+                raise HostError(f"{link.name} is no process of this engine")
+            return
+        for link in self.links:
+            found = json.loads(link.receive().text)
+            link.name = f"process {found.pop('process', '?')} at {link.name.rpartition(' ')[2]}"
+            for name in dict.fromkeys([*facts, *found]):
+                if found.get(name) != facts.get(name):
+                    message = (
+                        f"the processes differ in {name}: {link.name} has {found.get(name)}, and "
+                        f"process 0 has {facts.get(name)}; start all of them with the same"
+                    )
+                    self.fail(message)
+                    raise HostError(message)
+        for link in self.links:
+            link.send(AGREED)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Tells the other processes what is raised inside, so that they end with it."""
+        try:
+            yield
+        except BaseException as error:
+            what = " ".join(str(error).split()) or type(error).__name__
+            self.fail(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
+            raise
+
+    def fail(self, message: str) -> None:
+        """Tells all others that the group ends."""
+        self._closed.set()
+        for link in self.links:
+            with contextlib.suppress(HostError):  # who is gone needs no word
+                link.send_text(FAILED, message)
+
+    def sent(self, result: Any) -> None:
+        """Notes that a step was sent to the devices, and what it will give."""
+        self.steps += 1
+        found = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+        self._last = (time.monotonic(), found[0]) if found else None
+
+    def close(self) -> None:
+        """Ends the watch and the links; the leader's tells the others that they are done."""
+        self._closed.set()
+        for link in self.links:
+            if self.leads:
+                with contextlib.suppress(HostError):  # who is gone needs no word
+                    link.send(END)
+            link.close()
+
+    def _watch(self) -> None:
+        period = min(1.0, self._silent / 4, self._stuck / 4)
+        while not self._closed.wait(period):
+            for link in self.links:
+                try:
+                    link.send(ALIVE, None, self.steps)
+                except HostError as error:
+                    self._ended(str(error))
+                    return
+                quiet = time.monotonic() - link.heard
+                if quiet > self._silent:
+                    self._ended(
+                        f"{link.name} has said nothing for {quiet:.0f} s: it is stopped, or its "
+                        "host is gone"
+                    )
+                    return
+            if message := self._not_ended():
+                self._ended(message)
+                return
+
+    def _not_ended(self) -> str | None:
+        """What to say of a step that does not end; None if there is none."""
+        if self._last is None:
+            return None
+        when, result = self._last
+        took = time.monotonic() - when
+        if took < self._stuck or result.is_deleted() or result.is_ready():
+            return None
+        behind = [
+            f"{link.name} is {self.steps - link.taken} steps behind"
+            for link in self.links
+            if self.leads and link.taken < self.steps
+        ]
+        reason = ", ".join(behind) or "the devices do not finish it"
+        return f"a step of process {self.rank} has not ended for {took:.0f} s: {reason}"
+
+    def _heard_end(self, error: HostError | None) -> None:
+        if error is None:  # the leader is done
+            self._closed.set()
+        else:
+            self._ended(str(error))
+
+    def _ended(self, message: str) -> None:
+        if not self._closed.is_set():
+            self.fail(message)
+            self._end(f"the group of processes ends: {message}")

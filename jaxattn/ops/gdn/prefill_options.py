@@ -1,0 +1,125 @@
+"""What `gated_delta_rule_prefill` takes in groups: checkpoints, and the norm of its output."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.checks import as_given, check_integer, check_integers, finite, floats
+from jaxattn.core.slots import write_slots
+from jaxattn.kernels.gdn_prefill.output_norm import Norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Slots that take each sequence's state after every so many tokens.
+
+    They are states of the recurrence alone. That of a convolution before it is its last W - 1
+    inputs, which the caller has: of the `x` that `causal_conv1d` was given, the tokens
+    `x[:, end - (W - 1) : end]`, where the checkpoint is taken before token `end`.
+
+    Attributes:
+        slots: `slots[i, j]` takes sequence i's state after `(j + 1) * tokens` tokens; -1 keeps
+            nothing, and what lies past a sequence's end is ignored. The rules of `write_indices`
+            hold for both together.
+        tokens: a multiple of chunk_size, counted from each sequence's first token of the call: a
+            prompt that comes in parts has its checkpoints where it wants them if the parts are
+            multiples of it too.
+    """
+
+    slots: Int[Array, "n M"]
+    tokens: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputNorm:
+    """`o / rms(o) * weight * silu(z)` over Dv, in float32: Qwen3-Next's convention.
+
+    Kimi's rule, `jaxattn.kda`, has sigmoid(z) in place of silu(z).
+
+    Attributes:
+        gate: z is in its last Hv * Dv columns, head after head. The packed projection q | k | v | z
+            serves as it is, N = Dc + Hv * Dv.
+        weight: of the norm.
+        eps: added to the mean square.
+    """
+
+    gate: Float[Array, "B T N"]
+    weight: Float[Array, " Dv"]
+    eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
+
+
+def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> Norm | None:
+    """What the kernel takes of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
+    if norm is None:
+        return None
+    if not isinstance(norm, OutputNorm):
+        raise TypeError(f"{op}: output_norm must be an OutputNorm, got {type(norm).__name__}")
+    names = {"output_norm.gate": norm.gate, "output_norm.weight": norm.weight}
+    gate, weight = floats(op, **names)
+    tokens, columns, width = v.shape[:2], v.shape[2] * v.shape[3], v.shape[3]
+    if gate.ndim != 3 or gate.shape[:2] != tokens or gate.shape[2] < columns:
+        raise ValueError(
+            f"{op}: output_norm.gate must be [{tokens[0]}, {tokens[1]}, N] with N at least "
+            f"Hv * Dv = {columns}, got {list(gate.shape)}"
+        )
+    if weight.shape != (width,):
+        raise ValueError(f"{op}: output_norm.weight must be [{width}], got {list(weight.shape)}")
+    eps = finite(op, "output_norm.eps", norm.eps)
+    gate = gate.reshape(v.shape[0] * v.shape[1], gate.shape[2])
+    return Norm(gate, weight.astype(jnp.float32), eps, sigmoid)
+
+
+def check_checkpoints(op: str, checkpoints: Any, count: int, chunk_size: int) -> Any:
+    """Those of `count` sequences with slots as `as_given` has them, None where none are kept.
+
+    Raises:
+        TypeError, ValueError: it is another thing, or a field does not fit; it is named.
+    """
+    if checkpoints is None:
+        return None
+    if not isinstance(checkpoints, Checkpoints):
+        raise TypeError(
+            f"{op}: checkpoints must be a Checkpoints, got {type(checkpoints).__name__}"
+        )
+    tokens = checkpoints.tokens
+    check_integer(op, "checkpoints.tokens", tokens)
+    if tokens <= 0 or tokens % chunk_size:
+        raise ValueError(
+            f"{op}: checkpoints.tokens must be a positive multiple of {chunk_size=}, got {tokens}"
+        )
+    slots = as_given(checkpoints.slots)
+    fits = slots.ndim == 2 and slots.shape[0] == count
+    check_integers(op, "checkpoints.slots", slots, f"[{count}, M]", fits=fits)
+    return Checkpoints(slots=slots, tokens=tokens) if slots.shape[1] else None
+
+
+def check_writes(
+    op: str,
+    state: Array,
+    reads: Array,
+    writes: Array | None,
+    layer: int | Array | None,
+    kept: Array | None,
+) -> Array:
+    """The slots of the final states; raises where they or the checkpoints' slots do not fit."""
+    count = reads.shape[0]
+    if writes is not None:
+        fits = writes.shape == (count,)
+        check_integers(op, "write_indices", writes, f"[{count}]", fits=fits)
+    finals = write_slots(op, state, reads, writes, layer, 1)
+    if kept is None or isinstance(kept, jax.core.Tracer):
+        return finals
+    # Of one width: of uint64 and int64 NumPy would make float64.
+    every: Any = np.asarray(kept).astype(np.int64)
+    name = "checkpoints.slots"
+    if not isinstance(finals, jax.core.Tracer):
+        every = np.concatenate([np.asarray(finals).astype(np.int64)[:, None], every], axis=1)
+        name = f"write_indices and {name}, side by side,"
+    write_slots(op, state, reads, every, layer, every.shape[1], name=name)
+    return finals

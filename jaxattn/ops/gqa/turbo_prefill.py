@@ -1,0 +1,131 @@
+"""Attention of many tokens of a row over a TurboQuant cache, by the kernel that reads prompts.
+
+A block of cached tokens becomes float16 keys and values, the keys still rotated. The kernel attends
+to it, and the results of all blocks are merged by log-sum-exp. A block is bounded, so the memory
+does not grow with the context. Norms, scales and minima are float16 numbers in the cache too, and
+bfloat16 would be an eighth as exact.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.core.dispatch import without_gradient
+from jaxattn.core.pages import Unfold, page_blocks
+from jaxattn.core.turbo_slots import page_slots, unpack
+from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, rotate
+from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
+from jaxattn.ops.gqa.prefill_mosaic import merged
+from jaxattn.ops.gqa.scores import Scores, window_begins
+
+# Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
+# values of all rows, and at least LEAST_BLOCK.
+LEAST_BLOCK = 1024
+UNPACKED_BYTES = 2**26
+HALF = jnp.dtype(jnp.float16)
+
+
+def turbo_prefill_mosaic(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array | None,
+    layer: jax.Array | int | None,
+    sinks: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    scores: Scores,
+    form: TurboFormat,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`jaxattn.gqa.turbo_attention` of more tokens than decode takes; documented there."""
+    op = "turbo_attention"
+    refuse(op, q, q, q, interpret=interpret)
+    q, sinks, gate = without_gradient(op, (q, sinks, gate))
+    if query_lens is None:
+        query_lens = jnp.full_like(seq_lens, q.shape[1])
+    addressing = block_tables, seq_lens, query_lens, layer
+    return _prefill(
+        q, kv_cache, *addressing, sinks, gate, scores=scores, form=form, interpret=interpret
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scores", "form", "interpret"))
+def _prefill(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    sinks: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    scores: Scores,
+    form: TurboFormat,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    batch, kv_heads = q.shape[0], kv_cache.shape[-2]
+    query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
+    lengths = jnp.where(query_lens > 0, seq_lens, 0)
+    zero = jnp.zeros_like(lengths)
+    begins = window_begins(scores, jnp.maximum(lengths - query_lens, 0), lengths)
+
+    def tokens(pages: jax.Array) -> jax.Array:
+        """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
+        slots = page_slots(form, pages)
+        halves = [_half(x) for x in dequantize(form, unpack(form, slots))]
+        both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
+        return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
+
+    page = form.page_size(kv_cache)
+    of_token = batch * 2 * kv_heads * form.head_dim * HALF.itemsize
+    pages, firsts, read = page_blocks(
+        kv_cache, block_tables, lengths, layer=layer,
+        block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
+        unfold=Unfold(page, tokens),
+    )  # fmt: skip
+    queries = _half(rotate(q) if form.rotated else q)
+
+    def add_block(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        kv, positions = read(pages[i], firsts[i])
+        there = jnp.clip(lengths - firsts[i], 0, positions.shape[0])
+        bounds = zero, query_lens, zero, there, lengths - query_lens - firsts[i]
+        found = gqa_prefill_mosaic(
+            queries, kv[:, :, 0], kv[:, :, 1], jnp.stack(bounds, axis=1), scale=scores.scale,
+            window=scores.window, soft_cap=scores.soft_cap, interpret=interpret,
+        )  # fmt: skip
+        return merged(*state, *found)
+
+    size = pages.shape[-1] * page
+    start = jnp.int32(0)
+    if begins is not None:
+        start = jnp.min(jnp.where(lengths > 0, begins, jnp.iinfo(jnp.int32).max)) // size
+    reached = jnp.sum(firsts < lengths.max(), dtype=jnp.int32)
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+    out, lse = lax.fori_loop(start, reached, add_block, nothing)
+    return _finished(out, lse, sinks, gate, q.dtype)
+
+
+def _half(x: jax.Array) -> jax.Array:
+    """float16, its largest number in place of greater finite ones."""
+    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16)).astype(HALF)
+
+
+def _finished(
+    out: jax.Array, lse: jax.Array, sinks: jax.Array | None, gate: jax.Array | None, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """With sinks and gates, which padding has neither of."""
+    padding = jnp.isneginf(lse)
+    if sinks is not None:
+        joined = jnp.logaddexp(lse, sinks)
+        out = jnp.where(padding[..., None], 0, out * jnp.exp(lse - joined)[..., None])
+        lse = jnp.where(padding, lse, joined)
+    if gate is not None:
+        share = jax.nn.sigmoid(gate.astype(dtype).astype(jnp.float32))
+        out = jnp.where(padding[..., None], 0, out * share)
+    return out.astype(dtype), lse

@@ -1,0 +1,92 @@
+"""Prompts over a TurboQuant cache by the kernel that reads prompts, a block of tokens at a time."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jaxattn.core.turboquant import PRESETS, TurboFormat
+from jaxattn.ops.gqa import turbo_prefill
+from jaxattn.ops.gqa.turbo_prefill import UNPACKED_BYTES
+from jaxattn.ops.gqa.turboquant import turbo_attention
+from tests.helpers.kernel_cases import both_devices
+from tests.helpers.turbo_cases import assert_turbo_close, turbo_case
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
+traced = jax.jit(turbo_attention, static_argnames=("form", "window", "soft_cap", "implementation"))
+# Keys, values, rotated queries and weights in float16.
+BOUNDS = {"error": 4e-3, "lse_error": 4e-3}
+
+
+def attend(case, implementation):
+    return traced(
+        *case.args, form=case.form, layer=case.layer, implementation=implementation, **case.options
+    )
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "lens, preset, options",
+    [
+        ([150, 0, 20], "4bit_nc", dict(q_len=20, query_lens=[20, 5, 9], gate=True)),
+        ([140, 9], "k8v4", dict(q_len=9, window=40, sinks=True, page=32)),
+    ],
+)
+def test_blocks_are_one_softmax(lens, preset, options, implementation, monkeypatch):
+    """Of blocks of 64 tokens; a row without tokens, and windows that begin within a block."""
+    monkeypatch.setattr(turbo_prefill, "LEAST_BLOCK", 64)
+    monkeypatch.setattr(turbo_prefill, "UNPACKED_BYTES", 1)
+    turbo_prefill._prefill.clear_cache()
+    case = turbo_case(lens, preset, group=2, kv_heads=1, **options)
+    assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
+    turbo_prefill._prefill.clear_cache()
+
+
+def test_the_block_is_bounded_whatever_the_context():
+    """No intermediate is larger than a block of unpacked float32 keys and values, of 131,072."""
+    form = TurboFormat(preset="4bit_nc", head_dim=64)
+
+    def op(q, cache, tables, lens):
+        return turbo_attention(
+            q, cache, tables, lens, form=form, implementation="mosaic_gpu_interpret"
+        )
+
+    shapes = [((1, 16, 32, 64), jnp.bfloat16), ((2048, 8, 64 * form.slot_bytes), jnp.uint8)]
+    shapes += [((1, 2048), jnp.int32), ((1,), jnp.int32)]
+    sizes = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            sizes.extend(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.outvars)
+            for inner in jaxprs_in_params(eqn.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(op)(*(jax.ShapeDtypeStruct(*each) for each in shapes)).jaxpr)
+    assert UNPACKED_BYTES <= max(sizes) <= 2 * UNPACKED_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "lens, group, kv_heads, dim, options",
+    [
+        ([4096, 2048], 4, 8, 128, dict(q_len=2048)),
+        ([3000, 0, 700], 8, 2, 256, dict(q_len=300, gate=True, query_lens=[300, 0, 17])),
+        ([2500, 129], 8, 8, 64, dict(q_len=100, sinks=True, window=128)),
+    ],
+)
+def test_real_shapes(lens, group, kv_heads, dim, options, preset):
+    case = turbo_case(
+        lens, preset, group=group, kv_heads=kv_heads, dim=dim, layers=1, layer=0, **options
+    )
+    expected = attend(case, "xla")
+    out, lse = attend(case, "mosaic_gpu")
+    seen = ~np.isneginf(np.asarray(lse))
+    np.testing.assert_array_equal(seen, ~np.isneginf(np.asarray(expected[1])))
+    np.testing.assert_allclose(lse[seen], expected[1][seen], atol=4e-3)
+    some, other = (np.asarray(x, np.float32)[seen] for x in (out, expected[0]))
+    error = np.linalg.norm(some - other, axis=-1) / np.linalg.norm(other, axis=-1)
+    assert error.max() < 6e-3 and (np.asarray(out)[~seen] == 0).all()

@@ -1,0 +1,206 @@
+"""Connections between processes, and a crew that ends together: in threads of one process."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.engine import links
+from jaxattn.engine.crew import Crew
+from jaxattn.engine.links import HostError, Link
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def pair() -> tuple[Link, Link]:
+    """(the leader's end, the other's)."""
+    address, found = f"127.0.0.1:{free_port()}", []
+    waiting = threading.Thread(target=lambda: found.append(links.follow(address, timeout=10)))
+    waiting.start()
+    [leader] = links.lead(address, 2, timeout=10)
+    waiting.join()
+    return leader, found[0]
+
+
+@pytest.fixture
+def linked() -> Iterator[tuple[Link, Link]]:
+    leader, other = pair()
+    yield leader, other
+    leader.close()
+    other.close()
+
+
+class Ends:
+    """What would have ended a process."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self._came = threading.Event()
+
+    def __call__(self, message: str) -> None:
+        self.messages.append(message)
+        self._came.set()
+
+    def wait(self, seconds: float = 5.0) -> str:
+        assert self._came.wait(seconds), "nothing ended"
+        return self.messages[0]
+
+
+@pytest.fixture
+def crews() -> Iterator[tuple[Crew, Crew, Ends, Ends]]:
+    """(the leader, another, what ends either)."""
+    ends = Ends(), Ends()
+    made = [
+        Crew(rank, [link], silent=1.0, stuck=0.5, end=end)
+        for rank, (link, end) in enumerate(zip(pair(), ends, strict=True))
+    ]
+    yield made[0], made[1], *ends
+    for crew in made:
+        crew.close()
+
+
+def test_messages_arrive_as_they_were_sent(linked):
+    leader, other = linked
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    leader.send(links.PREFILL, array, 4, 128, 1)
+    leader.send(links.ALIVE, None, 3)
+    leader.send(links.FORGET)
+    leader.send_text(links.FACTS, "naïve")
+    kind, found, numbers = other.receive()
+    assert (kind, numbers) == (links.PREFILL, [4, 128, 1])
+    np.testing.assert_array_equal(found, array)
+    assert other.receive()[:2] == (links.FORGET, None)
+    assert other.receive().text == "naïve"
+    leader.close()
+    with pytest.raises(HostError, match="the leader at .* is gone: it closed its connection"):
+        other.receive()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: somewhere.else\r\n\r\n",
+        np.array([links.MAGIC, links.UPDATE, 1, -4, 0, 0, 0, 0], np.int32).tobytes(),
+        np.array([links.MAGIC, links.UPDATE, 2, 2**15, 2**15, 0, 0, 0], np.int32).tobytes(),
+        np.array([links.MAGIC, 99, 0, 0, 0, 0, 0, 0], np.int32).tobytes(),
+    ],
+    ids=["HTTP", "less than nothing", "four gigabytes", "of no kind"],
+)
+def test_what_is_no_process_of_this_engine_is_refused(linked, sent):
+    leader, other = linked
+    leader._connection.sendall(sent)
+    with pytest.raises(HostError, match="is no process of this engine"):
+        other.receive()
+
+
+def test_a_leader_says_how_many_are_missing_and_a_follower_that_there_is_no_leader():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(HostError, match="0 of 2 other processes came"):
+        links.lead(address, 3, timeout=0.2)
+    with pytest.raises(HostError, match=f"no leader at {address}"):
+        links.follow(address, timeout=0.2)
+
+
+def test_an_address_without_a_port_is_refused():
+    for address in ("host", "host:", ":1", "host:port", "host:70000"):
+        with pytest.raises(ValueError, match="an address is HOST:PORT"):
+            links.host_and_port(address)
+
+
+def agreed(leader: Crew, other: Crew, ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """What the two sides raise, the leader's first."""
+    raised = ["", ""]
+
+    def side(place: int, crew: Crew, facts: dict[str, str]) -> None:
+        try:
+            crew.agree(facts)
+        except HostError as error:
+            raised[place] = str(error)
+
+    waiting = threading.Thread(target=side, args=(1, other, theirs))
+    waiting.start()
+    side(0, leader, ours)
+    waiting.join(5)
+    return raised
+
+
+def test_processes_with_the_same_facts_agree(crews):
+    leader, other, *_ = crews
+    facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}
+    assert agreed(leader, other, facts, facts) == ["", ""]
+    assert leader.links[0].name == "process 1 at 127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["jaxattn", "checkpoint"])
+def test_another_value_is_named_with_both_and_all_are_told(crews, name):
+    leader, other, _, ended = crews
+    facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}
+    message = f"differ in {name}: process 1 at 127.0.0.1 has other, and process 0 has {facts[name]}"
+    for raised in agreed(leader, other, facts, {**facts, name: "other"}):
+        assert message in raised
+    assert message in ended.wait()
+
+
+def test_what_one_process_raises_ends_the_others(crews):
+    leader, other, leaders_end, _ = crews
+    with pytest.raises(RuntimeError), other.together():
+        raise RuntimeError("GPU 3 has 2 GB less\nthan planned")
+    assert leaders_end.wait() == (
+        "the group of processes ends: process 1: GPU 3 has 2 GB less than planned"
+    )
+
+
+def test_a_process_that_is_gone_ends_the_others(crews):
+    leader, other, leaders_end, _ = crews
+    other._closed.set()
+    other.links[0].close()
+    assert "is gone" in leaders_end.wait()
+
+
+def test_a_process_that_says_nothing_ends_the_others(crews):
+    leader, other, leaders_end, _ = crews
+    other._closed.set()  # its thread sends no more; the connection is there
+    assert "has said nothing for 1 s" in leaders_end.wait()
+
+
+class Never:
+    """A result that does not come."""
+
+    def __init__(self, array: object):
+        self._array = array
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return False
+
+
+def test_a_step_that_does_not_end_names_the_process_that_is_behind(crews):
+    leader, other, leaders_end, others_end = crews
+    for crew in (leader, other):
+        crew.sent(jnp.zeros(1))
+    leader.sent(None)
+    leader._last = (time.monotonic(), Never(None))
+    message = leaders_end.wait()
+    assert "a step of process 0 has not ended" in message and "is 1 steps behind" in message
+    assert message in others_end.wait(), "the other ends with the same words"
+
+
+def test_a_step_that_ends_and_a_crew_that_is_closed_end_nothing(crews):
+    leader, other, *ends = crews
+    leader.sent(jnp.zeros(1))
+    time.sleep(1.0)
+    leader.close()
+    assert other.links[0].receive().kind == links.END
+    other.close()
+    time.sleep(0.3)
+    assert [end.messages for end in ends] == [[], []]

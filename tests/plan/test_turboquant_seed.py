@@ -1,0 +1,95 @@
+"""Qwen3-32B over k8v4 in 60 layers and bfloat16 in four: 1,024 rows of 40,960 tokens on an H200."""
+
+import math
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxattn import Arena, Limits, gqa
+from jaxattn.core.formats import TURBOQUANT
+from jaxattn.engine.memory_plan import Executable, fill, packed_shapes, page_bytes, plan_engine
+from jaxattn.engine.steps import all_steps
+from jaxattn.memory.budget import nbytes
+from jaxattn.memory.device import known_device
+from jaxattn.models import known
+from jaxattn.plan.group import DRIVER
+
+LIMITS = Limits(
+    batch=1024, max_model_len=40_960, prefill_chunk=2048, utilization=0.9, cache_format="k8v4",
+    native_layers=2,
+)  # fmt: skip
+HEADS = dict(num_heads=64, num_kv_heads=8, head_dim=128)
+HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)
+PAGE, WIDTH, MIB = 64, 40_960 // 64, 2**20
+
+
+def model():
+    return known.load("Qwen3-32B").model.with_cache_format("k8v4", 2)
+
+
+def test_a_token_takes_110464_bytes():
+    assert page_bytes(model().caches) == PAGE * 110_464
+
+
+def test_598784_tokens_are_left_beside_what_xla_takes():
+    """XLA's GPU compiler takes 754 MiB of temp for the decode step of 1,024 rows and 300 MiB for
+    the prefill of 2,048 tokens; here each executable has 1,536 MiB."""
+    made, device = model(), known_device("h200")
+    params = packed_shapes(made)
+    taken = {
+        str(step): Executable(nbytes(step.given(made, LIMITS)) + 594 * MIB, 1536 * MIB, 0, "bound")
+        for step in all_steps(LIMITS)
+    }
+    beside = {"outside": DRIVER, "outside_basis": "assumed"}
+    filled = fill(made, LIMITS, device, params, taken, **beside)
+    assert filled.num_pages * PAGE >= 598_784
+    plan_engine(made, filled, device, params, taken, **beside).check()
+
+
+def decode_and_schedule(preset: str, batch: int):
+    """The jaxprs of a call over `batch` rows on a Hopper GPU and of its schedule, and its arena."""
+    form = gqa.TurboFormat(preset=preset, head_dim=128)
+    spec = gqa.scratch(batch=batch, q_len=1, max_pages=WIDTH, page_size=PAGE, **HEADS)
+    shape = jax.ShapeDtypeStruct
+    lens, tables = shape((batch,), jnp.int32), shape((batch, WIDTH), jnp.int32)
+    q = shape((batch, 1, 64, 128), jnp.bfloat16)
+    cache = shape((60, 9356, 8, PAGE * form.slot_bytes), jnp.uint8)
+
+    def scheduled(lens):
+        return gqa.decode_schedule(lens, q_len=1, max_pages=WIDTH, page_size=PAGE, **HEADS)
+
+    def call(q, cache, tables, lens, arena, schedule):
+        return gqa.turbo_attention(
+            q, cache, tables, lens, form=form, layer=1, arena=arena, schedule=schedule
+        )
+
+    arena = jax.eval_shape(lambda: Arena.allocate(spec))
+    with mock.patch.multiple(jax, default_backend=lambda: "gpu", devices=lambda *_: [HOPPER]):
+        schedule = jax.eval_shape(scheduled, lens)
+        return spec, schedule, jax.make_jaxpr(call)(q, cache, tables, lens, arena, schedule)
+
+
+@pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
+@pytest.mark.parametrize("preset", TURBOQUANT)
+@pytest.mark.parametrize("batch", [1, 64, 1024])
+def test_decode_keeps_at_most_2_mib_beside_operands_and_results(batch, preset):
+    """Schedule, partial results, LSEs and whatever else the call makes: 62.36 GiB elsewhere.
+
+    No rotated queries are among it: what has another dtype or size than queries, output and cache
+    is counted, and nothing multiplies outside of the kernel."""
+    spec, schedule, jaxpr = decode_and_schedule(preset, batch)
+    regions = dict(spec.regions)
+    partial = nbytes(regions["partial_out"]) if "partial_out" in regions else 0
+    operands = [v.aval for v in jaxpr.jaxpr.invars]
+    known = {(math.prod(x.shape), str(x.dtype)) for x in operands}
+    made = 0
+    for eqn in jaxpr.jaxpr.eqns:
+        assert eqn.primitive.name not in ("dot_general", "mul", "convert_element_type"), eqn
+        for x in (v.aval for v in eqn.outvars):
+            shape, dtype = getattr(x, "shape", ()), str(getattr(x, "dtype", ""))
+            if (math.prod(shape), dtype) not in known:
+                made += math.prod(shape) * jnp.dtype(x.dtype).itemsize
+    assert made + partial + nbytes(schedule) <= 2 * MIB
