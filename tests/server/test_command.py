@@ -85,7 +85,7 @@ def test_a_server_serves_and_sigterm_lets_its_answers_end(command, tmp_path):
 def test_a_server_of_default_limits_has_at_most_12_executables():
     options = parser().parse_args(["--port", "0"])
     limits = read_limits(options, model_length(options, choose(options).folder.model))
-    assert (limits.batch, limits.max_model_len) == (16, 4096)
+    assert (limits.batch, limits.max_model_len, limits.checkpoints) == (16, 4096, 16)
     assert len(all_steps(limits)) <= 12
 
 
