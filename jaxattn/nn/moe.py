@@ -18,7 +18,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear import FEW_TOKENS
-from jaxattn.ops.moe import Router, mixture_of_experts, route_serves
+from jaxattn.ops.moe import Listed, Router, mixture_of_experts, route_serves
 from jaxattn.ops.router import added_up, choose_experts, router_products
 
 type WeightFormat = Literal["fp8"]
@@ -169,9 +169,10 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         always: int,
         valid: Array | None,
-        ahead: Sequence[Ahead],
-        implementation: Implementation | None,
-    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        ahead: Sequence[Ahead] = (),
+        x: Array | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
         """The experts of each token and their weights, see `choose_experts`."""
         bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
         return choose_experts(
@@ -183,6 +184,7 @@ class MixtureOfExperts(nnx.Module):
             gated=self.has_gate,
             valid=valid,
             ahead=ahead,
+            x=x,
             implementation=implementation if route_serves(self.config.experts) else "xla",
         )
 
@@ -220,7 +222,7 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """`choose` on one of several GPUs, in the numbers of its own experts."""
-        ids, weights = self.choose(logits, halves, 0, valid, (), implementation)
+        ids, weights, _ = self.choose(logits, halves, 0, valid, implementation=implementation)
         ids = ids - share.first
         ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
         shape = len(ids), self.always
@@ -243,13 +245,22 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Array, Arena | None]:
         valid = None if valid is None else valid.reshape(-1)
+        tokens, listed = x.reshape(-1, x.shape[-1]).astype(self.dtype), None
         if share is None:
-            ahead = self._shared_ahead(len(logits), stacks, layer) if arena is not None else ()
-            ids, weights = self.choose(logits, halves, self.always, valid, ahead, implementation)
+            decodes = arena is not None
+            ids, weights, listed = self.choose(
+                logits,
+                halves,
+                self.always,
+                valid,
+                ahead=self._shared_ahead(len(logits), stacks, layer) if decodes else (),
+                x=tokens if decodes and len(tokens) == 1 else None,
+                implementation=implementation,
+            )
         else:
             ids, weights = self._choose_own(logits, halves, valid, share, implementation)
         found = mixture_of_experts(
-            x.reshape(-1, x.shape[-1]).astype(self.dtype),
+            tokens,
             ids,
             weights,
             stacks["gate_up_proj"],
@@ -258,6 +269,7 @@ class MixtureOfExperts(nnx.Module):
             down_scale=stacks.get("down_scale"),
             layer=layer,
             arena=arena,
+            listed=listed,
             implementation=implementation,
         )
         y, arena = (found, None) if arena is None else found

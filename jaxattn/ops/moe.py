@@ -29,7 +29,7 @@ from jaxattn.core.fp8_blocks import BLOCK, dequantize
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
-from jaxattn.kernels.moe.route import LEAST, MOST_EXPERTS, route_mosaic
+from jaxattn.kernels.moe.route import LEAST, MOST_EXPERTS, Listed, route_mosaic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def route(
     def mosaic(interpret: bool) -> tuple[Array, Array]:
         def kernel(logits: Array, bias: Array | None) -> Any:
             rows = logits.reshape(-1, router.experts)
-            chosen = route_mosaic(rows, bias, **router.choice, interpret=interpret)
+            *chosen, _ = route_mosaic(rows, bias, **router.choice, interpret=interpret)
             return tuple(x.reshape(*logits.shape[:-1], router.top_k) for x in chosen)
 
         return with_gradient_of(reference, kernel)(logits, bias)
@@ -178,6 +178,7 @@ def mixture_of_experts(
     down_scale: Float[Array, "*L E F/128 I/128"] | None = None,
     layer: int | Int[Array, ""] | LayerOf | None = None,
     arena: Arena | None = None,
+    listed: Listed | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """Sum over a token's experts of `weights * down(silu(gate(x)) * up(x))`, in float32.
@@ -203,6 +204,7 @@ def mixture_of_experts(
         down_scale: likewise.
         layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
         arena: where the kernels keep what is between the products, regions of `scratch`.
+        listed: the work list of these `ids` and this x, where `choose_experts` made it.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F a
             multiple of 128, I of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
 
@@ -233,7 +235,7 @@ def mixture_of_experts(
             return mixture_of_experts_mosaic(
                 x, ids, weights, gate_up, down,
                 gate_up_scale=gate_up_scale, down_scale=down_scale, layer=first, affine=affine,
-                arena=arena, interpret=interpret,
+                arena=arena, listed=listed, interpret=interpret,
             )  # fmt: skip
 
         function = kernels if arena is not None else with_gradient_of(reference, kernels)

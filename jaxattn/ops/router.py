@@ -8,6 +8,7 @@ are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), wher
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxattn.core.dispatch import (
 )
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rounding import rounded
-from jaxattn.kernels.moe.route import route_mosaic
+from jaxattn.kernels.moe.route import Listed, route_mosaic
 from jaxattn.ops.linear import kernel_serves, linear_layer
 from jaxattn.ops.moe import Router, route
 
@@ -90,8 +91,9 @@ def choose_experts(
     gated: bool = False,
     valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
     ahead: Sequence[Ahead] = (),
+    x: Float[Array, "T F"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
     """The experts of each token and their weights, `route`'s and those that every token takes.
 
     Args:
@@ -99,7 +101,9 @@ def choose_experts(
         always: the experts from E on that every token takes, with weight 1.
         gated: or with the sigmoid of column E.
         valid: false or 0 for a token that is padding: its ids are -1.
-        ahead: weights that the kernel asks for. With any it has no gradient.
+        ahead: weights that the kernel asks for.
+        x: the token, where T is 1, as `mixture_of_experts` will be given it. The kernel makes its
+            `listed` of it. With `ahead` or x it has no gradient.
         implementation: as of `route`.
 
     Raises:
@@ -118,16 +122,19 @@ def choose_experts(
         ids = jnp.concatenate([ids, last], axis=1)
         return (ids if valid is None else jnp.where(valid[:, None] != 0, ids, -1)), weights
 
-    def mosaic(interpret: bool) -> tuple[Array, Array]:
-        def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
-            return route_mosaic(
-                logits, bias, **router.choice, experts=count, halves=halves, always=always,
-                gated=gated, valid=valid, ahead=ahead, interpret=interpret,
-            )  # fmt: skip
+    def mosaic(interpret: bool) -> tuple[Array, Array, Listed | None]:
+        options: dict[str, Any] = {
+            **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
+            "interpret": interpret,
+        }  # fmt: skip
+        if ahead or x is not None:
+            operands = without_gradient("route", (logits, bias, x))
+            return route_mosaic(*operands[:2], valid=valid, ahead=ahead, x=operands[2], **options)
 
-        if ahead:
-            return kernel(*without_gradient("route", (logits, bias)), valid)
-        return with_gradient_of(reference, kernel)(logits, bias, valid)
+        def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
+            return route_mosaic(logits, bias, valid=valid, **options)[:2]
+
+        return *with_gradient_of(reference, kernel)(logits, bias, valid), None
 
     return dispatch(
         "route",
@@ -135,6 +142,6 @@ def choose_experts(
         {
             "mosaic_gpu": lambda: mosaic(False),
             "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": lambda: reference(logits, bias, valid),
+            "xla": lambda: (*reference(logits, bias, valid), None),
         },
     )

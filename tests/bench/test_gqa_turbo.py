@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn import gqa
-from jaxattn.bench import gqa_turbo, timing
+from jaxattn.bench import gqa_turbo, gqa_turbo_prefill, timing
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 
@@ -44,3 +44,14 @@ def test_a_note_has_the_time_of_the_bytes_and_what_is_wanted():
 
 def test_shapes_count_the_bytes_of_their_format():
     assert gqa_turbo.SHAPES[1].read == 64 * 8192 * 8 * 134
+
+
+def test_a_chunk_is_checked_against_attention_over_the_dequantized_cache(monkeypatch):
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
+    (shape,) = gqa_turbo_prefill.SMALL_SHAPES
+    op = gqa_turbo_prefill.prefill(shape, "xla")
+    assert 1e-4 < gqa_turbo_prefill.check(op, shape) < 4e-3
+    right = gqa.turbo_attention
+    monkeypatch.setattr(gqa, "turbo_attention", lambda *a, **k: [1.01 * x for x in right(*a, **k)])
+    with pytest.raises(AssertionError, match="relative error 0.0"):
+        gqa_turbo_prefill.check(gqa_turbo_prefill.prefill(shape, "xla"), shape)

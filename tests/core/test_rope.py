@@ -18,6 +18,7 @@ from jaxattn.core.rope import (
     YarnConfig,
     inv_freq,
     rope,
+    rotation,
     softmax_scale,
 )
 

@@ -33,6 +33,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "gqa_attention": gqa.gqa_attention,
     "gqa_append": gqa.gqa_append,
     "turbo_attention": gqa.turbo_attention,
+    "turbo_append": gqa.turbo_append,
     "gated_delta_rule_decode": gdn.gated_delta_rule_decode,
     "gated_delta_net_decode": gdn.gated_delta_net_decode,
     "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
@@ -122,6 +123,11 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
                 form=FORM, query_lens=paged["seq_lens"],
             ), **paged},
             {"form": FORM},
+        ),
+        "turbo_append": lambda: (
+            {"q": heads, **new, "weights": None, **paged,
+             "kv_cache": jnp.zeros((PAGES, 2, PAGE * FORM.slot_bytes), jnp.uint8)},
+            {"rotation": angles, "config": config, "form": FORM},
         ),
         "gated_delta_rule_decode": lambda: (
             {**{x: of_rule[x] for x in "qkv"}, "a": of_rule["g"], "b": of_rule["beta"],

@@ -83,12 +83,16 @@ def test_an_implementation_refuses_by_refusal_alone():
 
 
 def test_nobody_takes_an_error_of_jax_for_a_refusal():
-    """Whoever asks whether a kernel serves catches `Refusal`, in every room."""
+    """Whoever asks whether a kernel serves catches `Refusal`, in every room.
+
+    `engine/kept.py` asks JAX whether it can write an executable down.
+    """
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files(ROOT)
         for node in nodes(path)
-        if isinstance(node, ast.ExceptHandler)
+        if path != ROOT / "engine" / "kept.py"
+        and isinstance(node, ast.ExceptHandler)
         and node.type is not None
         and any(
             isinstance(each, ast.Name) and each.id == "NotImplementedError"

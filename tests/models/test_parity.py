@@ -125,10 +125,10 @@ def run(model, params, wanted) -> Run:
     calls = []
 
     def recorded(logits, bias, router, **options):
-        ids, weights = choose_experts(logits, bias, router, **options)
+        ids, *rest = choose_experts(logits, bias, router, **options)
         routed = ids[:, : router.top_k]
         jax.debug.callback(lambda ids: calls.append(np.sort(ids)), routed, ordered=True)
-        return ids, weights
+        return ids, *rest
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn_moe, "choose_experts", recorded)

@@ -35,10 +35,10 @@ class WatchedExperts(MixtureOfExperts):
 
     choices: Choices
 
-    def choose(self, logits: Float[Array, "T N"], *args: Any) -> Any:
-        ids, weights = super().choose(logits, *args)
+    def choose(self, logits: Float[Array, "T N"], *args: Any, **options: Any) -> Any:
+        ids, *rest = super().choose(logits, *args, **options)
         jax.debug.callback(self.choices, ids[:, : self.config.top_k])
-        return ids, weights
+        return ids, *rest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

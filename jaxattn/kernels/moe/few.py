@@ -5,6 +5,8 @@ list is `jaxattn.kernels.moe.work.work_list`'s of tokens that stay where they ar
 copied on the way to where there are 8 rows, as a tile reads so many; no one reads what the others
 become. Experts come from the last to the first.
 
+One token's list is made where it was routed (`moe/route.py`), by the same code.
+
 Limits: 8 tokens, 128 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_work.py.
 """
 
@@ -41,78 +43,120 @@ def work_of_few(
     An id that is no expert's has no work.
     """
     tokens, top_k = ids.shape
-    pairs, features = tokens * top_k, x.shape[1]
-    vector = next(n for n in (8, 4, 2, 1) if features % (n * PAIRS) == 0)
-    of_token = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    features = x.shape[1]
+    lister = Lister(tokens, top_k, experts, features, interpret=interpret)
     copied = tokens < GROUP
-    layout = plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
 
-    def full(value: Any) -> jax.Array:
-        value = jnp.asarray(value, jnp.int32)
-        return plgpu.layout_cast(lax.broadcast_in_dim(value, (PAIRS,), []), layout)
-
-    def body(
-        ids_ref, x_ref, tiles_ref, total_ref, positions_ref, rows_ref, first_smem, slot_smem
-    ):  # fmt: skip
+    def body(ids_ref, x_ref, tiles, total, positions, rows, **smem) -> None:
         if copied:
-            for t in range(tokens):
-                row = plgpu.load(x_ref.at[t], layout=of_token, optimized=False)
-                rows_ref.at[t][...] = row
-        pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=layout)
-        nobody = full(experts)
+            lister.copy(x_ref, rows)
+        given = [[ids_ref[t, k] for k in range(top_k)] for t in range(tokens)]
+        lister.write(given, tiles, total, positions, **smem)
 
-        def given(p: int) -> jax.Array:
-            expert = ids_ref[p // top_k, p % top_k]
-            return jnp.where((expert >= 0) & (expert < experts), expert, experts)
+    out = launch(
+        body,
+        name="moe_list",
+        grid={"block": 1},
+        inputs={"ids_ref": ids, "x_ref": x if copied else None},
+        outputs=lister.outputs(x.dtype if copied else None),
+        scratch=lister.scratch(),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return work_of(out), out.get("rows", x)
 
-        every = [full(given(p)) for p in range(pairs)]
+
+def work_of(out: dict[str, Any]) -> Work:
+    """The list among a launch's outputs."""
+    return Work(out["tiles"], out["total"], out["positions"], None)
+
+
+class Lister:
+    """A warpgroup's list of work for T tokens that have K experts each."""
+
+    def __init__(
+        self, tokens: int, top_k: int, experts: int, features: int, *, interpret: bool
+    ) -> None:
+        self.tokens, self.top_k, self.experts = tokens, top_k, experts
+        self.features, self.interpret = features, interpret
+        self.layout = plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
+
+    def outputs(self, dtype: Any) -> dict[str, Any]:
+        """Of a launch; without a dtype no rows."""
+        ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
+        rows = None if dtype is None else jax.ShapeDtypeStruct((GROUP, self.features), dtype)
+        entries = len((EXPERT, FROM, TO, GROUPS))
+        return {
+            "tiles": ints(entries, PAIRS),
+            "total": ints(PAIRS),
+            "positions": ints(PAIRS),
+            "rows": rows,
+        }
+
+    def scratch(self) -> dict[str, Any]:
+        smem = plgpu.SMEM((PAIRS,), jnp.int32)
+        return {"first_smem": smem, "slot_smem": smem}
+
+    def copy(self, x: Any, rows: Any) -> None:
+        """The tokens to where there are 8 rows."""
+        vector = next(n for n in (8, 4, 2, 1) if self.features % (n * PAIRS) == 0)
+        layout = plgpu.Layout.WG_STRIDED((self.features,), vec_size=vector)
+        for t in range(self.tokens):
+            rows.at[t][...] = plgpu.load(x.at[t], layout=layout, optimized=False)
+
+    def _full(self, value: Any) -> jax.Array:
+        value = jnp.asarray(value, jnp.int32)
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, (PAIRS,), []), self.layout)
+
+    def write(
+        self,
+        ids: list[list[Any]],
+        tiles: Any,
+        total: Any,
+        positions: Any,
+        first_smem: Any,
+        slot_smem: Any,
+    ) -> None:
+        """Writes the list.
+
+        Args:
+            ids: of each token and pair, a number.
+        """
+        full, pairs = self._full, self.tokens * self.top_k
+        pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=self.layout)
+        nobody = full(self.experts)
+
+        def known(expert: Any) -> jax.Array:
+            return jnp.where((expert >= 0) & (expert < self.experts), expert, self.experts)
+
+        every = [full(known(expert)) for of_token in ids for expert in of_token]
         mine, token = nobody, full(0)
         for p, expert in enumerate(every):
             mine = jnp.where(pair == full(p), expert, mine)
-            token = jnp.where(pair >= full(p), full(p // top_k), token)
+            token = jnp.where(pair >= full(p), full(p // self.top_k), token)
         # An expert's first pair stands for all of its pairs.
         first = mine
         for p, expert in enumerate(every):
             first = jnp.where((mine == expert) & (pair > full(p)), nobody, first)
         first_smem[...] = first
-        meet(interpret=interpret)
+        meet(interpret=self.interpret)
         firsts = [full(first_smem[p]) for p in range(pairs)]
         # Its place in the list: how many experts of a higher number there are. The shared ones
         # have the highest and come first, before other weights drive theirs out of the L2 cache.
-        slot, total = full(0), full(0)
+        slot, count = full(0), full(0)
         for expert in firsts:
             someone = expert < nobody
             slot += jnp.where((expert > mine) & someone, full(1), full(0))
-            total += jnp.where(someone, full(1), full(0))
+            count += jnp.where(someone, full(1), full(0))
         slot_smem[...] = slot
-        meet(interpret=interpret)
+        meet(interpret=self.interpret)
         expert = full(0)
         for p, one in enumerate(firsts):
             here = (full(slot_smem[p]) == pair) & (one < nobody)
             expert = jnp.where(here, one, expert)
         entries = {EXPERT: expert, FROM: full(0), TO: pair * full(GROUP), GROUPS: full(1)}
         for place, value in entries.items():
-            tiles_ref.at[place][...] = value
-        positions_ref[...] = jnp.where(mine < nobody, slot * full(GROUP) + token, full(-1))
-        total_ref[...] = total
-
-    ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
-    smem = plgpu.SMEM((PAIRS,), jnp.int32)
-    out = launch(
-        body,
-        name="moe_list",
-        grid={"block": 1},
-        inputs={"ids_ref": ids, "x_ref": x if copied else None},
-        outputs={
-            "tiles_ref": ints(len((EXPERT, FROM, TO, GROUPS)), PAIRS),
-            "total_ref": ints(PAIRS),
-            "positions_ref": ints(PAIRS),
-            "rows_ref": jax.ShapeDtypeStruct((GROUP, features), x.dtype) if copied else None,
-        },
-        scratch={"first_smem": smem, "slot_smem": smem},
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret,
-        detect_races=detect_races,
-    )
-    work = Work(out["tiles_ref"], out["total_ref"], out["positions_ref"], None)
-    return work, out.get("rows_ref", x)
+            tiles.at[place][...] = value
+        positions[...] = jnp.where(mine < nobody, slot * full(GROUP) + token, full(-1))
+        total[...] = count

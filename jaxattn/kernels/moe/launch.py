@@ -21,6 +21,7 @@ from jaxattn.kernels.moe.config import (
 )
 from jaxattn.kernels.moe.few import lists, work_of_few
 from jaxattn.kernels.moe.product import Panels, grouped_product
+from jaxattn.kernels.moe.route import Listed
 from jaxattn.kernels.moe.several import sorts, work_of_several
 from jaxattn.kernels.moe.work import work_list
 
@@ -91,6 +92,7 @@ def mixture_of_experts_mosaic(
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
+    listed: Listed | None = None,
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -117,7 +119,9 @@ def mixture_of_experts_mosaic(
     rows = padded_rows(tokens, top_k, experts, columns)
     modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
     x = x.astype(dtype)
-    if lists(tokens, top_k) and columns == GROUP:
+    if listed is not None and columns == GROUP:
+        work, x = listed
+    elif lists(tokens, top_k) and columns == GROUP:
         work, x = work_of_few(ids, x, experts, **modes)
     elif sorts(tokens, top_k, features):
         work, x = work_of_several(ids, x, experts, columns, **modes)

@@ -13,7 +13,7 @@ Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,19 @@ from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
 from jaxattn.kernels.hopper.prefetch import Prefetch
 from jaxattn.kernels.moe.best import best_of
+from jaxattn.kernels.moe.few import Lister, work_of
+from jaxattn.kernels.moe.work import Work
 
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
+
+
+class Listed(NamedTuple):
+    """The list of work for a token, and the token in 8 rows, of which it is the first."""
+
+    work: Work
+    rows: jax.Array
 
 
 def refuse(logits: jax.Array, experts: int, *, interpret: bool) -> None:
@@ -60,9 +69,10 @@ def route_mosaic(
     gated: bool = False,
     valid: jax.Array | None = None,
     ahead: Sequence[Ahead] = (),
+    x: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Listed | None]:
     """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
 
     Args:
@@ -71,6 +81,7 @@ def route_mosaic(
         gated: or with the sigmoid of the logit behind the last expert's.
         valid: int32 [T], 0 for padding, whose ids are -1.
         ahead: weights that are asked for.
+        x: [1, F], where T is 1: the list of work is made too, with this token in its rows.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
     experts = columns if experts is None else experts
@@ -94,10 +105,16 @@ def route_mosaic(
         share = token - tokens
         pl.when(share >= 0)(lambda: prefetch.ask(ahead_refs, ahead_layers, share, idle))
 
+    lister = None
+    if x is not None:
+        lister = Lister(1, top_k + always, experts + always, x.shape[1], interpret=interpret)
+
     def choose(
-        token, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref,
-        scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded,
+        token, logits_ref, bias_ref, valid_ref, x_ref, ids_ref, weights_ref,
+        scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded, rows=None, **of_list,
     ):  # fmt: skip
+        if lister is not None:
+            lister.copy(x_ref, rows)
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
         expert = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
@@ -158,9 +175,12 @@ def route_mosaic(
         ids += [jnp.int32(experts + i) for i in range(always)]
         weights += [opened] * always
         some = True if valid_ref is None else valid_ref[token] != 0
+        ids = [jnp.where(some, place, -1) for place in ids]
         for k, (place, weight) in enumerate(zip(ids, weights, strict=True)):
-            ids_ref[token, k] = jnp.where(some, place, -1)
+            ids_ref[token, k] = place
             weights_ref[token, k] = weight
+        if lister is not None:
+            lister.write([ids], **of_list)
 
     copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
     scores = plgpu.SMEM((width,), jnp.float32)
@@ -172,11 +192,13 @@ def route_mosaic(
             "logits_ref": logits,
             "bias_ref": bias,
             "valid_ref": valid,
+            "x_ref": x,
             **prefetch.inputs(),
         },
         outputs={
             "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),
             "weights_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.float32),
+            **({} if lister is None or x is None else lister.outputs(x.dtype)),
         },
         scratch={
             "scores_smem": scores,
@@ -185,13 +207,15 @@ def route_mosaic(
             "choice_smem": None if interpret else scores,
             "ids_smem": None if interpret else plgpu.SMEM((top_k,), jnp.int32),
             "loaded": plgpu.Barrier(num_arrivals=copies),
+            **({} if lister is None else lister.scratch()),
         },
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         detect_races=detect_races,
     )
-    return out["ids_ref"], out["weights_ref"]
+    listed = None if lister is None else Listed(work_of(out), out["rows"])
+    return out["ids_ref"], out["weights_ref"], listed
 
 
 def of_best_groups(

@@ -1,5 +1,6 @@
 """The routing kernel beside the reference: the same experts, ties included, and their weights."""
 
+import contextlib
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from jaxattn.core.ahead import Ahead
 from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.moe import Router, route
 from jaxattn.ops.router import choose_experts
@@ -60,7 +62,7 @@ def test_halves_shared_experts_their_gate_and_padding_are_in_the_launch(
     low = jnp.round(low * 64) / 64  # the sum of the halves is exact
     halves = jnp.concatenate([columns - low, low], axis=1)
     valid = jnp.array([1, 0, 5])
-    ids, weights = choose_experts(
+    ids, weights, _ = choose_experts(
         halves, bias, router, halves=True, always=always, gated=gated, valid=valid,
         implementation=implementation,
     )  # fmt: skip
@@ -76,6 +78,26 @@ def test_halves_shared_experts_their_gate_and_padding_are_in_the_launch(
     )
 
 
+@both_devices
+@pytest.mark.parametrize("valid", [1, 0])
+def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementation):
+    router = ROUTERS["v2-lite"]
+    logits, _ = drawn(router, 1)
+    x = jax.random.normal(jax.random.key(1), (1, 256), jnp.bfloat16)
+    interpret = implementation == "mosaic_gpu_interpret"
+    with no_races() if interpret else contextlib.nullcontext():
+        ids, _, listed = choose_experts(
+            logits, None, router, always=2, valid=jnp.array([valid]), x=x,
+            implementation=implementation,
+        )  # fmt: skip
+        jax.block_until_ready(listed)
+    wanted, rows = work_of_few(ids, x, 66, interpret=interpret)
+    assert int(listed.work.total[0]) == int(wanted.total[0]) == 8 * valid
+    np.testing.assert_array_equal(listed.work.tiles[:, :8], wanted.tiles[:, :8])
+    np.testing.assert_array_equal(listed.work.positions, wanted.positions)
+    np.testing.assert_array_equal(listed.rows[0], rows[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [None, (3, 5), (0, 1)])
 def test_weights_that_are_asked_for_change_no_result(rows):
@@ -83,8 +105,9 @@ def test_weights_that_are_asked_for_change_no_result(rows):
     later = jnp.ones((4, 5, 192, 64), jnp.bfloat16)
     choose = partial(choose_experts, *drawn(router, 2), router, implementation="mosaic_gpu")
     for layer in range(4):
-        asked = jax.jit(lambda at: choose(ahead=[Ahead(later, LayerOf(at, 1, -1), rows)]))
-        for found, wanted in zip(asked(jnp.int32(layer + 1)), jax.jit(choose)(), strict=True):
+        asked = jax.jit(lambda at: choose(ahead=[Ahead(later, LayerOf(at, 1, -1), rows)])[:2])
+        plain = jax.jit(lambda: choose()[:2])()
+        for found, wanted in zip(asked(jnp.int32(layer + 1)), plain, strict=True):
             np.testing.assert_array_equal(found, wanted)
 
 
