@@ -251,7 +251,8 @@ class GQA(Mixer):
     @property
     def kernels(self) -> dict[str, str]:
         if self.coded is not None:
-            return {"turbo_attention": f"turbo_decode_{self.coded.preset}"}
+            attention = f"turbo_decode_{self.coded.preset}"
+            return {"turbo_append": "turbo_append", "turbo_attention": attention}
         return {"gqa_append": "gqa_append", "gqa_decode": "gqa_decode"}
 
     @property
