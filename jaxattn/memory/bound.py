@@ -65,7 +65,8 @@ class _Bytes(enum.Enum):
 def _bytes_of(jaxpr: Any, owned: set[int]) -> tuple[int, list[_Bytes]]:
     """(bytes of the intermediates, what each output costs whoever calls this)."""
     in_place = {var for i, var in enumerate(jaxpr.invars) if i in owned}
-    total, made = 0, set[Any]()
+    # What is passed on as it came is the caller's, and counted there.
+    total, made = 0, set[Any](jaxpr.invars)
     for eqn in jaxpr.eqns:
         inside, costs = _equation(eqn, in_place)
         total += inside
