@@ -33,10 +33,11 @@ from jaxattn.models.base import (
 )
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.cache_formats import reformatted
+from jaxattn.models.looped import apart, in_repeat, leave_in_stacks, linear_stacks_of, loop
 from jaxattn.models.packed import PackedParams, pack_params, vectors_of
 from jaxattn.models.segments import Segment, derive
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import InStack, Linear, matmul, normal
+from jaxattn.nn.linear import Linear, matmul, normal
 from jaxattn.ops.norm import add_rms_norm_layer
 from jaxattn.parallel import (
     ALONE,
@@ -236,7 +237,7 @@ class Decoder(nnx.Module):
                 return x, state
 
             packed = None if vectors is None else vectors[number]
-            x, state = _loop(segment.repeats, body, (x, state), (params, packed))
+            x, state = loop(segment.repeats, body, (x, state), (params, packed))
         last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
         return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
 
@@ -265,7 +266,7 @@ class Decoder(nnx.Module):
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
-            linear_stacks = _linear_stacks(self.segments[number])
+            linear_stacks = linear_stacks_of(self.segments[number])
 
             def body(
                 carry,
@@ -277,7 +278,7 @@ class Decoder(nnx.Module):
             ):
                 (x, y, state), (following, params) = carry, xs
                 pattern = nnx.merge(graphdef, params)
-                _leave_in_stacks(pattern, linear_stacks, following, implementation)
+                leave_in_stacks(pattern, linear_stacks, following, implementation)
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     add_norm, add_mlp_norm = self._norms_of(
@@ -310,7 +311,7 @@ class Decoder(nnx.Module):
                     state = state.replace(name, arrays, after)
                 return x, y, state
 
-            x, y, state = _loop(segment.repeats, body, (x, y, state), (params,))
+            x, y, state = loop(segment.repeats, body, (x, y, state), (params,))
         return self._head(x + y), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
@@ -387,7 +388,7 @@ class Decoder(nnx.Module):
         if meets:
             x, valid = met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
-            module, x, valid, stacks, _in_repeat(following), arena, implementation
+            module, x, valid, stacks, in_repeat(following), arena, implementation
         )
         y = self._total(y, over)
         return (own_part(y, parallel, "data") if meets else y), arena
@@ -406,7 +407,7 @@ class Decoder(nnx.Module):
         They are from the stack of all layers' norms if there is one.
         """
         if norms is None:
-            return _apart(layer.norm), _apart(layer.mlp_norm)
+            return apart(layer.norm), apart(layer.mlp_norm)
         stream = self.spec.stream
         norm = partial(
             add_rms_norm_layer,
@@ -465,64 +466,6 @@ class Decoder(nnx.Module):
             else:
                 y = self.lm_head(rows)
             return y[: len(y) - few].reshape(*x.shape[:-1], -1)
-
-
-def _loop[Carry](
-    repeats: int, body: Callable[[Carry, Any], Carry], carry: Carry, stacks: Any
-) -> Carry:
-    """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
-
-    A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
-    XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
-    i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
-    """
-
-    def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
-        i, carry = looped
-        following = i + 1
-        here = following - 1
-        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, here, keepdims=False), stacks)
-        return following, body(carry, (following, *one))
-
-    return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
-
-
-def _in_repeat(following: Array) -> LayerOf:
-    """A layer's number in the stacks of its place in the pattern."""
-    return LayerOf(following, 1, -1)
-
-
-def _apart(norm: RMSNorm) -> Callable:
-    """A norm as a function that adds first."""
-
-    def add_norm(x: Array, added: Array) -> tuple[Array, Array]:
-        x = x + added
-        return x, norm(x)
-
-    return add_norm
-
-
-def _linear_stacks(pattern: Pattern) -> dict[Any, Array]:
-    """The weights of a segment that its modules read in their stacks, [repeats, ...] each, by the
-    module's place and the weight's name."""
-    return {
-        (path, name): getattr(module, name)[...]
-        for path, module in nnx.iter_modules(pattern)
-        for name in getattr(module, "stacked", ())
-    }
-
-
-def _leave_in_stacks(
-    pattern: Pattern,
-    stacks: dict[Any, Array],
-    following: Array,
-    implementation: Implementation | None,
-) -> None:
-    """Tells the modules of the repeat before `following` where the weights of all of them lie."""
-    for path, module in nnx.iter_modules(pattern):
-        for name, place in getattr(module, "stacked", {}).items():
-            found = InStack(stacks[path, name], _in_repeat(following), implementation)
-            setattr(module, place, found)
 
 
 def _norm(stream: Stream) -> RMSNorm:

@@ -1,0 +1,77 @@
+"""The loop over the repeats of a segment, and where its layers find what is of all repeats.
+
+Weights that a kernel reads where they lie stay outside of the loop's slices: their modules are told
+the stack and the layer's number.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.nn import RMSNorm
+from jaxattn.nn.linear import InStack
+
+
+def loop[Carry](
+    repeats: int, body: Callable[[Carry, Any], Carry], carry: Carry, stacks: Any
+) -> Carry:
+    """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
+
+    A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
+    XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
+    i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
+    """
+
+    def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        i, carry = looped
+        following = i + 1
+        here = following - 1
+        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, here, keepdims=False), stacks)
+        return following, body(carry, (following, *one))
+
+    return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
+
+
+def in_repeat(following: Array) -> LayerOf:
+    """A layer's number in the stacks of its place in the pattern."""
+    return LayerOf(following, 1, -1)
+
+
+def apart(norm: RMSNorm) -> Callable:
+    """A norm as a function that adds first."""
+
+    def add_norm(x: Array, added: Array) -> tuple[Array, Array]:
+        x = x + added
+        return x, norm(x)
+
+    return add_norm
+
+
+def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:
+    """The weights of a segment that its modules read in their stacks, [repeats, ...] each, by the
+    module's place and the weight's name."""
+    return {
+        (path, name): getattr(module, name)[...]
+        for path, module in nnx.iter_modules(pattern)
+        for name in getattr(module, "stacked", ())
+    }
+
+
+def leave_in_stacks(
+    pattern: nnx.Module,
+    stacks: dict[Any, Array],
+    following: Array,
+    implementation: Implementation | None,
+) -> None:
+    """Tells the modules of the repeat before `following` where the weights of all of them lie."""
+    for path, module in nnx.iter_modules(pattern):
+        for name, place in getattr(module, "stacked", {}).items():
+            found = InStack(stacks[path, name], in_repeat(following), implementation)
+            setattr(module, place, found)
