@@ -193,7 +193,7 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
     """A row of the table."""
     length = longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16)
-    with Engine(model, params, limits) as engine:
+    with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
         rounds(engine, rows, min(steps, 64))
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
         seal = list(engine.seal.what)

@@ -152,15 +152,19 @@ def read_limits(options: argparse.Namespace, length: int) -> Limits:
         InputError: they make no sense; it names the options.
     """
     batch = 1 if converses(options) else BATCH if options.port is None else SERVER_BATCH
+    batch, checkpoints = options.batch or batch, options.checkpoints
+    if checkpoints is None:  # a conversation's next turn begins as this one ended
+        none = options.port is None or options.no_prefix_cache or options.data > 1
+        checkpoints = 0 if none else batch
     try:
         limits = Limits(
-            batch=options.batch or batch,
+            batch=batch,
             max_model_len=length,
             num_pages=options.num_pages,
             prefill_chunk=options.prefill_chunk,
             prefill_rows=options.prefill_rows,
             prefix_cache=not options.no_prefix_cache,
-            checkpoints=options.checkpoints,
+            checkpoints=checkpoints,
             speculate=options.speculate,
             utilization=options.utilization,
             decode_buckets=options.decode_buckets or (),

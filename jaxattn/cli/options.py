@@ -266,9 +266,9 @@ def parser() -> argparse.ArgumentParser:
         "--checkpoints",
         metavar="N",
         type=size,
-        default=0,
         help="slots for states at the ends of prefixes: a model with recurrent states has no "
-        "prefix cache without them (default: none, as a state takes what thousands of tokens do)",
+        "prefix cache without them, and a state takes what thousands of tokens do (default: none; "
+        "with --port as many as rows)",
     )
     memory.add_argument(
         "--speculate",

@@ -425,8 +425,10 @@ def others(
         return {"outside": 0, "others": 0}
     code = sum(each.code for each in known.values())
     stepping = sum(engine.plan["xla temp"] for engine in PROCESS.engines)
+    outside = max(memory.outside - code, 0)
+    collectives = min(collectives, outside)  # other processes may have begun while they ran
     return {
-        "outside": max(memory.outside - code - collectives, 0),
+        "outside": outside - collectives,
         "collectives": collectives,
         "others": max(memory.in_use - own, 0) + stepping,
     }

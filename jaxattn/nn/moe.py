@@ -1,6 +1,6 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,14 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.checks import check_features
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.fp8_blocks import BLOCK, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.linear import FEW_TOKENS
 from jaxattn.ops.moe import Listed, Router, mixture_of_experts, route_serves
 from jaxattn.ops.router import added_up, choose_experts, router_products
 
@@ -169,7 +167,6 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         always: int,
         valid: Array | None,
-        ahead: Sequence[Ahead] = (),
         x: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
@@ -183,7 +180,6 @@ class MixtureOfExperts(nnx.Module):
             always=always,
             gated=self.has_gate,
             valid=valid,
-            ahead=ahead,
             x=x,
             implementation=implementation if route_serves(self.config.experts) else "xla",
         )
@@ -201,17 +197,6 @@ class MixtureOfExperts(nnx.Module):
         count = self.config.experts
         columns = added_up(logits) if halves else logits
         return jax.nn.sigmoid(columns[:, count : count + 1])
-
-    def _shared_ahead(
-        self, tokens: int, stacks: Mapping[str, Array], layer: int | LayerOf
-    ) -> list[Ahead]:
-        """Gate and up of the experts that every token takes, for a kernel to ask for. They are
-        worth it with few tokens, while those experts come first."""
-        if not self.always or tokens > FEW_TOKENS or not isinstance(layer, LayerOf):
-            return []
-        gate_up = stacks["gate_up_proj"]
-        last = gate_up.shape[1]
-        return [Ahead(gate_up, layer, (last - self.always, last))]
 
     def _choose_own(
         self,
@@ -247,14 +232,12 @@ class MixtureOfExperts(nnx.Module):
         valid = None if valid is None else valid.reshape(-1)
         tokens, listed = x.reshape(-1, x.shape[-1]).astype(self.dtype), None
         if share is None:
-            decodes = arena is not None
             ids, weights, listed = self.choose(
                 logits,
                 halves,
                 self.always,
                 valid,
-                ahead=self._shared_ahead(len(logits), stacks, layer) if decodes else (),
-                x=tokens if decodes and len(tokens) == 1 else None,
+                x=tokens if arena is not None and len(tokens) == 1 else None,
                 implementation=implementation,
             )
         else:

@@ -7,14 +7,12 @@ within 2**-17 of it, and exactly where the checkpoint has the router in bfloat16
 are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), where these take 4.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import (
     Implementation,
     dispatch,
@@ -90,7 +88,6 @@ def choose_experts(
     always: int = 0,
     gated: bool = False,
     valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
-    ahead: Sequence[Ahead] = (),
     x: Float[Array, "T F"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
@@ -101,9 +98,8 @@ def choose_experts(
         always: the experts from E on that every token takes, with weight 1.
         gated: or with the sigmoid of column E.
         valid: false or 0 for a token that is padding: its ids are -1.
-        ahead: weights that the kernel asks for.
         x: the token, where T is 1, as `mixture_of_experts` will be given it. The kernel makes its
-            `listed` of it. With `ahead` or x it has no gradient.
+            `listed` of it. With x it has no gradient.
         implementation: as of `route`.
 
     Raises:
@@ -127,9 +123,9 @@ def choose_experts(
             **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
             "interpret": interpret,
         }  # fmt: skip
-        if ahead or x is not None:
+        if x is not None:
             operands = without_gradient("route", (logits, bias, x))
-            return route_mosaic(*operands[:2], valid=valid, ahead=ahead, x=operands[2], **options)
+            return route_mosaic(*operands[:2], valid=valid, x=operands[2], **options)
 
         def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
             return route_mosaic(logits, bias, valid=valid, **options)[:2]

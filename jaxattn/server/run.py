@@ -75,7 +75,6 @@ def run(
     Raises:
         What ended the engine.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
     return asyncio.run(_serve(served, settings, bound, on_ready))
 
 
@@ -108,6 +107,7 @@ async def _serve(
     try:
         await service.ready()
         if service.phase is Phase.READY:
+            sys.setswitchinterval(SWITCH_SECONDS)  # not before: threads compile meanwhile
             on_ready()
         error = await ending
         whole = await service.drain(settings.drain_seconds)

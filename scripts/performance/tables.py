@@ -10,11 +10,11 @@ flashmla = functools.partial(Claim, run="mla-flashmla", who="FlashMLA")
 burst = functools.partial(flashmla, timed=BURST, ours="us", theirs="flashmla us")
 sustained = functools.partial(flashmla, timed=SUSTAINED, ours="call us", theirs="flashmla call us")
 delta_rule = functools.partial(Claim, timed=SUSTAINED, run="gdn-peers")
+grouped = functools.partial(
+    Claim, timed=SUSTAINED, ours="call us", theirs="fa3 call us", who="FlashAttention-3"
+)
 
 CLAIMS = (
-    burst(
-        what="MLA decode, 128 rows of 4,096 tokens, 128 heads", shape={"B,H,T,S": "128,128,4096,1"}
-    ),
     sustained(
         what="MLA decode, 64 rows of 8,192 tokens, 128 heads", shape={"B,H,T,S": "64,128,8192,1"}
     ),
@@ -37,12 +37,15 @@ CLAIMS = (
         theirs="flashinfer call us",
         who="FlashInfer",
     ),
-    delta_rule(
-        what="delta rule decode, 256 rows, 32 heads",
-        shape={"B,Hk,Hv,S": "256,16,32,1"},
-        ours="call us",
-        theirs="fla call us",
-        who="FLA",
+    grouped(
+        what="GQA decode, 64 rows of 8,192 tokens, 32 heads on 8",
+        run="gqa",
+        shape={"B,H/Hk,D,T": "64,32/8,128,8192"},
+    ),
+    grouped(
+        what="GQA prefill, a prompt of 8,192 tokens, 32 heads on 8",
+        run="gqa-prefill",
+        shape={"B,H/Hk,D,T": "1,32/8,128,8192"},
     ),
     delta_rule(
         what="delta rule decode, 1 row, 32 heads",

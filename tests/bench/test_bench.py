@@ -306,13 +306,15 @@ def test_a_wrong_result_of_decode_is_refused(off, words, monkeypatch):
         mla.check(mla.decode(mla.inputs(*shape), None, "xla"), shape)
 
 
-def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it():
+@pytest.mark.parametrize("calls, turns", [(5, 5), (16, 2)])
+def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(calls, turns):
     op = timing.Op(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])
-    text = jax.jit(op.loop(5)).lower(op.operands[0], ()).compile().as_text()
-    # Of the computation with the sine, the loop's body is the only caller.
-    within = [part for part in text.split("\n\n") if " sine(" in part]
-    assert len(within) == 1 and "while/body" in within[0]
-    assert 'known_trip_count":{"n":"5"' in text
+    text = jax.jit(op.loop(calls)).lower(op.operands[0], ()).compile().as_text()
+    # Of the computations with a sine, the loop's body is the only caller.
+    within = [part for part in text.split("\n\n") if "f32[64,128]{1,0} sine(" in part]
+    assert sum(part.count(" sine(") for part in within) == calls // turns
+    assert all("while/body" in part for part in within)
+    assert f'known_trip_count":{{"n":"{turns}"' in text
     assert "f32[64,128]{1,0} copy(" not in text
     ran = []
 
@@ -321,9 +323,9 @@ def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it():
         return x, state
 
     op = timing.Op(call, [jnp.ones(2)], layers=2)
-    jax.block_until_ready(jax.jit(op.loop(5))(op.operands[0], ()))
+    jax.block_until_ready(jax.jit(op.loop(calls))(op.operands[0], ()))
     jax.effects_barrier()
-    assert sorted(ran) == [0, 0, 0, 1, 1]
+    assert sorted(ran) == [0] * (calls - calls // 2) + [1] * (calls // 2)
 
 
 def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):

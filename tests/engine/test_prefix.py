@@ -102,23 +102,29 @@ def test_a_prompt_that_was_read_before_is_read_from_its_last_block_on(pair):
     assert counts(cached) == Counts(asked=260, hits=128)
 
 
-def test_the_bits_are_those_without_a_cache_for_random_conversations(pair):
-    """Turns that begin with all that was said before, beside others, in a pool that evicts."""
+@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_the_bits_are_those_without_a_cache_for_random_conversations(pair, rounds):
+    """Turns that begin with all that was said before, beside others, in a pool that evicts.
+
+    A talk that grows too long begins anew behind its first tokens: 500 rounds have 200 of them.
+    """
     cached, plain = pair
-    draw, hits = random.Random(0), 0
+    draw, hits, begun = random.Random(0), 0, 5
     talks = [bytes([i]) * draw.randint(1, 9) for i in range(5)]
-    for _ in range(20):
+    for _ in range(rounds):
         turn = draw.sample(range(5), 2)
         for i in turn:
             talks[i] += bytes(draw.randrange(256) for _ in range(draw.randint(1, 50)))
             if len(talks[i]) > 220:
                 talks[i] = talks[i][: draw.choice([64, 65, 100, 128, 129])]
+                begun += 1
         requests = [request(talks[i], max_tokens=draw.randint(1, 9)) for i in turn]
         done = cached.generate(requests)
         assert texts(done) == texts(plain.generate(requests))
         hits += sum(each.cached_tokens for each in done)
         for i, each in zip(turn, done, strict=True):
             talks[i] += bytes(each.tokens)
+    assert begun >= 200 or rounds < 500
     assert hits > 300  # those without a cache take its room
     assert counts(cached).hits == hits
 

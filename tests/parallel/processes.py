@@ -22,13 +22,15 @@ from jaxattn.models import Hybrid
 from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
 STUCK = 5.0  # seconds
+SLOW = 120.0  # that a step may take on a machine with other work
 
 
 def main(rank: int, coordinator: str, what: str) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_disable_most_optimizations", True)
     wrong = what if rank == 1 else "nothing"
-    with joined(Place(rank, 2, coordinator), stuck=STUCK) as crew:
+    limits = {"stuck": STUCK if what == "stuck" else SLOW, "silent": SLOW}
+    with joined(Place(rank, 2, coordinator), **limits) as crew:
         assert crew is not None
         facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}
         facts |= {"version": {"jaxattn": "0.9"}, "checkpoint": {"checkpoint": "aaaa"}}.get(

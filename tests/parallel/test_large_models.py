@@ -28,21 +28,28 @@ def decoder(name: str):
 
 
 @pytest.mark.parametrize(
-    "name, layout",
+    "name, layout, which",
     [
-        ("DeepSeek-R1", dict(data=8, expert=8)),
-        ("DeepSeek-R1", dict(tensor=8, context=8, expert=8)),
-        ("Kimi-K2", dict(data=2, tensor=4, expert=8)),
+        ("DeepSeek-R1", dict(data=8, expert=8), "decode"),
+        ("DeepSeek-R1", dict(tensor=8, context=8, expert=8), "decode"),
+        ("Kimi-K2", dict(data=2, tensor=4, expert=8), "decode"),
+        pytest.param("DeepSeek-R1", dict(data=8, expert=8), "prefill", marks=pytest.mark.slow),
+        pytest.param(
+            "DeepSeek-R1", dict(tensor=8, context=8, expert=8), "prefill", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "Kimi-K2", dict(data=2, tensor=4, expert=8), "prefill", marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
 @on_virtual_devices
-def test_a_decode_step_is_lowered_for_eight_devices(name, layout):
+def test_a_step_is_lowered_for_eight_devices(name, layout, which):
     parallel = Parallel(**layout)
     model, devices = divided(decoder(name), parallel), tuple(jax.devices())
     params = packed_shapes(model)
     limits = Limits(batch=32, max_model_len=8192, spread=parallel.context, groups=parallel.data)
-    entry = entry_points(limits)[-1]
+    entry = next(each for each in entry_points(limits) if each.kind == which)
     group, tree = group_of(model, devices), jax.tree.structure(params)
     step = jitted_step(entry, model, limits, tree, "xla", "cpu", group)
     lowered = step.lower(*arguments(entry, model, limits, params, group))

@@ -22,6 +22,7 @@ from jaxattn.engine.steps import all_steps
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests" / "data" / "tiny_checkpoints" / "youtu"
 OF_EXTRA = ("starlette", "uvicorn", "prometheus_client", "orjson", "llguidance")
 # As tests/conftest.py has it: this process need not be fast, it has to be compiled in little time.
 QUICK = {
@@ -35,7 +36,9 @@ QUICK = {
 @pytest.fixture
 def command(tmp_path):
     """(process, url) of a server in a process of its own."""
-    options = ["--port", "0", "--batch", "2", "--max-model-len", "128", "--served-name", "snake"]
+    # A model of two layers is compiled in two thirds of the embedded one's time.
+    options = ["--port", "0", "--model", str(MODEL), "--served-name", "snake"]
+    options += ["--batch", "2", "--max-model-len", "128"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxattn.serve", *options],
         env=os.environ | QUICK | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
@@ -62,13 +65,15 @@ def test_a_server_serves_and_sigterm_lets_its_answers_end(command, tmp_path):
         assert client.get("/health").json() == {"status": "ready"}
         assert client.get("/v1/models").json()["data"][0]["id"] == "snake"
         body = {"prompt": "def add(", "max_tokens": 100, "stream": True, "temperature": 0}
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         with client.stream("POST", "/v1/completions", json=body) as response:
             pieces = response.iter_text()
             begun = next(pieces)
             process.send_signal(signal.SIGTERM)
             events = objects(begun + "".join(pieces))
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert len("".join(event["choices"][0]["text"] for event in events)) == 100
+    *_, last, usage = events
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == 100
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0
     [line] = [line for line in said.splitlines() if "/v1/completions" in line]
@@ -80,7 +85,7 @@ def test_a_server_serves_and_sigterm_lets_its_answers_end(command, tmp_path):
 def test_a_server_of_default_limits_has_at_most_12_executables():
     options = parser().parse_args(["--port", "0"])
     limits = read_limits(options, model_length(options, choose(options).folder.model))
-    assert (limits.batch, limits.max_model_len) == (16, 4096)
+    assert (limits.batch, limits.max_model_len, limits.checkpoints) == (16, 4096, 16)
     assert len(all_steps(limits)) <= 12
 
 

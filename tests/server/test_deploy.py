@@ -38,7 +38,8 @@ def test_a_pod_has_time_to_drain():
     [grace] = re.findall(r"terminationGracePeriodSeconds: (\d+)", text)
     [drain] = re.findall(r"--drain-timeout=(\d+)", text)
     [sleep] = re.findall(r'\[sleep, "(\d+)"\]', text)
-    assert int(grace) > int(drain) + int(sleep)
+    # What is cut at the end has 5 s to be told, connections 5 to close, the step in flight 5.
+    assert int(grace) >= int(drain) + int(sleep) + 20
 
 
 def test_the_docs_have_every_option_path_and_metric():

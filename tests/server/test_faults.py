@@ -170,24 +170,26 @@ def test_a_storm_of_clients_and_failing_steps_leaves_nothing_behind():
     assert files() <= before
 
 
-@pytest.mark.parametrize("events", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("events", [40, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_storm_and_device_errors_leave_the_engine_s_pools_and_plan_as_they_were(
     events, engine, generated, monkeypatch
 ):
-    trouble, decode = Trouble(most=events // 50, seconds=0.5), Runner.decode
+    trouble, decode = Trouble(most=max(1, events // 50), seconds=0.5), Runner.decode
 
     def failing(self, *arguments):
         trouble.strike()
         return decode(self, *arguments)
 
     monkeypatch.setattr(Runner, "decode", failing)
+    requests = [Request(prompt.encode(), max_tokens=12) for prompt in generated]
+    engine.generate(requests)  # it lets go of what a server's last step left on the device
     plan, arrays = engine.plan.items, array_bytes()
     counted = Counted(engine)
     storm = weathered(counted, trouble, events, grammars=True)
     assert trouble.count >= 1 and sum(storm.outcomes.values()) == events
     assert not engine.seal.counts, engine.seal.what
     forgets_prefixes(engine)
-    done = engine.generate([Request(prompt.encode(), max_tokens=12) for prompt in generated])
+    done = engine.generate(requests)
     assert [bytes(each.tokens).decode() for each in done] == list(generated.values())
     assert engine.plan.items == plan and array_bytes() == arrays
 

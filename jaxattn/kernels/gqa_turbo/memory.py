@@ -19,10 +19,12 @@ TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
 ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
 ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
 LINE = 128  # and what copies and their places in shared memory are multiples of
-# Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
-# have 152 registers each, two have 232, and the one that loads has 40.
-MOST_CONSUMERS, LEAST_CONSUMERS = 3, 2
-REGISTERS = {3: (40, 152), 2: (40, 232)}
+# Warpgroups that take a part's steps in turns, where there is room for two steps of each, and the
+# registers of the one that loads and of each of these. Codes that are turned into numbers take
+# longer than they take to come, and four wait for each other's latencies less than three; more
+# than FEW numbers of queries do not fit into the registers of four.
+MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 4, 2, 1024
+REGISTERS = {4: (40, 104), 3: (40, 152), 2: (40, 232)}
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
@@ -51,7 +53,10 @@ def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
-    for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
+    many = MOST_CONSUMERS
+    if not form.rotated or columns * form.head_dim > FEW:
+        many -= 1
+    for consumers in range(many, LEAST_CONSUMERS - 1, -1):
         for steps in range(MOST_STEPS, 1, -1):
             room = Room(consumers, steps, pitch)
             if bytes_of(form, columns, room) <= free:

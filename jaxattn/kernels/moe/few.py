@@ -3,7 +3,7 @@
 XLA takes half a dozen kernels for it, which is as long as a token's experts take to be read. The
 list is `jaxattn.kernels.moe.work.work_list`'s of tokens that stay where they are. Fewer than 8 are
 copied on the way to where there are 8 rows, as a tile reads so many; no one reads what the others
-become. Experts come from the last to the first.
+become.
 
 One token's list is made where it was routed (`moe/route.py`), by the same code.
 
@@ -142,13 +142,11 @@ class Lister:
         first_smem[...] = first
         meet(interpret=self.interpret)
         firsts = [full(first_smem[p]) for p in range(pairs)]
-        # Its place in the list: how many experts of a higher number there are. The shared ones
-        # have the highest and come first, before other weights drive theirs out of the L2 cache.
+        # Its place in the list: how many smaller experts there are.
         slot, count = full(0), full(0)
         for expert in firsts:
-            someone = expert < nobody
-            slot += jnp.where((expert > mine) & someone, full(1), full(0))
-            count += jnp.where(someone, full(1), full(0))
+            slot += jnp.where(expert < mine, full(1), full(0))
+            count += jnp.where(expert < nobody, full(1), full(0))
         slot_smem[...] = slot
         meet(interpret=self.interpret)
         expert = full(0)

@@ -1,4 +1,13 @@
-"""`jaxattn.ops.moe.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum."""
+"""`jaxattn.ops.moe.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum.
+
+    few.py, work.py    who has work: of few tokens in one launch, of many by a sort
+    product.py         gate and up, then down, each expert's tokens times its weights
+    combine.py         the sum of each token's experts
+
+Limits: F a multiple of 128, I of 64, of FP8 weights I of 128; bfloat16, float16, or weights in
+float8_e4m3fn with scales of 128 x 128. Reference: `jaxattn.ops.moe.mixture_of_experts`
+(implementation="xla"); tests: tests/kernels/moe/test_kernel.py.
+"""
 
 import math
 from typing import Any

@@ -4,15 +4,13 @@ XLA sorts all E scores of a token in several kernels. Here the best is taken K t
 the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.
 
 What surrounds it is in the launch too, as each step of it would be one of XLA's: the sum of the
-logits' two halves, the experts that every token takes and their gate, and padding.
-
-Memory rests meanwhile. So other blocks may ask for weights that the tokens need in any case.
+logits' two halves, the experts that every token takes and their gate, and padding. Of one token
+the list of work is made as well.
 
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.ahead import Ahead
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper
-from jaxattn.kernels.hopper.prefetch import Prefetch
+from jaxattn.kernels.hopper.machine import meet, require_hopper
 from jaxattn.kernels.moe.best import best_of
 from jaxattn.kernels.moe.few import Lister, work_of
 from jaxattn.kernels.moe.work import Work
@@ -68,7 +64,6 @@ def route_mosaic(
     always: int = 0,
     gated: bool = False,
     valid: jax.Array | None = None,
-    ahead: Sequence[Ahead] = (),
     x: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -80,7 +75,6 @@ def route_mosaic(
         always: experts E, E + 1 and so on that every token takes, with weight 1.
         gated: or with the sigmoid of the logit behind the last expert's.
         valid: int32 [T], 0 for padding, whose ids are -1.
-        ahead: weights that are asked for.
         x: [1, F], where T is 1: the list of work is made too, with this token in its rows.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
@@ -93,26 +87,15 @@ def route_mosaic(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
 
-    prefetch = Prefetch(ahead, interpret=interpret)
-    idle = max(NUM_SMS - tokens, 0) if prefetch.ahead else 0
-
-    def body(ahead_refs: Any, ahead_layers: Any, **refs: Any) -> None:
-        token = lax.axis_index("token")
-        if not idle:
-            choose(token, **refs)
-            return
-        pl.when(token < tokens)(lambda: choose(token, **refs))
-        share = token - tokens
-        pl.when(share >= 0)(lambda: prefetch.ask(ahead_refs, ahead_layers, share, idle))
-
     lister = None
     if x is not None:
         lister = Lister(1, top_k + always, experts + always, x.shape[1], interpret=interpret)
 
-    def choose(
-        token, logits_ref, bias_ref, valid_ref, x_ref, ids_ref, weights_ref,
+    def body(
+        logits_ref, bias_ref, valid_ref, x_ref, ids_ref, weights_ref,
         scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded, rows=None, **of_list,
     ):  # fmt: skip
+        token = lax.axis_index("token")
         if lister is not None:
             lister.copy(x_ref, rows)
         nothing, zero = full(jnp.float32(-jnp.inf)), full(jnp.float32(0))
@@ -187,13 +170,12 @@ def route_mosaic(
     out = launch(
         body,
         name="moe_route",
-        grid={"token": tokens + idle},
+        grid={"token": tokens},
         inputs={
             "logits_ref": logits,
             "bias_ref": bias,
             "valid_ref": valid,
             "x_ref": x,
-            **prefetch.inputs(),
         },
         outputs={
             "ids_ref": jax.ShapeDtypeStruct((tokens, top_k + always), jnp.int32),

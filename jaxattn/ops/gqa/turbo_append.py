@@ -46,8 +46,8 @@ def turbo_append(
             as for `gqa_append`.
         kv_cache: a stack with `layer`, or one layer's pages; donate it to update it in place.
         form: the cache's format.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla", as no GPU has
-            run the kernel yet. It has D 64, 128 and 256, and even H and Hk where D is 64.
+        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
+            has D 64, 128 and 256, and even H and Hk where D is 64.
 
     Returns:
         (queries [B, S, H, D], rotated by position and not by the Hadamard matrix; the cache).
@@ -116,7 +116,7 @@ def turbo_append(
     with jax.named_scope(op):
         return dispatch(
             op,
-            implementation or "xla",
+            implementation,
             {
                 "mosaic_gpu": lambda: mosaic(False),
                 "mosaic_gpu_interpret": lambda: mosaic(True),

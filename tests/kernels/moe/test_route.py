@@ -1,15 +1,12 @@
 """The routing kernel beside the reference: the same experts, ties included, and their weights."""
 
 import contextlib
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.ahead import Ahead
-from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.moe import Router, route
@@ -96,19 +93,6 @@ def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementatio
     np.testing.assert_array_equal(listed.work.tiles[:, :8], wanted.tiles[:, :8])
     np.testing.assert_array_equal(listed.work.positions, wanted.positions)
     np.testing.assert_array_equal(listed.rows[0], rows[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [None, (3, 5), (0, 1)])
-def test_weights_that_are_asked_for_change_no_result(rows):
-    router = ROUTERS["v3"]
-    later = jnp.ones((4, 5, 192, 64), jnp.bfloat16)
-    choose = partial(choose_experts, *drawn(router, 2), router, implementation="mosaic_gpu")
-    for layer in range(4):
-        asked = jax.jit(lambda at: choose(ahead=[Ahead(later, LayerOf(at, 1, -1), rows)])[:2])
-        plain = jax.jit(lambda: choose()[:2])()
-        for found, wanted in zip(asked(jnp.int32(layer + 1)), plain, strict=True):
-            np.testing.assert_array_equal(found, wanted)
 
 
 @both_devices

@@ -1,0 +1,45 @@
+"""The table of docs/kernels.md is the code's, and each kernel's header leads on."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxattn
+from tests.helpers import every_kernel
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(jaxattn.__file__).parent
+PAGE = (ROOT / "docs" / "kernels.md").read_text()
+PARTS = ("hopper", "__init__.py", "linear_block.py", "linear_turned.py")  # of several kernels
+
+
+def rows() -> list[tuple[list[str], str, str, str]]:
+    """(ops, kernel, reference, tests) of each row, as the table has them."""
+    table = PAGE.partition("| op | kernel")[2].partition("\n\n")[0]
+    cells = [[re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1]]
+             for line in table.splitlines()[2:]]  # fmt: skip
+    return [(ops, kernel, reference, tests) for ops, [kernel], [reference], [tests] in cells]
+
+
+ROWS = rows()
+
+
+def test_the_table_has_each_op_with_a_kernel_once():
+    assert sorted(op for ops, *_ in ROWS for op in ops) == sorted(every_kernel.OPS)
+
+
+def test_no_kernel_is_missing_from_the_table():
+    there = {path.name for path in (PACKAGE / "kernels").iterdir()} - {"__pycache__", *PARTS}
+    assert {kernel.partition("/")[0] for _, kernel, _, _ in ROWS} == there
+
+
+@pytest.mark.parametrize("kernel, reference, tests", [row[1:] for row in ROWS])
+def test_a_row_leads_to_files_and_the_header_to_limits_reference_and_tests(
+    kernel, reference, tests
+):
+    assert (PACKAGE / "ops" / reference).is_file() and (ROOT / tests).is_file()
+    header = ast.get_docstring(ast.parse((PACKAGE / "kernels" / kernel).read_text())) or ""
+    assert "Limits:" in header and "Reference" in header
+    assert tests in header.split() or tests in re.findall(r"[\w/]+\.py", header)
