@@ -114,7 +114,7 @@ class KimiDeltaAttention(nnx.Module):
             o = o.astype(jnp.float32)  # and so is what comes back from out_proj
             weight = self.norm.weight[...]
             y = gated_rms_norm(o, made.gate, weight, self.norm.eps, sigmoid=True)
-            return self.out_proj(y.reshape(*x.shape[:2], -1))
+            return self.out_proj(y.reshape(*x.shape[:2], self.num_heads * self.head_dim))
 
     def prefill(
         self,
@@ -171,7 +171,7 @@ class KimiDeltaAttention(nnx.Module):
             implementation=implementation,
         )
         with jax.named_scope("kda_out_proj"):
-            out = self.out_proj(y.reshape(*x.shape[:2], -1))
+            out = self.out_proj(y.reshape(*x.shape[:2], self.num_heads * self.head_dim))
             # A padding token's gate may be anything.
             return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
 

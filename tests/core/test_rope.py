@@ -191,6 +191,11 @@ def test_theta_is_a_finite_number_above_1(value):
         RopeConfig(theta=value)
 
 
+def test_yarn_without_a_theta_is_refused():
+    with pytest.raises(ValueError, match=r"theta must be a number, which yarn stretches; got None"):
+        RopeConfig(theta=None, yarn=YarnConfig(40, 4096))
+
+
 def test_without_a_theta_nothing_turns():
     """To the bit, by `rope` itself and by the angles that kernels take."""
     config, x = RopeConfig(8, theta=None), np.linspace(-3, 3, 48, dtype=np.float32).reshape(6, 8)

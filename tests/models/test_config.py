@@ -31,7 +31,7 @@ NEVER = (math.nan, math.inf, -math.inf, -1, -0.5, 10**400, "", "1", "true", [], 
 TEXTS = ("dtype", "cache_dtype", "param_dtype")
 FLAGS = ("tie_embeddings", "interleaved")
 FLOATS = ("rms_norm_eps", "theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-MAY_BE_NONE = ("q_lora_rank", "cache_dtype", "yarn")
+MAY_BE_NONE = ("q_lora_rank", "cache_dtype", "yarn", "theta")
 MAY_BE_ZERO = ("gdn_per_repeat", "mscale", "mscale_all_dim")
 each_field = pytest.mark.parametrize("kind, field", FIELDS, ids=lambda x: getattr(x, "__name__", x))
 

@@ -2,6 +2,9 @@
 
 XLA makes them, in matmuls over all chunks: `jaxattn.ops.kda.channel_decay`. What is left for the
 kernels is what goes from chunk to chunk.
+
+Limits: those of launch.py. Reference and tests: `jaxattn.kda.chunk_kda` (implementation="xla"),
+tests/kernels/gdn_prefill/test_channels.py.
 """
 
 from collections.abc import Callable

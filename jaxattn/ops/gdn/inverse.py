@@ -26,7 +26,7 @@ def unit_lower_inverse(a: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
         inverse = lax.dynamic_update_slice_in_dim(inverse, row[..., None, :], i, axis=-2)
     while block < size:
         below = _blocks(a, block, range(block, size, 2 * block), -block)
-        pairs = inverse.reshape(*a.shape[:-2], -1, 2, block, block)
+        pairs = inverse.reshape(*a.shape[:-2], size // (2 * block), 2, block, block)
         x, y = pairs[..., 0, :, :], pairs[..., 1, :, :]
         inverse = lower_pairs(inverse, -_product(_product(y, below), x))
         block *= 2

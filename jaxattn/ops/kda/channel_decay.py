@@ -80,15 +80,15 @@ def _scores(rows: Array, columns: Array, dtype: jnp.dtype) -> Array:
 
 def _halves(x: Array, size: int) -> tuple[Array, Array]:
     """First and second halves of the blocks of 2 * size rows, each [..., C / 2 size, size, D]."""
-    pairs = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
+    pairs = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * size), 2, size, x.shape[-1])
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
 
 def _joined_sums(up_to: Array, behind: Array, size: int) -> tuple[Array, Array]:
     """Both sums for blocks of 2 * size rows, of those for blocks of `size`."""
     (first, second), (first_behind, second_behind) = _halves(up_to, size), _halves(behind, size)
+    shape = up_to.shape
     up_to = jnp.stack([first, second + first[..., -1:, :]], axis=-3)
     of_second = second[..., -1:, :]
     behind = jnp.stack([first_behind + of_second, second_behind], axis=-3)
-    shape = (*up_to.shape[:-4], -1, up_to.shape[-1])
     return up_to.reshape(shape), behind.reshape(shape)
