@@ -61,8 +61,9 @@ class Crew:
         self.rank, self.links = rank, list(links)
         self._silent, self._stuck, self._end = silent, stuck, end
         self._closed = threading.Event()
-        self._last: tuple[float, Any] | None = None
-        self.steps = 0
+        # When the last step was begun, and what it gives; None while it is not sent yet.
+        self._last: tuple[float, jax.Array | None] | None = None
+        self._begun, self._sent = 0, 0  # steps
         for link in self.links:
             link.listen(self._heard_end)
         self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
@@ -137,11 +138,19 @@ class Crew:
             with contextlib.suppress(HostError):  # who is gone needs no word
                 link.send_text(FAILED, message)
 
-    def sent(self, result: Any) -> None:
-        """Notes that a step was sent to the devices, and what it will give."""
-        self.steps += 1
-        found = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
-        self._last = (time.monotonic(), found[0]) if found else None
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def begin(self) -> None:
+        """Notes that a step is begun: to send it may take until the one before it has ended."""
+        self._begun += 1
+        self._last = (time.monotonic(), None)
+
+    def sent(self, result: jax.Array | None = None) -> None:
+        """Notes that the step was sent to the devices, and what it will give if that is read."""
+        self._sent += 1
+        self._last = None if result is None else (time.monotonic(), result)
 
     def close(self) -> None:
         """Ends the watch and the links; the leader's tells the others that they are done."""
@@ -157,7 +166,7 @@ class Crew:
         while not self._closed.wait(period):
             for link in self.links:
                 try:
-                    link.send(ALIVE, None, self.steps)
+                    link.send(ALIVE, None, self._sent)
                 except HostError as error:
                     self._ended(str(error))
                     return
@@ -178,12 +187,14 @@ class Crew:
             return None
         when, result = self._last
         took = time.monotonic() - when
-        if took < self._stuck or result.is_deleted() or result.is_ready():
+        if took < self._stuck:
+            return None
+        if result is not None and (result.is_deleted() or result.is_ready()):
             return None
         behind = [
-            f"{link.name} is {self.steps - link.taken} steps behind"
+            f"{link.name} is behind by {self._begun - link.taken}"
             for link in self.links
-            if self.leads and link.taken < self.steps
+            if self.leads and link.taken < self._begun
         ]
         reason = ", ".join(behind) or "the devices do not finish it"
         return f"a step of process {self.rank} has not ended for {took:.0f} s: {reason}"

@@ -58,24 +58,28 @@ class Leader(Runner):
 
     def update(self, packed: np.ndarray) -> None:
         self._tell(UPDATE, packed)
+        self.crew.begin()
         super().update(packed)
-        self.crew.sent(None)
+        self.crew.sent()
 
     def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
         self._tell(PREFILL, packed, entry.rows, entry.tokens, int(remember))
+        self.crew.begin()
         logits = super().prefill(entry, packed, remember=remember)
-        self.crew.sent(None)
+        self.crew.sent()
         return logits
 
     def copy(self, source: int, target: int) -> None:
         self._tell(COPY, np.array([source, target], np.int32))
+        self.crew.begin()
         super().copy(source, target)
-        self.crew.sent(None)
+        self.crew.sent()
 
     def first(
         self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
     ) -> jax.Array:
         self._tell(FIRST, places, int(level), int(words is not None))
+        self.crew.begin()
         if words is not None:
             self._tell(MASKS, words)
         told = super().first(logits, places, level, words)
@@ -89,6 +93,7 @@ class Leader(Runner):
         words: Callable[[int], np.ndarray] | None = None,
     ) -> jax.Array:
         self._tell(DECODE, places, int(level), int(words is not None))
+        self.crew.begin()
         told = super().decode(places, level, words and functools.partial(self._told, words))
         self.crew.sent(told)
         return told
@@ -107,6 +112,8 @@ class Leader(Runner):
         super().delete()
 
     def _tell(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
+        if self.crew.closed:
+            return
         for link in self.crew.links:
             link.send(kind, array, *numbers)
 
@@ -129,6 +136,7 @@ def run_as_told(runner: Runner, crew: Crew) -> None:
             runner.forget()
             continue
         assert array is not None, "all others have one"
+        crew.begin()
         if kind == UPDATE:
             runner.update(array)
         elif kind == COPY:

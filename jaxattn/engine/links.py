@@ -46,7 +46,7 @@ class Link:
     Attributes:
         name: of the other process, for people.
         heard: when something came last, by `time.monotonic`.
-        taken: how many steps the other process has begun, as it last said.
+        taken: how many steps the other process has sent to its devices, as it last said.
     """
 
     def __init__(self, connection: socket.socket, name: str):

@@ -174,9 +174,6 @@ def test_a_process_that_says_nothing_ends_the_others(crews):
 class Never:
     """A result that does not come."""
 
-    def __init__(self, array: object):
-        self._array = array
-
     def is_deleted(self) -> bool:
         return False
 
@@ -184,19 +181,23 @@ class Never:
         return False
 
 
-def test_a_step_that_does_not_end_names_the_process_that_is_behind(crews):
+@pytest.mark.parametrize("sent", [True, False], ids=["not ready", "not even sent"])
+def test_a_step_that_does_not_end_names_the_process_that_is_behind(crews, sent):
     leader, other, leaders_end, others_end = crews
     for crew in (leader, other):
+        crew.begin()
         crew.sent(jnp.zeros(1))
-    leader.sent(None)
-    leader._last = (time.monotonic(), Never(None))
+    leader.begin()
+    if sent:
+        leader.sent(Never())
     message = leaders_end.wait()
-    assert "a step of process 0 has not ended" in message and "is 1 steps behind" in message
+    assert "a step of process 0 has not ended" in message and "is behind by 1" in message
     assert message in others_end.wait(), "the other ends with the same words"
 
 
 def test_a_step_that_ends_and_a_crew_that_is_closed_end_nothing(crews):
     leader, other, *ends = crews
+    leader.begin()
     leader.sent(jnp.zeros(1))
     time.sleep(1.0)
     leader.close()

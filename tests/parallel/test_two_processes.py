@@ -24,7 +24,7 @@ FAULTS = {
     "process 0 has 5f3c",
     "memory": "process 1: the plan takes 90 GB, and 80 GB are free",
     "killed": "process 1 at 127.0.0.1 is gone",
-    "stuck": "process 1 at 127.0.0.1 is 1 steps behind",
+    "stuck": "process 1 at 127.0.0.1 is behind by 1",
 }
 
 pytestmark = pytest.mark.slow
