@@ -35,7 +35,9 @@ class Ticket:
         """
         if choices > self.admission.most:
             raise bad(
-                "n", f"{choices:,} continuations are more than the {self.admission.most:,} that fit"
+                "n",
+                f"the request asks for {choices:,} continuations, and at most "
+                f"{self.admission.most:,} can run and wait; ask for fewer",
             )
         self.admission.check(choices - self.choices, tokens)
         self.choices, self.tokens = choices, tokens

@@ -37,7 +37,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         refuse_unsupported(fields)
         top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
         if top is not None and not fields.flag("logprobs"):
-            raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+            raise bad("top_logprobs", "top_logprobs needs logprobs: true; add logprobs")
         logprobs = (top or 0) if fields.flag("logprobs") else None
         most = fields.integer("max_completion_tokens", 1, MOST_ID)
         most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
@@ -124,7 +124,7 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     if choice not in (None, "auto", "required") and not isinstance(choice, dict):
         raise fields.wrong("tool_choice", "none, auto, required or an object that names a tool")
     if choice not in (None, "auto") and not tools:
-        raise bad("tool_choice", "tool_choice needs tools")
+        raise bad("tool_choice", "tool_choice needs tools; give some, or leave it out")
     return tools
 
 

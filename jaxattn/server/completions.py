@@ -42,7 +42,11 @@ async def completions(service: Service, exchange: Exchange) -> None:
         streaming = read_streaming(fields)
         given = read_prompts(fields)
         if len(given) * sampling.choices > MOST_CHOICES:
-            raise bad("prompt", f"prompts times n must be at most {MOST_CHOICES}")
+            raise bad(
+                "prompt",
+                f"{len(given)} prompts with n = {sampling.choices} ask for more than "
+                f"{MOST_CHOICES} continuations; send them in several requests",
+            )
         prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
         rooms = [service.room(prompt, "prompt") for prompt in prompts]
         echoes = [""] * len(prompts)
@@ -78,7 +82,11 @@ def read_prompts(fields: Fields) -> Sequence[str | list[int]]:
     if all(map(is_integer, prompt)):
         return [prompt]
     if len(prompt) > MOST_CHOICES:
-        raise bad("prompt", f"prompt must have at most {MOST_CHOICES} prompts")
+        raise bad(
+            "prompt",
+            f"prompt has {len(prompt):,} prompts, and a request may have {MOST_CHOICES}; send them "
+            "in several requests",
+        )
     for each in prompt:
         tokens = isinstance(each, list) and each and all(map(is_integer, each))
         if not tokens and not isinstance(each, str):

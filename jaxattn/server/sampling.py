@@ -118,7 +118,10 @@ def read_sampling(
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
     ignore_eos = fields.flag("ignore_eos")
     if fields.integer("min_tokens", 0, MOST_ID) and not ignore_eos:
-        raise bad("min_tokens", "min_tokens needs ignore_eos: true; leave it out")
+        raise bad(
+            "min_tokens",
+            "min_tokens needs ignore_eos: true; add ignore_eos, or leave min_tokens out",
+        )
     return Sampling(
         max_tokens=max_tokens,
         choices=_or(fields.integer("n", 1, MOST_CHOICES), None, 1),
@@ -167,7 +170,10 @@ def _more(fields: Fields, logprobs: int | None, vocab_size: int) -> dict[str, An
 def _bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     given = fields.object("logit_bias")
     if len(given.values) > MOST_BIASES:
-        raise bad("logit_bias", f"logit_bias must have at most {MOST_BIASES} tokens")
+        raise bad(
+            "logit_bias",
+            f"logit_bias has {len(given.values):,} tokens, and a request may have {MOST_BIASES}",
+        )
     found = {}
     for key in given.values:
         if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
