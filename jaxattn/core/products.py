@@ -8,6 +8,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
+def summed(spec: str, a: Array, b: Array) -> Array:
+    """`einsum(spec, a, b)`, summed in float32 (float64 for float64), with no TF32.
+
+    XLA's CPU backend lacks it for some layouts of 16-bit operands: `dot` has them all.
+    """
+    wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    exact = lax.Precision.HIGHEST if a.dtype == wide else None
+    return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=wide)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def matmul(spec: str, a: Array, b: Array, dtype: jnp.dtype) -> Float[Array, "..."]:
     """`einsum(spec, a, b)` of operands rounded to `dtype`, summed and returned in float32.
@@ -15,18 +25,13 @@ def matmul(spec: str, a: Array, b: Array, dtype: jnp.dtype) -> Float[Array, "...
     The gradient rounds its operands likewise: left to JAX, a float32 cotangent would turn the
     backward matmuls of bfloat16 operands into slow float32 ones.
     """
-    return _matmul(spec, a.astype(dtype), b.astype(dtype))
-
-
-def _matmul(spec: str, a: Array, b: Array) -> Array:
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=jnp.float32)
+    return summed(spec, a.astype(dtype), b.astype(dtype))
 
 
 def _matmul_forward(spec: str, a: Array, b: Array, dtype: jnp.dtype):
     x, y = a.astype(dtype), b.astype(dtype)
     # Empty arrays carry the operands' dtypes: a residual must be an array.
-    return _matmul(spec, x, y), (x, y, jnp.zeros(0, a.dtype), jnp.zeros(0, b.dtype))
+    return summed(spec, x, y), (x, y, jnp.zeros(0, a.dtype), jnp.zeros(0, b.dtype))
 
 
 def _matmul_backward(spec: str, dtype: jnp.dtype, residuals, cotangent: Array):
@@ -34,8 +39,8 @@ def _matmul_backward(spec: str, dtype: jnp.dtype, residuals, cotangent: Array):
     inputs, out = spec.split("->")
     left, right = inputs.split(",")
     cotangent = cotangent.astype(dtype)
-    da = _matmul(f"{out},{right}->{left}", cotangent, y)
-    db = _matmul(f"{left},{out}->{right}", x, cotangent)
+    da = summed(f"{out},{right}->{left}", cotangent, y)
+    db = summed(f"{left},{out}->{right}", x, cotangent)
     return da.astype(like_a.dtype), db.astype(like_b.dtype)
 
 
@@ -46,11 +51,7 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """An einsum accumulated in float32 (float64 for float64), with no TF32 for float32 operands."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
-
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        precision = lax.Precision.HIGHEST if a.dtype == wide else None
-        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=wide)
-
+    product = partial(summed, spec)
     if dtype == wide:
         return product(a, b)
 

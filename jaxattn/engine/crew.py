@@ -186,10 +186,11 @@ class Crew:
         if self._last is None:
             return None
         when, result = self._last
+        done: Any = result  # `is_ready` is not among the types that jax tells
         took = time.monotonic() - when
         if took < self._stuck:
             return None
-        if result is not None and (result.is_deleted() or result.is_ready()):
+        if done is not None and (done.is_deleted() or done.is_ready()):
             return None
         behind = [
             f"{link.name} is behind by {self._begun - link.taken}"

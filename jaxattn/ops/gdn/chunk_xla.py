@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.products import _matmul, matmul
+from jaxattn.core.products import matmul, summed
 from jaxattn.core.slots import checkpoint_slots, state_write
 from jaxattn.core.varying import vary_alike
 from jaxattn.ops.gdn.inverse import unit_lower_inverse
@@ -73,10 +73,10 @@ def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -
         strictly_lower = jnp.tril(lower, -1)
         # Sum of g over j < l <= i, term by term: a difference of running sums would lose a small
         # decay that follows a large one. The mask comes before exp, or 0 * inf makes NaN.
-        between = _matmul("il,...lj->...ij", lower, g[..., :, None] * strictly_lower)
+        between = summed("il,...lj->...ij", lower, g[..., :, None] * strictly_lower)
         decay = jnp.exp(jnp.where(lower > 0, between, -jnp.inf))
-        from_start = jnp.exp(_matmul("il,...l->...i", lower, g))[..., None]  # gamma
-        to_end = jnp.exp(_matmul("lj,...l->...j", strictly_lower, g))[..., None]  # exp(G_last - G)
+        from_start = jnp.exp(summed("il,...l->...i", lower, g))[..., None]  # gamma
+        to_end = jnp.exp(summed("lj,...l->...j", strictly_lower, g))[..., None]  # exp(G_last - G)
 
     with jax.named_scope("invert"):
         a = matmul("nbhid,nbhjd->nbhij", k, k, dtype) * decay * beta[..., :, None]

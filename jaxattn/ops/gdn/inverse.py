@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.products import _matmul
+from jaxattn.core.products import summed
 
 
 @jax.custom_vjp
@@ -53,7 +53,7 @@ def _blocks(a: Array, size: int, rows: range, offset: int) -> Array:
 
 
 def _product(a: Array, b: Array) -> Array:
-    return _matmul("...ij,...jk->...ik", a, b)
+    return summed("...ij,...jk->...ik", a, b)
 
 
 def _inverse_forward(a: Array) -> tuple[Array, Array]:
