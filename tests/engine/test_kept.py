@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -157,7 +158,9 @@ def test_every_published_model_can_be_kept():
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, len, jnp.ones(1), type("Foreign", (), {})(), int, Hybrid], ids=repr
+    "value",
+    [object(), {1, 2}, len, np.ones(1), type("Foreign", (), {})(), int, Hybrid],
+    ids=["object", "set", "function", "array", "foreign", "builtin class", "class"],
 )
 def test_what_cannot_be_written_down_is_refused(value):
     with pytest.raises(UnknownError):
