@@ -84,6 +84,9 @@ def bound_of(
     """An upper bound of one executable's memory, which more pages do not raise."""
     tree = jax.tree.structure(params)
     function = step.function(model, limits, tree)
+    if isinstance(step, Round) and limits.groups > 1:
+        decode = step.decode.function(model, limits, tree)
+        function = step.behind(_of_all_groups(decode, limits.groups))
     if isinstance(step, EntryPoint | Round):
         entry = step.decode if isinstance(step, Round) else step
         chosen = implementation_of(entry, implementation)
@@ -97,6 +100,16 @@ def bound_of(
     out = nbytes(results) - nbytes(arguments[step.donated])
     in_out = nbytes(step.given(model, limits)) + out + 8 * len(jax.tree.leaves(results))
     return Executable(in_out, bound, 0, "bound")
+
+
+def _of_all_groups(decode: Callable, groups: int) -> Callable:
+    """A decode step whose logits are as many as those of all data groups, which are sampled."""
+
+    def whole(*arguments: Any, **options: Any) -> Any:
+        logits, state = decode(*arguments, **options)
+        return jnp.concatenate([logits] * groups), state
+
+    return whole
 
 
 def packed_shapes(model: Model) -> Any:

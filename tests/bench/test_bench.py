@@ -25,6 +25,7 @@ from jaxattn.bench import (
     moe,
     peers,
     plot,
+    record,
     step,
     timing,
 )
@@ -379,6 +380,8 @@ def test_notes_compare_fp8_caches_with_bfloat16():
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(peers.subprocess, "run", None)
+    monkeypatch.setattr(record, "card", dict)  # which asks programs
+    monkeypatch.setattr(record, "commit", str)
     assert bench.main(["mla", "--small"]) == 0
     said = capsys.readouterr()
     assert "flashinfer-mla: not installed (python3 -m pip install flashinfer-python torch)" in (

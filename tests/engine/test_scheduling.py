@@ -53,6 +53,13 @@ def order_of_tokens(engine, requests):
     return order, done
 
 
+def moved(found, places):
+    """Of a step in which these rows got one token each."""
+    tokens = np.zeros(found.limits.batch, np.int32)
+    tokens[places] = 1
+    return tokens
+
+
 def scheduler(**limits):
     return Scheduler(Limits(**{"batch": 4, "max_model_len": 256} | limits), vocab_size=256)
 
@@ -127,7 +134,7 @@ def test_a_row_has_pages_for_its_prompt_alone_until_it_grows():
     for length in range(61, 250):
         assert found.grow(places)
         assert len(row.pages) == -(-length // 64)
-        found.sent(places)
+        found.sent(moved(found, places))
     assert len(row.pages) == 4 and found.cached[row.index] == 249
 
 
@@ -138,10 +145,10 @@ def test_rows_that_need_a_page_soon_get_it_with_one_that_needs_it_now():
     found.admit()
     for row in found.rows.values():
         found.read(row, len(row.prompt))
-        found.sent(np.array([row.index]))
+        found.sent(moved(found, [row.index]))
     assert found.grow(np.array([0, 1, 2]))
     assert [len(row.pages) for row in found.rows.values()] == [1, 2, 1]
-    found.sent(np.array([0]))
+    found.sent(moved(found, [0]))
     found.cached[1] = 128
     assert found.grow(np.array([0, 1, 2]))
     assert [len(row.pages) for row in found.rows.values()] == [2, 3, 1]
@@ -160,7 +167,7 @@ def test_no_row_gets_a_page_that_another_has():
         while not found.grow(found.next_decode()):
             found.preempt()
         places = found.next_decode()
-        found.sent(places)
+        found.sent(moved(found, places))
         for index in places.tolist():
             row = found.rows[index]
             row.tokens.append(1)
@@ -223,15 +230,15 @@ def test_prompts_are_read_together(tight):
 def test_the_next_step_is_sent_before_the_last_one_is_read(engine, monkeypatch):
     engine.generate([Request(b"warm", max_tokens=2)])
     log, loop = [], engine._loop
-    decode, take = loop.runner.decode, loop.endings.take
+    decode, read = loop.runner.decode, loop._read_round
     monkeypatch.setattr(loop.runner, "decode", lambda *a: log.append("send") or decode(*a))
-    monkeypatch.setattr(loop.endings, "take", lambda *a: log.append("read") or take(*a))
+    monkeypatch.setattr(loop, "_read_round", lambda: log.append("read") or read())
     engine.add(Request(b"ahead", max_tokens=6))
     while engine.busy:
         engine.step()
-    # The first read is of the prompt's step, which is sent in the first round too. So a decode step
-    # is under way whenever one is read, but for the last.
-    assert log == [*["send", "read"] * 5, "read"]
+    # The first token is read with its prompt. Then a decode step is under way whenever one is read,
+    # but for the last.
+    assert log == ["send", *["send", "read"] * 4, "read"]
 
 
 def test_a_first_token_does_not_wait_for_a_decode_step(engine):

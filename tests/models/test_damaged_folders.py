@@ -202,7 +202,7 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
     [
         (
             {"model_type": "llama"},
-            "model_type 'llama' is not supported; supported are deepseek_v2, .*, youtu_llm",
+            "model_type 'llama' is not supported; supported are bailing_hybrid, .*, youtu_llm",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"model_type": ["youtu"]}, r"model_type \['youtu'\] is not supported"),

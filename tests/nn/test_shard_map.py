@@ -423,12 +423,16 @@ REFUSING = {
     "GatedDeltaNet": "chunk_gated_delta_rule",
     "GatedDeltaNet.prefill": "state_read",
     "GatedDeltaNet.decode": "gated_delta_net_decode",
+    "KimiDeltaAttention": "chunk_kda",
+    "KimiDeltaAttention.prefill": "state_read",
+    "KimiDeltaAttention.decode": "kimi_delta_attention_decode",
 }
 for refusing in (
     *("mla_decode", "mla_prefill", "mla_cache_write", "mla_append", "mla.decode_schedule"),
     *("gqa_decode", "gqa_prefill", "gqa_cache_write"),
     *("chunk_gated_delta_rule", "gated_delta_rule_prefill", "gated_delta_rule_decode"),
     *("gated_delta_net_decode", "causal_conv1d_update", "state_read", "state_write"),
+    *("chunk_kda", "kda_prefill", "kda_decode", "kimi_delta_attention_decode"),
 ):
     REFUSING[refusing] = refusing
 

@@ -15,6 +15,7 @@ from jaxattn.memory.device import known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import huggingface, known
 from jaxattn.models.base import CacheSize, LayerCache, Model
+from jaxattn.models.caches import LatentPages
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.hybrid import Hybrid
 from jaxattn.plan import PlanError, plan
@@ -273,7 +274,7 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
     place = Placement(gpus=ways, attention="tensor", cache_dtype=cache_dtype)
     said = f"reads the {cache_dtype or 'bfloat16'} cache"
     [note] = [note for note in notes(model, ROWS, place) if said in note]
-    [latents, *_] = caches(model, place)
+    [latents] = [each for each in caches(model, place) if isinstance(each, LatentPages)]
     cache = latents.shapes(CacheSize(pages=2, slots=1))["kv_cache"]
     form = latents.format
     width = form.kv_lora_rank + form.qk_rope_head_dim

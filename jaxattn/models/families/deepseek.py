@@ -12,7 +12,7 @@ from collections.abc import Collection
 from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import experts, layers, mla
-from jaxattn.models.families.fields import Fields
+from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed, ends, layer_places
 from jaxattn.ops.moe import Router
 
@@ -31,8 +31,15 @@ def read_model(fields: Fields) -> DecoderModel:
 
 def dense_prefix(fields: Fields) -> list[bool]:
     """Whether each layer's feed-forward is dense: the first ones are."""
-    dense = fields.integer("first_k_dense_replace", least=0)
-    return [layer < dense for layer in range(fields.integer("num_hidden_layers"))]
+    dense, count = (
+        fields.integer("first_k_dense_replace", least=0), fields.integer("num_hidden_layers"),
+    )  # fmt: skip
+    if dense > count:
+        raise ConfigError(
+            f"{fields.where}: first_k_dense_replace={dense:,} is more than "
+            f"num_hidden_layers={count:,}"
+        )
+    return [layer < dense for layer in range(count)]
 
 
 def read_blocks(fields: Fields, dense: list[bool]) -> tuple[Block, ...]:
