@@ -121,7 +121,9 @@ def test_a_new_buffer_does_not_pass_unnoticed(params):
     def moves(*args):
         (state, rows), tokens = eager(*args)
         kept.append(state.array("ssm_state"))
-        return (changed(state, ssm_state=jnp.array(state.array("ssm_state"))), rows), tokens
+        # Waited for: a copy under way beside a step that is given the copied array has once hung.
+        copy = jnp.array(state.array("ssm_state")).block_until_ready()
+        return (changed(state, ssm_state=copy), rows), tokens
 
     kept = []
     jnp.array(engine.state.array("ssm_state"))  # the copy itself is compiled already
