@@ -1,5 +1,6 @@
 """The mixers of tokens that attend: latent attention and grouped-query attention."""
 
+import abc
 import dataclasses
 import functools
 from typing import Any
@@ -55,7 +56,27 @@ def addressing(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLA(Mixer):
+class PagedMixer(Mixer):
+    """Attention over pages, of which several GPUs may have a part each.
+
+    Attributes:
+        parallel: the layout of the GPUs of which one has these heads.
+    """
+
+    parallel: Parallel = ALONE
+
+    @abc.abstractmethod
+    def page_size(self, arrays: Arrays) -> int:
+        """Tokens of a page of the cache's arrays."""
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        if self.parallel.context > 1:
+            return None
+        return batch.block_tables.shape[1] * self.page_size(arrays)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLA(PagedMixer):
     """Multi-head latent attention over pages of latents, in DeepSeek's names.
 
     Attributes:
@@ -63,7 +84,6 @@ class MLA(Mixer):
             ("fp8_block").
         lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
         gated: a head's output is multiplied by a sigmoid gate of its own.
-        parallel: the layout of the GPUs of which one has these heads.
     """
 
     num_heads: int
@@ -76,7 +96,6 @@ class MLA(Mixer):
     cache_dtype: str | None = None
     lora_norm_eps: float | None = None
     gated: bool = False
-    parallel: Parallel = ALONE
 
     cache_name = "latents"
     kernels = {"mla_decode": "mla_decode"}
@@ -166,10 +185,8 @@ class MLA(Mixer):
         assert after is not None  # an arena came in
         return y, {"kv_cache": kv_cache}, after
 
-    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
-        if self.parallel.context > 1:
-            return None
-        return batch.block_tables.shape[1] * arrays["kv_cache"].shape[2]
+    def page_size(self, arrays: Arrays) -> int:
+        return int(arrays["kv_cache"].shape[2])
 
     def shared(
         self,
@@ -178,7 +195,7 @@ class MLA(Mixer):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        q_len, page_size = batch.tokens.shape[1], arrays["kv_cache"].shape[2]
+        q_len, page_size = batch.tokens.shape[1], self.page_size(arrays)
         spread = spread_of(self.parallel, batch, page_size)
         _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
         schedule = mla.decode_schedule(
@@ -200,7 +217,7 @@ class MLA(Mixer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GQA(Mixer):
+class GQA(PagedMixer):
     """Grouped-query attention over pages of keys and values, in Qwen3's names.
 
     Attributes:
@@ -209,7 +226,6 @@ class GQA(Mixer):
         gated: the output is multiplied by sigmoid(gate).
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax.
-        parallel: the layout of the GPUs of which one has these heads.
         cache_format: of `KVFormat`; None is the compute dtype.
         apart: the layers keep the compute dtype beside others of another format.
     """
@@ -224,7 +240,6 @@ class GQA(Mixer):
     sinks: bool = False
     cache_format: str | None = None
     apart: bool = False
-    parallel: Parallel = ALONE
 
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
     read_apart = ("sinks", "kv_scale")
@@ -367,10 +382,9 @@ class GQA(Mixer):
         assert after is not None  # an arena came in
         return y, {self.array: kv_cache}, after
 
-    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
-        if self.parallel.context > 1:
-            return None
-        return batch.block_tables.shape[1] * arrays[self.array].shape[3]
+    def page_size(self, arrays: Arrays) -> int:
+        kv_cache = arrays[self.array]
+        return int(kv_cache.shape[3]) if self.coded is None else self.coded.page_size(kv_cache)
 
     def shared(
         self,
@@ -379,8 +393,7 @@ class GQA(Mixer):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        q_len, kv_cache = batch.tokens.shape[1], arrays[self.array]
-        page_size = kv_cache.shape[3] if self.coded is None else self.coded.page_size(kv_cache)
+        q_len, page_size = batch.tokens.shape[1], self.page_size(arrays)
         spread = spread_of(self.parallel, batch, page_size)
         _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
         schedule = gqa.decode_schedule(

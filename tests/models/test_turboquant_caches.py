@@ -72,6 +72,18 @@ def likelihoods(name: str) -> np.ndarray:
     return np.stack(found, axis=1)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "k8v4"])
+def test_a_row_beyond_its_block_table_says_nan_and_leaves_others_alone(name):
+    made, params = in_format(name)
+    size = CacheSize(pages=6, slots=2, page_size=16)
+    state = init_state(made, size, scratch_spec(made, 2, max_pages=3, page_size=16))
+    tables, rows = np.array([[2, 0, 5], [1, 3, 4]], np.int32), np.array([0, 1], np.int32)
+    batch = DecodeBatch(np.array([[7], [8]], np.int32), np.array([49, 1], np.int32), tables, rows)
+    logits, _ = jit_step(made.decode)(made.pack(params), state, batch)
+    assert np.isnan(np.asarray(logits)).all(axis=-1).tolist() == [True, False]
+    assert np.isfinite(np.asarray(logits)[1]).all()
+
+
 @three_bits
 @pytest.mark.parametrize("preset, loss", [("k8v4", 5e-3), ("3bit_nc", 5e-2)])
 def test_what_a_model_says_is_near_what_it_says_over_bfloat16(preset, loss):
