@@ -8,7 +8,7 @@ from jaxattn.models.base import Model as Model
 from jaxattn.models.base import PrefillBatch as PrefillBatch
 from jaxattn.models.config import HybridConfig as HybridConfig
 from jaxattn.models.decoder import DecoderModel as DecoderModel
-from jaxattn.models.decoder import DecoderSpec as DecoderSpec
+from jaxattn.models.decoder_spec import DecoderSpec as DecoderSpec
 from jaxattn.models.hybrid import Hybrid as Hybrid
 from jaxattn.models.loading import load as load
 from jaxattn.models.sharding import divided as divided

@@ -1,8 +1,8 @@
 """What every block of a decoder is: a mixer of tokens and a feed-forward, each with its norm.
 
 A `Block` is a description, equal to every block that does the same; a list of blocks is a model
-(`decoder.py`). Its mixer says what the engine has to know: its cache, its scratch, the values that
-all its layers share in a step, and the small weights that decoding reads from one stack.
+(`decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the values
+that all its layers share in a step, and the small weights that decoding reads from one stack.
 """
 
 import abc

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxattn.models.blocks import GQA
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.decoder import DecoderSpec
+from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.placing import Key, layer_places
 from jaxattn.models.shards import Found
 

@@ -9,7 +9,8 @@ from flax import nnx
 
 from jaxattn.models.blocks import GDN, MLA, MLP, Block, Stream
 from jaxattn.models.config import HybridConfig
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
 
 
 class Hybrid(DecoderModel):

@@ -11,7 +11,8 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxattn.models.blocks import MoE
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
 
 # Of a parameter in `nnx.to_flat_state`.
 type Path = tuple[Any, ...]

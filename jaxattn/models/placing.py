@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxattn.core.fp8_blocks import block_counts
-from jaxattn.models.decoder import DecoderSpec
+from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.stored import Scales, Stored
 
 type Key = tuple[str | int, ...]

@@ -14,7 +14,7 @@ from jaxattn.models import CacheSize, Hybrid, LayerCache
 from jaxattn.models.base import check_caches, check_params, init_state, scratch_spec
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches import LatentPages, RecurrentState
-from jaxattn.models.decoder import DecoderSpec
+from jaxattn.models.decoder_spec import DecoderSpec
 from tests.helpers.engine_cases import SMALLEST
 
 LATENTS = LatentPages(name="latents", layers=2, format=LatentFormat("bfloat16", 64, 16))

@@ -25,7 +25,8 @@ from jaxattn.models.base import (
 )
 from jaxattn.models.blocks import GQA, Block
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.hybrid import Hybrid
 from jaxattn.models.loading import load
 from jaxattn.plan import plan

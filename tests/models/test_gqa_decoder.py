@@ -19,7 +19,8 @@ from jaxattn.models.base import (
     scratch_spec,
 )
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, Stream
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.known_shapes import BuiltModel
 from jaxattn.models.parts import divided
 

@@ -19,7 +19,8 @@ from jaxattn.models.base import (
 )
 from jaxattn.models.block import Block, Stream
 from jaxattn.models.blocks import GQA, MLP
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.sharding import divided
 from jaxattn.models.sharding.cut import CannotDivide
 from jaxattn.parallel import Parallel

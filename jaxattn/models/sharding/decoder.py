@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from jaxattn.models.base import Model
 from jaxattn.models.block import Block
-from jaxattn.models.decoder import DecoderModel, DecoderSpec
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.packed import PackedParams
 from jaxattn.models.sharding.cut import (
     WHOLE,

@@ -1,0 +1,389 @@
+"""A decoder of blocks: each segment of its layers is one scan that decodes in one donated state.
+
+Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
+whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
+out of a cache, and all layers reuse one arena.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.rms_norm import norms_features
+from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch
+from jaxattn.models.blocks import Block, Stream
+from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.looped import apart, in_repeat, leave_in_stacks, linear_stacks_of, loop
+from jaxattn.models.packed import vectors_of
+from jaxattn.models.segments import Segment
+from jaxattn.nn import RMSNorm
+from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.ops.norm import add_rms_norm_layer
+from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
+
+LEAST_ROWS = 8  # of the head's product
+
+
+class Layer(nnx.Module):
+    """A block with its parameters."""
+
+    def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
+        self.norm = _norm(stream)
+        self.mixer = block.mixer.build(stream, rngs)
+        self.mlp_norm = _norm(stream)
+        self.mlp = block.feed_forward.build(stream, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.mixer(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Pattern(nnx.Module):
+    """One repeat of a segment: the body of its scan."""
+
+    def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
+        self.layers = nnx.List([Layer(block, stream, rngs=rngs) for block in pattern])
+
+    def __call__(self, x: Array) -> Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits. The parameters of a segment are stacked, [repeats, ...] each."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        self.spec = spec
+        stream = spec.stream
+        rows = spec.head_columns if spec.tie_embeddings else spec.vocab_size
+        shape = (rows, stream.hidden_size)
+        # A tied head wants logits of order 1 from a normed stream, a plain embedding a stream of
+        # order 1.
+        stddev = stream.hidden_size**-0.5 if spec.tie_embeddings else 1.0
+        self.embedding = nnx.Param(normal(rngs, shape, stddev, stream.param_dtype))
+        self.segments = nnx.List([self._stack(segment, rngs) for segment in spec.segments])
+        self.norm = _norm(stream)
+        if not spec.tie_embeddings:
+            self.lm_head = Linear(
+                stream.hidden_size,
+                spec.head_columns,
+                dtype=stream.dtype,
+                param_dtype=stream.param_dtype,
+                rngs=rngs,
+            )
+
+    def _stack(self, segment: Segment[Block], rngs: nnx.Rngs) -> Pattern:
+        keys = jax.random.split(rngs.params(), segment.repeats)
+        stream = self.spec.stream
+        build = nnx.vmap(lambda key: Pattern(segment.pattern, stream, rngs=nnx.Rngs(params=key)))
+        return build(keys)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        """Float32 logits of whole sequences; differentiable."""
+        x = self._embed(tokens)
+        for stack in self.segments:
+            graphdef, params = nnx.split(stack)
+
+            def body(x: Array, params: nnx.State, graphdef=graphdef) -> tuple[Array, None]:
+                return nnx.merge(graphdef, params)(x), None
+
+            x, _ = lax.scan(body, x, params)
+        return self._head(x)
+
+    def prefill(
+        self,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        vectors: tuple[Array, ...] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """Float32 logits of each row's last token (0 for a padding row), and the state."""
+        valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+        everyones = self._everyones(valid)
+        x = self._embed(batch.tokens, valid)
+        for number, segment in enumerate(self.spec.segments):
+            graphdef, params, stacks = self._split(number)
+
+            def body(carry, xs, graphdef=graphdef, stacks=stacks, number=number, segment=segment):
+                (x, state), (following, *xs) = carry, xs
+                pattern = nnx.merge(graphdef, self._unpack(number, *xs))
+                for place, block in enumerate(segment.pattern):
+                    layer, name = pattern.layers[place], block.mixer.cache_name
+                    index = self.spec.layer_of(segment, place, following)
+                    y, arrays = block.mixer.prefill(
+                        layer.mixer,
+                        layer.norm(x),
+                        state.caches[name],
+                        batch,
+                        index,
+                        implementation,
+                    )
+                    x, state = x + self._total(y), state.replace(name, arrays)
+                    y, _ = self._feed_forward(
+                        block,
+                        layer.mlp,
+                        layer.mlp_norm(x),
+                        valid,
+                        everyones,
+                        stacks[place],
+                        following,
+                        None,
+                        implementation,
+                    )
+                    x = x + y
+                return x, state
+
+            packed = None if vectors is None else vectors[number]
+            x, state = loop(segment.repeats, body, (x, state), (params, packed))
+        last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
+        return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
+
+    def decode(
+        self,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        weights: dict[str, Array] | None = None,
+        norms: Array | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        """Float32 logits of every new token (0 for a padding row), and the state."""
+        stacked = weights or {}
+        batch, overlong = self._within_tables(state, batch)
+        shared = self._shared(state, batch, implementation)
+        # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
+        valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
+        valid = valid.astype(jnp.int32)
+        everyones = self._everyones(valid)
+        x = self._embed(batch.tokens, valid > 0)
+        if overlong is not None:
+            x = jnp.where(overlong[:, None, None], jnp.nan, x)
+        # What a layer adds to the stream waits for the norm of the next: they are one launch.
+        y = jnp.zeros_like(x)
+        for number, segment in enumerate(self.spec.segments):
+            graphdef, params, stacks = self._split(number)
+
+            linear_stacks = linear_stacks_of(self.segments[number])
+
+            def body(
+                carry,
+                xs,
+                graphdef=graphdef,
+                stacks=stacks,
+                linear_stacks=linear_stacks,
+                segment=segment,
+            ):
+                (x, y, state), (following, params) = carry, xs
+                pattern = nnx.merge(graphdef, params)
+                leave_in_stacks(pattern, linear_stacks, following, implementation)
+                for place, block in enumerate(segment.pattern):
+                    layer, name = pattern.layers[place], block.mixer.cache_name
+                    add_norm, add_mlp_norm = self._norms_of(
+                        layer, norms, segment, place, following, implementation
+                    )
+                    x, normed = add_norm(x, y)
+                    y, arrays, arena = block.mixer.decode(
+                        layer.mixer,
+                        normed,
+                        state.caches[name],
+                        state.arena,
+                        batch,
+                        self.spec.layer_of(segment, place, following),
+                        stacked.get(name),
+                        shared[name],
+                        implementation,
+                    )
+                    x, normed = add_mlp_norm(x, self._total(y))
+                    y, after = self._feed_forward(
+                        block,
+                        layer.mlp,
+                        normed,
+                        valid,
+                        everyones,
+                        stacks[place],
+                        following,
+                        arena,
+                        implementation,
+                    )
+                    state = state.replace(name, arrays, after)
+                return x, y, state
+
+            x, y, state = loop(segment.repeats, body, (x, y, state), (params,))
+        return self._head(x + y), state
+
+    def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
+        """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
+        graphdef, params = nnx.split(self.segments[number])
+        stacks: list[dict[str, Array]] = []
+        for place, block in enumerate(self.spec.segments[number].pattern):
+            mlp: Any = params["layers"][place]["mlp"]
+            names = block.feed_forward.stacked
+            stacks.append({name: mlp[name][...] for name in names})
+            for name in names:  # the module that the body makes holds an empty array
+                mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
+        return graphdef, params, stacks
+
+    def _within_tables(
+        self, state: DecodeState, batch: DecodeBatch
+    ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
+        """The batch without rows that are longer than their block tables, and which they are.
+
+        Their tokens become NaN: a finite output would be a wrong one. No layer looks again.
+        """
+        found = (m.most_tokens(state.caches[name], batch) for name, m in self.spec.mixers.items())
+        most = min((each for each in found if each is not None), default=None)
+        if most is None:
+            return batch, None
+        overlong = batch.seq_lens > most
+        lens = jnp.where(overlong, 0, batch.seq_lens)
+        return dataclasses.replace(batch, seq_lens=lens), overlong
+
+    def _shared(
+        self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
+    ) -> dict[str, Any]:
+        """Under the name of each cache what its layers share in a step."""
+        found = {}
+        for number, segment in enumerate(self.spec.segments):
+            for place, block in enumerate(segment.pattern):
+                name = block.mixer.cache_name
+                if name not in found:
+                    module = self.segments[number].layers[place].mixer
+                    found[name] = block.mixer.shared(
+                        module, state.caches[name], batch, implementation
+                    )
+        return found
+
+    def _total(self, y: Array, over: Dimension = "tensor") -> Array:
+        """The sum of what the GPUs have of a layer's output."""
+        return total(y, self.spec.parallel, over, self.spec.stream.dtype)
+
+    def _everyones(self, valid: Array) -> Array:
+        """Whether tokens are no padding, of all data groups where their tokens meet."""
+        parallel = self.spec.parallel
+        return gathered(valid, parallel, "data") if parallel.experts_meet else valid
+
+    def _feed_forward(
+        self,
+        block: Block,
+        module: Any,
+        x: Array,
+        valid: Array,
+        everyones: Array,
+        stacks: dict[str, Array],
+        following: Array,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        """A layer's feed-forward, summed; tokens of all data groups meet where experts do.
+
+        Args:
+            everyones: `valid` of all those tokens.
+            following: the repeat after the layer's.
+        """
+        parallel, over = self.spec.parallel, block.feed_forward.summed_over
+        meets = over == "experts" and parallel.experts_meet
+        if meets:
+            x, valid = met(x, parallel, "data"), everyones
+        y, arena = block.feed_forward.step(
+            module, x, valid, stacks, in_repeat(following), arena, implementation
+        )
+        y = self._total(y, over)
+        return (own_part(y, parallel, "data") if meets else y), arena
+
+    def _norms_of(
+        self,
+        layer: Layer,
+        norms: Array | None,
+        segment: Segment[Block],
+        place: int,
+        following: Array,
+        implementation: Implementation | None,
+    ) -> tuple[Callable, Callable]:
+        """A layer's two norms, `norm(x, added)` -> (the sum, its norm).
+
+        They are from the stack of all layers' norms if there is one.
+        """
+        if norms is None:
+            return apart(layer.norm), apart(layer.mlp_norm)
+        stream = self.spec.stream
+        norm = partial(
+            add_rms_norm_layer,
+            weights=norms,
+            eps=stream.eps,
+            dtype=jnp.dtype(stream.dtype),
+            implementation=implementation if norms_features(stream.hidden_size) else "xla",
+        )
+        step, first = 2 * len(segment.pattern), 2 * (segment.first + place)
+        return (
+            partial(norm, layer=LayerOf(following, step, first - step)),
+            partial(norm, layer=LayerOf(following, step, first + 1 - step)),
+        )
+
+    def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:
+        """One repeat's parameters, with the vectors that `pack_params` took out."""
+        if vectors is None:
+            return params
+        shapes = vectors_of(abstract(self.spec)[1]["segments"][number], self.spec.segments[number])
+        widths = [shape.shape[1] for shape in shapes]
+        # One copy out of the stack: without the barrier XLA makes one for each width.
+        vectors = lax.optimization_barrier(vectors)
+        pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
+        # An empty matrix is what `_split` left of a stack.
+        return jax.tree.map(
+            lambda leaf: next(pieces) if leaf.ndim == 1 and not leaf.size else leaf, params
+        )
+
+    def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
+        """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
+        with jax.named_scope("embed"):
+            if valid is not None:
+                tokens = jnp.where(valid, tokens, 0)
+            x = self._rows_of(tokens).astype(jnp.float32)
+            return x if valid is None else jnp.where(valid[..., None], x, 0)
+
+    def _rows_of(self, tokens: Array) -> Array:
+        """Rows of the embedding; of a divided one, from the GPU that has them."""
+        rows, parallel = self.embedding[...], self.spec.parallel
+        if len(rows) == self.spec.vocab_size:
+            return rows[tokens]
+        place = tokens - rank(parallel, "tensor") * len(rows)
+        own = (place >= 0) & (place < len(rows))
+        found = jnp.where(own[..., None], rows[jnp.where(own, place, 0)], 0)
+        return total(found, parallel, "tensor", found.dtype)
+
+    def _head(self, x: Array) -> Array:
+        with jax.named_scope("lm_head"):
+            rows = self.norm(x).reshape(-1, x.shape[-1])
+            # Of one row XLA makes a float32 copy of the whole head, 0.3 ms of DeepSeek-V2-Lite's
+            # step (H200); of eight, a product that reads it once.
+            few = max(LEAST_ROWS - len(rows), 0)
+            rows = jnp.pad(rows, ((0, few), (0, 0)))
+            if self.spec.tie_embeddings:
+                y = matmul(rows, self.embedding[...].T, jnp.dtype(self.spec.stream.dtype))
+            else:
+                y = self.lm_head(rows)
+            return y[: len(y) - few].reshape(*x.shape[:-1], -1)
+
+
+def _norm(stream: Stream) -> RMSNorm:
+    dtype = stream.norm_dtype or stream.param_dtype
+    return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=dtype)
+
+
+@cache
+def abstract(spec: DecoderSpec) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))))

@@ -1,0 +1,83 @@
+"""What a decoder of blocks is: its layers in order, their segments, and the caches they share."""
+
+import dataclasses
+from collections import Counter
+from functools import cached_property
+
+from jaxtyping import Array
+
+from jaxattn.core.layers import LayerOf
+from jaxattn.models.base import LayerCache, check_caches
+from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.segments import Segment, derive
+from jaxattn.parallel import ALONE, Parallel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A decoder's layers and what surrounds them.
+
+    Attributes:
+        blocks: one for each layer, in order.
+        tie_embeddings: the output head is the embedding, transposed.
+        parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
+        max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
+
+    Raises:
+        TypeError: one of `blocks` is no `Block`.
+        ValueError: there are no layers or too many, or blocks of one cache differ; it is named.
+    """
+
+    vocab_size: int
+    stream: Stream
+    blocks: tuple[Block, ...]
+    max_position_embeddings: int
+    tie_embeddings: bool = False
+    parallel: Parallel = ALONE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for layer, block in enumerate(self.blocks):
+            if not isinstance(block, Block):
+                raise TypeError(f"blocks[{layer}] must be a Block, got {type(block).__name__}")
+        mixers: dict[str, Mixer] = {}
+        for layer, mixer in enumerate(block.mixer for block in self.blocks):
+            first = mixers.setdefault(mixer.cache_name, mixer)
+            if mixer != first:
+                raise ValueError(
+                    f"layer {layer} has a {type(mixer).__name__} that differs from those before "
+                    f"it in the cache {mixer.cache_name!r}: {mixer} and {first}"
+                )
+        _ = self.segments
+        check_caches(self.caches)
+
+    @property
+    def head_columns(self) -> int:
+        """Tokens that one GPU has logits of, padding of the last GPU included."""
+        return -(-self.vocab_size // self.parallel.tensor)
+
+    @cached_property
+    def segments(self) -> tuple[Segment[Block], ...]:
+        return derive(self.blocks)
+
+    @cached_property
+    def mixers(self) -> dict[str, Mixer]:
+        """The mixer of each cache, by the cache's name."""
+        return {block.mixer.cache_name: block.mixer for block in self.blocks}
+
+    @cached_property
+    def caches(self) -> tuple[LayerCache, ...]:
+        layers = Counter(block.mixer.cache_name for block in self.blocks)
+        return tuple(mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items())
+
+    def layer_of(self, segment: Segment[Block], place: int, following: Array) -> LayerOf:
+        """The number, within its cache, of the layer at a place of a segment's pattern, in the
+        repeat before `following`."""
+        name = segment.pattern[place].mixer.cache_name
+
+        def count(blocks: tuple[Block, ...]) -> int:
+            return sum(block.mixer.cache_name == name for block in blocks)
+
+        before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
+        per_repeat = count(segment.pattern)
+        return LayerOf(following, per_repeat, before - per_repeat)
