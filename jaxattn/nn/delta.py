@@ -1,17 +1,81 @@
-"""What the layers of delta rules share: checks of their pools, and a chunk of rows' prompts."""
+"""What the layers of delta rules share: weights, checks, and a chunk of rows' prompts."""
 
+import abc
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.checks import Arguments, check_array, check_integers
+from jaxattn.core.checks import Arguments, as_given, check_array, check_features, check_integers
 from jaxattn.core.layers import number_to_check
 from jaxattn.core.slots import check_pool, state_read, state_write
+from jaxattn.nn.linear import normal
 from jaxattn.ops.gdn.conv import causal_conv1d
+
+
+class DeltaLayer(nnx.Module):
+    """A layer over a pool of convolution inputs and one of states.
+
+    Attributes:
+        in_proj: the name of its first projection.
+    """
+
+    in_proj: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+        """What a slot of either pool holds, `conv_shape` and `state_shape`."""
+
+    def _check_tokens(self, op: str, x: Any) -> None:
+        weight = getattr(self, self.in_proj).weight
+        check_features(op, x, "hidden", self.in_proj, weight.shape, 0)
+        if len(x.shape) != 3:
+            raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
+
+    def _check_chunk(
+        self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, lens: tuple[Any, Any], layer: Any
+    ) -> "Chunk":
+        """The chunk of x; `pools` are those of inputs and states, `lens` seq_lens and query_lens.
+
+        Raises:
+            TypeError, ValueError: they do not fit; the argument is named.
+        """
+        self._check_tokens(op, x)
+        slots, seq_lens, query_lens = map(as_given, (slots, *lens))
+        check_pools(op, x, *pools, slots, layer, **self._of_slot)
+        check_lengths(op, x, slots, seq_lens, query_lens)
+        return Chunk.of(x.shape[1], slots, seq_lens, query_lens, layer)
+
+    def _check_decode(self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, layer: Any) -> Any:
+        """The slots of x's rows.
+
+        Raises:
+            TypeError, ValueError: they or the pools do not fit; the argument is named.
+        """
+        self._check_tokens(op, x)
+        if x.shape[1] == 0:
+            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
+        slots = as_given(slots)
+        check_pools(op, x, *pools, slots, layer, **self._of_slot)
+        return slots
+
+
+def new_taps(rngs: nnx.Rngs, channels: int, width: int, dtype: DTypeLike) -> nnx.Param:
+    """Of a convolution over so many tokens."""
+    return nnx.Param(normal(rngs, (channels, width), width**-0.5, dtype))
+
+
+def new_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
+    """A_log of the paper's decay rates: uniform in (0, 16). The lower end is kept off 0, whose
+    logarithm is -inf."""
+    rates = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0)
+    return nnx.Param(jnp.log(rates))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Qwen3-Next's gated delta net layer: one module for training, prefill and decoding."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,19 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gdn
 from jaxattn.arena import Arena
-from jaxattn.core.checks import as_given, check_features, check_sizes
+from jaxattn.core.checks import check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.nn.delta import Chunk, check_lengths, check_pools
-from jaxattn.nn.linear import Linear, linears, normal
+from jaxattn.nn.delta import DeltaLayer, new_rates, new_taps
+from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(DeltaLayer):
     """Gated delta rule with a short convolution and an output gate, without the layer's pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -47,6 +46,8 @@ class GatedDeltaNet(nnx.Module):
         ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
             not a multiple of `num_k_heads`.
     """
+
+    in_proj = "in_proj_qkvz"
 
     def __init__(
         self,
@@ -84,15 +85,8 @@ class GatedDeltaNet(nnx.Module):
         value_dim = num_v_heads * head_v_dim
         self.in_proj_qkvz = linear(hidden_size, self.conv_dim + value_dim, out_dtype=dtype)
         self.in_proj_ba = linear(hidden_size, 2 * num_v_heads)
-        self.conv1d = nnx.Param(
-            normal(rngs, (self.conv_dim, conv_width), conv_width**-0.5, param_dtype)
-        )
-        # The paper's decay rates: uniform in (0, 16). The lower end is kept off 0, whose logarithm
-        # is -inf.
-        rates = jax.random.uniform(
-            rngs.params(), (num_v_heads,), jnp.float32, minval=1e-3, maxval=16.0
-        )
-        self.A_log = nnx.Param(jnp.log(rates))
+        self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
+        self.A_log = new_rates(rngs, num_v_heads)
         self.dt_bias = nnx.Param(jnp.ones((num_v_heads,), jnp.float32))
         self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear(value_dim, hidden_size, init_scale=out_init_scale)
@@ -142,12 +136,9 @@ class GatedDeltaNet(nnx.Module):
                 fit; it is named.
         """
         op = "GatedDeltaNet.prefill"
-        self._check_tokens(op, x)
-        state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
-        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
-        check_lengths(op, x, state_indices, seq_lens, query_lens)
+        pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
+        chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
         qkvz, a, b = self._project(x)
-        chunk = Chunk.of(x.shape[1], state_indices, seq_lens, query_lens, layer)
         mixed, conv_state = chunk.convolve(qkvz[..., : self.conv_dim], self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
         g, beta = chunk.gates(*gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...]))
@@ -198,11 +189,8 @@ class GatedDeltaNet(nnx.Module):
             A padding row's output is exactly 0 and its states are neither read nor written.
         """
         op = "GatedDeltaNet.decode"
-        self._check_tokens(op, x)
-        if x.shape[1] == 0:
-            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
-        state_indices = as_given(state_indices)
-        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
+        pools = conv_state, ssm_state
+        state_indices = self._check_decode(op, x, pools, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
             qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
@@ -243,15 +231,8 @@ class GatedDeltaNet(nnx.Module):
     def _join_heads(self, y: Array) -> Array:
         return y.reshape(*y.shape[:2], self.num_v_heads * self.head_v_dim)
 
-    def _check_tokens(self, op: str, x: Any) -> None:
-        weight = self.in_proj_qkvz.weight
-        check_features(op, x, "hidden", "in_proj_qkvz", weight.shape, 0)
-        if len(x.shape) != 3:
-            raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
-
     @property
     def _of_slot(self) -> dict[str, tuple[int, ...]]:
-        """What a slot of either pool holds."""
         return {
             "conv_shape": (self.conv_width - 1, self.conv_dim),
             "state_shape": (self.num_v_heads, self.head_v_dim, self.head_k_dim),

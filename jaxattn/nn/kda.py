@@ -1,7 +1,7 @@
 """Kimi Delta Attention as a layer: one module for training, prefill and decoding."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import kda
 from jaxattn.arena import Arena
-from jaxattn.core.checks import as_given, check_features, check_sizes
+from jaxattn.core.checks import check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.nn.delta import Chunk, check_lengths, check_pools
-from jaxattn.nn.linear import Linear, linears, normal
+from jaxattn.nn.delta import DeltaLayer, new_rates, new_taps
+from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
 
 
@@ -29,7 +29,7 @@ class Projected(NamedTuple):
     gate: Float[Array, "B T H*D"]  # of the output
 
 
-class KimiDeltaAttention(nnx.Module):
+class KimiDeltaAttention(DeltaLayer):
     """Kimi's delta rule with short convolutions and an output gate, without the layer's pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -55,6 +55,8 @@ class KimiDeltaAttention(nnx.Module):
     Raises:
         ValueError: a size is not a positive integer, or `conv_width` is below 2.
     """
+
+    in_proj = "in_proj_qkv"
 
     def __init__(
         self,
@@ -91,14 +93,8 @@ class KimiDeltaAttention(nnx.Module):
             self.in_proj_fg_a = linear(hidden_size, 2 * gate_rank)
             self.f_b_proj = linear(gate_rank, width)
             self.g_b_proj = linear(gate_rank, width)
-        self.conv1d = nnx.Param(
-            normal(rngs, (self.conv_dim, conv_width), conv_width**-0.5, param_dtype)
-        )
-        # As the gated delta net's: rates uniform in (0, 16), off 0, whose logarithm is -inf.
-        rates = jax.random.uniform(
-            rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0
-        )
-        self.A_log = nnx.Param(jnp.log(rates))
+        self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
+        self.A_log = new_rates(rngs, num_heads)
         self.dt_bias = nnx.Param(jnp.ones((width,), jnp.float32))
         self.norm = RMSNorm(head_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear(width, hidden_size, init_scale=out_init_scale)
@@ -148,12 +144,9 @@ class KimiDeltaAttention(nnx.Module):
                 fit; it is named.
         """
         op = "KimiDeltaAttention.prefill"
-        self._check_tokens(op, x)
-        state_indices, seq_lens, query_lens = map(as_given, (state_indices, seq_lens, query_lens))
-        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
-        check_lengths(op, x, state_indices, seq_lens, query_lens)
+        pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
+        chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
         made = self._project(x)
-        chunk = Chunk.of(x.shape[1], state_indices, seq_lens, query_lens, layer)
         mixed, conv_state = chunk.convolve(made.qkv, self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
         y, ssm_state = kda.kda_prefill(
@@ -204,11 +197,8 @@ class KimiDeltaAttention(nnx.Module):
             A padding row's output is exactly 0 and its states are neither read nor written.
         """
         op = "KimiDeltaAttention.decode"
-        self._check_tokens(op, x)
-        if x.shape[1] == 0:
-            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
-        state_indices = as_given(state_indices)
-        check_pools(op, x, conv_state, ssm_state, state_indices, layer, **self._of_slot)
+        pools = conv_state, ssm_state
+        state_indices = self._check_decode(op, x, pools, state_indices, layer)
         made = self._project(x)
         y, conv_state, ssm_state, *rest = kda.kimi_delta_attention_decode(
             *made,
@@ -255,15 +245,8 @@ class KimiDeltaAttention(nnx.Module):
         heads = (*mixed.shape[:2], self.num_heads, self.head_dim)
         return [x.reshape(heads) for x in jnp.split(mixed, 3, axis=-1)]
 
-    def _check_tokens(self, op: str, x: Any) -> None:
-        weight = self.in_proj_qkv.weight
-        check_features(op, x, "hidden", "in_proj_qkv", weight.shape, 0)
-        if len(x.shape) != 3:
-            raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
-
     @property
     def _of_slot(self) -> dict[str, tuple[int, ...]]:
-        """What a slot of either pool holds."""
         return {
             "conv_shape": (self.conv_width - 1, self.conv_dim),
             "state_shape": (self.num_heads, self.head_dim, self.head_dim),
