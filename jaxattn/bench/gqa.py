@@ -5,6 +5,7 @@ us` is `us` where rows are cut so that a row's bits do not depend on the others.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -178,10 +179,7 @@ def check(op: Op, shape: Shape) -> float:
             expected /= 1 + np.exp(-reference.exact(arrays["gate"][row, 0, mine]))
         errors.append(reference.relative_l2(np.asarray(out[row, 0, mine]), expected))
         lse_errors.append(np.abs(reference.exact(lse[row, 0, mine]) - expected_lse).max())
-    error, lse_error = map(reference.worst, (errors, lse_errors))
-    if not (error < 5e-3 and lse_error < 1e-4):
-        raise AssertionError(f"gqa {shape}: relative error {error}, LSE {lse_error}")
-    return error
+    return reference.accepted(f"gqa {shape}", errors, lse_errors, below=5e-3, lse_below=1e-4)
 
 
 def measure(
@@ -189,19 +187,48 @@ def measure(
 ) -> dict[str, Any]:
     """A row of the table; with `xla` also XLA's time."""
     arrays = inputs(shape)
-    schedule, invariant = (
-        schedule_of(shape, arrays["seq_lens"], batch_invariant=apart) for apart in (False, True)
+    return label(shape) | timed(
+        shape,
+        shape.read,
+        arrays["seq_lens"],
+        functools.partial(decode, shape, arrays),
+        functools.partial(check, shape=shape),
+        implementation,
+        xla=xla,
     )
-    op = decode(shape, arrays, schedule, implementation)
-    error = check(op, shape)
+
+
+def timed(
+    shape: Shape,
+    read: int,
+    lens: jax.Array,
+    decode: Callable[[gqa.PairSchedule, Implementation | None], Op],
+    check: Callable[[Op], float],
+    implementation: Implementation | None,
+    *,
+    xla: bool,
+) -> dict[str, Any]:
+    """What is measured of a row: by the usual schedule and by that of equal bits.
+
+    Args:
+        shape: whose schedules are taken and whose FLOP are counted.
+        read: bytes of the cache.
+        lens: tokens of each row.
+        decode: the op by a schedule.
+        check: its error.
+    """
+    schedule, invariant = (
+        schedule_of(shape, lens, batch_invariant=apart) for apart in (False, True)
+    )
+    op = decode(schedule, implementation)
+    error = check(op)
     time, _ = times = op.times()
-    op = decode(shape, arrays, invariant, implementation)
-    error = max(error, check(op, shape))
+    op = decode(invariant, implementation)
+    error = max(error, check(op))
     alone = kernel_seconds(op)
-    beside = {"xla us": decode(shape, arrays, schedule, "xla").time() * 1e6} if xla else {}
-    moved = shape.read + shape.batch * shape.heads * shape.dim * 4
+    beside = {"xla us": decode(schedule, "xla").time() * 1e6} if xla else {}
+    moved = read + shape.batch * shape.heads * shape.dim * 4
     return {
-        **label(shape),
         **columns("us", times),
         "invariant us": alone * 1e6 if alone else "",
         **beside,

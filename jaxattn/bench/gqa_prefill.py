@@ -144,10 +144,9 @@ def check(op: Op, shape: Shape) -> float:
                 expected /= 1 + np.exp(-reference.exact(gate[row, query, -1]))
             errors.append(reference.relative_l2(out[row, query, -1], expected[0]))
             lse_errors.append(np.abs(reference.exact(lse[row, query, -1]) - expected_lse).max())
-    error, lse_error = map(reference.worst, (errors, lse_errors))
-    if not (error < 8e-3 and lse_error < 2e-5):
-        raise AssertionError(f"gqa prefill {shape}: relative error {error}, LSE {lse_error}")
-    return error
+    return reference.accepted(
+        f"gqa prefill {shape}", errors, lse_errors, below=8e-3, lse_below=2e-5
+    )
 
 
 def peer(shape: Shape) -> float:

@@ -16,8 +16,6 @@ from jaxattn.bench import gqa_prefill, gqa_turbo, reference
 from jaxattn.bench.timing import Op, columns
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import TURBOQUANT
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import dequantize, hadamard
 
 CHECKED = 64  # queries of a row that are checked, the last ones
 
@@ -39,6 +37,11 @@ class Shape(NamedTuple):
         length = self.prefix + self.tokens
         return gqa_turbo.Shape(*self[:4], length, self.cache)
 
+    @property
+    def plain(self) -> gqa_prefill.Shape:
+        """The shape over a bfloat16 cache."""
+        return gqa_prefill.Shape(*self[:6])
+
 
 SHAPES = tuple(Shape(1, 32, 8, 128, 2048, 30_720, preset) for preset in TURBOQUANT)
 MORE_SHAPES: tuple[Shape, ...] = (Shape(1, 16, 2, 256, 2048, 30_720, "4bit_nc"),)
@@ -47,8 +50,7 @@ SMALL_SHAPES: tuple[Shape, ...] = (Shape(2, 4, 2, 64, 9, 70, "4bit_nc"),)
 
 def label(shape: Shape) -> dict[str, str]:
     shape = Shape(*shape)
-    sizes = f"{shape.batch},{shape.heads}/{shape.kv_heads},{shape.dim},{shape.tokens}"
-    return {"B,H/Hk,D,T": f"{sizes},prefix:{shape.prefix}", "cache": shape.cache}
+    return gqa_prefill.label(shape.plain) | {"cache": shape.cache}
 
 
 def cache_format(shape: Shape) -> str:
@@ -79,26 +81,23 @@ def check(op: Op, shape: Shape) -> float:
     Raises:
         AssertionError: it or the LSE is off by more than operands of 16 bits are.
     """
-    (arrays, _), form = op.operands[0], shape.cached.form
+    arrays, _ = op.operands[0]
     out, lse = op(0)
-    group, length = shape.heads // shape.kv_heads, shape.prefix + shape.tokens
+    group = shape.heads // shape.kv_heads
     some = np.arange(max(shape.tokens - CHECKED, 0), shape.tokens)
-    turn = reference.exact(hadamard(shape.dim)) if form.rotated else np.eye(shape.dim)
     errors, lse_errors = [], []
     for head in (0, shape.heads - 1):
-        pages = arrays["kv_cache"][0, arrays["block_tables"][-1], head // group]
-        slots = page_slots(form, pages).reshape(-1, form.slot_bytes)[:length]
-        keys, values = map(reference.exact, dequantize(form, unpack(form, slots)))
+        cached = shape.cached
+        keys, values = gqa_turbo.dequantized(cached.form, arrays, -1, head // group, cached.tokens)
         q = reference.exact(arrays["q"][-1, some, head])
         expected, expected_lse = reference.attention(
-            q, keys @ turn, values, shape.prefix + some, shape.dim**-0.5
+            q, keys, values, shape.prefix + some, shape.dim**-0.5
         )
         errors.append(reference.relative_l2(np.asarray(out[-1, some, head]), expected))
         lse_errors.append(np.abs(reference.exact(lse[-1, some, head]) - expected_lse).max())
-    error, lse_error = map(reference.worst, (errors, lse_errors))
-    if not (error < 4e-3 and lse_error < 4e-3):
-        raise AssertionError(f"gqa-prefill {shape}: relative error {error}, LSE {lse_error}")
-    return error
+    return reference.accepted(
+        f"gqa-prefill {shape}", errors, lse_errors, below=4e-3, lse_below=4e-3
+    )
 
 
 @functools.cache
@@ -112,14 +111,14 @@ def measure(
 ) -> dict[str, Any]:
     """A row of the table, by the kernels unless XLA is named; with `xla` also XLA's time."""
     shape = Shape(*shape)
-    plain = beside(gqa_prefill.Shape(*shape[:6]), implementation)
+    plain = beside(shape.plain, implementation)
     if implementation is None and jax.default_backend() == "gpu":
         implementation = "mosaic_gpu"  # which None does not choose yet
     op = prefill(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()
     del op  # before XLA's intermediates
-    pairs = shape.tokens**2 / 2 + shape.tokens * shape.prefix
+    flops, _ = gqa_prefill.counts(shape.plain)
     moved = shape.cached.read + shape.batch * shape.tokens * shape.heads * shape.dim * 4
     return {
         **label(shape),
@@ -127,7 +126,7 @@ def measure(
         **({"xla us": prefill(shape, "xla").time() * 1e6} if xla else {}),
         "bfloat16 us": plain * 1e6,
         "of bfloat16's": plain / time,
-        "TFLOP/s": 4 * shape.batch * shape.heads * shape.dim * pairs / time / 1e12,
+        "TFLOP/s": flops / time / 1e12,
         "GB/s": moved / time / 1e9,
         "relative error": error,
     }

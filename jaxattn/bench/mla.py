@@ -159,10 +159,7 @@ def check(op: Op, shape: Shape) -> float:
         errors.append(reference.relative_l2(actual, expected))
         actual_lse = reference.exact(lse[row])[:, heads].reshape(-1)[seen]
         lse_errors.append(np.abs(actual_lse - expected_lse).max())
-    error, lse_error = map(reference.worst, (errors, lse_errors))
-    if not (error < 4e-3 and lse_error < 1e-4):
-        raise AssertionError(f"mla {shape}: relative error {error}, LSE {lse_error}")
-    return error
+    return reference.accepted(f"mla {shape}", errors, lse_errors, below=4e-3, lse_below=1e-4)
 
 
 def measure(

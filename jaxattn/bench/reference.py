@@ -25,6 +25,30 @@ def worst(errors: Sequence[float]) -> float:
     return float(np.max(errors))
 
 
+def accepted(
+    what: str,
+    errors: Sequence[float],
+    lse_errors: Sequence[float],
+    *,
+    below: float,
+    lse_below: float,
+) -> float:
+    """The greatest of the outputs' relative errors.
+
+    Args:
+        what: the bench and the shape, for the message.
+        lse_errors: absolute ones of the log-sum-exps.
+        below, lse_below: what the greatest of each must stay below.
+
+    Raises:
+        AssertionError: one does not, or is NaN.
+    """
+    error, lse_error = worst(errors), worst(lse_errors)
+    if not (error < below and lse_error < lse_below):
+        raise AssertionError(f"{what}: relative error {error}, LSE {lse_error}")
+    return error
+
+
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, last: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
