@@ -18,6 +18,7 @@ from jaxattn.kernels.mla_decode.schedule import (
     MIN_PART,
     PAGE,
     Schedule,
+    Shortest,
     make_schedule,
     may_split,
     most_pieces,
@@ -163,7 +164,7 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
-        short_part=SHORT_PART,
+        least=Shortest(short=SHORT_PART),
         least_piece=SHORT_PART,
         longer=LONGER,
     )
