@@ -24,11 +24,9 @@ from jaxattn.cli.options import (
     Parser,
     add_cache_format,
     add_layout,
-    fraction,
     in_options,
-    size,
-    sizes,
 )
+from jaxattn.cli.values import fraction, size, sizes
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits

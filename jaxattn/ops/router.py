@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import (
     Implementation,
-    dispatch,
+    dispatch_kernel,
     with_gradient_of,
     without_gradient,
 )
@@ -132,12 +132,6 @@ def choose_experts(
 
         return *with_gradient_of(reference, kernel)(logits, bias, valid), None
 
-    return dispatch(
-        "route",
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": lambda: (*reference(logits, bias, valid), None),
-        },
+    return dispatch_kernel(
+        "route", implementation, mosaic, lambda: (*reference(logits, bias, valid), None)
     )

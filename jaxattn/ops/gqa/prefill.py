@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import Arguments
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
@@ -177,15 +177,7 @@ def _dispatch(
         forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
         return with_gradient_of(xla, forward)(*operands)
 
-    return dispatch(
-        op,
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": lambda: xla(*operands),
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, lambda: xla(*operands))
 
 
 def _check_new(arguments: Arguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import Arguments, check_arena
-from jaxattn.core.dispatch import Implementation, dispatch, dispatch_xla
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
 from jaxattn.core.softmax import Softmax
@@ -266,14 +266,8 @@ def turbo_attention(
         out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
         return (out, lse) if arena is None else (out, lse, arena)
 
-    return dispatch(
-        arguments.op,
-        implementation or (None if q.shape[1] <= MOST_NEW else "xla"),
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": xla,
-        },
+    return dispatch_kernel(
+        arguments.op, implementation or (None if q.shape[1] <= MOST_NEW else "xla"), mosaic, xla
     )
 
 

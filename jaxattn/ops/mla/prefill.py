@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.core.checks import Arguments, is_integer
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
@@ -150,14 +150,8 @@ def causal_attention(
 
         return with_gradient_of(xla, forward)(q, k, k_pe, v, lengths)
 
-    return dispatch(
-        "causal_attention",
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": lambda: xla(q, k, k_pe, v, lengths),
-        },
+    return dispatch_kernel(
+        "causal_attention", implementation, mosaic, lambda: xla(q, k, k_pe, v, lengths)
     )
 
 
@@ -259,15 +253,7 @@ def mla_prefill(
         )
         return with_gradient_of(xla, forward)(*args)
 
-    return dispatch(
-        "mla_prefill",
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": lambda: xla(*args),
-        },
-    )
+    return dispatch_kernel("mla_prefill", implementation, mosaic, lambda: xla(*args))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "block", "format"))
