@@ -178,10 +178,12 @@ class Shortest(NamedTuple):
     pieces: int = FEW_PIECES
 
 
+OF_MANY_ROWS = Shortest()
+OF_FEW_ROWS = Shortest(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
+
+
 def shortest(q_len: int, num_heads: int) -> Shortest:
-    if few_rows(q_len, num_heads):
-        return Shortest(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
-    return Shortest()
+    return OF_FEW_ROWS if few_rows(q_len, num_heads) else OF_MANY_ROWS
 
 
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
@@ -260,7 +262,7 @@ def make_schedule(
     row_cost: int,
     merge_cost: int,
     pieces: int = 0,
-    least: Shortest = Shortest(),
+    least: Shortest = OF_MANY_ROWS,
     least_piece: int = 1,
     longer: int | None = None,
 ) -> Schedule:
