@@ -43,7 +43,7 @@ def by_columns(q: Any, kv_cache: Any) -> bool:
     for as many as are one block's."""
     format, rows = LatentFormat(kv_cache.dtype), q.shape[1] * q.shape[2]
     if format.quantized:
-        return rows <= MOST_COLUMNS or format.block_scaled
+        return rows <= MOST_COLUMNS
     return few_rows(*q.shape[1:3])
 
 

@@ -13,6 +13,7 @@ so that the first quarter of each half is widened beside the second one's produc
 second one's beside the softmax. Q K^T takes the quarters in that order, and waits for each.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +22,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.mla_decode.rows_memory import QUARTER, RAW, ROPE, Block
+from jaxattn.kernels.mla_decode.rows_memory import (
+    QUARTER,
+    RANK,
+    RAW,
+    SCALE_BYTES,
+    Block,
+)
 from jaxattn.kernels.mla_decode.rows_pages import Pages
+from jaxattn.kernels.mla_decode.rows_scales import turn_scales
 from jaxattn.kernels.mla_decode.rows_widen import widen
 from jaxattn.kernels.mla_decode.schedule import PAGE
+
+NONE = -1  # no quarter
 
 
 class FP8Pages(Pages):
@@ -33,6 +43,10 @@ class FP8Pages(Pages):
     def __init__(self, block: Block):
         super().__init__(block)
         self.raw, self.raw_loaded = self.shared.raw, self.shared.raw_loaded
+        # Of the quarters of the right and of the left half, the one that Q K^T takes after it.
+        order = [quarter for quarter in self.places.order if quarter >= 0]
+        after = dict(zip(order, [*order[1:], NONE], strict=True))
+        self.following = [(after[2 + i], after[i]) for i in range(2)]
 
     def begin(self) -> Any:
         ahead = self._found(self.part.first())
@@ -52,14 +66,25 @@ class FP8Pages(Pages):
         page, following = pages[0], self._page_of(pages[1])
         tile, slot = 2 * self.half + quarter, self.slot_of(quarter, into)
         target, done = self.shared.kv.at[slot], self.shared.kv_loaded.at[slot]
-        pl.when(page[1])(lambda: self._widen(tile, page, target, done))
+
+        def turn() -> None:
+            if self.cut.latents.block_scaled:
+                following = jnp.where(self.is_right, *self.following[quarter])
+                scales = self.shared.scales.at[lax.rem(into, self.places.pages)]
+                turn_scales(
+                    self.shared.raw_scales.at[tile], scales, page[2][1], tile, following,
+                    interpret=self.cut.interpret,
+                )  # fmt: skip
+
+        pl.when(page[1])(lambda: self._widen(tile, page, target, done, turn))
         self._store(tile, following)
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
         page, following = pages[0], self._page_of(pages[1])
         slot = lax.rem(into, self.places.pages)
         target, done = self.shared.rope.at[slot], self.shared.rope_loaded.at[slot]
-        pl.when(page[1] & self.is_right)(lambda: self._widen(RAW - 1, page, target, done))
+        widen_it = lambda: self._widen(RAW - 1, page, target, done)  # noqa: E731
+        pl.when(page[1] & self.is_right)(widen_it)
         self._store_rope(following)
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
@@ -71,10 +96,14 @@ class FP8Pages(Pages):
         length = self.part.lens_ref[self.part.some_row(place.row)]
         return at, (self.part.numbers(place.row, page, stop), length - page * PAGE)
 
-    def _widen(self, tile: Any, page: Any, target: Any, done: Any) -> None:
+    def _widen(
+        self, tile: Any, page: Any, target: Any, done: Any,
+        turn: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """A tile of the page, without what follows the row's end; its place may be stored to."""
         stored, left = self.raw.at[tile], page[2][1]
         plgpu.barrier_wait(self.raw_loaded.at[tile])
+        turn()
         widen(stored, target, left, interpret=self.cut.interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
@@ -83,15 +112,20 @@ class FP8Pages(Pages):
         self._copy(tile, page, tile * QUARTER)
 
     def _store_rope(self, page: Any) -> None:
-        """The rope numbers, with the 64 before them: as wide as the swizzle."""
-        pl.when(self.is_right)(lambda: self._copy(RAW - 1, page, RAW * QUARTER - ROPE - QUARTER))
+        """The rope numbers: 128 bytes, or in e4m3 half as many, and the 64 before them."""
+        last = self.part.kv_ref.shape[-1] - QUARTER
+        pl.when(self.is_right)(lambda: self._copy(RAW - 1, page, last))
 
     def _copy(self, tile: Any, page: Any, first: Any) -> None:
         number, there, (numbers, _) = page
+        pieces = [(self.raw, first, QUARTER)]
+        if self.cut.latents.block_scaled:
+            pieces.append((self.shared.raw_scales, RANK, SCALE_BYTES))
 
         @pl.when(there)
         def _():
             for j, source in enumerate(self.part.sources(numbers, number)):
-                to = self.raw.at[tile, pl.ds(j * self.tokens, self.tokens)]
-                some = source.at[:, pl.ds(first, QUARTER)]
-                plgpu.copy_gmem_to_smem(some, to, self.raw_loaded.at[tile])
+                tokens = pl.ds(j * self.tokens, self.tokens)
+                for target, begin, width in pieces:
+                    some = source.at[:, pl.ds(begin, width)]
+                    plgpu.copy_gmem_to_smem(some, target.at[tile, tokens], self.raw_loaded.at[tile])

@@ -23,6 +23,8 @@ HALF, QUARTER = RANK // 2, RANK // 4
 LAYOUT = plgpu.Layout.WGMMA
 # Tiles of 128 bytes of each token that an FP8 page comes in: a quarter each, and the last 128.
 RAW = 5
+BLOCKS = RANK // QUARTER  # of 128 dims, which in a block-scaled cache have a scale
+SCALE_BYTES = 4 * BLOCKS
 # Rows of a tile are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
 SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
 
@@ -73,15 +75,28 @@ class Shared:
     scores_done: Any  # but of a piece's first page
     sums_written: Any
     sums_read: Any  # by both
-    raw: Any  # FP8 [5, 64, 128], the next page as it is stored; else None
+    raw: Any  # FP8 [RAW, 64, 128], the next page as it is stored; else None
     raw_loaded: Any
+    # Of a block-scaled cache, else None: with each of RAW tiles its tokens' scales, bytes
+    # [RAW, 64, 16]; and float32 [pages, 2, 4, 64], of each block of a page what scores so far are
+    # multiplied by, and P.
+    raw_scales: Any
+    scales: Any
 
 
 def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
-    kv_places, pages, fp8 = sum(places.slots), places.pages, latents.quantized
-    arrivals = 1 if fp8 else copies  # of a warpgroup that has widened, or of copies
-    raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
+    kv_places, pages = sum(places.slots), places.pages
+    arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
+    stored = {"raw": None, "raw_loaded": None, "raw_scales": None, "scales": None}
+    if latents.quantized:
+        raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
+        pieces = copies * (1 + latents.block_scaled)
+        loaded = plgpu.Barrier(num_arrivals=pieces, num_barriers=RAW)
+        stored |= {"raw": raw, "raw_loaded": loaded}
+    if latents.block_scaled:
+        stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
+        stored["scales"] = plgpu.SMEM((pages, 2, BLOCKS, PAGE), jnp.float32)
     return Shared(
         kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
         rope=plgpu.SMEM((pages, PAGE, ROPE), dtype, transforms=tiled),
@@ -94,8 +109,7 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
         scores_done=plgpu.Barrier(num_barriers=pages),
         sums_written=plgpu.Barrier(),
         sums_read=plgpu.Barrier(num_arrivals=2),
-        raw=raw if fp8 else None,
-        raw_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=RAW) if fp8 else None,
+        **stored,
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.formats import BYTES, FP8
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.registers import (
@@ -27,21 +29,29 @@ from jaxattn.kernels.hopper.registers import (
     word,
 )
 from jaxattn.kernels.mla_decode.rows_memory import QUARTER, ROPE, SWIZZLED
+from jaxattn.kernels.mla_decode.schedule import PAGE
 
 CHUNK = 16  # bytes
 LINE = 128  # bytes of a token in a tile, stored or widened
 TILE = 8 * LINE  # bytes, of 8 tokens widened
+THREADS = 128
 
 
 def widen(stored: Any, target: Any, left: jax.Array, *, interpret: bool) -> None:
     """Writes e4m3 [64, 128] to bfloat16 [64, 128], or its last 64 columns to [64, 64]; zeros in
     place of the tokens behind the first `left`.
 
-    The warpgroup's warps have to meet before another one reads it.
+    Bytes [64, 128] are e4m3 numbers too, and where [64, 64] is wanted bfloat16 ones. The
+    warpgroup's warps have to meet before another one reads what was written.
     """
     columns = target.shape[-1]
+    as_it_is = stored.dtype == BYTES and columns == ROPE
     if interpret:
-        numbers = stored[...][:, QUARTER - columns :].astype(jnp.bfloat16)
+        if as_it_is:
+            numbers = lax.bitcast_convert_type(stored[...].reshape(-1, ROPE, 2), jnp.bfloat16)
+        else:
+            numbers = lax.bitcast_convert_type(stored[...], FP8)[:, QUARTER - columns :]
+            numbers = numbers.astype(jnp.bfloat16)
         inside = jnp.arange(numbers.shape[0])[:, None] < left
         target[...] = jnp.where(inside, numbers, jnp.zeros((), jnp.bfloat16))
         return
@@ -49,9 +59,19 @@ def widen(stored: Any, target: Any, left: jax.Array, *, interpret: bool) -> None
 
     def run(ctx: Any, stored: Any, target: Any, left: Any) -> None:
         del ctx
-        _widen(stored, target, single(left), columns)
+        if as_it_is:
+            _copied(stored, target)
+        else:
+            _widen(stored, target, single(left), columns)
 
     plgpu.inline_mgpu(arg_types=types)(run)(stored, target, left)
+
+
+def _copied(stored: Any, target: Any) -> None:
+    """Rope numbers, which as keys alone may be anything behind a row's end."""
+    at = times(Thread().index, CHUNK)
+    for i in range(PAGE * LINE // (THREADS * CHUNK)):
+        store(joined(load(stored, at, i * THREADS * CHUNK, 4)), target, at, i * THREADS * CHUNK)
 
 
 def _widen(stored: Any, target: Any, left: Any, columns: int) -> None:
