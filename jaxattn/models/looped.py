@@ -38,8 +38,8 @@ def loop[Carry](
 
     Args:
         laid_out: on a GPU no more repeats than these stand one behind the other. A step without
-            loops is one CUDA graph. A loop's body is a graph of its own: where a product in it reads
-            its weights out of a stack, the host tells it in each repeat where they lie.
+            loops is one CUDA graph. A loop's body is a graph of its own, and the host tells it in
+            each repeat where the weights lie that a product reads out of a stack.
     """
 
     def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
