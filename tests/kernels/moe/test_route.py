@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.moe import Router, route
@@ -141,3 +142,15 @@ def test_what_the_kernel_does_not_have_is_refused():
     router = Router(experts=10, top_k=2, scores="softmax")
     with pytest.raises(NotImplementedError, match="a multiple of 32 experts, at most 1024"):
         route(jnp.zeros((3, 10)), None, router, implementation="mosaic_gpu_interpret")
+
+
+@both_devices
+def test_a_layers_bias_is_read_where_it_lies_in_its_stack(implementation):
+    router = ROUTERS["v3"]
+    logits, bias = drawn(router, 2)
+    stack = jnp.full((5, 256), jnp.nan).at[3].set(bias)
+    layer = LayerOf(jnp.int32(1), 2, 1)
+    found = choose_experts(logits, stack, router, layer=layer, implementation=implementation)
+    wanted = route(logits, bias, router, implementation="xla")
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)
