@@ -10,7 +10,8 @@ import pytest
 
 from jaxattn.cli import hosts
 from jaxattn.cli.hosts import Place, first_node, read_place
-from jaxattn.cli.options import InputError, parser
+from jaxattn.cli.options import InputError
+from jaxattn.cli.serve_options import parser
 from jaxattn.models.checkpoint import EMBEDDED
 from jaxattn.models.fingerprint import fingerprint
 
