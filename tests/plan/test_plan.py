@@ -297,7 +297,7 @@ def test_a_second_copy_of_a_donated_buffer_counts():
         return jax.lax.dynamic_update_slice(buffer, x, (0,)), buffer.sum() + (buffer * 2).sum()
 
     x, buffer = jax.ShapeDtypeStruct((4,), "float32"), jax.ShapeDtypeStruct((10**6,), "float32")
-    assert temp_bound(step, x, buffer, donated=1) - LIBRARY_WORKSPACE == 4 * (10**6 + 3)
+    assert temp_bound(step, x, buffer, donated=1) - LIBRARY_WORKSPACE == 4 * (10**6 + 2)
 
 
 def test_what_a_call_returns_counts_once_and_a_view_of_it_not_at_all():
@@ -455,7 +455,7 @@ def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
 
 
 def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
-    arguments = ["Kimi-Linear-48B-A3B", "--device", "108GiB", "--utilization", "1", "--batch", "8"]
+    arguments = ["Kimi-Linear-48B-A3B", "--device", "100GiB", "--utilization", "1", "--batch", "8"]
     assert main([*arguments, "--max-model-len", "1m", "--prefill-chunk", "64"]) == 2
     error = capsys.readouterr().err
     assert "the line that does not fit is the kv cache: " in error
