@@ -77,18 +77,14 @@ class Shared:
     sums_read: Any  # by both
     raw: Any  # FP8 [RAW, 64, 128], the next page as it is stored; else None
     raw_loaded: Any
-    # Of a block-scaled cache, else None: with each of RAW tiles its tokens' scales, bytes
-    # [RAW, 64, 16]; and float32 [pages, 2, 4, 64], of each block of a page what scores so far are
-    # multiplied by, and P.
-    raw_scales: Any
-    scales: Any
+    raw_scales: Any  # bytes [RAW, 64, 16], its tokens' scales beside each tile; else None
 
 
 def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
     kv_places, pages = sum(places.slots), places.pages
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
-    stored = {"raw": None, "raw_loaded": None, "raw_scales": None, "scales": None}
+    stored = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
         raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
         pieces = copies * (1 + latents.block_scaled)
@@ -96,7 +92,6 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
         stored |= {"raw": raw, "raw_loaded": loaded}
     if latents.block_scaled:
         stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
-        stored["scales"] = plgpu.SMEM((pages, 2, BLOCKS, PAGE), jnp.float32)
     return Shared(
         kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
         rope=plgpu.SMEM((pages, PAGE, ROPE), dtype, transforms=tiled),
