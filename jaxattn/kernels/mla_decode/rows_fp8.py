@@ -1,9 +1,9 @@
 """How warpgroups 1 and 2 of `mla_decode` bring the pages of an FP8 cache.
 
 A page comes by TMA as it is stored, to places of its own, and each warpgroup widens what it will
-multiply, once, to where the products read it. Both products then are those of a bfloat16 cache. What
-is widened is exact: of a cache with one scale the numbers without it, of a block-scaled one the
-numbers times their scale, a power of two. There is room for two widened pages and one that is
+multiply, once, to where the products read it. Both products then are those of a bfloat16 cache.
+What is widened is exact: of a cache with one scale the numbers without it, of a block-scaled one
+the numbers times their scale, a power of two. There is room for two widened pages and one as it is
 stored,
 
     page i        multiplied by P; then page i + 2 is widened into its place, quarter by quarter
@@ -17,7 +17,6 @@ second one's beside the softmax. Q K^T takes the quarters in that order, and wai
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.formats import LatentFormat
+from jaxattn.core.formats import BLOCK, LatentFormat
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.mla_decode.part import Part
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE, copies_of
@@ -23,9 +23,9 @@ HALF, QUARTER = RANK // 2, RANK // 4
 LAYOUT = plgpu.Layout.WGMMA
 # Tiles of 128 bytes of each token that an FP8 page comes in: a quarter each, and the last 128.
 RAW = 5
-BLOCKS = RANK // QUARTER  # of 128 dims, which in a block-scaled cache have a scale
+BLOCKS = RANK // BLOCK  # of 128 dims, which in a block-scaled cache have a scale
 SCALE_BYTES = 4 * BLOCKS
-# Rows of a tile are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
+# A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
 SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
 
 

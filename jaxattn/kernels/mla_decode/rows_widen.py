@@ -1,9 +1,9 @@
 """A tile of an FP8 page as bfloat16, from shared memory to shared memory.
 
 A tile is 128 bytes of each of 64 tokens, chunks of 16 bytes swizzled: chunk c of token i is at
-c ^ (i % 8). What wgmma reads is tiles of 8 tokens and 64 numbers, swizzled likewise. Of eight lanes,
-which are served at a time, each has another of eight neighbouring tokens and the same chunk: they
-read and write 8 different banks of 16 bytes. A warp has 16 tokens.
+c ^ (i % 8). What wgmma reads is tiles of 8 tokens and 64 numbers, swizzled likewise. Of eight
+lanes, which are served at a time, each has another of eight neighbouring tokens and the same chunk:
+they read and write 8 different banks of 16 bytes. A warp has 16 tokens.
 """
 
 from typing import Any
