@@ -103,10 +103,11 @@ class FP8Pages(Pages):
         if self.cut.latents.block_scaled:
             pieces.append((self.shared.raw_scales, RANK, SCALE_BYTES))
 
-        @pl.when(there)
-        def _():
+        def load() -> None:
             for j, source in enumerate(self.part.sources(numbers, number)):
                 tokens = pl.ds(j * self.tokens, self.tokens)
                 for target, begin, width in pieces:
                     some = source.at[:, pl.ds(begin, width)]
                     plgpu.copy_gmem_to_smem(some, target.at[tile, tokens], self.raw_loaded.at[tile])
+
+        pl.when(there)(load)

@@ -84,7 +84,7 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
     kv_places, pages = sum(places.slots), places.pages
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
-    stored = {"raw": None, "raw_loaded": None, "raw_scales": None}
+    stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
         raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
         pieces = copies * (1 + latents.block_scaled)
