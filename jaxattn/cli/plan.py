@@ -1,7 +1,8 @@
 """The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
 
-No device is used and nothing is allocated. Exit codes: 0, 2 for bad input or a plan that does not
-fit (its table is printed all the same), 1 if stdout is closed or its reader left, 130 after Ctrl-C.
+No device is used and nothing is allocated. The exit code is 0, or 2 for bad input or a plan that
+does not fit; its table is printed all the same. It is 1 if stdout is closed or its reader left, and
+130 after Ctrl-C.
 """
 
 import argparse
@@ -24,11 +25,9 @@ from jaxattn.cli.options import (
     Parser,
     add_cache_format,
     add_layout,
-    fraction,
     in_options,
-    size,
-    sizes,
 )
+from jaxattn.cli.values import fraction, size, sizes
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits

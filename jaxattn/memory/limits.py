@@ -28,7 +28,7 @@ class Limits:
         checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
             large as thousands of tokens, so none is kept unless it is asked for.
         utilization: fraction of the device's total memory, not of what is free, for arrays and
-            XLA's temp; the cache gets what the rest of the plan leaves of it. Where other
+            XLA's temp. The cache gets what the rest of the plan leaves of it. Where other
             processes hold more than the rest, it gets what they leave. None sizes the cache by
             `num_pages` alone.
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds

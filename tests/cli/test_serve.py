@@ -17,12 +17,14 @@ from rich.console import Console
 import jaxattn
 from jaxattn.__main__ import main as list_main
 from jaxattn.cli.inputs import Prompt, read_prompts
-from jaxattn.cli.options import in_options, parser, size
+from jaxattn.cli.options import in_options
 from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.prompts import PROMPTS
 from jaxattn.cli.report import ending, plan_lines
 from jaxattn.cli.serve import main
+from jaxattn.cli.serve_options import parser
 from jaxattn.cli.stream import Printer, TextStream
+from jaxattn.cli.values import size
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine import memory_plan
 from jaxattn.engine.request import Completion, GenerationInterrupted, Request, Stats
