@@ -10,7 +10,7 @@ thread that tells the others every second that it is alive, and that ends its pr
 
 - as soon as another is gone, or has failed: with what that one said;
 - when another has said nothing for `SILENT` seconds: it is stopped, or its host is gone;
-- when a step has not ended for `stuck` seconds on the devices, which JAX waits for without end.
+- where it leads, when a step has not ended for `stuck` seconds: JAX waits for one without end.
 
 Threads do this, so that a process ends also while it waits in a library.
 """
@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -33,8 +33,9 @@ STUCK = 20.0  # seconds
 CODE = 70  # EX_SOFTWARE
 
 
-def end_process(message: str) -> None:
+def end_process(message: str) -> NoReturn:
     """Ends this process with one line, whatever its other threads wait for."""
+    sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(CODE)
 
@@ -62,7 +63,7 @@ class Crew:
         self._silent, self._stuck, self._end = silent, stuck, end
         self._closed = threading.Event()
         # When the last step was begun, and what it gives; None while it is not sent yet.
-        self._last: tuple[float, jax.Array | None] | None = None
+        self._last: tuple[float, Any] | None = None
         self._begun, self._sent = 0, 0  # steps
         for link in self.links:
             link.listen(self._heard_end)
@@ -116,19 +117,22 @@ class Crew:
                         f"the processes differ in {name}: {link.name} has {found.get(name)}, and "
                         f"process 0 has {facts.get(name)}; start all of them with the same"
                     )
-                    self.fail(message)
+                    self._ended(message)
                     raise HostError(message)
         for link in self.links:
             link.send(AGREED)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Tells the other processes what is raised inside, so that they end with it."""
+        """Ends all processes with what is raised inside.
+
+        This one too: left to itself, JAX's runtime would wait minutes for the others to be done.
+        """
         try:
             yield
         except BaseException as error:
             what = " ".join(str(error).split()) or type(error).__name__
-            self.fail(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
+            self._ended(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
             raise
 
     def fail(self, message: str) -> None:
@@ -177,7 +181,8 @@ class Crew:
                         "host is gone"
                     )
                     return
-            if message := self._not_ended():
+            # The leader judges: it knows how far each of the others is.
+            if self.leads and (message := self._not_ended()):
                 self._ended(message)
                 return
 
@@ -195,7 +200,7 @@ class Crew:
         behind = [
             f"{link.name} is behind by {self._begun - link.taken}"
             for link in self.links
-            if self.leads and link.taken < self._begun
+            if link.taken < self._begun
         ]
         reason = ", ".join(behind) or "the devices do not finish it"
         return f"a step of process {self.rank} has not ended for {took:.0f} s: {reason}"

@@ -23,7 +23,7 @@ from jaxattn.engine.advance import End
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
 from jaxattn.engine.grammar import masks
-from jaxattn.engine.model_steps import FUSED, EntryPoint
+from jaxattn.engine.model_steps import EntryPoint, fused_levels
 from jaxattn.engine.request import Request
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
@@ -248,7 +248,7 @@ class Loop:
         there = [row for row in rows if row is not None]
         level = Level(int(scheduler.levels[places].max()))
         grammars = any(row.request.grammar for row in there)
-        speculates = level in FUSED and not grammars
+        speculates = level in fused_levels(scheduler.limits) and not grammars
         moved = np.zeros_like(scheduler.cached)
         moved[places] = scheduler.limits.step_tokens if speculates else 1
         return Running(

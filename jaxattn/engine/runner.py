@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxattn.engine.model_steps import FUSED, EntryPoint, round_of
+from jaxattn.engine.model_steps import EntryPoint, fused_levels, round_of
 from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
@@ -112,7 +112,7 @@ class Runner:
             words: makes `masks` of so many lines, while the device decodes.
         """
         bucket = sampled_rows(self.limits, len(places))
-        if words is None and level in FUSED:
+        if words is None and level in fused_levels(self.limits):
             return self._round(places, bucket, level)
         entry = EntryPoint("decode", bucket, 1)
         with self.seal.allowed():

@@ -21,12 +21,15 @@ from jaxattn.core.dispatch import (
 )
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rounding import rounded
+from jaxattn.kernels.moe.few import copies, lists
 from jaxattn.kernels.moe.route import Listed, route_mosaic
 from jaxattn.ops.linear import kernel_serves, linear_layer
 from jaxattn.ops.moe import Router, route
 
 # The kernel of the product wants columns by 64, and two halves are side by side.
 HALF = 32
+# A copy begins at a multiple of 16 bytes, so rows of float32 logits are made of so many.
+LOGITS = 4
 
 
 def split_router(
@@ -99,7 +102,7 @@ def choose_experts(
         gated: or with the sigmoid of column E.
         valid: false or 0 for a token that is padding: its ids are -1.
         x: the token, where T is 1, as `mixture_of_experts` will be given it. The kernel makes its
-            `listed` of it. With x it has no gradient.
+            `listed` of it, where it has such sizes. With x it has no gradient.
         implementation: as of `route`.
 
     Raises:
@@ -123,11 +126,13 @@ def choose_experts(
             **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
             "interpret": interpret,
         }  # fmt: skip
-        if x is not None:
+        if x is not None and lists(1, router.top_k + always) and copies(x.shape[1]):
             operands = without_gradient("route", (logits, bias, x))
             return route_mosaic(*operands[:2], valid=valid, x=operands[2], **options)
 
         def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
+            if not halves:
+                logits = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % LOGITS)))
             return route_mosaic(logits, bias, valid=valid, **options)[:2]
 
         return *with_gradient_of(reference, kernel)(logits, bias, valid), None

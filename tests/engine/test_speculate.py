@@ -71,13 +71,27 @@ def test_drawn_rows_say_the_same(plain, drafts):
 
 
 def test_rows_that_want_more_of_sampling_say_the_same_beside_others(plain, drafts):
-    options = {"repetition_penalty": 1.3}, {"logprobs": 2}, {"temperature": 1.0, "top_k": 3}
+    options = (
+        {"repetition_penalty": 1.3},
+        {"logprobs": 2},
+        {"temperature": 1.0, "top_k": 3},
+        {"logit_bias": {5: 4.0}},
+    )
     requests = [
         request
         for one in options
         for request in (Request(REPEATS, max_tokens=40), Request(REPEATS, max_tokens=12, **one))
     ]
     compared(plain, drafts, requests)
+
+
+def test_top_p_and_biases_have_drafts_and_penalties_none(plain, drafts):
+    for options in ({"temperature": 0.3, "top_p": 0.9}, {"logit_bias": {5: 4.0}}):
+        requests = [Request(REPEATS, max_tokens=60, seed=seed, **options) for seed in range(5)]
+        compared(plain, drafts, requests)
+        assert drafts.stats.guessed_tokens > 0
+    compared(plain, drafts, [Request(REPEATS, max_tokens=60, presence_penalty=0.1)])
+    assert drafts.stats.guessed_tokens == 0
 
 
 def test_a_row_ends_at_its_limit_and_its_stop_token_inside_a_draft(plain, drafts):
@@ -141,7 +155,7 @@ def test_spare_slots_and_pages_of_drafts_are_in_the_plan(plain, drafts):
 
 
 def test_drafts_take_the_place_of_rounds_and_update_in_place(drafts):
-    assert len(all_steps(DRAFTS)) == len(all_steps(PLAIN))
+    assert len(all_steps(Limits(speculate=3))) <= 12
     for name, step in drafts.executables.items():
         if name.startswith("draft"):
             report = check_aliasing(step)

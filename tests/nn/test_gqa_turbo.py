@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxattn.core.rope import RopeConfig
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import dequantize, hadamard
+from jaxattn.core.turboquant import hadamard
 from jaxattn.nn import TurboQuantAttention
 from jaxattn.parallel import Parallel
+from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 HIDDEN, HEADS, KV_HEADS, DIM, PAGE, LENGTH = 32, 4, 2, 64, 16, 23
@@ -61,7 +61,7 @@ def test_a_prompt_reads_its_own_codes(preset):
     turn = hadamard(DIM) if made.form.rotated else np.eye(DIM)
     out = np.zeros_like(q)
     for row, head in np.ndindex(2, HEADS):
-        slots = page_slots(made.form, cache[0, TABLES[row], head // 2])
+        slots = page_slots(made.form, np.asarray(cache)[0, TABLES[row], head // 2])
         slots = slots.reshape(-1, made.form.slot_bytes)[:LENGTH]
         k, v = (np.asarray(x, np.float64) for x in dequantize(made.form, unpack(made.form, slots)))
         scores = q[row, :, head] @ (k @ turn).T * DIM**-0.5

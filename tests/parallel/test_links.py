@@ -149,13 +149,13 @@ def test_another_value_is_named_with_both_and_all_are_told(crews, name):
     assert message in ended.wait()
 
 
-def test_what_one_process_raises_ends_the_others(crews):
-    leader, other, leaders_end, _ = crews
+def test_what_one_process_raises_ends_all(crews):
+    leader, other, leaders_end, others_end = crews
     with pytest.raises(RuntimeError), other.together():
         raise RuntimeError("GPU 3 has 2 GB less\nthan planned")
-    assert leaders_end.wait() == (
-        "the group of processes ends: process 1: GPU 3 has 2 GB less than planned"
-    )
+    message = "the group of processes ends: process 1: GPU 3 has 2 GB less than planned"
+    assert leaders_end.wait() == message
+    assert others_end.messages == [message], "itself too, and once"
 
 
 def test_a_process_that_is_gone_ends_the_others(crews):
@@ -193,6 +193,14 @@ def test_a_step_that_does_not_end_names_the_process_that_is_behind(crews, sent):
     message = leaders_end.wait()
     assert "a step of process 0 has not ended" in message and "is behind by 1" in message
     assert message in others_end.wait(), "the other ends with the same words"
+
+
+def test_a_process_that_follows_judges_no_step(crews):
+    _, other, *ends = crews
+    other.begin()
+    other.sent(Never())
+    time.sleep(1.2)
+    assert [end.messages for end in ends] == [[], []], "its leader may be slow to send the next"
 
 
 def test_a_step_that_ends_and_a_crew_that_is_closed_end_nothing(crews):

@@ -96,6 +96,32 @@ def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementatio
 
 
 @both_devices
+def test_a_gates_column_beside_the_experts_makes_rows_that_can_be_copied(implementation):
+    router = ROUTERS["v2-lite"]
+    logits, _ = drawn(router, 3)
+    gates = jnp.array([[-2.0], [0.0], [90.0]])
+    ids, weights, _ = choose_experts(
+        jnp.concatenate([logits, gates], axis=1), None, router, always=1, gated=True,
+        implementation=implementation,
+    )  # fmt: skip
+    wanted_ids, wanted = route(logits, None, router, implementation="xla")
+    np.testing.assert_array_equal(ids[:, :-1], wanted_ids)
+    np.testing.assert_allclose(weights[:, :-1], wanted, rtol=1e-5)
+    np.testing.assert_allclose(weights[:, -1:], jax.nn.sigmoid(gates), rtol=1e-5)
+
+
+@pytest.mark.parametrize("features, top_k", [(192, 6), (256, 128)])
+def test_a_token_or_experts_that_no_list_is_made_for_are_routed_alone(features, top_k):
+    router = Router(experts=160, top_k=top_k, scores="softmax")
+    logits, _ = drawn(router, 1)
+    *_, listed = choose_experts(
+        logits, None, router, always=1, x=jnp.ones((1, features), jnp.bfloat16),
+        implementation="mosaic_gpu_interpret",
+    )  # fmt: skip
+    assert listed is None
+
+
+@both_devices
 def test_a_nan_in_a_token_is_in_its_weights_alone(implementation):
     router = ROUTERS["v2-lite"]
     logits = drawn(router, 3)[0].at[1].set(jnp.nan)
