@@ -6,8 +6,8 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
-from jaxattn.engine.state import cache_size
 from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.state import cache_size
 from jaxattn.engine.steps import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import SMALLEST, params_of
