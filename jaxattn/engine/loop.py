@@ -6,8 +6,8 @@
     read      what the round before told, and first tokens of this one
 
 So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
-tokens, the limit) the device sees by itself; stop strings and aborts reach it one step late, and
-what that step told of the row is dropped.
+tokens, the limit) the device sees by itself. Stop strings reach it one step late, aborts up to two,
+and what those steps told of the row is dropped.
 """
 
 import dataclasses
@@ -33,8 +33,10 @@ from jaxattn.engine.stats import Stats
 from jaxattn.engine.step import sampled_rows
 from jaxattn.engine.steps import prompts_together
 
-# Rounds that are sent and not read when the next one is sent.
-ROUNDS_AHEAD = 1
+# Rounds that are sent and not read while the host waits for a token. With two the device has a
+# whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the
+# host can see (a stop string) wastes a token for each, so beside such a row there is one.
+ROUNDS_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,11 +131,16 @@ class Loop:
         if not self._flights[-1]:
             self._flights.pop()
             self.drain()
-        while len(self._flights) > ROUNDS_AHEAD:
+        while len(self._flights) > self._ahead:
             self._read_round()
         self._read_first_tokens()
         if not self.scheduler.rows:
             self.drain()  # what is left tells of nobody
+
+    @property
+    def _ahead(self) -> int:
+        """How many rounds may stay unread."""
+        return ROUNDS_AHEAD if self._running is None or self._running.plain else 1
 
     def drain(self) -> None:
         """Reads all that is in flight."""
@@ -326,6 +333,8 @@ class Loop:
         if self._flights and self._flights[-1]:
             flight = self._flights[-1][0]
             if flight.running is None and any(row is not None for row in flight.rows):
+                while len(self._flights) > 1:
+                    self._read_round()
                 del self._flights[-1][0]
                 self._read(flight)
 

@@ -233,8 +233,9 @@ class Decoder(nnx.Module):
             mlp: Any = params["layers"][place]["mlp"]
             names = block.feed_forward.stacked
             stacks.append({name: mlp[name][...] for name in names})
-            for name in names:  # the module that the body makes holds an empty array
-                mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
+            for name in names:  # the module that the body makes holds an empty matrix
+                empty = mlp[name][...][:, :0]
+                mlp[name] = mlp[name].replace(empty if empty.ndim > 2 else empty[..., None])
         return graphdef, params, stacks
 
     def _within_tables(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.formats import LatentFormat
+from jaxattn.core.formats import BLOCK, LatentFormat
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.mla_decode.part import Part
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE, copies_of
@@ -23,9 +23,9 @@ HALF, QUARTER = RANK // 2, RANK // 4
 LAYOUT = plgpu.Layout.WGMMA
 # Tiles of 128 bytes of each token that an FP8 page comes in: a quarter each, and the last 128.
 RAW = 5
-BLOCKS = RANK // QUARTER  # of 128 dims, which in a block-scaled cache have a scale
+BLOCKS = RANK // BLOCK  # of 128 dims, which in a block-scaled cache have a scale
 SCALE_BYTES = 4 * BLOCKS
-# Rows of a tile are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
+# A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
 SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
 
 
@@ -77,18 +77,14 @@ class Shared:
     sums_read: Any  # by both
     raw: Any  # FP8 [RAW, 64, 128], the next page as it is stored; else None
     raw_loaded: Any
-    # Of a block-scaled cache, else None: with each of RAW tiles its tokens' scales, bytes
-    # [RAW, 64, 16]; and float32 [pages, 2, 4, 64], of each block of a page what scores so far are
-    # multiplied by, and P.
-    raw_scales: Any
-    scales: Any
+    raw_scales: Any  # bytes [RAW, 64, 16], its tokens' scales beside each tile; else None
 
 
 def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
     kv_places, pages = sum(places.slots), places.pages
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
-    stored = {"raw": None, "raw_loaded": None, "raw_scales": None, "scales": None}
+    stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
         raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
         pieces = copies * (1 + latents.block_scaled)
@@ -96,7 +92,6 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
         stored |= {"raw": raw, "raw_loaded": loaded}
     if latents.block_scaled:
         stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
-        stored["scales"] = plgpu.SMEM((pages, 2, BLOCKS, PAGE), jnp.float32)
     return Shared(
         kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
         rope=plgpu.SMEM((pages, PAGE, ROPE), dtype, transforms=tiled),

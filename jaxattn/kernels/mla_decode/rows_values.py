@@ -94,7 +94,6 @@ class Values:
         accs = tuple(rescaled(acc, rescale, interpret=cut.interpret) for acc in accs)
         left = piece.length - (piece.start + i) * PAGE
         self.pages.clear_tail(values, left)
-        p = self._weights(slot)
         goes_on = i < piece.steps - 1
 
         @pl.when(goes_on)
@@ -108,7 +107,7 @@ class Values:
             plgpu.commit_smem()  # all four warps have read what is there
             pl.when(free)(lambda: self.pages.refill(0, pages, now))
 
-        accs = self._multiplied(accs, p, values, refill_first)
+        accs = self._multiplied(accs, shared.rope.at[slot], values, refill_first)
 
         if cut.rope:
 
@@ -127,45 +126,26 @@ class Values:
 
         return accs, self.pages.later(pages, free)
 
-    def _weights(self, slot: jax.Array) -> list[Any]:
-        """P for each of the two quarters, of a block-scaled cache times their scales."""
-        p = self.shared.rope.at[slot]
-        if not self.cut.latents.block_scaled:
-            return [p, p]
-        numbers = plgpu.load(p, layout=LAYOUT).astype(jnp.float32)
-        weights = []
-        for quarter in range(2):
-            scales = self.shared.scales.at[slot, 1, 2 * self.pages.half + quarter]
-            scales = plgpu.load(scales, layout=LAYOUT.reduce(0))
-            scaled = numbers * lax.broadcast_in_dim(scales, (TILE, PAGE), [1])
-            weights.append(scaled.astype(self.cut.dtype))
-        return weights
-
-    def _multiplied(self, accs: Any, p: list[Any], values: list[Any], between: Any) -> Any:
+    def _multiplied(self, accs: Any, p: Any, values: Any, between: Any) -> Any:
         """accs + P K, of both quarters; `between` runs when the first one is done."""
         if self.cut.interpret:
-            both = zip(accs, p, values, strict=True)
-            done = [self._interpreted(*each) for each in both]
+            shape = (TILE, QUARTER)
+            both = zip(accs, values, strict=True)
+            done = [wgmma(acc, p, some, shape=shape, interpret=True) for acc, some in both]
             between()
             return tuple(done)
 
         def run(*refs: Any) -> Any:
             for ref, acc in zip(refs, accs, strict=True):
                 ref[...] = acc
-            for ref, weights, some in zip(refs, p, values, strict=True):
-                plgpu.wgmma(ref, weights, some)
+            for ref, some in zip(refs, values, strict=True):
+                plgpu.wgmma(ref, p, some)
             plgpu.wgmma_wait(1)
             between()
             plgpu.wgmma_wait(0)
             return tuple(ref[...] for ref in refs)
 
         return pl.run_scoped(run, *[plgpu.ACC((TILE, QUARTER), jnp.float32)] * 2)
-
-    def _interpreted(self, acc: jax.Array, p: Any, values: Any) -> jax.Array:
-        """The interpreter knows no operands in registers."""
-        if not self.cut.latents.block_scaled:
-            return wgmma(acc, p, values, shape=(TILE, QUARTER), interpret=True)
-        return acc + jnp.dot(p.astype(jnp.float32), values[...].astype(jnp.float32))
 
     def _write(self, row: jax.Array, accs: Any, factor: jax.Array, last: jax.Array) -> None:
         """A whole row's output; by TMA through the place of its last page."""
