@@ -3,8 +3,8 @@
 Inside `jax.shard_map` the carries of a loop vary over the mesh axes its operands vary over. There
 an array's type says over which axes it varies. Operators take arrays of several such types. A loop
 wants one type of its carry, before and after, and a condition one of its branches. A custom
-gradient has its primal's. But zeros that a loop starts from vary over nothing, and a weight that all
-devices share over less than the tokens do.
+gradient has its primal's. But zeros that a loop starts from vary over nothing, and a weight that
+all devices share over less than the tokens do.
 """
 
 from typing import Any

@@ -92,11 +92,10 @@ def bound_of(
         chosen = implementation_of(entry, implementation)
         function = functools.partial(function, implementation=chosen)
     arguments = step.arguments(model, limits, params)
-    axes = model.parallel.mesh_axes
-    bound = temp_bound(function, *arguments, donated=step.donated, axes=axes)
+    bound, results = temp_bound(
+        function, *arguments, donated=step.donated, axes=model.parallel.mesh_axes
+    )
     # The results come with a table of their addresses.
-    traced = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
-    results = traced(*arguments)[1]
     out = nbytes(results) - nbytes(arguments[step.donated])
     in_out = nbytes(step.given(model, limits)) + out + 8 * len(jax.tree.leaves(results))
     return Executable(in_out, bound, 0, "bound")

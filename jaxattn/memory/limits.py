@@ -129,6 +129,12 @@ class Limits:
         return -(-(self.max_model_len + self.speculate) // self.page_tokens)
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of a prompt and its answer that fit into the length and into all pages: the last
+        one is never written, a draft behind it is."""
+        return min(self.max_model_len, self.pages * self.page_tokens - self.speculate + 1)
+
+    @property
     def wanted_pages(self) -> int:
         """Every row at `max_model_len`: more pages would never be used."""
         return self.rows_per_group * self.pages_per_row

@@ -7,6 +7,7 @@ import pytest
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
 from jaxattn.engine.request import FinishEvent
+from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.state import cache_size
 from jaxattn.engine.steps import all_steps
 from jaxattn.models import Hybrid
@@ -140,6 +141,16 @@ def test_a_row_at_full_length_writes_no_page_of_another(plain, drafts):
     requests = [Request(REPEATS, max_tokens=190), Request(b"ab" * 9, max_tokens=150)]
     found = compared(plain, drafts, requests)
     assert len(found[0].tokens) == 192 - len(REPEATS)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_a_row_may_be_as_long_as_the_pages_and_no_longer(speculate):
+    limits = Limits(batch=1, max_model_len=1024, num_pages=5, speculate=speculate)
+    scheduler = Scheduler(limits, vocab_size=9)
+    assert limits.longest_row == 5 * 64 + 1 - speculate
+    prompt, most = [1] * 60, limits.longest_row - 60
+    assert scheduler.refusal(Request(prompt, max_tokens=most)) is None
+    assert "need 6 pages" in scheduler.refusal(Request(prompt, max_tokens=most + 1))
 
 
 def test_rows_that_lose_their_pages_say_the_same(plain, drafts):

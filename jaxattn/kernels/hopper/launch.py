@@ -24,9 +24,6 @@ from jaxattn.kernels.hopper.machine import interpret_mode
 
 type Named = Mapping[str, Any]
 NOTHING: Named = {}
-# Whether a kernel's blocks may start while the last blocks of the kernel before it end: they wait
-# for its results themselves.
-OVERLAPPED = False
 
 
 def launch(
@@ -70,9 +67,6 @@ def launch(
 
     def run(*refs: Any) -> None:
         there = dict(zip([*given, *made, *used], refs, strict=True))
-        if OVERLAPPED and not interpret:
-            plgpu.griddepcontrol_wait()
-            plgpu.griddepcontrol_launch_dependents()
         body(**{each: there.get(each) for each in names})
 
     kernel = plgpu.kernel(

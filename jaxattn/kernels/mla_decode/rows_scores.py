@@ -4,7 +4,6 @@ rows_body.py says what is where in shared memory, and in which order the tensor 
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,10 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import wgmma
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
+    PAGES,
     QUARTER,
     RANK,
     ROPE,
@@ -152,17 +151,16 @@ class Pages:
     def step(self, i: jax.Array, carry: Any) -> Any:
         """Page i's P and rescaling, for warpgroups 1 and 2; its maxima and sums."""
         top, total = carry
-        shared, slot = self.scores.shared, lax.rem(self.before + i, self.places.pages)
-        if self.scores.cut.latents.block_scaled:
-            product = self._scaled_product(i, slot)
-        else:
-            product = pl.run_scoped(
-                lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
-            )
+        shared, slot = self.scores.shared, lax.rem(self.before + i, PAGES)
+        product = pl.run_scoped(
+            lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
+        )
 
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(shared.scores_done.at[slot])
+        if self.places.held_back:
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(shared.scores_done.at[slot])
 
         new_top, p = self._softmax(product, i, top)
         rescale = jnp.exp2(top - new_top)
@@ -174,40 +172,23 @@ class Pages:
         plgpu.barrier_arrive(shared.p_written.at[slot])
         return new_top, total * rescale + p.sum(axis=1)
 
-    def _operands(self, i: jax.Array, slot: jax.Array) -> Iterator[tuple[int, Any, Any, Any]]:
-        """Of each quarter, and -1 of the rope columns: Q, K and whether K is there."""
+    def _product(self, acc: Any, i: jax.Array, slot: jax.Array) -> jax.Array:
+        """Q K^T, each quarter once it is there."""
         shared, refs, places = self.scores.shared, self.scores.refs, self.places
+
+        def add(q: Any, columns: Any, loaded: Any) -> None:
+            plgpu.barrier_wait(loaded)
+            plgpu.wgmma(acc, q, columns.transpose((1, 0)))
+
         for quarter in places.order:
             if quarter < 0:
                 if self.scores.cut.rope:
-                    there = shared.rope_loaded.at[slot]
-                    yield quarter, refs.q_rope_smem, shared.rope.at[slot], there
+                    add(refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
                 continue
             at = places.firsts[quarter] + lax.rem(self.before + i, places.slots[quarter])
             q = self.others[quarter - 1] if quarter else refs.q_smem
-            yield quarter, q, shared.kv.at[at], shared.kv_loaded.at[at]
-
-    def _product(self, acc: Any, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """Q K^T, each quarter once it is there."""
-        for _, q, keys, there in self._operands(i, slot):
-            plgpu.barrier_wait(there)
-            plgpu.wgmma(acc, q, keys.transpose((1, 0)))
+            add(q, shared.kv.at[at], shared.kv_loaded.at[at])
         return acc[...]
-
-    def _scaled_product(self, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """The same of a block-scaled cache. The sum so far is in units of the last block's scales,
-        and becomes one of the next block's before that is added."""
-        total, shape = None, (TILE, PAGE)
-        for quarter, q, keys, there in self._operands(i, slot):
-            plgpu.barrier_wait(there)
-            keys, interpret = keys.transpose((1, 0)), self.scores.cut.interpret
-            total = wgmma(total, q, keys, shape=shape, interpret=interpret)
-            if quarter >= 0:
-                factors = self.scores.shared.scales.at[slot, 0, quarter]
-                factors = plgpu.load(factors, layout=LAYOUT.reduce(0))
-                total *= lax.broadcast_in_dim(factors, shape, [1])
-        assert total is not None
-        return total
 
     def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
         """The new maxima, and P; a mask is applied to pages that not every row sees whole."""

@@ -6,6 +6,7 @@ rows_pages.py and rows_fp8.py bring the pages.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.machine import wgmma
 from jaxattn.kernels.mla_decode.part import Place
 from jaxattn.kernels.mla_decode.rows_fp8 import FP8Pages
-from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, QUARTER, Block
+from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, PAGES, QUARTER, Block
 from jaxattn.kernels.mla_decode.rows_pages import Pages
 from jaxattn.kernels.mla_decode.rows_rescale import emptied, rescaled
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
@@ -87,28 +88,32 @@ class Values:
         accs, pages = carry
         cut, shared = self.cut, self.shared
         now = piece.before + i
-        slot = lax.rem(now, cut.places.pages)
+        slot = lax.rem(now, PAGES)
         values = [shared.kv.at[self.pages.slot_of(quarter, now)] for quarter in range(2)]
         plgpu.barrier_wait(shared.p_written.at[slot])
         rescale = plgpu.load(shared.rescale.at[slot], layout=LAYOUT.reduce(1))
         accs = tuple(rescaled(acc, rescale, interpret=cut.interpret) for acc in accs)
         left = piece.length - (piece.start + i) * PAGE
         self.pages.clear_tail(values, left)
-        p = self._weights(slot)
         goes_on = i < piece.steps - 1
 
-        @pl.when(goes_on)
-        def _():
-            plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, cut.places.pages)])
+        if cut.places.held_back:
+
+            @pl.when(goes_on)
+            def _():
+                plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, PAGES)])
 
         # The last page's place is loaded again after the output has left through it.
         free = goes_on if cut.output_by_tma else jnp.bool_(True)
 
         def refill_first() -> None:
-            plgpu.commit_smem()  # all four warps have read what is there
+            self.pages.wait_for_warps()
             pl.when(free)(lambda: self.pages.refill(0, pages, now))
 
-        accs = self._multiplied(accs, p, values, refill_first)
+        accs = self._multiplied(
+            accs, shared.rope.at[slot], values, refill_first,
+            meanwhile=lambda: self.pages.meanwhile(pages, now),
+        )  # fmt: skip
 
         if cut.rope:
 
@@ -116,7 +121,7 @@ class Values:
             def _():
                 plgpu.barrier_arrive(shared.p_read.at[slot])
 
-        plgpu.commit_smem()
+        self.pages.wait_for_warps()
         pl.when(free)(lambda: self.pages.refill(1, pages, now))
         if cut.rope:  # takes P's place; without it P's own place is free with the quarters'
 
@@ -127,45 +132,32 @@ class Values:
 
         return accs, self.pages.later(pages, free)
 
-    def _weights(self, slot: jax.Array) -> list[Any]:
-        """P for each of the two quarters, of a block-scaled cache times their scales."""
-        p = self.shared.rope.at[slot]
-        if not self.cut.latents.block_scaled:
-            return [p, p]
-        numbers = plgpu.load(p, layout=LAYOUT).astype(jnp.float32)
-        weights = []
-        for quarter in range(2):
-            scales = self.shared.scales.at[slot, 1, 2 * self.pages.half + quarter]
-            scales = plgpu.load(scales, layout=LAYOUT.reduce(0))
-            scaled = numbers * lax.broadcast_in_dim(scales, (TILE, PAGE), [1])
-            weights.append(scaled.astype(self.cut.dtype))
-        return weights
-
-    def _multiplied(self, accs: Any, p: list[Any], values: list[Any], between: Any) -> Any:
-        """accs + P K, of both quarters; `between` runs when the first one is done."""
+    def _multiplied(
+        self, accs: Any, p: Any, values: Any, between: Callable[[], None], *,
+        meanwhile: Callable[[], None],
+    ) -> Any:  # fmt: skip
+        """accs + P K, of both quarters; `meanwhile` runs beside both, and `between` when the first
+        one is done."""
         if self.cut.interpret:
-            both = zip(accs, p, values, strict=True)
-            done = [self._interpreted(*each) for each in both]
+            shape = (TILE, QUARTER)
+            meanwhile()
+            both = zip(accs, values, strict=True)
+            done = [wgmma(acc, p, some, shape=shape, interpret=True) for acc, some in both]
             between()
             return tuple(done)
 
         def run(*refs: Any) -> Any:
             for ref, acc in zip(refs, accs, strict=True):
                 ref[...] = acc
-            for ref, weights, some in zip(refs, p, values, strict=True):
-                plgpu.wgmma(ref, weights, some)
+            for ref, some in zip(refs, values, strict=True):
+                plgpu.wgmma(ref, p, some)
+            meanwhile()
             plgpu.wgmma_wait(1)
             between()
             plgpu.wgmma_wait(0)
             return tuple(ref[...] for ref in refs)
 
         return pl.run_scoped(run, *[plgpu.ACC((TILE, QUARTER), jnp.float32)] * 2)
-
-    def _interpreted(self, acc: jax.Array, p: Any, values: Any) -> jax.Array:
-        """The interpreter knows no operands in registers."""
-        if not self.cut.latents.block_scaled:
-            return wgmma(acc, p, values, shape=(TILE, QUARTER), interpret=True)
-        return acc + jnp.dot(p.astype(jnp.float32), values[...].astype(jnp.float32))
 
     def _write(self, row: jax.Array, accs: Any, factor: jax.Array, last: jax.Array) -> None:
         """A whole row's output; by TMA through the place of its last page."""

@@ -162,7 +162,7 @@ def chunk_rule(
             o, final = function(q, k, v, g, beta, initial_state, cu_seqlens)
         return o, final if output_final_state else None
 
-    return dispatch_kernel(op, implementation or rule.default, mosaic, lambda: run(reference))
+    return dispatch_kernel(op, implementation, mosaic, lambda: run(reference))
 
 
 def check_chunks(op: str, chunk_size: int, split_tokens: int | None) -> None:

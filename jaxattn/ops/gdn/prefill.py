@@ -242,4 +242,4 @@ def prefill_rule(
                 o = gated_rms_norm(o.reshape(-1, *o.shape[2:]), *norm).reshape(o.shape)
             return jnp.where(shown[..., None, None], o, 0), pool
 
-    return dispatch_kernel(op, implementation or rule.default, mosaic, xla)
+    return dispatch_kernel(op, implementation, mosaic, xla)

@@ -114,8 +114,8 @@ def gqa_prefill(
 
     The prefix, positions below seq_lens - query_lens, is read from the cache a block of pages at a
     time. The new tokens' keys and values come from `k` and `v`, so the cache may hold them already
-    or not. Give the cache that `gqa_cache_write` returned: XLA need not keep the one from before the
-    write then.
+    or not. Give the cache that `gqa_cache_write` returned: XLA need not keep the one from before
+    the write then.
 
     Args:
         q, k, v: of the new tokens, one dtype; queries and keys normed and rotated.

@@ -22,7 +22,7 @@ from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import Slots, check_gate_shapes
 from jaxattn.ops.gdn.layer import layer_in_xla
-from jaxattn.ops.kda.decode import chosen, kda_decode
+from jaxattn.ops.kda.decode import kda_decode
 from jaxattn.ops.kda.gates import check_lower_bound
 
 
@@ -179,7 +179,7 @@ def kimi_delta_attention_decode(
             arena=arena,
         )
 
-    return dispatch_kernel(op, chosen(implementation, tokens), mosaic, xla)
+    return dispatch_kernel(op, implementation, mosaic, xla)
 
 
 def _check(

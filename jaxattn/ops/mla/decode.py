@@ -157,7 +157,7 @@ def mla_decode(
     refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        apart = reads_apart(q.shape[2]) and not format.quantized
+        apart = reads_apart(q.shape[2])
         return mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
