@@ -25,7 +25,14 @@ from jaxattn.kernels.rms_norm import norms_features
 from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.looped import apart, in_repeat, leave_in_stacks, linear_stacks_of, loop
+from jaxattn.models.looped import (
+    LAID_OUT,
+    apart,
+    in_repeat,
+    leave_in_stacks,
+    linear_stacks_of,
+    loop,
+)
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
@@ -222,7 +229,8 @@ class Decoder(nnx.Module):
                     state = state.replace(name, arrays, after)
                 return x, y.astype(self._added_dtype(x)), state
 
-            x, y, state = loop(segment.repeats, body, (x, y, state), (params,))
+            carry = x, y, state
+            x, y, state = loop(segment.repeats, body, carry, (params,), laid_out=LAID_OUT)
         return self._head(x + y), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:

@@ -32,7 +32,7 @@ PAGE = 64  # tokens that a block takes at a time; what is called a page here, wh
 # What a row costs its part beside its pages (its queries' load, its output), in pages, where its
 # packed rows are many, and where they are few.
 ROW_COST, FEW_ROWS_COST = 5, 3
-MOST_FEW_ROWS = 16
+MOST_FEW_ROWS = 24
 # What partial results and their merging cost where most parts have some, in pages of a part, where
 # packed rows are many, and where they are few.
 MERGE_COST, FEW_MERGE_COST = 12, 3
