@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxattn.core.dispatch import without_gradient
@@ -114,7 +113,7 @@ def _prefill(
 def _turned(q: jax.Array) -> jax.Array:
     """q times the Hadamard matrix, float32: one product, exact but for its float32 sums."""
     dim = q.shape[-1]
-    signs = jnp.asarray(butterfly(np.eye(dim)), q.dtype)  # 1 and -1
+    signs = jnp.asarray(butterfly(jnp.eye(dim)), q.dtype)  # 1 and -1
     return jnp.dot(q, signs, preferred_element_type=jnp.float32) * dim**-0.5
 
 
