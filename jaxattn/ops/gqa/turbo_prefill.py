@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.pages import Unfold, page_blocks
 from jaxattn.core.turbo_reads import page_numbers
-from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, butterfly
+from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, hadamard
 from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import Scores, window_begins
@@ -113,7 +114,7 @@ def _prefill(
 def _turned(q: jax.Array) -> jax.Array:
     """q times the Hadamard matrix, float32: one product, exact but for its float32 sums."""
     dim = q.shape[-1]
-    signs = jnp.asarray(butterfly(jnp.eye(dim)), q.dtype)  # 1 and -1
+    signs = jnp.asarray(np.sign(hadamard(dim)), q.dtype)
     return jnp.dot(q, signs, preferred_element_type=jnp.float32) * dim**-0.5
 
 
