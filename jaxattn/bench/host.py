@@ -233,8 +233,11 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
     """A row of the table."""
     length = longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16)
+    began = time.perf_counter()
     with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
         rounds(engine, rows, min(steps, 64))
+        ready = time.perf_counter() - began
+        print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
         seal = list(engine.seal.what)
     exposed = [run.whole - alone.whole for alone, run in runs]
