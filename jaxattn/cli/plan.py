@@ -7,13 +7,11 @@ does not fit; its table is printed all the same. It is 1 if stdout is closed or 
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from jaxattn import interrupt
 from jaxattn.cli.command import exit_code
@@ -27,6 +25,7 @@ from jaxattn.cli.options import (
     add_layout,
     in_options,
 )
+from jaxattn.cli.planned import tell
 from jaxattn.cli.values import fraction, size, sizes
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
@@ -42,7 +41,6 @@ from jaxattn.plan import plan
 from jaxattn.plan.naive import Naive, of_model, published
 from jaxattn.plan.parallel import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, Placement
-from jaxattn.plan.show import PlotError, print_plan, save_plot
 
 PROGRAM = interrupt.program("plan")
 
@@ -151,24 +149,7 @@ def run(options: argparse.Namespace) -> int:
             *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
             *naive,
         ]
-    if options.json:
-        result = found.to_dict() | {"fits": refused is None}
-        if naive:
-            result["naive"] = [vars(each) for each in naive]
-        print(json.dumps(result), flush=True)
-    else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 140
-        print_plan(console, found, naive)
-    if options.plot:
-        try:
-            save_plot(found, options.plot)
-        except PlotError as error:
-            raise InputError(str(error)) from error
-    if refused is not None:
-        raise InputError(in_options(refused))
-    return 0
+    return tell(found, refused, options, naive)
 
 
 def make(

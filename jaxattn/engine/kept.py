@@ -14,6 +14,7 @@ A model with an attribute that this file cannot write down, or with a class of a
 not kept.
 """
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -81,7 +82,8 @@ class Kept:
             return None
         if sizes_of(loaded) != sizes:  # the plan would not be that of the first start
             return None
-        os.utime(file)
+        with contextlib.suppress(OSError):  # of root, or on a disk that cannot be written to
+            os.utime(file)
         return loaded
 
     def store(self, name: str, executable: jax.stages.Compiled) -> None:

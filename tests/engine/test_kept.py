@@ -129,6 +129,14 @@ def test_a_file_of_another_user_is_not_read(folder, monkeypatch):
     assert opened(folder).load("a step") is None
 
 
+def test_a_file_that_cannot_be_touched_is_used_all_the_same(folder, monkeypatch):
+    def fails(*arguments):
+        raise PermissionError("not the owner")
+
+    monkeypatch.setattr(os, "utime", fails)
+    assert opened(folder).load("a step") is not None
+
+
 def test_other_sizes_than_before_are_none(folder, monkeypatch):
     monkeypatch.setattr(kept, "sizes_of", lambda executable: (1, 2, 3, 4, 5))
     assert opened(folder).load("a step") is None
