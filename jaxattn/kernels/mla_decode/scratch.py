@@ -103,7 +103,7 @@ def scratch(
 
     Returns:
         Regions `out` [B, rows, R] with row s * H + h, S * H rounded up to 8, or to 64 if it is more
-        than 16; and, for a batch that may be split, `partial_out` float32
+        than 24; and, for a batch that may be split, `partial_out` float32
         [parts, 2, rows, R]: at most 33 MiB, whatever the batch.
         DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
 
