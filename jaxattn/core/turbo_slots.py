@@ -94,7 +94,7 @@ def places(form: TurboFormat) -> np.ndarray:
     count = GROUP * form.slot_bytes
     numbers = np.arange(count, dtype=np.int32).reshape(GROUP, form.slot_bytes)
     with jax.ensure_compile_time_eval():
-        at = np.asarray(group(form, jnp.asarray(numbers)))
+        at = np.asarray(jax.jit(group, static_argnums=0)(form, numbers))
     return np.argsort(at).astype(np.int32).reshape(GROUP, form.slot_bytes)
 
 

@@ -73,7 +73,7 @@ def _chosen(
     position = found.cursor.length + 1
     raw = logits
     if level >= Level.CONTROLS:
-        logits = _controlled(rows, found, logits, position)
+        logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
     tokens = sample(logits, found.sampling, position, level)
     if level < Level.LOGPROBS:
         return tokens[:, None]
@@ -112,12 +112,11 @@ def ending(
     return jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
 
 
-def _controlled(
+def with_penalties(
     rows: Rows, found: Read, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
 ) -> Float[Array, "b vocab"]:
-    """The logits with biases and penalties."""
-    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
-    logits = penalized(
+    """The logits of the token at a position, less what its row said before."""
+    return penalized(
         logits,
         rows.history,
         found.at,
@@ -127,8 +126,14 @@ def _controlled(
         presence=found.number("presence_penalty"),
         frequency=found.number("frequency_penalty"),
     )
-    values = lax.bitcast_convert_type(biases[:, 1], jnp.float32)
-    return biased(logits, biases[:, 0], values)
+
+
+def with_biases(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"]
+) -> Float[Array, "b vocab"]:
+    """The logits with what the rows' requests add."""
+    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
+    return biased(logits, biases[:, 0], lax.bitcast_convert_type(biases[:, 1], jnp.float32))
 
 
 def remember(

@@ -14,7 +14,7 @@ CPU matmuls do). The matrix library's workspace is in no trace and is added as a
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -40,19 +40,27 @@ _IN_PLACE = {
 _VIEWS = {"squeeze", "broadcast_in_dim"}
 
 
-def temp_bound(step: Any, *args: Any, donated: int, axes: Mapping[str, int] | None = None) -> int:
-    """Bytes within which XLA's temp stays.
+class Bound(NamedTuple):
+    """Of a step: bytes that XLA's temp cannot exceed, and what it returns, as shapes."""
+
+    temp: int
+    results: Any
+
+
+def temp_bound(step: Any, *args: Any, donated: int, axes: Mapping[str, int] | None = None) -> Bound:
+    """What one trace of a step says of its memory.
 
     Args:
         step: traceable, called as step(*args); the arguments may be shapes.
         donated: which argument is donated.
         axes: of the mesh over which the step is one device's, with their sizes.
     """
-    closed = jax.make_jaxpr(step, axis_env=list((axes or {}).items()))(*args)
+    traced = jax.make_jaxpr(step, axis_env=list((axes or {}).items()), return_shape=True)
+    closed, results = traced(*args)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     first = sum(counts[:donated])
     mine = set(range(first, first + counts[donated]))
-    return _peak(closed.jaxpr, mine)[0] + LIBRARY_WORKSPACE
+    return Bound(_peak(closed.jaxpr, mine)[0] + LIBRARY_WORKSPACE, results)
 
 
 # What a result costs whoever calls: bytes of its own; none, as it is a donated buffer, updated in

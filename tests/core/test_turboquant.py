@@ -9,8 +9,8 @@ import pytest
 
 from jaxattn.core import turboquant
 from jaxattn.core.formats import KVFormat
-from jaxattn.core.turbo_slots import GROUP, group, pack, page_slots, places, slot_pages, unpack
-from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat, dequantize, quantize, rotate
+from jaxattn.core.turbo_slots import GROUP, places
+from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat
 from tests.helpers.turbo_cases import (
     POSITIVE,
     UNITS,
@@ -19,6 +19,16 @@ from tests.helpers.turbo_cases import (
     random_slots,
     read_page,
     table64,
+)
+from tests.helpers.turbo_compiled import (
+    dequantize,
+    group,
+    pack,
+    page_slots,
+    quantize,
+    rotate,
+    slot_pages,
+    unpack,
 )
 
 # Key and value: a token's bytes at head dims 64, 128 and 256.

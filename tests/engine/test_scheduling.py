@@ -224,21 +224,28 @@ def test_prompts_are_read_together(tight):
     assert [each.tokens for each in done] == wanted
 
 
-# --- one round ahead
+# --- rounds ahead
 
 
-def test_the_next_step_is_sent_before_the_last_one_is_read(engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("stops", "ahead"),
+    [
+        ({}, 2),
+        ({"stop_tokens": range(300, 320)}, 1),  # the device knows eight
+    ],
+)
+def test_the_next_steps_are_sent_before_the_last_one_is_read(engine, monkeypatch, stops, ahead):
     engine.generate([Request(b"warm", max_tokens=2)])
     log, loop = [], engine._loop
     decode, read = loop.runner.decode, loop._read_round
     monkeypatch.setattr(loop.runner, "decode", lambda *a: log.append("send") or decode(*a))
     monkeypatch.setattr(loop, "_read_round", lambda: log.append("read") or read())
-    engine.add(Request(b"ahead", max_tokens=6))
+    engine.add(Request(b"ahead", max_tokens=6, **stops))
     while engine.busy:
         engine.step()
-    # The first token is read with its prompt. Then a decode step is under way whenever one is read,
-    # but for the last.
-    assert log == ["send", *["send", "read"] * 4, "read"]
+    # The first token is read with its prompt. Then so many decode steps are under way whenever one
+    # is read, but for the last.
+    assert log == [*["send"] * ahead, *["send", "read"] * (5 - ahead), *["read"] * ahead]
 
 
 def test_a_first_token_does_not_wait_for_a_decode_step(engine):

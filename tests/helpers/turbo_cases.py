@@ -14,6 +14,7 @@ from jax import Array
 
 from jaxattn.core.turboquant import TurboFormat
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, relative
+from tests.helpers.turbo_compiled import slot_pages
 
 POSITIVE = {4: [0.140625, 0.40625, 0.6875, 1, 1.375, 1.75, 2.25, 3], 3: [0.375, 1.125, 2, 3.25]}
 UNITS = {4: 1.085, 3: 1.505}
@@ -165,8 +166,6 @@ def turbo_case(
             held = (held >= begin) & (held < length)
             slots = random_slots(form, (kv_heads, page), rng)
             cache[layer, tables[row, j]] = np.where(held[:, None], slots, np.uint8(0xFF))
-    from jaxattn.core.turbo_slots import slot_pages
-
     heads = group * kv_heads
     options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
     q = rng.normal(size=(len(lens), q_len, heads, dim))
@@ -210,7 +209,7 @@ def turbo_oracle(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
     queries = np.asarray(options.get("query_lens", np.full(batch, q_len)))
     turn = np.eye(dim) if case.form.preset == "k8v4" else hadamard64(dim)
     out, lse = np.zeros(q.shape), np.full((batch, q_len, heads), -np.inf)
-    layer = np.asarray(case.kv_cache[case.layer])
+    layer = np.asarray(case.kv_cache)[case.layer]
     for b, n in np.ndindex(batch, kv_heads):
         owned = tables[b, : -(-lens[b] // page)]
         owned = np.where(owned < len(layer), owned, 0)  # left of a window

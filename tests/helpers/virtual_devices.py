@@ -33,6 +33,7 @@ def _begin() -> None:
     import jax
 
     jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # see conftest.py
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == DEVICES, jax.devices()

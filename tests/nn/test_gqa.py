@@ -24,7 +24,9 @@ VARIANTS = {
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
+@functools.cache
 def make(variant: str, **changes) -> GroupedQueryAttention:
+    """The same for all tests, which change none."""
     given = dict(dtype=jnp.float32, rngs=nnx.Rngs(0)) | VARIANTS[variant] | changes
     module = GroupedQueryAttention(HIDDEN, HEADS, KV_HEADS, DIM, **given)
     if module.qk_norm:
@@ -73,7 +75,7 @@ def published(module: GroupedQueryAttention, x: np.ndarray) -> np.ndarray:
 @variants
 def test_it_is_the_published_layer(variant):
     module, x = make(variant), normal(2, 9, HIDDEN)
-    found = module(x)
+    found = jax.jit(module)(x)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, published(module, x), atol=1e-5)
 
@@ -85,7 +87,7 @@ def test_prefill_and_decode_continue_the_training_forward(variant, stack):
     module, tokens = make(variant), 14
     x = normal(3, tokens, HIDDEN)
     x[2] = np.nan
-    whole = np.asarray(module(x[:2]))
+    whole = np.asarray(jax.jit(module)(x[:2]))
     cache = jnp.full((2, 10, 2, PAGE, KV_HEADS, DIM), jnp.nan)
     cache, given = (cache, dict(layer=1)) if stack else (cache[1], {})
     done = np.array([0, 0, 0], np.int32)
@@ -126,20 +128,21 @@ def test_narrow_dtypes_follow_loosely_and_norms_may_stay_float32(dtype):
     assert module.q_norm.weight[...].dtype == module.k_norm.weight[...].dtype == jnp.float32
     assert module.q_proj.weight[...].dtype == dtype
     x = np.float32(jnp.asarray(normal(2, 9, HIDDEN), dtype))
-    np.testing.assert_allclose(module(x), published(module, x), atol=0.05)
+    expected = published(module, x)
+    np.testing.assert_allclose(jax.jit(module)(x), expected, atol=0.05)
     cache = jnp.full((10, 2, PAGE, KV_HEADS, DIM), jnp.nan, dtype)
-    paged = dict(block_tables=TABLES[:2])
-    y, cache = module.prefill(x[:, :8], cache, seq_lens=[8, 8], query_lens=[8, 8], **paged)
-    np.testing.assert_allclose(y, published(module, x)[:, :8], atol=0.05)
-    y, cache, arena = module.decode(x[:, 8:], cache, seq_lens=[9, 9], **paged)
-    np.testing.assert_allclose(y, published(module, x)[:, 8:], atol=0.05)
+    paged, lens = dict(block_tables=TABLES[:2]), np.full(2, 8)
+    y, cache = jax.jit(module.prefill)(x[:, :8], cache, seq_lens=lens, query_lens=lens, **paged)
+    np.testing.assert_allclose(y, expected[:, :8], atol=0.05)
+    y, cache, arena = jax.jit(module.decode)(x[:, 8:], cache, seq_lens=lens + 1, **paged)
+    np.testing.assert_allclose(y, expected[:, 8:], atol=0.05)
     assert cache.dtype == dtype and y.dtype == jnp.float32 and arena is None
 
 
 @variants
 def test_every_parameter_gets_a_gradient(variant):
     module, x = make(variant), jnp.asarray(normal(2, 9, HIDDEN))
-    grads = nnx.grad(lambda module: jnp.square(module(x)).sum())(module)
+    grads = nnx.jit(nnx.grad(lambda module: jnp.square(module(x)).sum()))(module)
     for path, grad in nnx.to_flat_state(grads):
         assert np.isfinite(grad[...]).all() and np.any(grad[...]), path
 

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxattn.core.rope import RopeConfig
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import dequantize, hadamard
+from jaxattn.core.turboquant import hadamard
 from jaxattn.nn import TurboQuantAttention
 from jaxattn.parallel import Parallel
+from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 HIDDEN, HEADS, KV_HEADS, DIM, PAGE, LENGTH = 32, 4, 2, 64, 16, 23
@@ -37,14 +37,18 @@ def tokens() -> jax.Array:
     return jax.random.normal(jax.random.key(1), (2, LENGTH, HIDDEN))
 
 
+prefill = nnx.jit(lambda made, *args, **given: made.prefill(*args, layer=0, **given))
+decode = nnx.jit(lambda made, *args, **given: made.decode(*args, layer=0, **given))
+
+
 def read(made: TurboQuantAttention, cuts: list[int]):
     """Both rows' outputs, their prompts in chunks that end at `cuts`, and the cache."""
     cache, outs, done = empty(made), [], 0
     for end in cuts:
         lens = np.full(2, end, np.int32)
-        y, cache = made.prefill(
-            tokens()[:, done:end], cache, block_tables=TABLES, seq_lens=lens,
-            query_lens=np.full(2, end - done, np.int32), layer=0,
+        y, cache = prefill(
+            made, tokens()[:, done:end], cache, block_tables=TABLES, seq_lens=lens,
+            query_lens=np.full(2, end - done, np.int32),
         )  # fmt: skip
         outs.append(y)
         done = end
@@ -61,7 +65,7 @@ def test_a_prompt_reads_its_own_codes(preset):
     turn = hadamard(DIM) if made.form.rotated else np.eye(DIM)
     out = np.zeros_like(q)
     for row, head in np.ndindex(2, HEADS):
-        slots = page_slots(made.form, cache[0, TABLES[row], head // 2])
+        slots = page_slots(made.form, np.asarray(cache)[0, TABLES[row], head // 2])
         slots = slots.reshape(-1, made.form.slot_bytes)[:LENGTH]
         k, v = (np.asarray(x, np.float64) for x in dequantize(made.form, unpack(made.form, slots)))
         scores = q[row, :, head] @ (k @ turn).T * DIM**-0.5
@@ -77,20 +81,19 @@ def test_chunks_and_steps_give_what_a_whole_prompt_gives(gated):
     made = module("4bit_nc", gated=gated, window=9, sinks=True)
     whole, cache = read(made, [LENGTH])
     chunks, others = read(made, [5, 20])
-    step = made.decode(
-        tokens()[:, 20:], others, block_tables=TABLES, seq_lens=np.full(2, LENGTH, np.int32),
-        layer=0,
-    )  # fmt: skip
+    step = decode(
+        made, tokens()[:, 20:], others, block_tables=TABLES, seq_lens=np.full(2, LENGTH, np.int32)
+    )
     np.testing.assert_array_equal(step[1], cache)
     np.testing.assert_allclose(np.concatenate([chunks, step[0]], axis=1), whole, atol=2e-5)
 
 
 def test_padding_is_0_and_writes_nothing():
     made = module()
-    y, cache = made.prefill(
-        tokens()[:, :3], empty(made), block_tables=TABLES, seq_lens=np.array([2, 0], np.int32),
-        query_lens=np.array([2, 0], np.int32), layer=0,
-    )  # fmt: skip
+    lens = np.array([2, 0], np.int32)
+    y, cache = prefill(
+        made, tokens()[:, :3], empty(made), block_tables=TABLES, seq_lens=lens, query_lens=lens
+    )
     assert (np.asarray(y)[1] == 0).all() and (np.asarray(y)[0, 2] == 0).all()
     assert (np.asarray(cache)[0, [1, 3]] == 0xFF).all()
 

@@ -137,7 +137,7 @@ def test_mla_refuses_a_rope_of_another_width():
 def test_mla_prefill_and_decode_continue_the_training_forward(stack):
     module = small_mla()
     x = normal(3, 2, TOKENS, HIDDEN)
-    expected = module(x)
+    expected = jax.jit(module)(x)
     tables = jnp.array([[2, 0, 5], [1, 4, 3]], jnp.int32)
     shape = (6, PAGE, 36) if stack == "plain" else (3, 6, PAGE, 36)
     layer = {"plain": None, "python_layer": 1, "traced_layer": jnp.int32(1)}[stack]
@@ -258,7 +258,7 @@ def gdn_decode(module, x, pools, slots, layer):
 def test_gdn_prefill_and_decode_continue_the_training_forward(layer):
     module = small_gdn()
     x = normal(4, 2, TOKENS, HIDDEN)
-    expected = module(x)
+    expected = jax.jit(module)(x)
     slots = np.array([3, 0], np.int32)
     # NaN: what an earlier row left in a slot must not reach a fresh one.
     pools = gdn_pools(jnp.nan, None if layer is None else 3)
@@ -308,7 +308,7 @@ def test_gdn_decode_goes_on_from_the_last_accepted_token():
     for t in (0, 1, 3):
         expected, straight = gdn_decode(module, x[:, t : t + 1], straight, slot, 1)
     # Two of three tokens are accepted.
-    _, *pools, _ = module.decode(
+    _, *pools, _ = jax.jit(module.decode)(
         x[:, :3], *pools, state_indices=slot, write_indices=kept, layer=jnp.int32(1)
     )
     y, pools = gdn_decode(module, x[:, 3:], pools, kept[:, 1], 1)
@@ -323,8 +323,9 @@ def test_gdn_packed_weights_of_a_stack_give_the_same_bits():
     weights = jnp.stack([module.packed_weights() for module in modules])
     x, slots = normal(4, 2, 1, HIDDEN), jnp.array([3, 0], jnp.int32)
     arguments = dict(state_indices=slots, layer=jnp.int32(1))
-    plain = modules[1].decode(x, *gdn_pools(0.25, 2), **arguments)
-    packed = modules[1].decode(x, *gdn_pools(0.25, 2), weights=weights, **arguments)
+    decode = jax.jit(modules[1].decode)
+    plain = decode(x, *gdn_pools(0.25, 2), **arguments)
+    packed = decode(x, *gdn_pools(0.25, 2), weights=weights, **arguments)
     jax.tree.map(np.testing.assert_array_equal, plain, packed)
 
 

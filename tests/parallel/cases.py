@@ -142,7 +142,8 @@ class Stepped:
             self._prefill, self._decode = own.prefill, self._greedy
         else:
             group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
-            placed = own.place_params(params, group)
+            # NumPy slices without compiling.
+            placed = own.place_params(jax.tree.map(np.asarray, params), group)
             self.params = group.join([own.pack(x) for x in group.split(placed)], own.packed_specs())
             specs = (own.packed_specs(), own.state_specs(), group.rows)
             self.state = group.make(make, specs[1])

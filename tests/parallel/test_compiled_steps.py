@@ -1,5 +1,7 @@
 """What a compiled step over several devices does: its collectives, and what it copies."""
 
+import functools
+
 import pytest
 
 from jaxattn import check_aliasing
@@ -11,6 +13,7 @@ from tests.parallel.cases import SMALL, Stepped, decoder
 LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("gdn", "wide"))
 
 
+@functools.cache
 def compiled_decode(parallel: Parallel):
     return Stepped(decoder(*LAYERS), parallel).compiled_decode
 

@@ -1,6 +1,7 @@
 """An engine over several devices: the same tokens as on one, each device's plan, nothing new."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -54,11 +55,21 @@ def requests() -> list[Request]:
     return found
 
 
-def engine(parallel: Parallel) -> Engine:
-    model = Hybrid(CONFIG)
-    params = model.init_params(jax.random.key(1))
+@functools.cache
+def params():
+    """NumPy's: what each device has of them is sliced without compiling."""
+    return jax.tree.map(np.asarray, Hybrid(CONFIG).init_params(jax.random.key(1)))
+
+
+def engine(parallel: Parallel, limits: Limits = LIMITS) -> Engine:
     return Engine(
-        model, params, LIMITS, implementation="xla", parallel=parallel, strict=True, workers=2
+        Hybrid(CONFIG),
+        params(),
+        limits,
+        implementation="xla",
+        parallel=parallel,
+        strict=True,
+        workers=2,
     )
 
 
@@ -140,11 +151,7 @@ def test_prefixes_and_grammars_are_those_of_one_device():
 
     def served(parallel):
         limits = dataclasses.replace(LIMITS, checkpoints=2, decode_buckets=())
-        model = Hybrid(CONFIG)
-        params = model.init_params(jax.random.key(1))
-        with Engine(
-            model, params, limits, implementation="xla", parallel=parallel, strict=True, workers=2
-        ) as made:
+        with engine(parallel, limits) as made:
             done = [made.generate([each])[0] for each in asked]
             done += made.generate([Request([7] * 9, grammar=Odd())])
             assert not made.seal.counts

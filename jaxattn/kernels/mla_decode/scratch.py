@@ -21,6 +21,7 @@ from jaxattn.kernels.mla_decode.schedule import (
     num_steps,
     packed_rows,
     row_cost,
+    shortest,
 )
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -75,6 +76,7 @@ def decode_schedule(
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
         pieces=most_pieces(batch, parts) if batch_invariant else 0,
+        least=shortest(q_len, num_heads),
     )
 
 

@@ -29,6 +29,7 @@ UNPACKED_BYTES = 2**26
 HALF = jnp.dtype(jnp.float16)
 
 
+@functools.partial(jax.jit, static_argnames=("scores", "form", "interpret"))
 def turbo_prefill_mosaic(
     q: jax.Array,
     kv_cache: jax.Array,
@@ -49,27 +50,6 @@ def turbo_prefill_mosaic(
     q, sinks, gate = without_gradient(op, (q, sinks, gate))
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, q.shape[1])
-    addressing = block_tables, seq_lens, query_lens, layer
-    return _prefill(
-        q, kv_cache, *addressing, sinks, gate, scores=scores, form=form, interpret=interpret
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("scores", "form", "interpret"))
-def _prefill(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_lens: jax.Array,
-    layer: jax.Array | int | None,
-    sinks: jax.Array | None,
-    gate: jax.Array | None,
-    *,
-    scores: Scores,
-    form: TurboFormat,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     batch, kv_heads = q.shape[0], kv_cache.shape[-2]
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
     lengths = jnp.where(query_lens > 0, seq_lens, 0)

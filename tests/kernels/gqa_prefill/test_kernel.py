@@ -36,6 +36,12 @@ def run(case: PrefillCase, implementation) -> None:
     assert_prefill_close(case, *attend(case, implementation))
 
 
+@pytest.fixture
+def traced_anew(monkeypatch):
+    """The op is traced with what a test sets, and not found as another test left it."""
+    monkeypatch.setattr(prefill_op, "prefill_mosaic", prefill_op.prefill_mosaic.__wrapped__)
+
+
 def grouped_case(dim: int, group: int, kv_heads: int) -> PrefillCase:
     """A prefix that ends in a page, one that ends with it, none, and padding."""
     return prefill_case([37, 21, 9, 0], [9, 5, 9, 0], group=group, kv_heads=kv_heads, dim=dim)
@@ -76,9 +82,10 @@ def test_masks_and_epilogues(options, implementation):
 
 @both_devices
 @pytest.mark.parametrize("dim, window", [slow(64, None), (128, 100), slow(256, None)])
-def test_heads_are_not_packed_where_tokens_are_many(dim, window, implementation, monkeypatch):
+def test_heads_are_not_packed_where_tokens_are_many(
+    dim, window, implementation, traced_anew, monkeypatch
+):
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
-    jax.clear_caches()
     options = dict(dim=dim, window=window, gate=True, sinks=True)
     run(prefill_case([390, 130, 70], [140, 130, 3], **options), implementation)
 
@@ -91,11 +98,10 @@ def test_float16_and_64_bit_numbers(implementation):
 
 @both_devices
 @pytest.mark.parametrize("blocks", [slow(1), 3])
-def test_resident_blocks_take_many_tiles(blocks, implementation, monkeypatch):
+def test_resident_blocks_take_many_tiles(blocks, implementation, traced_anew, monkeypatch):
     for dim in (64, 256):
         config = dataclasses.replace(CONFIGS[dim], blocks=blocks, l2_bytes=1)
         monkeypatch.setitem(CONFIGS, dim, config)
-        jax.clear_caches()
         case = prefill_case([200, 70, 0], [200, 3, 0], dim=dim, group=1, kv_heads=2)
         run(case, implementation)
 
@@ -126,13 +132,11 @@ def test_a_cut_prompt_is_the_whole_prompt(implementation):
 @pytest.mark.parametrize(
     "dim, options", [slow(64, {}), (128, dict(window=60)), (256, dict(gate=True))]
 )
-def test_no_race_in_the_interpreter(dim, options, monkeypatch):
+def test_no_race_in_the_interpreter(dim, options, traced_anew, monkeypatch):
     forced = functools.partial(interpret_mode, True, detect_races=True)
     monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
     monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], blocks=2))
-    # Without what other tests have traced of it.
-    monkeypatch.setattr(prefill_op, "prefill_mosaic", prefill_op.prefill_mosaic.__wrapped__)
     case = prefill_case([330, 5], [200, 5], dim=dim, **options)
     with no_races():
         outs = jax.block_until_ready(attend(case, "mosaic_gpu_interpret"))
@@ -178,10 +182,11 @@ def test_refuses_what_it_does_not_serve(change, words):
 
 @both_devices
 @pytest.mark.parametrize("form, page, window", [slow("fp8", 16, None), ("bfloat16", 8, 45)])
-def test_other_caches_are_read_in_blocks(form, page, window, implementation, monkeypatch):
+def test_other_caches_are_read_in_blocks(
+    form, page, window, implementation, traced_anew, monkeypatch
+):
     monkeypatch.setattr(prefill_mosaic, "PREFIX_BLOCK", 32)
     monkeypatch.setattr(prefill_mosaic, "UNPACKED_BYTES", 0)
-    jax.clear_caches()
     options = dict(window=window, sinks=True, gate=True)
     case = prefill_case([150, 37, 9, 0], [10, 5, 9, 0], page=page, **options)
     format = KVFormat(form, 128)

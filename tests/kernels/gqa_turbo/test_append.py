@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxattn.core.rope import RopeConfig, rotation
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import PRESETS, TurboFormat, dequantize
+from jaxattn.core.turboquant import PRESETS, TurboFormat
 from jaxattn.gqa import pack_gqa_weights, turbo_append
 from jaxattn.kernels.gqa_turbo.append import turbo_append_mosaic
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices, no_races
+from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 EPS, PAGE = 1e-5, 32
@@ -66,6 +66,7 @@ def assert_alike(form, args, found, expected):
     np.testing.assert_allclose(
         np.asarray(queries, np.float32), np.asarray(wanted, np.float32), rtol=2**-7, atol=1e-5
     )
+    cache, reference = (np.asarray(x) for x in (cache, reference))
     mine, theirs = (page_slots(form, x[1]) for x in (cache, reference))
     np.testing.assert_array_equal(cache[0], 0xFF)
     np.testing.assert_array_equal(*((np.asarray(x) == 0xFF).all(-1) for x in (mine, theirs)))
@@ -107,7 +108,7 @@ def test_a_nan_and_an_infinity_stay_in_their_token(implementation):
     k, v = args[1].at[0, 1, 0, 3].set(jnp.nan), args[2].at[1, 0, 1, 2].set(jnp.inf)
     args = (args[0], k, v, *args[3:])
     cache = append(form, args, RopeConfig(dim=64, interleaved=False), implementation)[1]
-    slots = page_slots(form, cache[1, args[5][:, 0]])
+    slots = page_slots(form, np.asarray(cache)[1, args[5][:, 0]])
     keys, values = map(np.array, dequantize(form, unpack(form, slots)))
     assert np.isnan(keys[0, 0, 4]).all() and np.isnan(values[1, 1, 5]).all()
     keys[0, 0, 4], values[1, 1, 5] = 0, 0

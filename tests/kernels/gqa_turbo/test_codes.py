@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.turbo_slots import slot_pages, unpack
 from jaxattn.core.turboquant import E4M3, HEAD_DIMS, PRESETS, TurboFormat, levels
 from jaxattn.kernels.gqa_turbo.codes import key_registers, middle, value_registers
 from tests.helpers.turbo_cases import random_slots
+from tests.helpers.turbo_compiled import slot_pages, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 

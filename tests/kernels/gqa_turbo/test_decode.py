@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.turbo_slots import page_slots, slot_pages
 from jaxattn.core.turboquant import PRESETS
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule
 from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.kernels.mla_decode.schedule import Schedule
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.turbo_cases import assert_turbo_close, turbo_case
+from tests.helpers.turbo_compiled import page_slots, slot_pages
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 kernel = jax.jit(

@@ -39,10 +39,10 @@ def test_blocks_are_one_softmax(lens, preset, options, implementation, monkeypat
     """Of blocks of 64 tokens; a row without tokens, and windows that begin within a block."""
     monkeypatch.setattr(turbo_prefill, "LEAST_BLOCK", 64)
     monkeypatch.setattr(turbo_prefill, "UNPACKED_BYTES", 1)
-    turbo_prefill._prefill.clear_cache()
+    turbo_prefill.turbo_prefill_mosaic.clear_cache()
     case = turbo_case(lens, preset, group=2, kv_heads=1, **options)
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
-    turbo_prefill._prefill.clear_cache()
+    turbo_prefill.turbo_prefill_mosaic.clear_cache()
 
 
 def test_the_block_is_bounded_whatever_the_context():

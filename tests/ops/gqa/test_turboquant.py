@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.turbo_slots import page_slots, slot_pages
 from jaxattn.core.turboquant import PRESETS, TurboFormat
 from jaxattn.ops.gqa.turboquant import turbo_attention, turbo_cache_write
 from jaxattn.ops.gqa.turboquant_vllm import import_vllm_slots
@@ -16,6 +15,7 @@ from tests.helpers.turbo_cases import (
     read_page,
     turbo_case,
 )
+from tests.helpers.turbo_compiled import page_slots, slot_pages
 
 each_preset = pytest.mark.parametrize("preset", PRESETS)
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 
 # Traced, as tables left of a window name pages that do not exist.
 traced = jax.jit(turbo_attention, static_argnames=("form", "window", "soft_cap"))
+imported = jax.jit(import_vllm_slots, static_argnames="form")
 
 
 def attend(case):
@@ -61,12 +62,12 @@ def test_what_is_written_is_read(preset):
         at += size
         lens, query_lens = jnp.asarray([at, at]), jnp.asarray([size, size])
         cache = write(cache, *new, tables, lens, form=form, query_lens=query_lens, layer=1)
-    after = np.asarray(page_slots(form, cache))
+    after, held = np.asarray(page_slots(form, cache)), np.asarray(cache)[1]
     np.testing.assert_array_equal(after[0], before[0])
     np.testing.assert_array_equal(after[1, [4, 6]], before[1, [4, 6]])
     np.testing.assert_array_equal(after[1, [7, 2], :, 1:], before[1, [7, 2], :, 1:])
     for row, head in np.ndindex(2, 2):
-        pages = [read_page(form, np.asarray(cache[1, n, head])) for n in tables[row]]
+        pages = [read_page(form, held[n, head]) for n in tables[row].tolist()]
         read = [np.concatenate(some)[:33] for some in zip(*pages, strict=True)]
         expected = quantize64(preset, *(x[row, :, head].astype(np.float64) for x in (k, v)))
         for mine, theirs in zip(read, expected, strict=True):
@@ -97,7 +98,7 @@ def test_a_chunk_is_as_its_tokens_one_by_one():
     assert_turbo_close(case, whole, whole_lse)
     for first, count in ((70, 130), (70, 1), (71, 129), (0, 70)):
         lens = jnp.asarray([first + count], jnp.int32)
-        out, lse = turbo_attention(
+        out, lse = traced(
             case.q[:, first : first + count], *case.args[1:3], lens, form=case.form, layer=1
         )
         np.testing.assert_allclose(lse, whole_lse[:, first : first + count], atol=1e-5)
@@ -145,6 +146,7 @@ def test_gradients_of_queries_sinks_and_gates():
         [40], "3bit_nc", group=2, kv_heads=1, sinks=True, gate=True, dtype=jnp.float32
     )
 
+    @jax.jit
     def total(q, sinks, gate):
         return turbo_attention(q, *case.args[1:], form=case.form, layer=1, sinks=sinks, gate=gate)[
             0
@@ -200,7 +202,7 @@ def vllm_slots(preset, k, v):
 def test_slots_of_vllm_are_read(preset, dim):
     rng, form = np.random.default_rng(1), TurboFormat(preset=preset, head_dim=dim)
     slots, keys, values = vllm_slots(preset, *rng.normal(size=(2, 3, 32, 2, dim)))
-    pages = np.asarray(import_vllm_slots(jnp.asarray(slots), form=form))
+    pages = np.asarray(imported(jnp.asarray(slots), form=form))
     assert pages.shape == (3, 2, 32 * form.slot_bytes)
     for n, head in np.ndindex(3, 2):
         mine, theirs = read_page(form, pages[n, head])
