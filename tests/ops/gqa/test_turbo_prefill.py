@@ -76,6 +76,8 @@ def test_the_block_is_bounded_whatever_the_context():
         ([4096, 2048], 4, 8, 128, dict(q_len=2048)),
         ([3000, 0, 700], 8, 2, 256, dict(q_len=300, gate=True, query_lens=[300, 0, 17])),
         ([2500, 129], 8, 8, 64, dict(q_len=100, sinks=True, window=128)),
+        # One cached token, a page less one, a page; and a row that decodes.
+        ([128, 191, 193, 700], 4, 2, 128, dict(q_len=129, query_lens=[127, 128, 129, 1])),
     ],
 )
 def test_real_shapes(lens, group, kv_heads, dim, options, preset):
