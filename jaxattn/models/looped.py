@@ -37,9 +37,9 @@ def loop[Carry](
     i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
 
     Args:
-        laid_out: no more repeats than these stand one behind the other, without a loop. A step
-            without loops is one CUDA graph. A loop's body is a graph of its own: where a product in
-            it reads its weights out of a stack, the host tells it in each repeat where they lie.
+        laid_out: on a GPU no more repeats than these stand one behind the other. A step without
+            loops is one CUDA graph. A loop's body is a graph of its own, and the host tells it in
+            each repeat where the weights lie that a product reads out of a stack.
     """
 
     def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
@@ -50,7 +50,7 @@ def loop[Carry](
         return following, body(carry, (following, *one))
 
     looped = jnp.int32(0), carry
-    if repeats <= laid_out:
+    if repeats <= laid_out and jax.default_backend() == "gpu":
         one_repeat = jax.jit(step)  # traced and lowered once
         for _ in range(repeats):
             looped = one_repeat(looped)
