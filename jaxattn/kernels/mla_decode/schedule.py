@@ -38,7 +38,7 @@ MOST_FEW_ROWS = 24
 MERGE_COST, FEW_MERGE_COST = 12, 3
 # A part shorter than this costs more in partial results than it saves; a shorter one may do where
 # a row has up to so many, which are merged in two turns.
-MIN_PART, SHORT_PART = 6, 4
+MIN_PART = 6
 FEW_PIECES = 16
 # Where packed rows are few, two warpgroups take a part's pages in turns and wait for each: a page
 # of each is the shortest part. So many partial results of a row are merged in one turn.
@@ -174,7 +174,7 @@ class Shortest(NamedTuple):
     """
 
     part: int = MIN_PART
-    short: int = SHORT_PART
+    short: int = MIN_PART
     pieces: int = FEW_PIECES
 
 
