@@ -106,7 +106,7 @@ def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:
     window, cap = options.get("window"), options.get("soft_cap")
     queries = np.asarray(options.get("query_lens", np.full(batch, q_len)))
     out, lse = np.zeros(q.shape), np.full((batch, q_len, heads), -np.inf)
-    layer = np.asarray(case.kv_cache[case.layer])
+    layer = np.asarray(case.kv_cache)[case.layer]
     for b, s in np.ndindex(batch, q_len):
         end = lens[b] - queries[b] + s + 1
         if s >= queries[b] or end <= 0 or lens[b] == 0:

@@ -20,6 +20,7 @@ from jaxattn.kernels.moe.config import (
 from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.several import work_of_several
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, work_list
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import both_devices, no_races
 
 make = jax.jit(work_list, static_argnums=(1, 2))
@@ -90,8 +91,8 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     guard = no_races() if interpret else contextlib.nullcontext()
     with guard:
         x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
-        work, rows = work_of_few(
-            jnp.asarray(ids), x, experts, interpret=interpret, detect_races=interpret
+        work, rows = at_once(
+            work_of_few, jnp.asarray(ids), x, experts, interpret=interpret, detect_races=interpret
         )
         jax.block_until_ready(rows)
     assert rows.shape == (8, 256)
@@ -117,9 +118,10 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
     guard = no_races() if interpret and tokens == 17 else contextlib.nullcontext()
     with guard:
         x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
-        work, rows = work_of_several(
-            jnp.asarray(ids), x, experts, columns, blocks=20 if interpret else None,
-            interpret=interpret, detect_races=interpret and tokens == 17,
+        work, rows = at_once(
+            work_of_several, jnp.asarray(ids), x, experts, columns,
+            blocks=20 if interpret else None, interpret=interpret,
+            detect_races=interpret and tokens == 17,
         )  # fmt: skip
         jax.block_until_ready(rows)
     listed = make(jnp.asarray(ids), experts, columns)
@@ -127,7 +129,7 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
     assert int(work.total[0]) == count
     np.testing.assert_array_equal(work.tiles[:, :count], listed.tiles[:, :count])
     np.testing.assert_array_equal(work.positions[: ids.size], listed.positions)
-    placed = np.asarray(listed.positions).reshape(ids.shape)
+    placed, rows, x = np.asarray(listed.positions).reshape(ids.shape), *map(np.asarray, (rows, x))
     for k in range(top_k):
         here = placed[:, k] >= 0
         np.testing.assert_array_equal(rows[placed[here, k]], x[here])
@@ -135,20 +137,20 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
 
 def test_many_pairs_are_sorted_to_the_same_list(monkeypatch):
     ids = drawn(70, 9, 3)
-    compared = work_list(jnp.asarray(ids), 9, 16)
+    compared = at_once(work_list, jnp.asarray(ids), 9, 16)
     monkeypatch.setattr(work_module, "COMPARED", 0)
-    for one, other in zip(compared, work_list(jnp.asarray(ids), 9, 16), strict=True):
+    for one, other in zip(compared, at_once(work_list, jnp.asarray(ids), 9, 16), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_without_any_expert_there_is_no_work():
     for tokens in (2, 20):
-        work = work_list(jnp.full((tokens, 3), -1), 4, 8)
+        work = make(np.full((tokens, 3), -1), 4, 8)
         assert int(work.total[0]) == 0 and (np.asarray(work.positions) == -1).all()
 
 
 def test_all_tokens_of_one_expert_are_as_many_tiles_as_they_fill():
-    work = work_list(jnp.full((40, 1), 2), 4, 16)
+    work = make(np.full((40, 1), 2), 4, 16)
     tiles = np.asarray(work.tiles).T[: int(work.total[0])]
     assert tiles.tolist() == [[2, 0, 0, 2], [2, 16, 16, 2], [2, 32, 32, 1]]
 

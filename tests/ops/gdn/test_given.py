@@ -8,6 +8,7 @@ import pytest
 from jaxattn import gated_delta_net_decode, gdn
 from jaxattn.core.checks import as_given
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from tests.helpers.at_once import at_once
 from tests.helpers.gdn_cases import make, make_state, relative
 
 SEQUENCE = make(1, 40, 1, 2, 16, 8)
@@ -121,10 +122,11 @@ def test_unsigned_numbers_are_compared_as_what_they_are(dtype):
     with pytest.raises(ValueError, match="more than once"):
         decode(ROWS.q, write_indices=np.array([2, 2], dtype))
     slots = np.array([1, 3], dtype)
-    for x, y in zip(decode(ROWS.q, slots, write_indices=slots), decode(ROWS.q), strict=True):
+    written, alone = at_once(decode, ROWS.q, slots, write_indices=slots), at_once(decode, ROWS.q)
+    for x, y in zip(written, alone, strict=True):
         np.testing.assert_array_equal(x, y)
     kept = [
-        prefill(SEQUENCE.q, write_indices=np.array([1, 3]), **{"checkpoints.slots": x})
+        at_once(prefill, SEQUENCE.q, write_indices=np.array([1, 3]), **{"checkpoints.slots": x})
         for x in (np.array([[4], [5]], dtype), [[4], [5]])
     ]
     np.testing.assert_array_equal(*(state for _, state in kept))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gdn, kda
+from tests.helpers.at_once import at_once
 from tests.helpers.gdn_cases import GATES, Inputs, make_state, oracle, relative
 from tests.helpers.gdn_cases import make as make_inputs
 
@@ -138,12 +139,12 @@ def test_gates_are_those_of_kimi_and_of_ling():
     f, b = rng.normal(size=(2, 3, 4, 8)), rng.normal(size=(2, 3, 4))
     A_log, dt_bias = rng.normal(size=4), rng.normal(size=(4, 8))
     rate = np.exp(A_log)[:, None]
-    kimi, beta = kda.kda_gates(f, b, A_log, dt_bias)
+    kimi, beta = at_once(kda.kda_gates, f, b, A_log, dt_bias)
     np.testing.assert_allclose(kimi, -rate * np.log1p(np.exp(f + dt_bias)), rtol=1e-5)
     np.testing.assert_allclose(beta, 1 / (1 + np.exp(-b)), rtol=1e-6)
-    ling, _ = kda.kda_gates(f, b, A_log, dt_bias, lower_bound=-5.0)
+    ling, _ = at_once(kda.kda_gates, f, b, A_log, dt_bias, lower_bound=-5.0)
     np.testing.assert_allclose(ling, -5 / (1 + np.exp(-rate * (f + dt_bias))), rtol=1e-5)
-    extreme, _ = kda.kda_gates(f * 1e6, b, A_log, dt_bias, lower_bound=-5.0)
+    extreme, _ = at_once(kda.kda_gates, f * 1e6, b, A_log, dt_bias, lower_bound=-5.0)
     assert extreme.min() >= -5 and extreme.max() <= 0 and np.isfinite(extreme).all()
 
 
@@ -174,10 +175,11 @@ def test_decode_on_a_pool_gives_the_recurrence_and_leaves_other_slots(lower_boun
     slots = np.array([4, -1, 0], np.int32)
     pool[1, [4, 0]] = state = make_state(2, 2, 32, 16)
     writes = np.array([[1, -1, 3, 4], [-1] * 4, [-1, -1, -1, 0]], np.int32)
-    o, new = kda.kda_decode(
-        q, k, v, f, b, pool, slots, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-        write_indices=writes, layer=1, use_qk_l2norm=True,
+    o, new = at_once(
+        kda.kda_decode, q, k, v, f, b, pool, slots, A_log=A_log, dt_bias=dt_bias,
+        lower_bound=lower_bound, write_indices=writes, layer=1, use_qk_l2norm=True,
     )  # fmt: skip
+    o, new = np.asarray(o), np.asarray(new)
     g, beta = kda.kda_gates(f, b, A_log, dt_bias, lower_bound=lower_bound)
     rows = [0, 2]
     own = [np.asarray(x)[rows] for x in (q, k, v, g, beta)]
@@ -198,12 +200,13 @@ def test_prefill_on_a_pool_keeps_checkpoints_and_norms_with_a_sigmoid():
     state = make_state(3, 2, 32, 16)
     offsets = np.array([0, 15, 100, 230], np.int32)
     pool[:3] = state
-    o, new = kda.kda_prefill(
-        *inputs, pool, np.array([0, 1, -1], np.int32), cu_seqlens=offsets, chunk_size=32,
-        has_initial_state=np.array([True, False, True]), use_qk_l2norm=True,
+    o, new = at_once(
+        kda.kda_prefill, *inputs, pool, np.array([0, 1, -1], np.int32), cu_seqlens=offsets,
+        chunk_size=32, has_initial_state=np.array([True, False, True]), use_qk_l2norm=True,
         checkpoints=kda.Checkpoints(slots=np.array([[-1], [5], [6]], np.int32), tokens=64),
         output_norm=kda.OutputNorm(gate=gate, weight=weight, eps=1e-5),
     )  # fmt: skip
+    o, new = np.asarray(o), np.asarray(new)
     state[1] = 0
     expected, finals = oracle(
         *(x[:, :100] for x in inputs), initial_state=state[:2], cu_seqlens=offsets[:3], l2norm=True
