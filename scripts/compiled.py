@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scripts.lowered import EXTRA, HOPPER
 from scripts.sanitize_cases import CASES
 
-# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. By the versions it
-# decides what goes into CUDA graphs: without them, hardly anything does.
+# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -32,11 +31,8 @@ gpu_device_info {
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
   device_memory_size: 84978434048
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" kernel_mode_driver_version: "13.0.0"
-  runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }

@@ -25,12 +25,15 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
+
 # Of each operation JAX notes where in the source it comes from, ten callers deep; no test reads it,
 # and the suite takes a tenth less time without.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 if jax.default_backend() == "cpu":
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
+use_numpy_callbacks()
 # XLA has read them: a process that a test starts is compiled as users compile it.
 os.environ["XLA_FLAGS"] = _GIVEN
 

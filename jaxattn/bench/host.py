@@ -4,10 +4,11 @@
 decode. `executable ms` is that of the same executable on the same shapes, queued one after
 another, of which nothing is read. `read ms` is that with its tokens read as the engine reads them,
 and nothing done with them: what JAX alone takes. `call us` is what the host takes to send it, where
-no queue holds it up. `exposed us` is the difference of the first two: the time per step for which
-the device waits for its host. Both are run in turn, and each column is the median of the runs;
-`spread us` is the largest exposed time of a run less the smallest. `host us` is what the host takes
-for a round beside its waiting for the device: hidden while it is shorter than a step.
+no queue holds it up, `copy us` to ask for its tokens, and `take us` to read them once they are
+there. `exposed us` is the difference of the first two: the time per step for which the device waits
+for its host. Both are run in turn, and each column is the median of the runs; `spread us` is the
+largest exposed time of a run less the smallest. `host us` is what the host takes for a round beside
+its waiting for the device: hidden while it is shorter than a step.
 
 Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
 """
@@ -138,7 +139,7 @@ def rounds(engine: Engine, rows: int, steps: int) -> Run:
 
 def longest(rows: int, steps: int) -> int:
     """Tokens of the longest row: the first goes on until the last to begin has its steps."""
-    return len(PROMPT) + 2 * WARM + steps + max(rows, (50 + WARM) * BURST) + 8
+    return len(PROMPT) + 2 * WARM + steps + max(rows, (50 + WARM) * BURST + 50) + 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +150,15 @@ class Queued:
         whole: of a step.
         read: of a step whose tokens are read, as late as the engine reads them.
         call: of the call that sends one, where the queue is short.
+        copy: of asking for its tokens, without a wait.
+        take: of reading them once they are on the host.
     """
 
     whole: float
     read: float
     call: float
+    copy: float
+    take: float
 
 
 def queued(engine: Engine, rows: int, steps: int) -> Queued:
@@ -190,12 +195,26 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
             np.asarray(told)
         return time.perf_counter() - start
 
+    def asked() -> tuple[float, float]:
+        """Seconds to ask for a step's tokens, and to take them when they have come."""
+        nonlocal held
+        held, told = step(runner.weights, held, places)
+        start = time.perf_counter()
+        told.copy_to_host_async()
+        asked = time.perf_counter() - start
+        jax.block_until_ready(held)
+        time.sleep(1e-3)
+        start = time.perf_counter()
+        np.asarray(told)
+        return asked, time.perf_counter() - start
+
     run(WARM)
     whole = run(steps)[1] / steps
     reads = read(WARM * BURST) / (WARM * BURST)
     calls = [run(BURST)[0] / BURST for _ in range(50)]
+    copies, takes = zip(*(asked() for _ in range(50)), strict=True)
     runner.state, runner.rows = held[0], kept
-    return Queued(whole, reads, statistics.median(calls))
+    return Queued(whole, reads, *map(statistics.median, (calls, copies, takes)))
 
 
 def begun(engine: Engine, rows: int) -> Rows:
@@ -224,6 +243,8 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
         "executable ms": statistics.median(alone.whole for alone, _ in runs) * 1e3,
         "read ms": statistics.median(alone.read for alone, _ in runs) * 1e3,
         "call us": statistics.median(alone.call for alone, _ in runs) * 1e6,
+        "copy us": statistics.median(alone.copy for alone, _ in runs) * 1e6,
+        "take us": statistics.median(alone.take for alone, _ in runs) * 1e6,
         "round ms": statistics.median(run.whole for _, run in runs) * 1e3,
         "exposed us": statistics.median(exposed) * 1e6,
         "spread us": (max(exposed) - min(exposed)) * 1e6,

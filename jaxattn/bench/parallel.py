@@ -208,7 +208,16 @@ def _measure(args: argparse.Namespace, layout: Layout, result: dict[str, Any]) -
         f"{caches / 1e9:.1f} GB on each GPU"
     )
     for count, options in itertools.product(layout.counts, layout.options):
-        row = layout.time(count, options)
+        try:
+            row = layout.time(count, options)
+        except jax.errors.JaxRuntimeError as error:
+            if not options:
+                raise
+            failed = f"{_name(layout.parallel)}, {count} rows, {dict(options)}: {error}"
+            _say(f"not timed: {failed.splitlines()[0]}")
+            result.setdefault("not timed", []).append(failed)
+            layout.fill()  # what the step was given is lost with it
+            continue
         row.update(_beside(row, result["rows"], layout.parallel))
         result["rows"].append(row)
         store(result, args.json)

@@ -154,6 +154,7 @@ class Layout:
 
     def fill(self) -> None:
         """Random weights, the same on every GPU so that all routers choose alike, and caches."""
+        self.params = self.state = None  # two of them have no room
         filled = {
             name: self._fills[_kind(leaf, spec)].result()(np.int32(number), *draw)
             for number, (name, (leaf, spec, draw)) in enumerate(self._arrays().items())

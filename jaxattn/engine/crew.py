@@ -30,14 +30,28 @@ from jaxattn.engine.links import AGREED, ALIVE, END, FACTS, FAILED, HostError, L
 
 SILENT = 20.0  # seconds
 STUCK = 20.0  # seconds
+SAYS = 1.0  # seconds for a last word
 CODE = 70  # EX_SOFTWARE
 
 
 def end_process(message: str) -> NoReturn:
-    """Ends this process with one line, whatever its other threads wait for."""
-    sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(CODE)
+    """Ends this process with one line, whatever its other threads wait for.
+
+    A thread says it: whoever reads the line may be gone, or read no more.
+    """
+
+    def say() -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+
+    try:
+        speaks = threading.Thread(target=say, daemon=True)
+        speaks.start()
+        speaks.join(SAYS)
+    finally:
+        os._exit(CODE)
 
 
 class Crew:
@@ -117,7 +131,7 @@ class Crew:
                         f"the processes differ in {name}: {link.name} has {found.get(name)}, and "
                         f"process 0 has {facts.get(name)}; start all of them with the same"
                     )
-                    self._ended(message)
+                    self.end_all(message)
                     raise HostError(message)
         for link in self.links:
             link.send(AGREED)
@@ -132,7 +146,7 @@ class Crew:
             yield
         except BaseException as error:
             what = " ".join(str(error).split()) or type(error).__name__
-            self._ended(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
+            self.end_all(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
             raise
 
     def fail(self, message: str) -> None:
@@ -140,7 +154,7 @@ class Crew:
         self._closed.set()
         for link in self.links:
             with contextlib.suppress(HostError):  # who is gone needs no word
-                link.send_text(FAILED, message)
+                link.offer(FAILED, message, wait=SAYS)
 
     @property
     def closed(self) -> bool:
@@ -169,21 +183,21 @@ class Crew:
         period = min(1.0, self._silent / 4, self._stuck / 4)
         while not self._closed.wait(period):
             for link in self.links:
-                try:
-                    link.send(ALIVE, None, self._sent)
-                except HostError as error:
-                    self._ended(str(error))
-                    return
                 quiet = time.monotonic() - link.heard
                 if quiet > self._silent:
-                    self._ended(
+                    self.end_all(
                         f"{link.name} has said nothing for {quiet:.0f} s: it is stopped, or its "
                         "host is gone"
                     )
                     return
+                try:
+                    link.offer(ALIVE, None, self._sent)
+                except HostError as error:
+                    self.end_all(str(error))
+                    return
             # The leader judges: it knows how far each of the others is.
             if self.leads and (message := self._not_ended()):
-                self._ended(message)
+                self.end_all(message)
                 return
 
     def _not_ended(self) -> str | None:
@@ -209,9 +223,10 @@ class Crew:
         if error is None:  # the leader is done
             self._closed.set()
         else:
-            self._ended(str(error))
+            self.end_all(str(error))
 
-    def _ended(self, message: str) -> None:
+    def end_all(self, message: str) -> None:
+        """Ends all processes with a message, this one too; the first of several says it."""
         if not self._closed.is_set():
             self.fail(message)
             self._end(f"the group of processes ends: {message}")

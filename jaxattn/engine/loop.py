@@ -29,6 +29,7 @@ from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.sender import Sent, array_of
 from jaxattn.engine.stats import Stats
 from jaxattn.engine.step import sampled_rows
 from jaxattn.engine.steps import prompts_together
@@ -72,12 +73,12 @@ class Flight:
     """What a step in flight will tell.
 
     Attributes:
-        told: of `advance`, or logits that nobody samples.
+        told: of `advance`, perhaps still to be sent, or logits that nobody samples.
         rows: those that it is about, by their line; None is padding.
         running: of a decode step; None of a prefill step.
     """
 
-    told: jax.Array
+    told: jax.Array | Sent
     rows: Sequence[Row | None]
     running: Running | None = None
 
@@ -344,10 +345,11 @@ class Loop:
         """
         tells = any(row is not None for row in flight.rows)
         before = time.perf_counter()
+        array = array_of(flight.told)
         if tells:
-            told = np.asarray(flight.told)
+            told = np.asarray(array)
         else:
-            flight.told.block_until_ready()
+            array.block_until_ready()
         now = time.perf_counter()
         self.stats.waited_seconds += now - before
         spent, self._read_at = now - self._read_at, now
@@ -364,8 +366,8 @@ class Loop:
         if told.ndim == 3:
             return self._taken_drafts(running, told)
         if running.plain and running.changes == self.scheduler.changes:
-            own = told[running.kept]
-            if not own[:, 1].any():
+            own = told if len(running.kept) == len(told) else told[running.kept]
+            if not np.count_nonzero(own[:, 1]):
                 tokens = own[:, 0].tolist()
                 return self.endings.take_plain(running.requests, running.texts, tokens)
         return self.endings.take(running.rows, told)

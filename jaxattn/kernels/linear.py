@@ -204,7 +204,6 @@ def linears_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        waits=True,
         interpret=interpret,
         detect_races=detect_races,
     )

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
-from jaxattn.kernels.hopper.launch import after_previous
 from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear_turned import Turn, Turned
@@ -101,12 +100,8 @@ class Block:
 
     def run(self) -> None:
         cut, refs = self.cut, self.refs
-        # Weights are nobody's result, so they are asked for while the kernel before this one ends.
         for step in range(cut.stages):
-            pl.when(step < self.mine)(partial(self._load_weights, step))
-        after_previous(interpret=cut.interpret)
-        for step in range(cut.stages):
-            pl.when(step < self.mine)(partial(self._load_tokens, step))
+            pl.when(step < self.mine)(partial(self._load, step))
         shape = (ROWS, cut.columns)
         accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
         for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
@@ -135,25 +130,13 @@ class Block:
             pl.when((number >= 0) & (number < tiles))(function)
 
     def _load(self, step: Any) -> None:
-        self._load_weights(step)
-        self._load_tokens(step)
-
-    def _place(self, step: Any) -> tuple[Any, Any]:
-        """(a step's slot, the first of its numbers of K)."""
-        return lax.rem(step, self.cut.stages), (self.begin + step) * STEP
-
-    def _load_tokens(self, step: Any) -> None:
         cut, refs = self.cut, self.refs
-        slot, first = self._place(step)
-        of_x = pl.ds(pl.multiple_of(self.of_x + first if cut.heads > 1 else first, STEP), STEP)
-        tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]
-        plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], refs.loaded.at[slot])
-
-    def _load_weights(self, step: Any) -> None:
-        cut, refs = self.cut, self.refs
-        slot, first = self._place(step)
+        slot, first = lax.rem(step, cut.stages), (self.begin + step) * STEP
         some = pl.ds(pl.multiple_of(first, STEP), STEP)
+        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if cut.heads > 1 else some
         there = refs.loaded.at[slot]
+        tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]
+        plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], there)
 
         def of_matrix(matrix: int, place: int, first: Any) -> None:
             source = refs.weights_refs[matrix].at[self.layer, some, pl.ds(first, ROWS)]

@@ -37,7 +37,11 @@ class Mailbox:
 
     @classmethod
     def empty(cls, gpus: int, tokens: int, features: int) -> "Mailbox":
-        """For calls of up to so many tokens, on one of the GPUs."""
+        """For calls of up to so many tokens, on one of the GPUs.
+
+        Wait until those of all GPUs are there: what is written into one before is lost, and then
+        the kernel waits for it without end.
+        """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.bfloat16)
         return cls(inbox, jnp.zeros((2, tokens), jnp.int32))
 

@@ -6,8 +6,9 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
-from jaxattn.engine.state import cache_size
+from jaxattn.engine.request import FinishEvent
 from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.state import cache_size
 from jaxattn.engine.steps import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import SMALLEST, params_of
@@ -93,6 +94,20 @@ def test_top_p_and_biases_have_drafts_and_penalties_none(plain, drafts):
         assert drafts.stats.guessed_tokens > 0
     compared(plain, drafts, [Request(REPEATS, max_tokens=60, presence_penalty=0.1)])
     assert drafts.stats.guessed_tokens == 0
+
+
+def test_a_row_of_few_tokens_does_not_wait_for_the_pages_of_a_long_one(drafts):
+    """Steps in flight may have given all of its tokens; when they have not, it goes on at once."""
+    drafts.add(Request(bytes([3]), max_tokens=150))
+    short = drafts.add(Request(bytes([9]), max_tokens=6))
+    steps, ended = 0, set()
+    while short not in ended:
+        steps += 1
+        events = drafts.step()
+        ended = {each.completion.request.id for each in events if isinstance(each, FinishEvent)}
+    while drafts.busy:
+        drafts.step()
+    assert steps <= 18  # 40 where it waits
 
 
 def test_a_row_ends_at_its_limit_and_its_stop_token_inside_a_draft(plain, drafts):

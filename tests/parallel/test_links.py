@@ -1,17 +1,26 @@
 """Connections between processes, and a crew that ends together: in threads of one process."""
 
+import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxattn.engine import links
-from jaxattn.engine.crew import Crew
+from jaxattn.engine.crew import CODE, Crew
+from jaxattn.engine.hosts import Leader
+from jaxattn.engine.lifecycle import Lifecycle
 from jaxattn.engine.links import HostError, Link
+from jaxattn.engine.runner import Runner
 
 
 def free_port() -> int:
@@ -169,6 +178,60 @@ def test_a_process_that_says_nothing_ends_the_others(crews):
     leader, other, leaders_end, _ = crews
     other._closed.set()  # its thread sends no more; the connection is there
     assert "has said nothing for 1 s" in leaders_end.wait()
+
+
+def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
+    leaders, others = pair()
+    end = Ends()
+    crew = Crew(0, [leaders], silent=1.0, stuck=60.0, end=end)
+
+    def send() -> None:  # and so it waits, as the other reads nothing
+        with contextlib.suppress(HostError):
+            leaders.send(links.MASKS, np.zeros(2**24, np.int32))
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    time.sleep(0.2)
+    assert sending.is_alive() and not leaders.offer(links.ALIVE, None, 1)
+    assert "has said nothing for 1 s" in end.wait()
+    others._connection.close()
+    sending.join(5)
+    crew.close()
+
+
+def test_a_process_ends_also_where_nobody_reads_what_it_says():
+    code = (
+        "import sys; from jaxattn.engine.crew import end_process; "
+        "print('begun', flush=True); sys.stdin.read(); print('more'); end_process('it is over')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # "more" waits in a buffer
+    )
+    assert process.stdin and process.stdout and process.stderr
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"error: it is over\n"
+        assert process.wait(30) == CODE
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+def test_a_leader_that_lost_its_state_ends_all_and_does_not_go_on_alone(crews):
+    leader, _, leaders_end, others_end = crews
+    nothing: Any = ()
+    runner = Leader.of(Runner(nothing, {}, nothing, nothing, nothing, nothing), leader)
+    runner.failed = True
+    engine: Any = SimpleNamespace(_params=(), _runner=runner, _end_rows=lambda reason: None)
+    with pytest.raises(HostError, match="its state is lost; start all processes again"):
+        Lifecycle._start(engine)
+    assert "its state is lost" in leaders_end.wait() and "its state is lost" in others_end.wait()
 
 
 class Never:

@@ -7,7 +7,8 @@ a time. The experts are all chosen by every token: where
 a choice flips, outputs differ by more than rounding.
 """
 
-import functools
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -60,9 +61,7 @@ def decoder(*blocks: Block) -> DecoderModel:
     )
 
 
-LATENTS = decoder(
-    Block(LATENT, MLP(intermediate_size=1024)), Block(LATENT, EXPERTS), Block(DELTA, EXPERTS)
-)
+LATENTS = decoder(Block(LATENT, MLP(intermediate_size=1024)), Block(DELTA, EXPERTS))
 KEYS = decoder(Block(GROUPED, EXPERTS))
 TENSOR, CONTEXT, DATA = (
     Parallel(tensor=2),
@@ -83,12 +82,9 @@ IN_GRAPHS = {
 
 
 class Fed(Stepped):
-    """The decode step of a layout: (each row's likeliest token, its logits) after one more token.
+    """A layout's decode step: (each row's likeliest token, its logits) after one more token."""
 
-    It is traced here, and compiled by the threads of a pool.
-    """
-
-    def __init__(self, model: DecoderModel, layout: Parallel, pool: ThreadPoolExecutor):
+    def __init__(self, model: DecoderModel, layout: Parallel):
         super().__init__(model, layout, SIZES)
         self.whole = model
         step: Any = self._with_logits
@@ -98,12 +94,20 @@ class Fed(Stepped):
             specs = (self.model.packed_specs(), self.model.state_specs(), group.rows)
             step = group.step(step, specs, ((group.rows, columns), specs[1]))
         batch = self.decode_batch(np.zeros(self.rows, np.int32), np.array(SIZES.lengths))
+        begin = time.perf_counter()
         self._lowered = jit_step(step).lower(self.params, self.state, batch)
-        self._pool = pool
-        self.compiling, self.in_graphs = self.compile(), None
+        self.say("traced", begin)
+        self.compiled = self.compile()
 
-    def compile(self, options: dict[str, str] | None = None) -> Future[Any]:
-        return self._pool.submit(functools.partial(self._lowered.compile, options))
+    def compile(self, options: dict[str, str] | None = None) -> Any:
+        begin = time.perf_counter()
+        compiled = self._lowered.compile(options)
+        self.say("compiled", begin)
+        return compiled
+
+    def say(self, what: str, begin: float) -> None:
+        spent = time.perf_counter() - begin
+        print(f"{self.parallel.flags or 'one GPU'}: {what} in {spent:.0f} s", flush=True)
 
     def _with_logits(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         logits, state = self.model.decode(params, state, batch)
@@ -128,49 +132,59 @@ class Fed(Stepped):
         return np.array([each for each, _ in seen]), np.array([each for _, each in seen])
 
 
-type Steps = dict[tuple[DecoderModel, Parallel], Fed]
+type Key = tuple[DecoderModel, Parallel]
+
+
+class Steps:
+    """The steps of all cases and of one GPU, which threads make in this order."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        wanted = dict.fromkeys(
+            key for model, layout in CASES.values() for key in ((model, ALONE), (model, layout))
+        )
+        self._made: dict[Key, Future[Fed]] = {key: pool.submit(Fed, *key) for key in wanted}
+        self._alone: dict[DecoderModel, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __getitem__(self, key: Key) -> Fed:
+        return self._made[key].result()
+
+    def alone(self, model: DecoderModel) -> tuple[np.ndarray, np.ndarray]:
+        """What one GPU gives."""
+        if model not in self._alone:
+            one = self[model, ALONE]
+            self._alone[model] = one.fed(one.compiled)
+        return self._alone[model]
 
 
 @pytest.fixture(scope="module")
-def steps() -> Steps:
-    """Of all cases and of one GPU, compiled."""
-    wanted = [(LATENTS, ALONE), (KEYS, ALONE), *CASES.values()]
-    with ThreadPoolExecutor(8) as pool:
-        found = {each: Fed(*each, pool) for each in wanted}
-        tensor = found[CASES["latents, tensor"]]
-        tensor.in_graphs = tensor.compile(IN_GRAPHS)
-    return found
-
-
-@pytest.fixture(scope="module")
-def alone(steps) -> dict[DecoderModel, tuple[np.ndarray, np.ndarray]]:
-    found = {model: steps[model, ALONE] for model in (LATENTS, KEYS)}
-    return {model: each.fed(each.compiling.result()) for model, each in found.items()}
+def steps() -> Iterator[Steps]:
+    with ThreadPoolExecutor(3) as pool:
+        yield Steps(pool)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(steps, alone, case):
+def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(steps, case):
     model, layout = CASES[case]
-    stepped, (tokens, expected) = steps[model, layout], alone[model]
-    compiled = stepped.compiling.result()
-    found_tokens, found = stepped.fed(compiled)
+    tokens, expected = steps.alone(model)
+    stepped = steps[model, layout]
+    found_tokens, found = stepped.fed(stepped.compiled)
     before = addresses(stepped)
-    np.testing.assert_array_equal(stepped.fed(compiled)[1], found)
+    np.testing.assert_array_equal(stepped.fed(stepped.compiled)[1], found)
     assert addresses(stepped) == before
     # The first logits are behind the same tokens; later ones are behind each layout's own.
     first = expected[0]
     difference = np.linalg.norm(found[0] - first, axis=-1) / np.linalg.norm(first, axis=-1)
-    print(f"{case}: logits differ by {difference.max():.2e}, relative L2")
+    print(f"{case}: logits differ by {difference.max():.2e}, relative L2", flush=True)
     assert difference.max() < 3e-2
     assert (found_tokens[0] == tokens[0]).mean() >= 0.75
-    assert_two_all_reduces_per_layer(model, layout, compiled)
+    assert_two_all_reduces_per_layer(model, layout, stepped.compiled)
 
 
 def test_all_reduces_in_command_buffers_give_the_same_bits(steps):
     """XLA's own kernel has a count of its runs, which a graph that is not renewed would repeat."""
     stepped = steps[CASES["latents, tensor"]]
-    tokens, logits = stepped.fed(stepped.compiling.result())
-    found_tokens, found = stepped.fed(stepped.in_graphs.result())
+    tokens, logits = stepped.fed(stepped.compiled)
+    found_tokens, found = stepped.fed(stepped.compile(IN_GRAPHS))
     np.testing.assert_array_equal(found, logits)
     np.testing.assert_array_equal(found_tokens, tokens)
 

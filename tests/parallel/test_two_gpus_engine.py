@@ -1,15 +1,18 @@
 """An engine over two GPUs, with the kernels: the embedded model's text, each GPU's plan, its seal.
 
-    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus_engine.py      about 60 s
+    python -m pytest -m gpu -p no:xdist -s -v tests/parallel/test_two_gpus_engine.py
 
 One process has the engines one after another (two_gpus_engine.py): a GPU's peak cannot be reset,
-and what NCCL takes of it is taken once in a process. It takes two fifths of both GPUs.
+and what NCCL takes of it is taken once in a process. It takes two fifths of both GPUs. A test
+begins as soon as its engine has said what it did.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,47 +32,45 @@ pytestmark = [
     pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
 ]
 
-type Served = dict[str, dict[str, Any]]
+
+class Served:
+    """What the process says of its engines, read when it is asked for."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process, self._found = process, dict[str, Any]()
+        self._began = time.perf_counter()
+
+    def __getitem__(self, layout: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while layout not in self._found:
+            line = self._process.stdout.readline()
+            assert line, f"the process ended with {self._process.wait()}"
+            if line.startswith("{"):
+                self._found |= json.loads(line)
+                spent = time.perf_counter() - self._began
+                print(f"{', '.join(self._found)}: there after {spent:.0f} s", flush=True)
+        return self._found[layout]
 
 
 @pytest.fixture(scope="module")
-def served() -> Served:
-    """What the process says of its engines."""
+def served() -> Iterator[Served]:
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     }
-    layouts = [CONTEXT, DATA, ALONE]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.two_gpus_engine", str(SHARE), *layouts],
+    command = [sys.executable, "-m", "tests.parallel.two_gpus_engine", str(SHARE)]
+    process = subprocess.Popen(
+        [*command, CONTEXT, ALONE, DATA],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found: Served = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.parametrize("layout", [CONTEXT, DATA])
-def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
-    one, two = served[ALONE]["tokens"], served[layout]["tokens"]
-    same = [
-        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
-        for x, y in zip(one, two, strict=True)
-    ]
-    print(f"{layout}: tokens of each row until the first that differs: {same}")
-    # Partial sums are rounded to bfloat16: where two tokens are as likely, rows part.
-    assert min(same) >= 8
-
-
-@pytest.mark.parametrize("layout", [CONTEXT, DATA])
-def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
-    two = served[layout]
-    assert two["after_seal"] == {}
-    assert two["in_use_at_the_end"] == two["in_use_when_sealed"]
+    try:
+        yield Served(process)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_each_gpus_peak_is_within_one_percent_of_the_plan_and_never_over_it(served):
@@ -83,3 +84,22 @@ def test_collectives_take_less_of_each_gpu_than_a_plan_says(served):
     taken = served[CONTEXT]["items"]["collectives"]
     print(f"NCCL and the collective kernels take {taken / 2**20:.0f} MiB of each GPU")
     assert 0 < taken <= COLLECTIVES
+
+
+@pytest.mark.parametrize("layout", [CONTEXT, DATA])
+def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
+    two = served[layout]
+    assert two["after_seal"] == {}
+    assert two["in_use_at_the_end"] == two["in_use_when_sealed"]
+
+
+@pytest.mark.parametrize("layout", [CONTEXT, DATA])
+def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
+    one, two = served[ALONE]["tokens"], served[layout]["tokens"]
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+        for x, y in zip(one, two, strict=True)
+    ]
+    print(f"{layout}: tokens of each row until the first that differs: {same}")
+    # Partial sums are rounded to bfloat16: where two tokens are as likely, rows part.
+    assert min(same) >= 8

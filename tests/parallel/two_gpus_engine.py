@@ -1,6 +1,6 @@
-"""Engines of the embedded model over the GPUs of layouts, one after another; prints JSON.
+"""Engines of the embedded model over the GPUs of layouts, one after another; prints JSON of each.
 
-    python -m tests.parallel.two_gpus_engine 0.4 tensor=2,context=2 data=2 alone
+    python -m tests.parallel.two_gpus_engine 0.4 tensor=2,context=2 alone data=2
 
 The number is the share of each GPU's memory that JAX's pool has. The first engine's cache takes
 most of it, so that the peak of the process is that engine's.
@@ -29,11 +29,9 @@ def main(share: float, layouts: list[str]) -> None:
     memory = device_memory(jax.devices()[0])
     assert memory is not None
     many = int(0.8 * share * memory.total) // PAGE_BYTES
-    found = {}
     for number, text in enumerate(layouts):
         parallel = Parallel() if text == "alone" else read_layout(text)
-        found[text] = served(parallel, FEW if number else many)
-    print(json.dumps(found), flush=True)
+        print(json.dumps({text: served(parallel, FEW if number else many)}), flush=True)
 
 
 def served(parallel: Parallel, pages: int) -> dict[str, Any]:

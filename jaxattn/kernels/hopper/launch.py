@@ -24,20 +24,6 @@ from jaxattn.kernels.hopper.machine import interpret_mode
 
 type Named = Mapping[str, Any]
 NOTHING: Named = {}
-# Whether a kernel's blocks may start while the last blocks of the kernel before it end: they wait
-# for its results themselves (CUDA's programmatic dependent launch).
-OVERLAPPED = False
-
-
-def after_previous(*, interpret: bool) -> None:
-    """Waits until the kernel before this one is done, and lets the next one start.
-
-    What is read before may only be what no kernel writes, or what was written before the kernel
-    before this one started: that one has waited, too.
-    """
-    if OVERLAPPED and not interpret:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
 
 
 def launch(
@@ -51,7 +37,6 @@ def launch(
     cluster: Mapping[str, int] = NOTHING,
     warpgroups: int | None = 1,
     compiler_params: plgpu.CompilerParams | None = None,
-    waits: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> dict[str, Any]:
@@ -67,7 +52,6 @@ def launch(
         cluster: the axis of the blocks that share a cluster, and their number.
         warpgroups: of a block, the axis "wg". None: one, and no such axis.
         compiler_params: None takes the defaults.
-        waits: whether the body calls `after_previous` itself, in each warpgroup.
         interpret: under the Mosaic interpreter, on any device; fresh memory is NaN.
         detect_races: there, whether it looks for races.
 
@@ -83,8 +67,6 @@ def launch(
 
     def run(*refs: Any) -> None:
         there = dict(zip([*given, *made, *used], refs, strict=True))
-        if not waits:
-            after_previous(interpret=interpret)
         body(**{each: there.get(each) for each in names})
 
     kernel = plgpu.kernel(

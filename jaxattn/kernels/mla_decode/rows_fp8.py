@@ -10,8 +10,9 @@ stored,
     page i + 1    multiplied by the queries meanwhile
     page i + 2    as it is stored; a quarter that was widened makes room for page i + 3's
 
-so that the first quarter of each half is widened beside the second one's product with P, and the
-second one's beside the softmax. Q K^T takes the quarters in that order, and waits for each.
+so that P K is not held back: what is widened behind it has the time of Q K^T and the softmax of
+page i + 1. Rope columns have three places, and are widened beside P K. Q K^T takes the quarters in
+the order in which they are widened, and waits for each.
 """
 
 from typing import Any
@@ -21,7 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.mla_decode.rows_memory import (
+    PAGES,
     QUARTER,
     RANK,
     RAW,
@@ -31,6 +34,8 @@ from jaxattn.kernels.mla_decode.rows_memory import (
 from jaxattn.kernels.mla_decode.rows_pages import Pages
 from jaxattn.kernels.mla_decode.rows_widen import widen
 from jaxattn.kernels.mla_decode.schedule import PAGE
+
+AHEAD = 2  # widened pages
 
 
 class FP8Pages(Pages):
@@ -46,12 +51,12 @@ class FP8Pages(Pages):
         for quarter in range(2):
             self._store(2 * self.half + quarter, first)
         self._store_rope(first)
-        return lax.fori_loop(0, self.places.pages, self._begin, self.later((first, ahead)))
+        return lax.fori_loop(0, AHEAD, self._begin, self.later((first, ahead)))
 
     def _begin(self, i: jax.Array, pages: Any) -> Any:
         for quarter in range(2):
             self.refill(quarter, pages, i)
-        self.refill_rope(pages, i)
+        self._next_rope(pages, i)
         return self.later(pages)
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
@@ -62,8 +67,18 @@ class FP8Pages(Pages):
         self._store(tile, following)
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
+        """They have been."""
+
+    def meanwhile(self, pages: Any, now: jax.Array) -> None:
+        """The next page's rope columns, to where P of the page before this one was."""
+        self._next_rope(pages, now + AHEAD)
+
+    def wait_for_warps(self) -> None:
+        meet(interpret=self.cut.interpret)
+
+    def _next_rope(self, pages: Any, into: jax.Array) -> None:
         page, following = pages[0], self._page_of(pages[1])
-        slot = lax.rem(into, self.places.pages)
+        slot = lax.rem(into, PAGES)
         target, done = self.shared.rope.at[slot], self.shared.rope_loaded.at[slot]
         widen_it = lambda: self._widen(RAW - 1, page, target, done)  # noqa: E731
         pl.when(page[1] & self.is_right)(widen_it)

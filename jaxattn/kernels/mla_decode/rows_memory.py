@@ -21,6 +21,7 @@ from jaxattn.kernels.mla_decode.schedule import PAGE, TILE, copies_of
 RANK, ROPE = 512, 64
 HALF, QUARTER = RANK // 2, RANK // 4
 LAYOUT = plgpu.Layout.WGMMA
+PAGES = 3  # of which there are rope columns, P and rescalings
 # Tiles of 128 bytes of each token that an FP8 page comes in: a quarter each, and the last 128.
 RAW = 5
 BLOCKS = RANK // BLOCK  # of 128 dims, which in a block-scaled cache have a scale
@@ -36,27 +37,24 @@ class Places:
     Attributes:
         slots: of each quarter of 128 columns, pages that there is room for.
         order: of the quarters in Q K^T; -1 are the rope columns.
+        held_back: whether a page meets P only when the next page's scores are done.
     """
 
     slots: tuple[int, int, int, int]
     order: tuple[int, ...]
+    held_back: bool
 
     @property
     def firsts(self) -> tuple[int, ...]:
         """Of each quarter, its first page's place."""
         return tuple(sum(self.slots[:quarter]) for quarter in range(len(self.slots)))
 
-    @property
-    def pages(self) -> int:
-        """Of which there are rope columns, P and rescalings."""
-        return max(self.slots)
-
     @classmethod
     def of(cls, latents: LatentFormat) -> "Places":
         """rows_body.py has the reasons for those of 16 bits, rows_fp8.py for those of FP8."""
         if latents.quantized:
-            return cls((2, 2, 2, 2), (2, 0, 3, 1, -1))
-        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0))
+            return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
+        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)
 
 
 @jax.tree_util.register_dataclass
@@ -65,8 +63,8 @@ class Shared:
     """What the three warpgroups share, arrays and then barriers."""
 
     kv: Any  # [place, 64, 128], quarters of pages
-    rope: Any  # [pages, 64, 64], rope columns of pages, then P
-    rescale: Any  # float32 [pages, 64], of the rows, before the page is added
+    rope: Any  # [PAGES, 64, 64], rope columns of pages, then P
+    rescale: Any  # float32 [PAGES, 64], of the rows, before the page is added
     sums: Any  # float32 [64], of a piece's rows at its end; negative where one sees no key
     kv_loaded: Any
     rope_loaded: Any
@@ -82,7 +80,7 @@ class Shared:
 
 def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
-    kv_places, pages = sum(places.slots), places.pages
+    kv_places = sum(places.slots)
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
@@ -94,14 +92,14 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
         stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
     return Shared(
         kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
-        rope=plgpu.SMEM((pages, PAGE, ROPE), dtype, transforms=tiled),
-        rescale=plgpu.SMEM((pages, TILE), jnp.float32),
+        rope=plgpu.SMEM((PAGES, PAGE, ROPE), dtype, transforms=tiled),
+        rescale=plgpu.SMEM((PAGES, TILE), jnp.float32),
         sums=plgpu.SMEM((TILE,), jnp.float32),
         kv_loaded=plgpu.Barrier(num_arrivals=arrivals, num_barriers=kv_places),
-        rope_loaded=plgpu.Barrier(num_arrivals=arrivals, num_barriers=pages),
-        p_written=plgpu.Barrier(num_barriers=pages),
-        p_read=plgpu.Barrier(num_barriers=pages),
-        scores_done=plgpu.Barrier(num_barriers=pages),
+        rope_loaded=plgpu.Barrier(num_arrivals=arrivals, num_barriers=PAGES),
+        p_written=plgpu.Barrier(num_barriers=PAGES),
+        p_read=plgpu.Barrier(num_barriers=PAGES),
+        scores_done=plgpu.Barrier(num_barriers=PAGES),
         sums_written=plgpu.Barrier(),
         sums_read=plgpu.Barrier(num_arrivals=2),
         **stored,

@@ -13,7 +13,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.mla_decode.rows_memory import HALF, LAYOUT, QUARTER, RANK, ROPE, Block
+from jaxattn.kernels.mla_decode.rows_memory import (
+    HALF,
+    LAYOUT,
+    PAGES,
+    QUARTER,
+    RANK,
+    ROPE,
+    Block,
+)
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
@@ -45,7 +53,7 @@ class Pages:
         """The first pages on their way."""
         ahead = self._found(self.part.first())
         pages = self._page_of(ahead), ahead
-        return lax.fori_loop(0, self.places.pages, self._begin, pages)
+        return lax.fori_loop(0, PAGES, self._begin, pages)
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         """The quarter of the next page to its place, which was the page `into`'s."""
@@ -58,6 +66,13 @@ class Pages:
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
         """Its rope columns likewise."""
         self._load_rope(self._page_of(pages[1]), into)
+
+    def meanwhile(self, pages: Any, now: jax.Array) -> None:
+        """What can be done beside the products of the part's page `now` with P."""
+
+    def wait_for_warps(self) -> None:
+        """All four warps have read what is there."""
+        plgpu.commit_smem()
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """The same where it does not go on. No select over what is read of the table here: it would
@@ -124,7 +139,7 @@ class Pages:
     def _load_rope(self, at: Any, into: jax.Array) -> None:
         page, there, numbers = at
         shared, tokens = self.shared, self.tokens
-        slot = lax.rem(into, self.places.pages)
+        slot = lax.rem(into, PAGES)
 
         @pl.when(there & self.is_right)
         def _():

@@ -16,6 +16,7 @@ from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
+    PAGES,
     QUARTER,
     RANK,
     ROPE,
@@ -151,14 +152,16 @@ class Pages:
     def step(self, i: jax.Array, carry: Any) -> Any:
         """Page i's P and rescaling, for warpgroups 1 and 2; its maxima and sums."""
         top, total = carry
-        shared, slot = self.scores.shared, lax.rem(self.before + i, self.places.pages)
+        shared, slot = self.scores.shared, lax.rem(self.before + i, PAGES)
         product = pl.run_scoped(
             lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
         )
 
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(shared.scores_done.at[slot])
+        if self.places.held_back:
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(shared.scores_done.at[slot])
 
         new_top, p = self._softmax(product, i, top)
         rescale = jnp.exp2(top - new_top)

@@ -6,6 +6,7 @@ rows_pages.py and rows_fp8.py bring the pages.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxattn.kernels.hopper.machine import wgmma
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.part import Place
 from jaxattn.kernels.mla_decode.rows_fp8 import FP8Pages
-from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, QUARTER, Block
+from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, PAGES, QUARTER, Block
 from jaxattn.kernels.mla_decode.rows_pages import Pages
 from jaxattn.kernels.mla_decode.rows_rescale import emptied, rescaled
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
@@ -89,7 +90,7 @@ class Values:
         accs, pages = carry
         cut, shared = self.cut, self.shared
         now = piece.before + i
-        slot = lax.rem(now, cut.places.pages)
+        slot = lax.rem(now, PAGES)
         values = [shared.kv.at[self.pages.slot_of(quarter, now)] for quarter in range(2)]
         plgpu.barrier_wait(shared.p_written.at[slot])
         rescale = plgpu.load(shared.rescale.at[slot], layout=LAYOUT.reduce(1))
@@ -98,18 +99,23 @@ class Values:
         self.pages.clear_tail(values, left)
         goes_on = i < piece.steps - 1
 
-        @pl.when(goes_on)
-        def _():
-            plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, cut.places.pages)])
+        if cut.places.held_back:
+
+            @pl.when(goes_on)
+            def _():
+                plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, PAGES)])
 
         # The last page's place is loaded again after the output has left through it.
         free = goes_on if cut.output_by_tma else jnp.bool_(True)
 
         def refill_first() -> None:
-            plgpu.commit_smem()  # all four warps have read what is there
+            self.pages.wait_for_warps()
             pl.when(free)(lambda: self.pages.refill(0, pages, now))
 
-        accs = self._multiplied(accs, shared.rope.at[slot], values, refill_first)
+        accs = self._multiplied(
+            accs, shared.rope.at[slot], values, refill_first,
+            meanwhile=lambda: self.pages.meanwhile(pages, now),
+        )  # fmt: skip
 
         if cut.rope:
 
@@ -117,7 +123,7 @@ class Values:
             def _():
                 plgpu.barrier_arrive(shared.p_read.at[slot])
 
-        plgpu.commit_smem()
+        self.pages.wait_for_warps()
         pl.when(free)(lambda: self.pages.refill(1, pages, now))
         if cut.rope:  # takes P's place; without it P's own place is free with the quarters'
 
@@ -128,10 +134,15 @@ class Values:
 
         return accs, self.pages.later(pages, free)
 
-    def _multiplied(self, accs: Any, p: Any, values: Any, between: Any) -> Any:
-        """accs + P K, of both quarters; `between` runs when the first one is done."""
+    def _multiplied(
+        self, accs: Any, p: Any, values: Any, between: Callable[[], None], *,
+        meanwhile: Callable[[], None],
+    ) -> Any:  # fmt: skip
+        """accs + P K, of both quarters; `meanwhile` runs beside both, and `between` when the first
+        one is done."""
         if self.cut.interpret:
             shape = (TILE, QUARTER)
+            meanwhile()
             both = zip(accs, values, strict=True)
             done = [wgmma(acc, p, some, shape=shape, interpret=True) for acc, some in both]
             between()
@@ -142,6 +153,7 @@ class Values:
                 ref[...] = acc
             for ref, some in zip(refs, values, strict=True):
                 plgpu.wgmma(ref, p, some)
+            meanwhile()
             plgpu.wgmma_wait(1)
             between()
             plgpu.wgmma_wait(0)

@@ -120,18 +120,25 @@ def _widen(
         plus(write_at, times(arith.xori(plus(times(chunk, 2), word(i)), token), CHUNK))
         for i in range(2)
     ]
-    for eight in range(2):
-        scale = None
-        if of_block is not None:
-            scales, inside = of_block
-            first = plus(times(plus(times(eights, 8), token), SCALE_BYTES), inside)
-            (scale,) = load(scales, first, 8 * eight * SCALE_BYTES, 1, f32())
-        for tile, of_tile in enumerate(chunks):
-            words = load(stored, plus(read_at, of_tile), eight * TILE, 4)
-            wide = [half for four in words for half in _wide(four, scale)]
-            for i, at in enumerate(halves):
-                to = (eight * tiles + tile) * TILE
-                store(joined(wide[4 * i : 4 * i + 4]), target, at, to)
+    of_eights: list[Any] = [None, None]
+    if of_block is not None:
+        scales, inside = of_block
+        first = plus(times(plus(times(eights, 8), token), SCALE_BYTES), inside)
+        of_eights = [load(scales, first, 8 * i * SCALE_BYTES, 1, f32())[0] for i in range(2)]
+    units = [(eight, tile) for eight in range(2) for tile in range(tiles)]
+
+    def read(unit: int) -> list[Any]:
+        eight, tile = units[unit]
+        return load(stored, plus(read_at, chunks[tile]), eight * TILE, 4)
+
+    words = read(0)
+    for unit, (eight, tile) in enumerate(units):
+        # The compiler moves no load before a store: the next one is here.
+        following = read(unit + 1) if unit + 1 < len(units) else []
+        wide = [half for four in words for half in _wide(four, of_eights[eight])]
+        for i, at in enumerate(halves):
+            store(joined(wide[4 * i : 4 * i + 4]), target, at, (eight * tiles + tile) * TILE)
+        words = following
     with utils.when(arith.cmpi(arith.CmpIPredicate.slt, left, word(ROPE))):
         for eight in range(2):
             number = plus(times(plus(eights, word(eight)), 8), token)

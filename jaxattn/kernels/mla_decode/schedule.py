@@ -32,13 +32,13 @@ PAGE = 64  # tokens that a block takes at a time; what is called a page here, wh
 # What a row costs its part beside its pages (its queries' load, its output), in pages, where its
 # packed rows are many, and where they are few.
 ROW_COST, FEW_ROWS_COST = 5, 3
-MOST_FEW_ROWS = 16
+MOST_FEW_ROWS = 24
 # What partial results and their merging cost where most parts have some, in pages of a part, where
 # packed rows are many, and where they are few.
 MERGE_COST, FEW_MERGE_COST = 12, 3
 # A part shorter than this costs more in partial results than it saves; a shorter one may do where
 # a row has up to so many, which are merged in two turns.
-MIN_PART = 6
+MIN_PART, SHORT_PART = 6, 4
 FEW_PIECES = 16
 # Where packed rows are few, two warpgroups take a part's pages in turns and wait for each: a page
 # of each is the shortest part. So many partial results of a row are merged in one turn.
@@ -174,7 +174,7 @@ class Shortest(NamedTuple):
     """
 
     part: int = MIN_PART
-    short: int = MIN_PART
+    short: int = SHORT_PART
     pieces: int = FEW_PIECES
 
 

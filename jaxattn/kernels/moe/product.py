@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.launch import after_previous, launch
+from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.moe.config import BLOCK, GROUP, ROWS, Product, stages_of
@@ -151,7 +151,6 @@ def grouped_product(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        waits=not gated,
         interpret=interpret,
         detect_races=detect_races,
     )
@@ -181,12 +180,6 @@ class Cut:
     source: Panels
     results: Panels
     interpret: bool
-
-    @property
-    def early(self) -> int:
-        """Steps whose weights are asked for while the kernel before this one ends. Before down's
-        there is gate_up's, and the list of work before that; gate_up waits for the list."""
-        return 0 if self.gated else min(self.stages, self.steps)
 
     @property
     def piece(self) -> int:
@@ -260,14 +253,6 @@ class Block:
         stages, read = self.cut.stages, self.refs.read
         if self.cut.many_registers:
             plgpu.set_max_registers(40, action="decrease")
-        if self.cut.early:
-
-            @pl.when(self.mine > 0)
-            def _early():
-                first = self.item(0)
-                pl.loop(0, self.cut.early)(lambda s: self._load_weights(first, s, s))
-
-            after_previous(interpret=self.cut.interpret)
         done = self.each(self._load_item)
 
         @pl.loop(jnp.maximum(done - stages, 0), done)
@@ -275,35 +260,29 @@ class Block:
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
     def _load_item(self, now: Item, done: jax.Array) -> None:
-        cut, refs, depth = self.cut, self.refs, self.cut.product.depth
+        cut, refs = self.cut, self.refs
+        product, depth = cut.product, cut.product.depth
+        of_expert = refs.weights.at[self.layer, now.expert]
 
         @pl.loop(0, cut.steps)
         def _step(s):
             slot = lax.rem(done + s, cut.stages)
             pl.when(done + s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
-            pl.when(done + s >= cut.early)(lambda: self._load_weights(now, s, slot))
+            there = refs.loaded.at[slot]
+            some = pl.ds(pl.multiple_of(s * depth, depth), depth)
+            for part in range(product.parts):
+                for warpgroup in range(product.consumers):
+                    row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
+                    rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    to = refs.weights_smem.at[slot, part, warpgroup]
+                    plgpu.copy_gmem_to_smem(rows, to, there)
             rows = cut.source.at(refs.tokens, now.source, cut.columns, s * depth, depth)
-            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot], refs.loaded.at[slot])
-
-    def _load_weights(self, now: Item, s: jax.Array, slot: jax.Array) -> None:
-        """Of a step, to that slot."""
-        cut, refs = self.cut, self.refs
-        product, depth = cut.product, cut.product.depth
-        some = pl.ds(pl.multiple_of(s * depth, depth), depth)
-        for part in range(product.parts):
-            for warpgroup in range(product.consumers):
-                row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
-                rows = pl.ds(pl.multiple_of(row, ROWS), ROWS)
-                source = refs.weights.at[self.layer, now.expert, rows, some]
-                to = refs.weights_smem.at[slot, part, warpgroup]
-                plgpu.copy_gmem_to_smem(source, to, refs.loaded.at[slot])
+            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot], there)
 
     def multiply(self) -> None:
         """A multiplying warpgroup: its rows of each item."""
         if self.cut.many_registers:
             plgpu.set_max_registers(232, action="increase")
-        if self.cut.early:
-            after_previous(interpret=self.cut.interpret)
         sums = self._sums if self.refs.scales is None else ScaledSums(self)
         self.each(partial(self._multiply_item, sums))
         plgpu.wait_smem_to_gmem(0)

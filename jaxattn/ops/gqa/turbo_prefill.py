@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.pages import Unfold, page_blocks
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, rotate
+from jaxattn.core.turbo_reads import page_numbers
+from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, hadamard
 from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import Scores, window_begins
@@ -57,8 +58,7 @@ def turbo_prefill_mosaic(
 
     def tokens(pages: jax.Array) -> jax.Array:
         """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
-        slots = page_slots(form, pages)
-        halves = [_half(x) for x in dequantize(form, unpack(form, slots))]
+        halves = [_half(x) for x in page_numbers(form, pages)]
         both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
 
@@ -69,7 +69,7 @@ def turbo_prefill_mosaic(
         block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
         unfold=Unfold(page, tokens),
     )  # fmt: skip
-    queries = _half(rotate(q) if form.rotated else q)
+    queries = _half(_turned(q) if form.rotated else q)
 
     def add_block(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         kv, positions = read(pages[i], firsts[i])
@@ -89,6 +89,13 @@ def turbo_prefill_mosaic(
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     out, lse = lax.fori_loop(start, reached, add_block, nothing)
     return _finished(out, lse, sinks, gate, q.dtype)
+
+
+def _turned(q: jax.Array) -> jax.Array:
+    """q times the Hadamard matrix, float32: one product, exact but for its float32 sums."""
+    dim = q.shape[-1]
+    signs = jnp.asarray(np.sign(hadamard(dim)), q.dtype)
+    return jnp.dot(q, signs, preferred_element_type=jnp.float32) * dim**-0.5
 
 
 def _half(x: jax.Array) -> jax.Array:

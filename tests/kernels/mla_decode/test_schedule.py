@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from jaxattn.bench.mla import lengths as bench_lengths
 from jaxattn.kernels.mla_decode.schedule import (
     FEW_MERGE_COST,
+    FEW_PIECES,
     FEW_ROWS_COST,
     MERGE_COST,
     MIN_PART,
     ROW_COST,
+    SHORT_PART,
     make_schedule,
     may_split,
     most_pieces,
@@ -77,6 +79,11 @@ def dealt(lens, parts, max_pages, row_cost=ROW_COST):
 
 def load_of(held, row_cost=ROW_COST):
     return [sum(end - start + row_cost for _, start, end in mine) for mine in held]
+
+
+def worth(pages, rows):
+    """The parts that so many pages of so many rows are worth."""
+    return max(pages // MIN_PART, min(pages // SHORT_PART, FEW_PIECES * rows), 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,7 +151,7 @@ def test_equal_pieces_do_not_depend_on_the_other_rows(lens, parts, max_pages):
     expected = []
     for row, n in enumerate(lens):
         pages = min(-(-n // 64), max_pages)
-        size = max(-(-pages // min(max(pages // MIN_PART, 1), most)), 1)
+        size = max(-(-pages // min(worth(pages, 1), most)), 1)
         expected += [(row, at, min(at + size, pages)) for at in range(0, pages, size)]
     walked = [one for mine in held for one in mine]
     assert (walked if schedule.order is None else sorted(walked)) == expected
@@ -178,7 +185,7 @@ def test_more_rows_than_parts_are_dealt_out_whole_unless_a_part_is_much_longer(l
     held, schedule = pieces(lens, 5, 88)
     rows, longest = dealt(lens, 5, 88)
     total = sum(-(-n // 64) + ROW_COST for n in lens if n)
-    size = -(-total // min(max(total // MIN_PART, 1), 5))
+    size = -(-total // min(worth(total, np.count_nonzero(lens)), 5))
     merging = MERGE_COST if np.count_nonzero(lens) > 5 else 0
     if longest <= size + max(size // 16, merging):
         assert [[row for row, _, _ in mine] for mine in held] == rows
@@ -226,7 +233,7 @@ def test_a_long_row_alone_takes_every_part_and_a_short_one_few():
     held, schedule = pieces([65536], 66, 1024)
     assert sum(map(bool, held)) == 64 and schedule.slots.tolist() == [[0], [64], [0]]
     held, _ = pieces([512], 66, 1024)
-    assert [mine for mine in held if mine] == [[(0, 0, 4)], [(0, 4, 8)]]
+    assert [mine for mine in held if mine] == [[(0, 0, 3)], [(0, 3, 6)], [(0, 6, 8)]]
 
 
 @pytest.mark.parametrize("lens", [[8192] * 16, [2048] * 32, [4096, 8192] * 7, [640, 64] * 20])
@@ -242,7 +249,7 @@ def test_no_part_has_two_rows_where_equal_pieces_are_no_longer(lens):
 def test_no_part_of_fewer_rows_than_parts_is_longer_than_its_share_and_a_row(lens):
     held, _ = pieces(lens, 20, 150)
     total = sum(-(-n // 64) + ROW_COST for n in lens if n)
-    size = -(-total // min(max(total // MIN_PART, 1), 20))
+    size = -(-total // min(worth(total, np.count_nonzero(lens)), 20))
     assert max(load_of(held)) <= size + ROW_COST
 
 
@@ -258,9 +265,9 @@ def test_a_batch_of_many_rows_a_part_is_not_split(batch, splits):
 )
 def test_few_rows_of_few_heads_have_a_page_for_each_warpgroup(rows, tokens, number, longest):
     lens = jnp.full((rows,), tokens, jnp.int32)
-    schedule = decode_schedule(lens, q_len=1, num_heads=16, max_pages=tokens // 64)
+    schedule = decode_schedule(lens, q_len=1, num_heads=20, max_pages=tokens // 64)
     assert schedule.slots[1].tolist() == [number] * rows
     starts = schedule.pages[: rows * number].reshape(rows, number)
     assert np.diff(starts, axis=1).max() <= longest
-    many = decode_schedule(lens, q_len=1, num_heads=17, max_pages=tokens // 64)
+    many = decode_schedule(lens, q_len=1, num_heads=65, max_pages=tokens // 64)
     assert many.parts < schedule.parts

@@ -118,7 +118,7 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
     with guard:
         x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
         work, rows = work_of_several(
-            jnp.asarray(ids), x, experts, columns, blocks=3 if interpret else None,
+            jnp.asarray(ids), x, experts, columns, blocks=20 if interpret else None,
             interpret=interpret, detect_races=interpret and tokens == 17,
         )  # fmt: skip
         jax.block_until_ready(rows)
