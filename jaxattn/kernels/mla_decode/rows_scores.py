@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
@@ -128,7 +129,7 @@ class Scores:
 
     def _write_nothing(self, row: jax.Array) -> None:
         nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), BY_ROW)
-        self.refs.lse_ref[row, self.block.packed] = nothing
+        store(self.refs.lse_ref.at[row, self.block.packed], nothing)
 
 
 class Pages:

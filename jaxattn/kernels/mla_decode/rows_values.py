@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.machine import wgmma
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.part import Place
 from jaxattn.kernels.mla_decode.rows_fp8 import FP8Pages
 from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, PAGES, QUARTER, Block
@@ -49,7 +50,8 @@ class Values:
 
         def write_zeros(row: jax.Array) -> None:
             for some in self.columns:
-                self.refs.out_ref[self.block.rows_of(row), some] = self.zero.astype(self.cut.dtype)
+                zero = self.zero.astype(self.cut.dtype)
+                store(self.refs.out_ref.at[self.block.rows_of(row), some], zero)
 
         self.block.each_empty_row(write_zeros)
 
@@ -165,7 +167,7 @@ class Values:
         for quarter, (some, acc) in enumerate(zip(self.columns, accs, strict=True)):
             to = self.refs.out_ref.at[self.block.rows_of(row), some]
             if not cut.output_by_tma:
-                to[...] = (acc * factor).astype(cut.dtype)
+                store(to, (acc * factor).astype(cut.dtype))
                 continue
             staged = self.shared.kv.at[self.pages.slot_of(quarter, last)]
             staged[...] = (acc * factor).astype(cut.dtype)
