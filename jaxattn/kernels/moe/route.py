@@ -128,12 +128,7 @@ def route_mosaic(
         scores = plgpu.load(scores_smem, layout=layout)
         if halves:
             scores += plgpu.load(low_smem, layout=layout)
-        if sigmoid:
-            scores = 1.0 / (1.0 + jnp.exp(-scores))
-        else:
-            scores = jnp.exp(scores - full(jnp.max(scores)))
-            scores = scores / full(jnp.sum(scores))
-        choice = scores
+        choice = scores = scores_of(scores, full, sigmoid=sigmoid)
         if bias is not None:
             choice = scores + plgpu.load(bias_smem, layout=layout)
         meet(interpret=interpret)
@@ -151,12 +146,7 @@ def route_mosaic(
             best_of(choice_smem, ids_smem, top_k)
             meet(interpret=False)
             ids = [ids_smem[k] for k in range(top_k)]
-        weights = [scores_smem[place] for place in ids]
-        factor = jnp.float32(scale)
-        if normalize:
-            total = sum(weights[1:], weights[0]) + 1e-20
-            weights = [weight / total for weight in weights]
-        weights = [weight * factor for weight in weights]
+        weights = weights_of([scores_smem[place] for place in ids], normalize, scale)
         opened = jnp.float32(1)
         if gated:
             logit = logits_ref[token, experts]
@@ -207,6 +197,23 @@ def route_mosaic(
     )
     listed = None if lister is None else Listed(work_of(out), out["rows"])
     return out["ids_ref"], out["weights_ref"], listed
+
+
+def scores_of(logits: jax.Array, full: Any, *, sigmoid: bool) -> jax.Array:
+    """The sigmoid of each logit, or the softmax of all."""
+    if sigmoid:
+        return 1.0 / (1.0 + jnp.exp(-logits))
+    scores = jnp.exp(logits - full(jnp.max(logits)))
+    return scores / full(jnp.sum(scores))
+
+
+def weights_of(scores: list[jax.Array], normalize: bool, scale: float) -> list[jax.Array]:
+    """The weights of the chosen experts, from their scores."""
+    factor = jnp.float32(scale)
+    if normalize:
+        total = sum(scores[1:], scores[0]) + 1e-20
+        scores = [score / total for score in scores]
+    return [score * factor for score in scores]
 
 
 def of_best_groups(
