@@ -26,7 +26,6 @@ from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.looped import (
-    LAID_OUT,
     apart,
     in_repeat,
     leave_in_stacks,
@@ -230,7 +229,7 @@ class Decoder(nnx.Module):
                 return x, y.astype(self._added_dtype(x)), state
 
             carry = x, y, state
-            x, y, state = loop(segment.repeats, body, carry, (params,), laid_out=LAID_OUT)
+            x, y, state = loop(segment.repeats, body, carry, (params,))
         return self._head(x + y), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
