@@ -455,7 +455,7 @@ def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
 
 
 def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
-    arguments = ["Kimi-Linear-48B-A3B", "--device", "100GiB", "--utilization", "1", "--batch", "8"]
+    arguments = ["Kimi-Linear-48B-A3B", "--device", "100GiB", "--utilization", "1", "--batch", "1"]
     assert main([*arguments, "--max-model-len", "1m", "--prefill-chunk", "64"]) == 2
     error = capsys.readouterr().err
     assert "the line that does not fit is the kv cache: " in error

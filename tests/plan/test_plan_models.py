@@ -86,10 +86,10 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
 
 
 def test_what_is_advised_for_one_gpu_fits_it():
-    limits = Limits(batch=4096, max_model_len=8192, prefill_chunk=512)
+    limits = Limits(batch=2048, max_model_len=8192, prefill_chunk=512)
     with pytest.raises(PlanError) as refused:
         plan(known.load(SMALL), "8GiB", limits)
-    option, value = refused.value.advice[1].split()
+    option, value = refused.value.advice[0].split()
     assert option == "--batch"
     fitting = dataclasses.replace(limits, batch=int(value))
     assert plan(known.load(SMALL), "8GiB", fitting).reserve >= 0
