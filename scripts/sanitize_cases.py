@@ -359,6 +359,8 @@ CASES: dict[str, Case] = {
     "mla_decode_few_rows_stack": decode([300, 0, 70], 16, layers=3),
     "mla_decode_e4m3": decode([300, 700], 16, cache="float8_e4m3fn"),
     "mla_decode_block_scaled": decode([300, 700], 32, cache="uint8"),
+    "mla_decode_e4m3_rows": decode([300, 0, 700], 128, cache="float8_e4m3fn"),
+    "mla_decode_block_scaled_rows": decode([300, 700], 128, cache="uint8"),
     "mla_append": append,
     "mla_prefill": prefill,
     "mla_prefill_prefix": prefill_with_a_prefix,

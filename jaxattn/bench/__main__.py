@@ -49,6 +49,7 @@ from jaxattn.bench import (
     plot,
     record,
     step,
+    triton_peers,
 )
 from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
@@ -199,7 +200,9 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
         shapes = shapes_of(module, args)
         if not shapes:
             continue
-        times[module], said = peers.measure(module.__name__.rpartition(".")[2], shapes)
+        name = module.__name__.rpartition(".")[2]
+        times[module], said = peers.measure(name, shapes)
+        said += triton_peers.said(name)
         facts.setdefault("peers", []).extend(said)
         for line in said:
             print(line, file=sys.stderr, flush=True)
@@ -219,6 +222,8 @@ def measure(
         for who, times in others.items():
             time = times.get(json.dumps(shape))
             row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
+        if not args.no_peers and not args.small:
+            row |= triton_peers.times(module.__name__.rpartition(".")[2], shape)
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 

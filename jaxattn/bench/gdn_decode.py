@@ -1,17 +1,16 @@
 """A gated delta net layer's decoding between its projections, checked and timed.
 
 Times are `timing`'s. Every call has the same projections and updates the next layer's states; there
-are as many as do not fit in L2. Timed are states that barely decay, so that they stay the random
-ones that were drawn; the gates of a model would leave one token's v k^T of them.
+are as many as do not fit in L2. How much a state decays, says delta_decode.py.
 """
 
-import functools
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxattn.bench import reference
+from jaxattn.bench import delta_decode, reference
 from jaxattn.bench.timing import Op, columns, rotation
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
@@ -35,14 +34,11 @@ MORE_SHAPES: tuple[Shape, ...] = ()
 SMALL_SHAPES: tuple[Shape, ...] = ((2, 1, 2, 1, "float32"),)
 
 
-BARELY = 1e-6  # of a model's decay: 10,000 calls leave 0.9 of a state
-
-
 def label(shape: Shape) -> dict[str, str]:
     return {"B,Hk,Hv,S": ",".join(map(str, shape[:4])), "state": shape[4]}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def inputs(
     batch: int, key_heads: int, value_heads: int, tokens: int, dtype: str, decay: float
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -71,44 +67,11 @@ def inputs(
 
 
 def decode(shape: Shape, implementation: Implementation | None) -> Op:
-    operands, pools = inputs(*shape, BARELY)
-
-    def call(operands, pools, layer):
-        qkvz, ba, weights, slots = operands
-        conv, state = pools
-        y, conv, state = gated_delta_net_decode(
-            qkvz, ba, weights, conv, state, slots, layer=layer, implementation=implementation
-        )
-        return y, (conv, state)
-
-    return Op(call, [operands], pools, layers=operands[2].shape[0])
+    return delta_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
 
 
 def check(op: Op, shape: Shape) -> float:
-    """Relative L2 error of the first and the last row after a call with a model's decay, the
-    greatest of y and the states, against float64. Leaves the op as it was."""
-    timed = op.operands
-    (qkvz, ba, weights, slots), op.state = inputs(*shape, 1.0)
-    op.operands = [(qkvz, ba, weights, slots)]
-    rows = sorted({0, shape[0] - 1})
-    expected = [
-        reference.delta_net(
-            *(reference.exact(x) for x in (qkvz[row], ba[row], weights[0])),
-            *(reference.exact(pool[0, slots[row]]) for pool in op.state),
-        )
-        for row in rows
-    ]
-    y = op(0)
-    errors = [
-        reference.relative_l2(actual, exact)
-        for row, each in zip(rows, expected, strict=True)
-        for actual, exact in zip(
-            (y[row], *(pool[0, slots[row]] for pool in op.state)), each, strict=True
-        )
-    ]
-    op.operands = timed
-    _, op.state = inputs(*shape, BARELY)
-    return reference.worst(errors)
+    return delta_decode.check(op, partial(inputs, *shape), reference.delta_net)
 
 
 def measure(

@@ -2,11 +2,13 @@
 
 `round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
 decode. `executable ms` is that of the same executable on the same shapes, queued one after
-another, of which nothing is read. `call us` is what the host takes to send it, where no queue
-holds it up. `exposed us` is the difference of the first two: the time per step for which the device
-waits for its host. Both are run in turn, and each column is the median of the runs; `spread us` is
-the largest exposed time of a run less the smallest. `host us` is what the host takes for a round
-beside its waiting for the device: hidden while it is shorter than a step.
+another, of which nothing is read. `read ms` is that with its tokens read as the engine reads them,
+and nothing done with them: what JAX alone takes. `call us` is what the host takes to send it, where
+no queue holds it up, `copy us` to ask for its tokens, and `take us` to read them once they are
+there. `exposed us` is the difference of the first two: the time per step for which the device waits
+for its host. Both are run in turn, and each column is the median of the runs; `spread us` is the
+largest exposed time of a run less the smallest. `host us` is what the host takes for a round beside
+its waiting for the device: hidden while it is shorter than a step.
 
 Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
 """
@@ -18,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
+from jaxattn.engine.loop import ROUNDS_AHEAD
 from jaxattn.engine.model_steps import Round
 from jaxattn.engine.request import Completion, FinishReason, Request
 from jaxattn.engine.rows import INTEGERS, STOPS, Rows
@@ -135,7 +139,7 @@ def rounds(engine: Engine, rows: int, steps: int) -> Run:
 
 def longest(rows: int, steps: int) -> int:
     """Tokens of the longest row: the first goes on until the last to begin has its steps."""
-    return len(PROMPT) + 2 * WARM + steps + max(rows, 50 * BURST) + 8
+    return len(PROMPT) + 2 * WARM + steps + max(rows, (50 + WARM) * BURST + 50) + 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +148,17 @@ class Queued:
 
     Attributes:
         whole: of a step.
+        read: of a step whose tokens are read, as late as the engine reads them.
         call: of the call that sends one, where the queue is short.
+        copy: of asking for its tokens, without a wait.
+        take: of reading them once they are on the host.
     """
 
     whole: float
+    read: float
     call: float
+    copy: float
+    take: float
 
 
 def queued(engine: Engine, rows: int, steps: int) -> Queued:
@@ -170,11 +180,41 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
         jax.block_until_ready(held)
         return sent - start, time.perf_counter() - start
 
+    def read(count: int) -> float:
+        """Seconds until so many steps are read."""
+        nonlocal held
+        start = time.perf_counter()
+        flights: deque[jax.Array] = deque()
+        for _ in range(count):
+            held, told = step(runner.weights, held, places)
+            told.copy_to_host_async()
+            flights.append(told)
+            if len(flights) > ROUNDS_AHEAD:
+                np.asarray(flights.popleft())
+        for told in flights:
+            np.asarray(told)
+        return time.perf_counter() - start
+
+    def asked() -> tuple[float, float]:
+        """Seconds to ask for a step's tokens, and to take them when they have come."""
+        nonlocal held
+        held, told = step(runner.weights, held, places)
+        start = time.perf_counter()
+        told.copy_to_host_async()
+        asked = time.perf_counter() - start
+        jax.block_until_ready(held)
+        time.sleep(1e-3)
+        start = time.perf_counter()
+        np.asarray(told)
+        return asked, time.perf_counter() - start
+
     run(WARM)
     whole = run(steps)[1] / steps
+    reads = read(WARM * BURST) / (WARM * BURST)
     calls = [run(BURST)[0] / BURST for _ in range(50)]
+    copies, takes = zip(*(asked() for _ in range(50)), strict=True)
     runner.state, runner.rows = held[0], kept
-    return Queued(whole, statistics.median(calls))
+    return Queued(whole, reads, *map(statistics.median, (calls, copies, takes)))
 
 
 def begun(engine: Engine, rows: int) -> Rows:
@@ -193,15 +233,21 @@ def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> d
     """A row of the table."""
     length = longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16)
+    began = time.perf_counter()
     with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
         rounds(engine, rows, min(steps, 64))
+        ready = time.perf_counter() - began
+        print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
         seal = list(engine.seal.what)
     exposed = [run.whole - alone.whole for alone, run in runs]
     return {
         "B": rows,
         "executable ms": statistics.median(alone.whole for alone, _ in runs) * 1e3,
+        "read ms": statistics.median(alone.read for alone, _ in runs) * 1e3,
         "call us": statistics.median(alone.call for alone, _ in runs) * 1e6,
+        "copy us": statistics.median(alone.copy for alone, _ in runs) * 1e6,
+        "take us": statistics.median(alone.take for alone, _ in runs) * 1e6,
         "round ms": statistics.median(run.whole for _, run in runs) * 1e3,
         "exposed us": statistics.median(exposed) * 1e6,
         "spread us": (max(exposed) - min(exposed)) * 1e6,

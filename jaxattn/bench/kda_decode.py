@@ -4,13 +4,13 @@ Times are `timing`'s, and the method is gdn_decode's. `gdn us` is a gated delta 
 heads, in the same run: a decay per channel adds 128 exponentials per head to it, and no state.
 """
 
-import functools
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxattn.bench import gdn_decode, reference
+from jaxattn.bench import delta_decode, gdn_decode, reference
 from jaxattn.bench.timing import Op, columns, rotation
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.kda.layer import kimi_delta_attention_decode, pack_kda_weights
@@ -27,11 +27,11 @@ def label(shape: Shape) -> dict[str, str]:
     return {"B,H,S": ",".join(map(str, shape))}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def inputs(
     batch: int, heads: int, tokens: int, decay: float
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """((qkv, f, b, gate, weights), slots), (conv_state, state), as many layers as keep states out
+    """(qkv, f, b, gate, weights, slots), (conv_state, state): as many layers as keep states out
     of L2. `decay` is a factor on the rates."""
     layers, width = rotation(batch * heads * DIM * DIM * 4), heads * DIM
     keys = iter(jax.random.split(jax.random.key(0), 12))
@@ -60,53 +60,12 @@ def inputs(
 
 
 def decode(shape: Shape, implementation: Implementation | None) -> Op:
-    operands, pools = inputs(*shape, gdn_decode.BARELY)
-
-    def call(operands: Any, pools: Any, layer: Any) -> tuple[Any, Any]:
-        qkv, f, b, gate, weights, slots = operands
-        y, conv, state = kimi_delta_attention_decode(
-            qkv,
-            f,
-            b,
-            gate,
-            weights,
-            pools[0],
-            pools[1],
-            slots,
-            layer=layer,
-            implementation=implementation,
-        )
-        return y, (conv, state)
-
-    return Op(call, [operands], pools, layers=operands[4].shape[0])
+    layer = kimi_delta_attention_decode
+    return delta_decode.decode(layer, partial(inputs, *shape), implementation)
 
 
 def check(op: Op, shape: Shape) -> float:
-    """Relative L2 error of the first and the last row after a call with a model's decay, the
-    greatest of y and the states, against float64. Leaves the op as it was."""
-    timed = op.operands
-    operands, op.state = inputs(*shape, 1.0)
-    op.operands = [operands]
-    qkv, f, b, gate, weights, slots = operands
-    rows = sorted({0, shape[0] - 1})
-    expected = [
-        reference.kimi_delta_attention(
-            *map(reference.exact, (qkv[row], f[row], b[row], gate[row], weights[0])),
-            *(reference.exact(pool[0, slots[row]]) for pool in op.state),
-        )
-        for row in rows
-    ]
-    y = op(0)
-    errors = [
-        reference.relative_l2(actual, exact)
-        for row, each in zip(rows, expected, strict=True)
-        for actual, exact in zip(
-            (y[row], *(pool[0, slots[row]] for pool in op.state)), each, strict=True
-        )
-    ]
-    op.operands = timed
-    _, op.state = inputs(*shape, gdn_decode.BARELY)
-    return reference.worst(errors)
+    return delta_decode.check(op, partial(inputs, *shape), reference.kimi_delta_attention)
 
 
 def measure(

@@ -11,6 +11,13 @@ each sent before the one before it is done.
 Rows whose caches one GPU has no room for are left out. `times one GPU` compares tokens/s with those
 of one GPU at `beside B` rows: as many, or a data group's where one GPU has no room for all.
 
+`--xla-options KEY=VALUE ...` times each step of several GPUs once more, compiled with these too; it
+may be given several times. With collectives in command buffers (CUDA graphs) no graph ends at an
+all-reduce:
+
+    --xla-options xla_gpu_enable_command_buffer=CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,\
+FUSION,COLLECTIVES
+
 `collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
 of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that
 XLA's own kernel does not take.
@@ -19,6 +26,7 @@ XLA's own kernel does not take.
 import argparse
 import dataclasses
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -30,7 +38,7 @@ import jax
 
 from jaxattn.bench import record
 from jaxattn.bench.model.named import UnknownModel, find
-from jaxattn.bench.parallel_layout import Layout
+from jaxattn.bench.parallel_layout import Layout, Options
 from jaxattn.bench.tables import show, store
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
@@ -58,6 +66,14 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         metavar="LAYOUT",
         help="more layouts, as tensor=2,context=2; one takes those rows that its groups share",
     )
+    parser.add_argument(
+        "--xla-options",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="time steps of several GPUs with these options of XLA too",
+    )
     parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
     parser.add_argument(
@@ -69,6 +85,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         names = [field.name for field in dataclasses.fields(Parallel)]
         first = Parallel(**{name: getattr(args, name) for name in names})
         args.layouts = [first, *(read_layout(text) for text in args.also)]
+        args.xla_options = [read_options(texts) for texts in args.xla_options]
         args.name, _, args.model = find(args.name)
         for parallel in args.layouts:
             divided(args.model, parallel)
@@ -98,6 +115,19 @@ def read_layout(text: str) -> Parallel:
             )
         found[name] = int(number)
     return Parallel(**found)
+
+
+def read_options(texts: Sequence[str]) -> Options:
+    """Options as KEY=VALUE, where XLA wants a boolean as True or False.
+
+    Raises:
+        ValueError: one has no value.
+    """
+    pairs = [text.partition("=") for text in texts]
+    if odd := [key for key, equals, _ in pairs if not key or not equals]:
+        raise ValueError(f"--xla-options {odd[0]!r} is no option: write KEY=VALUE")
+    booleans: dict[str, bool] = {"True": True, "False": False}
+    return tuple((key, booleans.get(value, value)) for key, _, value in pairs)
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -154,6 +184,7 @@ def _layout(args: argparse.Namespace, parallel: Parallel) -> Layout | None:
             devices=jax.devices()[: parallel.gpus],
             seed=args.seed,
             implementation=args.implementation,
+            options=[(), *args.xla_options] if parallel.gpus > 1 else [()],
         )
         weights, caches = layout.nbytes
         if room is None or weights + caches + SPARE_BYTES <= room:
@@ -176,8 +207,17 @@ def _measure(args: argparse.Namespace, layout: Layout, result: dict[str, Any]) -
         f"{_name(layout.parallel)}: weights {weights / 1e9:.1f} GB and caches and states "
         f"{caches / 1e9:.1f} GB on each GPU"
     )
-    for count in layout.counts:
-        row = layout.time(count)
+    for count, options in itertools.product(layout.counts, layout.options):
+        try:
+            row = layout.time(count, options)
+        except jax.errors.JaxRuntimeError as error:
+            if not options:
+                raise
+            failed = f"{_name(layout.parallel)}, {count} rows, {dict(options)}: {error}"
+            _say(f"not timed: {failed.splitlines()[0]}")
+            result.setdefault("not timed", []).append(failed)
+            layout.fill()  # what the step was given is lost with it
+            continue
         row.update(_beside(row, result["rows"], layout.parallel))
         result["rows"].append(row)
         store(result, args.json)

@@ -1,6 +1,6 @@
 """A model over a group of devices, one included: its steps from shapes, then weights, then times.
 
-over = Layout(model, parallel, rows, tokens=4096)
+over = Layout(model, parallel, rows, tokens=4096, devices=devices)
 over.compile_all(pool)     of shapes alone: nothing lies on a device yet
 over.fill()                weights, caches and states, random
 over.time(32)              a step of 32 rows
@@ -39,7 +39,11 @@ COLLECTIVES = (
     "collective",
     "all_gather",
     "alltoall",
+    "psum",  # XLA's own kernels have the name of their operation
 )
+
+# Options of XLA that a step is compiled with, beside those of every step.
+type Options = tuple[tuple[str, str | bool], ...]
 
 
 class Layout:
@@ -52,6 +56,7 @@ class Layout:
         devices: of the layout's GPUs, in order.
         seed: of weights, caches and tokens.
         platform: that the steps are compiled for.
+        options: each step is compiled with each of these, from one lowering.
 
     Raises:
         CannotDivide: the model has no such layout.
@@ -68,7 +73,9 @@ class Layout:
         seed: int = 0,
         implementation: Implementation | None = None,
         platform: str | None = None,
+        options: Sequence[Options] = ((),),
     ):
+        self.options = tuple(options)
         self.parallel, self.tokens, self.seed = parallel, tokens, seed
         self.model: Any = divided(model, parallel)
         self.group = Group(parallel, tuple(devices))
@@ -85,7 +92,7 @@ class Layout:
         self.specs: tuple[Any, DecodeState] = model_specs(self.model)
         self.params: Any = None
         self.state: Any = None
-        self._steps: dict[int, Future[Any]] = {}
+        self._steps: dict[tuple[int, Options], Future[Any]] = {}
         self._fills: dict[Any, Future[Any]] = {}
 
     # --- from shapes
@@ -129,7 +136,9 @@ class Layout:
     def compile_all(self, pool: Executor) -> None:
         """Begins to compile all that `fill` and `time` will run."""
         for count in self.counts:
-            self._steps[count] = pool.submit(self._compiled_step, count)
+            lowered = pool.submit(self._lowered, count)
+            for options in self.options:
+                self._steps[count, options] = pool.submit(_compiled, lowered, options)
         for kind in {_kind(leaf, spec) for leaf, spec, _ in self._arrays().values()}:
             self._fills[kind] = pool.submit(self._compiled_fill, *kind)
 
@@ -138,13 +147,14 @@ class Layout:
         for each in (*self._steps.values(), *self._fills.values()):
             each.result()
 
-    def _compiled_step(self, count: int) -> Any:
-        return self.traced(count).lower().compile()
+    def _lowered(self, count: int) -> Any:
+        return self.traced(count).lower()
 
     # --- on the devices
 
     def fill(self) -> None:
         """Random weights, the same on every GPU so that all routers choose alike, and caches."""
+        self.params = self.state = None  # two of them have no room
         filled = {
             name: self._fills[_kind(leaf, spec)].result()(np.int32(number), *draw)
             for number, (name, (leaf, spec, draw)) in enumerate(self._arrays().items())
@@ -197,10 +207,10 @@ class Layout:
         whole = jax.tree.map(lambda x: np.concatenate([x] * self.parallel.data), batch)
         return jax.device_put(whole, self.group.sharding(self.group.rows))
 
-    def time(self, count: int) -> dict[str, Any]:
-        """The row of a decode step of `count` rows in all."""
+    def time(self, count: int, options: Options = ()) -> dict[str, Any]:
+        """The row of a decode step of `count` rows in all, compiled with one of `options`."""
         batches = [self.batch(count, number) for number in range(STEPS)]
-        compiled = self._steps[count].result()
+        compiled = self._steps[count, options].result()
         on_gpu = self.platform == "gpu"
 
         def call(number: int = 0) -> Any:
@@ -231,6 +241,7 @@ class Layout:
         return {
             "GPUs": gpus,
             "layout": self.parallel.flags,
+            "XLA options": " ".join(f"{key}={value}" for key, value in options),
             "B": count,
             "T": self.tokens,
             "ms": whole * 1e3,
@@ -248,6 +259,10 @@ class Layout:
 def model_specs(model: Any) -> tuple[Any, DecodeState]:
     """The PartitionSpecs of a step's packed parameters and of its state."""
     return model.packed_specs(), model.state_specs()
+
+
+def _compiled(lowered: Future[Any], options: Options) -> Any:
+    return lowered.result().compile(compiler_options=dict(options) or None)
 
 
 def _kind(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> tuple[Any, str, PartitionSpec]:

@@ -22,8 +22,11 @@ class Terminated(KeyboardInterrupt):
 
 
 def exit_code(program: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 2 for bad input or no place for the output, 1 if stdout is closed or its
-    reader left, 130 after Ctrl-C, 143 after SIGTERM."""
+    """What `run` returns, or what a command ends with where it fails.
+
+    It is 2 for bad input or no place for the output, and 1 if stdout is closed or its reader left.
+    After Ctrl-C it is 130, after SIGTERM 143.
+    """
     if sys.stdout is None:  # as after `>&-`
         print(f"{program}: error: stdout is closed; give the output a place", file=sys.stderr)
         return 1

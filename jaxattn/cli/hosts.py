@@ -20,7 +20,7 @@ import jax
 from jaxattn import __version__
 from jaxattn.cli.models import Chosen, one_line
 from jaxattn.cli.options import InputError
-from jaxattn.engine.crew import Crew
+from jaxattn.engine.crew import Crew, end_process
 from jaxattn.engine.links import HostError, host_and_port
 from jaxattn.memory.limits import Limits
 from jaxattn.models.fingerprint import fingerprint
@@ -87,14 +87,11 @@ def read_place(options: argparse.Namespace, environment: Mapping[str, str]) -> P
 def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
     """JAX's runtime over the processes, and their crew; to be entered before JAX sees a device.
 
-    What is raised inside ends all processes. At the end the leader tells the others that it is
-    done.
+    What is raised inside ends all processes with one line, and so do others that do not come. At
+    the end the leader tells the others that it is done.
 
     Args:
         options: of `Crew`.
-
-    Raises:
-        InputError: the others do not come, or one of them failed: what it said.
     """
     if place is None:
         yield None
@@ -110,11 +107,11 @@ def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
             crew = Crew.leading(place.meeting, place.processes, **options)
         else:
             crew = Crew.following(place.meeting, place.rank, **options)
-        with crew.together():
-            yield crew
-        crew.close()
     except HostError as error:
-        raise InputError(one_line(error)) from error
+        end_process(one_line(error))
+    with crew.together():
+        yield crew
+    crew.close()
 
 
 def facts(chosen: Chosen, limits: Limits, parallel: Parallel) -> dict[str, str]:

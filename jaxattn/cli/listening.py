@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
@@ -25,6 +26,9 @@ from jaxattn.engine.seal import SealError
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
 from jaxattn.text import SamplingDefaults, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxattn.server.settings import Settings
 
 # Options of the terminal, which say what to continue.
 OF_TERMINAL = ("prompt", "chat", "system", "stop", "max_tokens", "json")
@@ -53,43 +57,16 @@ def serve(
     Raises:
         InputError: the extra is not installed, the port is taken, or the model cannot be served.
     """
-    try:
-        from jaxattn.server import keys, run
-        from jaxattn.server.service import Served
-        from jaxattn.server.settings import Settings
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"--port needs {error.name}, which is not installed: pip install 'jaxattn[server]'"
-        ) from error
-    try:
-        given = keys.read_keys(options.api_key_file)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--api-key-file: {one_line(error)}") from error
-    settings = Settings(
-        host=options.host,
-        port=options.port,
-        names=tuple(options.served_name or [chosen.name or chosen.folder.path.resolve().name]),
-        keys=given,
-        origins=tuple(options.cors_origin or ()),
-        max_waiting=options.max_queue,
-        max_waiting_tokens=options.max_queued_tokens,
-        max_body_bytes=options.max_body,
-        queue_seconds=options.queue_timeout,
-        request_seconds=options.request_timeout,
-        drain_seconds=options.drain_timeout,
-        stuck_seconds=options.step_timeout,
-        access_log=not options.no_access_log,
-    )
+    settings = _read_settings(options, chosen)
+    from jaxattn.server import run  # installed, since the settings could be read
+    from jaxattn.server.service import Served
+
     try:
         bound = run.listen(settings.host, settings.port)
     except OSError as error:
         where = f"--host {settings.host} --port {settings.port}"
         raise InputError(f"{where}: {error.strerror or error}") from error
-    if not settings.local and not settings.keys:
-        messages.print(
-            f"warning: {settings.host} can be reached by others, and no key is asked for; set "
-            f"{keys.VARIABLE} or --api-key-file"
-        )
+    _warn_of_others(settings, messages)
     stages.ended("opening the port")
     _log_to_stderr(quiet=options.quiet)
     if options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
@@ -121,6 +98,52 @@ def serve(
     except SealError as error:
         raise InputError(f"--strict: {one_line(error)}") from error
     return 0 if whole else 1
+
+
+def _read_settings(options: argparse.Namespace, chosen: Chosen) -> "Settings":
+    """The server's settings.
+
+    Raises:
+        InputError: the extra is not installed, or a file of keys cannot be read.
+    """
+    try:
+        from jaxattn.server import keys, run  # noqa: F401  # run needs the whole extra
+        from jaxattn.server.settings import Settings
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"--port needs {error.name}, which is not installed: pip install 'jaxattn[server]'"
+        ) from error
+    try:
+        given = keys.read_keys(options.api_key_file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--api-key-file: {one_line(error)}") from error
+    return Settings(
+        host=options.host,
+        port=options.port,
+        names=tuple(options.served_name or [chosen.name or chosen.folder.path.resolve().name]),
+        keys=given,
+        origins=tuple(options.cors_origin or ()),
+        max_waiting=options.max_queue,
+        max_waiting_tokens=options.max_queued_tokens,
+        max_body_bytes=options.max_body,
+        queue_seconds=options.queue_timeout,
+        request_seconds=options.request_timeout,
+        drain_seconds=options.drain_timeout,
+        stuck_seconds=options.step_timeout,
+        access_log=not options.no_access_log,
+    )
+
+
+def _warn_of_others(settings: "Settings", messages: Console) -> None:
+    """Says that others can use the server, where they can."""
+    if settings.local or settings.keys:
+        return
+    from jaxattn.server import keys
+
+    messages.print(
+        f"warning: {settings.host} can be reached by others, and no key is asked for; set "
+        f"{keys.VARIABLE} or --api-key-file"
+    )
 
 
 def _keep_compiled(messages: Console) -> None:

@@ -1,18 +1,17 @@
 """The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
 
-No device is used and nothing is allocated. Exit codes: 0, 2 for bad input or a plan that does not
-fit (its table is printed all the same), 1 if stdout is closed or its reader left, 130 after Ctrl-C.
+No device is used and nothing is allocated. The exit code is 0, or 2 for bad input or a plan that
+does not fit; its table is printed all the same. It is 1 if stdout is closed or its reader left, and
+130 after Ctrl-C.
 """
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from jaxattn import interrupt
 from jaxattn.cli.command import exit_code
@@ -24,11 +23,10 @@ from jaxattn.cli.options import (
     Parser,
     add_cache_format,
     add_layout,
-    fraction,
     in_options,
-    size,
-    sizes,
 )
+from jaxattn.cli.planned import tell
+from jaxattn.cli.values import fraction, size, sizes
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
@@ -43,7 +41,6 @@ from jaxattn.plan import plan
 from jaxattn.plan.naive import Naive, of_model, published
 from jaxattn.plan.parallel import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, Placement
-from jaxattn.plan.show import PlotError, print_plan, save_plot
 
 PROGRAM = interrupt.program("plan")
 
@@ -152,24 +149,7 @@ def run(options: argparse.Namespace) -> int:
             *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
             *naive,
         ]
-    if options.json:
-        result = found.to_dict() | {"fits": refused is None}
-        if naive:
-            result["naive"] = [vars(each) for each in naive]
-        print(json.dumps(result), flush=True)
-    else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 140
-        print_plan(console, found, naive)
-    if options.plot:
-        try:
-            save_plot(found, options.plot)
-        except PlotError as error:
-            raise InputError(str(error)) from error
-    if refused is not None:
-        raise InputError(in_options(refused))
-    return 0
+    return tell(found, refused, options, naive)
 
 
 def make(

@@ -1,21 +1,22 @@
-"""The memory plan as `python -m jaxattn.serve` shows it: asked for, or because it does not fit."""
+"""The memory plan as the commands show it: asked for, or because it does not fit."""
 
 import argparse
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from rich.console import Console
 
 from jaxattn.cli.options import InputError, in_options
 from jaxattn.core.dispatch import Refusal
-from jaxattn.memory.budget import PlanError
+from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device import device_memory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
 from jaxattn.plan import plan
+from jaxattn.plan.naive import Naive
 from jaxattn.plan.show import PlotError, print_plan, save_plot
 
 
@@ -36,10 +37,31 @@ def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
     except PlanError as error:
         assert error.plan is not None
         found, refused = error.plan, error
+    return tell(found, refused, options)
+
+
+def tell(
+    found: MemoryPlan,
+    refused: Exception | None,
+    options: argparse.Namespace,
+    naive: Sequence[Naive] = (),
+) -> int:
+    """Prints a plan on stdout, as a table or by --json, and draws it for --plot: 0.
+
+    Args:
+        refused: why the plan does not fit; None, if it does.
+        naive: what other designs would take, printed below.
+
+    Raises:
+        InputError: it does not fit, or it cannot be drawn.
+    """
     if options.json:
-        print(json.dumps(found.to_dict() | {"fits": refused is None}), flush=True)
+        result = found.to_dict() | {"fits": refused is None}
+        if naive:
+            result["naive"] = [vars(each) for each in naive]
+        print(json.dumps(result), flush=True)
     else:
-        print_plan(_wide(Console(highlight=False)), found)
+        print_plan(_wide(Console(highlight=False)), found, naive)
     if options.plot:
         try:
             save_plot(found, options.plot)

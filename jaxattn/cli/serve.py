@@ -35,9 +35,10 @@ from jaxattn.cli.inputs import (
 )
 from jaxattn.cli.layout import read_layout
 from jaxattn.cli.models import choose, one_line
-from jaxattn.cli.options import PROGRAM, InputError, parser
+from jaxattn.cli.options import PROGRAM, InputError
 from jaxattn.cli.planned import show_plan
 from jaxattn.cli.report import Run, measure, summary_lines, to_json
+from jaxattn.cli.serve_options import parser
 from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import choose_device, start_engine
 from jaxattn.cli.stream import Printer, TextStream

@@ -3,8 +3,8 @@
     measure the device, check the plan -> compile            -> start the engine
                                        -> fetch, check, load ->
 
-Loading begins when the device is measured, so that no weight counts as another's memory, and when
-the plan fits, so that a model which does not fit is refused before it is read.
+Loading begins when the device is measured, so that no weight counts as another's memory. The plan
+has to fit before, so that a model which does not fit is refused unread.
 """
 
 import argparse

@@ -77,6 +77,25 @@ def dispatch[T](
     raise ExceptionGroup(f"{op}: every implementation refused", refusals)
 
 
+def dispatch_kernel[T](
+    op: str,
+    implementation: Implementation | None,
+    kernel: Callable[[bool], T],
+    xla: Callable[[], T],
+) -> T:
+    """Runs an op that has a Mosaic GPU kernel. It chooses and raises as `dispatch` does.
+
+    Args:
+        kernel: takes whether JAX's interpreter runs it.
+    """
+    named: dict[str, Callable[[], T]] = {
+        "mosaic_gpu": lambda: kernel(False),
+        "mosaic_gpu_interpret": lambda: kernel(True),
+        "xla": xla,
+    }
+    return dispatch(op, implementation, named)
+
+
 def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callable[[], T]) -> T:
     """Runs an op that has no kernel; a kernel that is asked for by name is refused."""
 

@@ -1,5 +1,7 @@
-"""What attention over a paged cache shares, decode and prefill: the checks of its arguments, its
-products, and a softmax that is built up block by block over a row's pages.
+"""What attention over a paged cache shares, decode and prefill.
+
+These are the checks of arguments, the products, and a softmax that is built up block by block over
+a row's pages.
 """
 
 from collections.abc import Callable
@@ -53,9 +55,9 @@ def page_blocks(
     which tokens do not lie side by side.
 
     Returns:
-        The blocks' pages, their first positions, and a function that reads one block of these:
-        (pages [B, n], first) -> (kv [B, K, D] or [B, K, 2, Hk, D], 0 outside of a row's tokens,
-        positions [K]).
+        The blocks' pages, their first positions, and a function that reads one block of these.
+        It takes (pages [B, n], first) and returns (kv [B, K, D] or [B, K, 2, Hk, D], positions
+        [K]). kv is 0 outside of a row's tokens.
     """
     batch, width = block_tables.shape
     of_page = kv_cache.shape[1 if layer is None else 2 :]

@@ -1,10 +1,10 @@
 """On a mesh: what varies inside `jax.shard_map`, and axes that ops cannot be split over.
 
 Inside `jax.shard_map` the carries of a loop vary over the mesh axes its operands vary over. There
-an array's type says over which axes it varies. Operators take arrays of several such types; a loop
-wants one of its carry, before and after, a condition one of its branches, and a custom gradient has
-that of its primal. But zeros that a loop starts from vary over nothing, and a weight that all
-devices share over less than the tokens do.
+an array's type says over which axes it varies. Operators take arrays of several such types. A loop
+wants one type of its carry, before and after, and a condition one of its branches. A custom
+gradient has its primal's. But zeros that a loop starts from vary over nothing, and a weight that
+all devices share over less than the tokens do.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax import lax
 def vary_alike[T](tree: T, *others: Any) -> T:
     """`tree`, its arrays varying over every axis that any of them or of `others` varies over.
 
-    The gradient of an array that varied over less is summed over the axes added, here and once: so
+    The gradient of an array that varied over less is summed over the axes added, here and once. So
     this comes before a loop, a condition or a custom gradient, not in it. Devices may differ in
     which branch of a condition they take, and a sum in one of them would wait for the rest.
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -11,6 +14,9 @@ from jaxattn.engine.logprobs import logprobs
 from jaxattn.engine.penalties import biased, penalized
 from jaxattn.engine.rows import Read, Rows, read
 from jaxattn.engine.sampling import NOT_FINITE, Level, sample
+
+# Rows whose tokens are chosen at a time: scratch does not grow with the batch beyond them.
+BLOCK = 256
 
 
 class End(enum.IntEnum):
@@ -44,14 +50,11 @@ def advance(
     found = read(rows, places)
     active = found.cursor.active > 0
     position = found.cursor.length + 1
-    raw = logits
-    if level >= Level.CONTROLS:
-        logits = _controlled(rows, found, logits, position)
-    tokens = sample(logits, found.sampling, position, level)
+    choose = functools.partial(_chosen, rows, level=level)
+    chosen = choose(found, logits) if level == Level.GREEDY else _in_blocks(choose, found, logits)
+    tokens = chosen[:, 0]
     end = jnp.where(active, ending(found, tokens, position), End.IDLE)
-    told = jnp.stack([tokens, end], axis=1)
-    if level >= Level.LOGPROBS:
-        told = jnp.concatenate([told, logprobs(raw, tokens)], axis=1)
+    told = jnp.concatenate([tokens[:, None], end[:, None], chosen[:, 1:]], axis=1)
 
     at = jnp.where(active, found.at, len(rows.cursor))
     cursor = jnp.stack([tokens, position, (end == End.NONE).astype(jnp.int32)], axis=1)
@@ -61,6 +64,38 @@ def advance(
         history = rows.history.at[at, position].set(tokens, mode="drop")
         rows = dataclasses.replace(rows, history=history)
     return rows, told
+
+
+def _chosen(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"], *, level: Level
+) -> Int[Array, "b n"]:
+    """The next token of each row, at `Level.LOGPROBS` followed by `logprobs`."""
+    position = found.cursor.length + 1
+    raw = logits
+    if level >= Level.CONTROLS:
+        logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
+    tokens = sample(logits, found.sampling, position, level)
+    if level < Level.LOGPROBS:
+        return tokens[:, None]
+    return jnp.concatenate([tokens[:, None], logprobs(raw, tokens)], axis=1)
+
+
+def _in_blocks(
+    choose: Callable[[Read, Array], Int[Array, "r n"]], found: Read, logits: Float[Array, "b vocab"]
+) -> Int[Array, "b n"]:
+    """What `choose` gives of all rows, `BLOCK` of them at a time."""
+    count = len(logits)
+    if count <= BLOCK:
+        return choose(found, logits)
+
+    def block(i: Array, chosen: Array) -> Array:
+        # The last block begins before its turn where the blocks do not fill the batch.
+        first = jnp.minimum(i * BLOCK, count - BLOCK)
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, BLOCK), (found, logits))
+        return lax.dynamic_update_slice_in_dim(chosen, choose(*some), first, axis=0)
+
+    width = jax.eval_shape(choose, found, logits).shape[1]
+    return lax.fori_loop(0, -(-count // BLOCK), block, jnp.zeros((count, width), jnp.int32))
 
 
 def ending(
@@ -77,12 +112,11 @@ def ending(
     return jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
 
 
-def _controlled(
+def with_penalties(
     rows: Rows, found: Read, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
 ) -> Float[Array, "b vocab"]:
-    """The logits with biases and penalties."""
-    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
-    logits = penalized(
+    """The logits of the token at a position, less what its row said before."""
+    return penalized(
         logits,
         rows.history,
         found.at,
@@ -92,8 +126,14 @@ def _controlled(
         presence=found.number("presence_penalty"),
         frequency=found.number("frequency_penalty"),
     )
-    values = lax.bitcast_convert_type(biases[:, 1], jnp.float32)
-    return biased(logits, biases[:, 0], values)
+
+
+def with_biases(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"]
+) -> Float[Array, "b vocab"]:
+    """The logits with what the rows' requests add."""
+    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
+    return biased(logits, biases[:, 0], lax.bitcast_convert_type(biases[:, 1], jnp.float32))
 
 
 def remember(

@@ -10,7 +10,7 @@ thread that tells the others every second that it is alive, and that ends its pr
 
 - as soon as another is gone, or has failed: with what that one said;
 - when another has said nothing for `SILENT` seconds: it is stopped, or its host is gone;
-- when a step has not ended for `stuck` seconds on the devices, which JAX waits for without end.
+- where it leads, when a step has not ended for `stuck` seconds: JAX waits for one without end.
 
 Threads do this, so that a process ends also while it waits in a library.
 """
@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -30,13 +30,28 @@ from jaxattn.engine.links import AGREED, ALIVE, END, FACTS, FAILED, HostError, L
 
 SILENT = 20.0  # seconds
 STUCK = 20.0  # seconds
+SAYS = 1.0  # seconds for a last word
 CODE = 70  # EX_SOFTWARE
 
 
-def end_process(message: str) -> None:
-    """Ends this process with one line, whatever its other threads wait for."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(CODE)
+def end_process(message: str) -> NoReturn:
+    """Ends this process with one line, whatever its other threads wait for.
+
+    A thread says it: whoever reads the line may be gone, or read no more.
+    """
+
+    def say() -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+
+    try:
+        speaks = threading.Thread(target=say, daemon=True)
+        speaks.start()
+        speaks.join(SAYS)
+    finally:
+        os._exit(CODE)
 
 
 class Crew:
@@ -62,7 +77,7 @@ class Crew:
         self._silent, self._stuck, self._end = silent, stuck, end
         self._closed = threading.Event()
         # When the last step was begun, and what it gives; None while it is not sent yet.
-        self._last: tuple[float, jax.Array | None] | None = None
+        self._last: tuple[float, Any] | None = None
         self._begun, self._sent = 0, 0  # steps
         for link in self.links:
             link.listen(self._heard_end)
@@ -116,19 +131,22 @@ class Crew:
                         f"the processes differ in {name}: {link.name} has {found.get(name)}, and "
                         f"process 0 has {facts.get(name)}; start all of them with the same"
                     )
-                    self.fail(message)
+                    self.end_all(message)
                     raise HostError(message)
         for link in self.links:
             link.send(AGREED)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Tells the other processes what is raised inside, so that they end with it."""
+        """Ends all processes with what is raised inside.
+
+        This one too: left to itself, JAX's runtime would wait minutes for the others to be done.
+        """
         try:
             yield
         except BaseException as error:
             what = " ".join(str(error).split()) or type(error).__name__
-            self.fail(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
+            self.end_all(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
             raise
 
     def fail(self, message: str) -> None:
@@ -136,7 +154,7 @@ class Crew:
         self._closed.set()
         for link in self.links:
             with contextlib.suppress(HostError):  # who is gone needs no word
-                link.send_text(FAILED, message)
+                link.offer(FAILED, message, wait=SAYS)
 
     @property
     def closed(self) -> bool:
@@ -165,20 +183,21 @@ class Crew:
         period = min(1.0, self._silent / 4, self._stuck / 4)
         while not self._closed.wait(period):
             for link in self.links:
-                try:
-                    link.send(ALIVE, None, self._sent)
-                except HostError as error:
-                    self._ended(str(error))
-                    return
                 quiet = time.monotonic() - link.heard
                 if quiet > self._silent:
-                    self._ended(
+                    self.end_all(
                         f"{link.name} has said nothing for {quiet:.0f} s: it is stopped, or its "
                         "host is gone"
                     )
                     return
-            if message := self._not_ended():
-                self._ended(message)
+                try:
+                    link.offer(ALIVE, None, self._sent)
+                except HostError as error:
+                    self.end_all(str(error))
+                    return
+            # The leader judges: it knows how far each of the others is.
+            if self.leads and (message := self._not_ended()):
+                self.end_all(message)
                 return
 
     def _not_ended(self) -> str | None:
@@ -195,7 +214,7 @@ class Crew:
         behind = [
             f"{link.name} is behind by {self._begun - link.taken}"
             for link in self.links
-            if self.leads and link.taken < self._begun
+            if link.taken < self._begun
         ]
         reason = ", ".join(behind) or "the devices do not finish it"
         return f"a step of process {self.rank} has not ended for {took:.0f} s: {reason}"
@@ -204,9 +223,10 @@ class Crew:
         if error is None:  # the leader is done
             self._closed.set()
         else:
-            self._ended(str(error))
+            self.end_all(str(error))
 
-    def _ended(self, message: str) -> None:
+    def end_all(self, message: str) -> None:
+        """Ends all processes with a message, this one too; the first of several says it."""
         if not self._closed.is_set():
             self.fail(message)
             self._end(f"the group of processes ends: {message}")

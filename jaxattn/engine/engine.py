@@ -5,7 +5,7 @@
         completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")])
 
 `generate` is a loop over `add` and `step`. Each `step` sends a round of the device's steps, and
-gives the events of the round before (loop.py). A row that finishes frees its pages and its slot,
+gives the events of a round before it (loop.py). A row that finishes frees its pages and its slot,
 and the next waiting request takes them (scheduler.py). The steps are executables of fixed shapes,
 so nothing can be compiled after `start`. State and rows are donated to each step and come back in
 the same buffers.
@@ -145,7 +145,8 @@ class Engine(Lifecycle):
         """Sends a round: at most one prefill step, and one token for each row that decodes.
 
         Returns:
-            What the round before told. The round that is sent is read by the next call.
+            What an earlier round told, and first tokens of this one. Up to two rounds that are sent
+            are read by later calls.
 
         Raises:
             EngineBusyError: another thread uses the engine, or a callback called it.

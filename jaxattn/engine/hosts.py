@@ -34,6 +34,7 @@ from jaxattn.engine.links import (
 )
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
+from jaxattn.engine.sender import array_of
 from jaxattn.engine.steps import EntryPoint
 
 
@@ -94,7 +95,8 @@ class Leader(Runner):
     ) -> jax.Array:
         self._tell(DECODE, places, int(level), int(words is not None))
         self.crew.begin()
-        told = super().decode(places, level, words and functools.partial(self._told, words))
+        masks = words and functools.partial(self._told, words)
+        told = array_of(super().decode(places, level, masks))
         self.crew.sent(told)
         return told
 
@@ -150,9 +152,8 @@ def run_as_told(runner: Runner, crew: Crew) -> None:
             told = runner.first(logits, array, Level(level), _masks(link) if masked else None)
         elif kind == DECODE:
             *_, level, masked = numbers
-            told = runner.decode(
-                array, Level(level), (lambda lines: _masks(link)) if masked else None
-            )
+            words = (lambda lines: _masks(link)) if masked else None
+            told = array_of(runner.decode(array, Level(level), words))
         crew.sent(told)
 
 

@@ -14,6 +14,7 @@ A model with an attribute that this file cannot write down, or with a class of a
 not kept.
 """
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -32,7 +33,7 @@ import jax
 from jax.experimental import serialize_executable
 
 PACKAGE = Path(__file__).parent.parent
-SUFFIX = ".step"
+SUFFIX, UNFINISHED = ".step", ".part"
 KEPT_SECONDS = 30 * 86_400  # a file that nothing has used for so long is deleted
 INSTALLED = ("jax", "nvidia")
 ENVIRONMENT = ("XLA_", "JAX_", "MOSAIC_", "PALLAS_", "TF_")
@@ -81,7 +82,8 @@ class Kept:
             return None
         if sizes_of(loaded) != sizes:  # the plan would not be that of the first start
             return None
-        os.utime(file)
+        with contextlib.suppress(OSError):  # of root, or on a disk that cannot be written to
+            os.utime(file)
         return loaded
 
     def store(self, name: str, executable: jax.stages.Compiled) -> None:
@@ -94,12 +96,21 @@ class Kept:
         packed = pickle.dumps((self._facts, sizes, in_tree, out_tree, serialized))
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(hashlib.sha256(packed).digest() + packed)
-            os.replace(file.name, self._file(name))  # another process reads all of it, or none
+            self._write(self._file(name), hashlib.sha256(packed).digest() + packed)
             self._delete_old()
         except OSError:
             return  # the next start compiles again
+
+    def _write(self, to: Path, data: bytes) -> None:
+        """Another process reads all of the file, or none."""
+        with tempfile.NamedTemporaryFile(dir=self._folder, suffix=UNFINISHED, delete=False) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.replace(file.name, to)
+            except BaseException:  # a full disk, or Ctrl-C
+                os.unlink(file.name)
+                raise
 
     def _file(self, name: str) -> Path:
         key = hashlib.sha256(f"{name}\n{self._facts}".encode()).hexdigest()
@@ -107,7 +118,8 @@ class Kept:
 
     def _delete_old(self) -> None:
         least = time.time() - KEPT_SECONDS
-        for file in self._folder.glob(f"*{SUFFIX}"):
+        # A process that was killed while it wrote leaves its file.
+        for file in (*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{UNFINISHED}")):
             if file.stat().st_mtime < least:
                 file.unlink(missing_ok=True)
 

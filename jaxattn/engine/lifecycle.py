@@ -9,6 +9,7 @@ from jaxattn.engine.crew import Crew
 from jaxattn.engine.devices import group_of
 from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.hosts import Leader, run_as_told
+from jaxattn.engine.links import HostError
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.owner import Owner
 from jaxattn.engine.prefix import Counts
@@ -94,6 +95,7 @@ class Lifecycle:
         with self._alone("state", nested=True):
             self._start()
             assert self._runner is not None
+            self._runner.wait()
             return self._runner.state
 
     # --- beginning and end
@@ -130,6 +132,10 @@ class Lifecycle:
         if self._runner is not None and not self._runner.lost:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
+        if isinstance(self._runner, Leader):  # and so are those of the others, which wait for it
+            lost = "a step of process 0 failed, and its state is lost; start all processes again"
+            self._runner.crew.end_all(lost)
+            raise HostError(lost)
         if self._runner is not None:
             self._runner.delete()
         self._runner = self._loop = None

@@ -9,10 +9,11 @@ read as numbers and nothing else. Once a link listens, a thread reads what comes
 
 import contextlib
 import queue
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,16 +65,8 @@ class Link:
         Raises:
             HostError: the other process is gone.
         """
-        shape = () if array is None else array.shape
-        head = np.zeros(HEAD, np.int32)
-        head[: 3 + len(shape)] = MAGIC, kind, len(shape), *shape
-        head[HEAD - len(numbers) : HEAD] = numbers
-        body = b"" if array is None else np.ascontiguousarray(array, np.int32).tobytes()
-        try:
-            with self._sending:
-                self._connection.sendall(head.tobytes() + body)
-        except OSError as error:
-            raise HostError(f"{self.name} is gone: {error.strerror or error}") from error
+        with self._sending:
+            self._send(_packed(kind, array, numbers))
 
     def send_text(self, kind: int, text: str) -> None:
         """Sends a text as a message.
@@ -81,7 +74,37 @@ class Link:
         Raises:
             HostError: the other process is gone.
         """
-        self.send(kind, np.frombuffer(text.encode(), np.uint8).astype(np.int32))
+        self.send(kind, _numbers_of(text))
+
+    def offer(self, kind: int, text: str | None = None, *numbers: int, wait: float = 0.0) -> bool:
+        """Sends a short message if the connection takes it, and says whether it did.
+
+        A process that is stopped takes none once its buffers are full: `send` then waits for ever,
+        and with it whoever sends next.
+
+        Args:
+            wait: seconds for a message that is being sent.
+
+        Raises:
+            HostError: the other process is gone.
+        """
+        if not self._sending.acquire(timeout=wait):
+            return False
+        try:
+            ready = select.poll()
+            ready.register(self._connection, select.POLLOUT)
+            if not ready.poll(0):
+                return False
+            self._send(_packed(kind, None if text is None else _numbers_of(text), numbers))
+            return True
+        finally:
+            self._sending.release()
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._connection.sendall(message)
+        except OSError as error:
+            raise HostError(f"{self.name} is gone: {error.strerror or error}") from error
 
     def receive(self) -> Message:
         """The next message that is no ALIVE.
@@ -164,6 +187,20 @@ class Link:
                 raise HostError(f"{self.name} is gone: it closed its connection")
             found += part
         return bytes(found)
+
+
+def _packed(kind: int, array: np.ndarray | None, numbers: Sequence[int]) -> bytes:
+    """A message as it is sent."""
+    shape = () if array is None else array.shape
+    head = np.zeros(HEAD, np.int32)
+    head[: 3 + len(shape)] = MAGIC, kind, len(shape), *shape
+    head[HEAD - len(numbers) : HEAD] = numbers
+    body = b"" if array is None else np.ascontiguousarray(array, np.int32).tobytes()
+    return head.tobytes() + body
+
+
+def _numbers_of(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
 def lead(address: str, processes: int, *, timeout: float = 300.0) -> list[Link]:

@@ -6,8 +6,8 @@
     read      what the round before told, and first tokens of this one
 
 So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
-tokens, the limit) the device sees by itself; stop strings and aborts reach it one step late, and
-what that step told of the row is dropped.
+tokens, the limit) the device sees by itself. Stop strings reach it one step late, aborts up to two,
+and what those steps told of the row is dropped.
 """
 
 import dataclasses
@@ -23,18 +23,21 @@ from jaxattn.engine.advance import End
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
 from jaxattn.engine.grammar import masks
-from jaxattn.engine.model_steps import FUSED, EntryPoint
+from jaxattn.engine.model_steps import EntryPoint, fused_levels
 from jaxattn.engine.request import Request
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.sender import Sent, array_of
 from jaxattn.engine.stats import Stats
 from jaxattn.engine.step import sampled_rows
 from jaxattn.engine.steps import prompts_together
 
-# Rounds that are sent and not read when the next one is sent.
-ROUNDS_AHEAD = 1
+# Rounds that are sent and not read while the host waits for a token. With two the device has a
+# whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the
+# host can see (a stop string) wastes a token for each, so beside such a row there is one.
+ROUNDS_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,12 +73,12 @@ class Flight:
     """What a step in flight will tell.
 
     Attributes:
-        told: of `advance`, or logits that nobody samples.
+        told: of `advance`, perhaps still to be sent, or logits that nobody samples.
         rows: those that it is about, by their line; None is padding.
         running: of a decode step; None of a prefill step.
     """
 
-    told: jax.Array
+    told: jax.Array | Sent
     rows: Sequence[Row | None]
     running: Running | None = None
 
@@ -129,11 +132,16 @@ class Loop:
         if not self._flights[-1]:
             self._flights.pop()
             self.drain()
-        while len(self._flights) > ROUNDS_AHEAD:
+        while len(self._flights) > self._ahead:
             self._read_round()
         self._read_first_tokens()
         if not self.scheduler.rows:
             self.drain()  # what is left tells of nobody
+
+    @property
+    def _ahead(self) -> int:
+        """How many rounds may stay unread."""
+        return ROUNDS_AHEAD if self._running is None or self._running.plain else 1
 
     def drain(self) -> None:
         """Reads all that is in flight."""
@@ -248,7 +256,7 @@ class Loop:
         there = [row for row in rows if row is not None]
         level = Level(int(scheduler.levels[places].max()))
         grammars = any(row.request.grammar for row in there)
-        speculates = level in FUSED and not grammars
+        speculates = level in fused_levels(scheduler.limits) and not grammars
         moved = np.zeros_like(scheduler.cached)
         moved[places] = scheduler.limits.step_tokens if speculates else 1
         return Running(
@@ -326,6 +334,8 @@ class Loop:
         if self._flights and self._flights[-1]:
             flight = self._flights[-1][0]
             if flight.running is None and any(row is not None for row in flight.rows):
+                while len(self._flights) > 1:
+                    self._read_round()
                 del self._flights[-1][0]
                 self._read(flight)
 
@@ -335,10 +345,11 @@ class Loop:
         """
         tells = any(row is not None for row in flight.rows)
         before = time.perf_counter()
+        array = array_of(flight.told)
         if tells:
-            told = np.asarray(flight.told)
+            told = np.asarray(array)
         else:
-            flight.told.block_until_ready()
+            array.block_until_ready()
         now = time.perf_counter()
         self.stats.waited_seconds += now - before
         spent, self._read_at = now - self._read_at, now
@@ -355,8 +366,8 @@ class Loop:
         if told.ndim == 3:
             return self._taken_drafts(running, told)
         if running.plain and running.changes == self.scheduler.changes:
-            own = told[running.kept]
-            if not own[:, 1].any():
+            own = told if len(running.kept) == len(told) else told[running.kept]
+            if not np.count_nonzero(own[:, 1]):
                 tokens = own[:, 0].tolist()
                 return self.endings.take_plain(running.requests, running.texts, tokens)
         return self.endings.take(running.rows, told)

@@ -92,11 +92,10 @@ def bound_of(
         chosen = implementation_of(entry, implementation)
         function = functools.partial(function, implementation=chosen)
     arguments = step.arguments(model, limits, params)
-    axes = model.parallel.mesh_axes
-    bound = temp_bound(function, *arguments, donated=step.donated, axes=axes)
+    bound, results = temp_bound(
+        function, *arguments, donated=step.donated, axes=model.parallel.mesh_axes
+    )
     # The results come with a table of their addresses.
-    traced = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
-    results = traced(*arguments)[1]
     out = nbytes(results) - nbytes(arguments[step.donated])
     in_out = nbytes(step.given(model, limits)) + out + 8 * len(jax.tree.leaves(results))
     return Executable(in_out, bound, 0, "bound")
@@ -219,57 +218,14 @@ def plan_engine(
         others: bytes of JAX's pool that other arrays and engines hold.
     """
     state = jax.eval_shape(functools.partial(new_state, model, limits))
-    items = [*resident_items(model, limits, params)]
-    if executables:
-        bases = {known.basis for known in executables.values()}
-        basis = "bound" if "bound" in bases else "compiled"
-        in_out = {name: known.in_out for name, known in executables.items()}
-        temp = {name: known.temp for name, known in executables.items()}
-        items += [
-            Item(
-                "step inputs and outputs",
-                max(in_out.values()),
-                _largest(in_out),
-                basis=basis,
-            ),
-            Item("xla temp", max(temp.values()), _largest(temp), basis=basis),
-        ]
+    items = [*resident_items(model, limits, params), *_step_items(executables)]
     if memory is not None and memory.limit:
-        # The step's inputs and results are a dozen buffers of any size.
-        arrays = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.size]
-        lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
-        why = (
-            f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
-            f"free piece if that is below {BFC_REST // 2**20} MiB: to the temp and to one array"
-        )
-        items.append(Item("rounding", lost + 2 * BFC_REST, why, basis="bound"))
+        items.append(_rounding([leaf for leaf in jax.tree.leaves((params, state)) if leaf.size]))
     if others:
-        items.append(
-            Item(
-                "others", others, "arrays and engines in the process before this", basis="measured"
-            )
-        )
-    if executables:
-        code = sum(known.code for known in executables.values())
-        items.append(
-            Item(
-                "xla code",
-                code,
-                f"of {len(executables)} executables together",
-                basis=basis,
-                outside=True,
-            )
-        )
-    if outside:
-        why = "context, modules, libraries"
-        if outside_basis == "measured":
-            why += ", and what other processes hold of the device"
-        items.append(Item("driver", outside, why, basis=outside_basis, outside=True))
-    if collectives:
-        why = "NCCL's channels and buffers, and those of XLA's collective kernels"
-        items.append(Item("collectives", collectives, why, basis=outside_basis, outside=True))
-    if outside_basis != "measured":
-        items += held_elsewhere(memory)
+        why = "arrays and engines in the process before this"
+        items.append(Item("others", others, why, basis="measured"))
+    items += _code_items(executables)
+    items += _outside_items(memory, outside, collectives, outside_basis)
     budget = None
     if memory is not None:
         utilization = 1.0 if limits.utilization is None else limits.utilization
@@ -284,6 +240,63 @@ def plan_engine(
             ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
         ),
     )
+
+
+def _step_items(executables: Mapping[str, Executable]) -> list[Item]:
+    """What the executables take of the pool: they run one at a time, so the largest counts."""
+    if not executables:
+        return []
+    basis = _basis(executables)
+    in_out = {name: known.in_out for name, known in executables.items()}
+    temp = {name: known.temp for name, known in executables.items()}
+    inputs = "step inputs and outputs"
+    return [
+        Item(inputs, max(in_out.values()), _largest(in_out), basis=basis),
+        Item("xla temp", max(temp.values()), _largest(temp), basis=basis),
+    ]
+
+
+def _code_items(executables: Mapping[str, Executable]) -> list[Item]:
+    """What the executables take outside of the pool: all are loaded, so the sum counts."""
+    if not executables:
+        return []
+    code = sum(known.code for known in executables.values())
+    why = f"of {len(executables)} executables together"
+    return [Item("xla code", code, why, basis=_basis(executables), outside=True)]
+
+
+def _basis(executables: Mapping[str, Executable]) -> str:
+    """Of their sum or maximum: one bound makes it a bound."""
+    return "bound" if any(known.basis == "bound" for known in executables.values()) else "compiled"
+
+
+def _rounding(arrays: Sequence[Any]) -> Item:
+    """What JAX's allocator takes beside the arrays' own bytes."""
+    # The step's inputs and results are a dozen buffers of any size.
+    lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
+    why = (
+        f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
+        f"free piece if that is below {BFC_REST // 2**20} MiB: to the temp and to one array"
+    )
+    return Item("rounding", lost + 2 * BFC_REST, why, basis="bound")
+
+
+def _outside_items(
+    memory: DeviceMemory | None, outside: int, collectives: int, basis: str
+) -> list[Item]:
+    """What the driver, NCCL and other processes hold; arguments as for `plan_engine`."""
+    items = []
+    if outside:
+        why = "context, modules, libraries"
+        if basis == "measured":
+            why += ", and what other processes hold of the device"
+        items.append(Item("driver", outside, why, basis=basis, outside=True))
+    if collectives:
+        why = "NCCL's channels and buffers, and those of XLA's collective kernels"
+        items.append(Item("collectives", collectives, why, basis=basis, outside=True))
+    if basis != "measured":
+        items += held_elsewhere(memory)
+    return items
 
 
 def _checkpoints(limits: Limits) -> str:

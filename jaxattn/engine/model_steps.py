@@ -169,8 +169,13 @@ class Speculate(Round):
         return drafted
 
 
+def fused_levels(limits: Limits) -> tuple[Level, ...]:
+    """Levels that a round samples in its own executable."""
+    return (*FUSED, Level.CONTROLS) if limits.speculate else FUSED
+
+
 def round_of(limits: Limits, rows: int, level: Level) -> Round:
-    """The step of a round, at a level of FUSED."""
+    """The step of a round, at a level of `fused_levels`."""
     if limits.speculate:
         return Speculate(rows, level, limits.speculate)
     return Round(rows, level)

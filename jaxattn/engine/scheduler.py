@@ -228,7 +228,10 @@ class Scheduler:
 
     def steady(self, places: np.ndarray) -> int:
         """How many steps these rows can go on for as they are, if none comes or leaves: until one
-        has a page to get, or no token to generate."""
+        has a page to get, or no token to generate. A row that is not among them, since steps in
+        flight may give it its last tokens, can be in the next."""
+        if np.count_nonzero(self.decoding) > len(places):
+            return 1
         room = self.room[places] - self.cached[places]
         return int(min(room.min(), self.left[places].min())) // self.limits.step_tokens
 

@@ -10,6 +10,8 @@ the tokens that it would have got one by one, as far as the logits are the same.
 change how many of them come at once. (A draft is certain of itself. To accept it with the chance
 that the model gives it, and to draw from the rest otherwise, is to draw and to compare.)
 
+Penalties look at what a row said, so a row with penalties gets no draft.
+
 What a step wrote behind the tokens that count is written again: caches of tokens go by the row's
 length. Recurrent states do not, so the step keeps the states behind each of its tokens, each in
 another slot of the row, and the row goes on from one of them:
@@ -19,6 +21,8 @@ another slot of the row, and the row goes on from one of them:
 """
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -26,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.engine.advance import End, ending
+from jaxattn.engine.advance import End, ending, with_biases, with_penalties
 from jaxattn.engine.rows import INTEGERS, Read, Rows, read
 from jaxattn.engine.sampling import Level, SamplingBatch, sample
 from jaxattn.models.base import DecodeBatch
@@ -80,8 +84,16 @@ def draft(rows: Rows, places: Int[Array, "b"], drafts: int, checkpoints: int) ->
     guessed = jnp.take_along_axis(history, follows, axis=1)
     tokens = jnp.concatenate([found.cursor.token[:, None], guessed], axis=1)
     active = found.cursor.active > 0
+    there &= ~_penalized(found)[:, None]
     slots = jnp.where(active[:, None], _slots(found, len(rows.cursor), drafts, checkpoints), -1)
     return Draft(found, tokens, active & there.any(1), slots)
+
+
+def _penalized(found: Read) -> Bool[Array, "b"]:
+    """Rows whose logits depend on what they said: a draft behind one would have to be counted."""
+    repeats = found.number("repetition_penalty") != 1
+    taken = (found.number(name) != 0 for name in ("presence_penalty", "frequency_penalty"))
+    return functools.reduce(operator.or_, taken, repeats)
 
 
 def _slots(found: Read, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
@@ -110,7 +122,7 @@ def verify(
     """Samples behind each token, and keeps what the draft was right about and one token more.
 
     Args:
-        level: without penalties and biases.
+        level: without log-probabilities.
 
     Returns:
         (the rows; int32 [b, S, 2]: tokens, each with an `End`; IDLE behind those that count).
@@ -120,6 +132,10 @@ def verify(
     position = found.cursor.length[:, None] + 1 + jnp.arange(width)
     every = jax.tree.map(lambda x: jnp.repeat(x, width), found.sampling)
     assert isinstance(every, SamplingBatch)
+    if level >= Level.CONTROLS:
+        logits = logits.at[:, 0].set(with_penalties(rows, found, logits[:, 0], position[:, 0]))
+        add = functools.partial(with_biases, rows, found)
+        logits = jax.vmap(add, in_axes=1, out_axes=1)(logits)
     flat = logits.reshape(count * width, -1)
     tokens = sample(flat, every, position.reshape(-1), level).reshape(count, width)
     end = ending(found, tokens, position)

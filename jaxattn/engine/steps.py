@@ -19,7 +19,7 @@ all the rest of a call. The others change rows: (rows, ...) -> rows, some with w
 Lengths are data, so a row's length never asks for another executable; shapes are buckets.
 """
 
-from jaxattn.engine.model_steps import FUSED, EntryPoint, round_of
+from jaxattn.engine.model_steps import EntryPoint, fused_levels, round_of
 from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.step import Step
@@ -52,7 +52,9 @@ def all_steps(limits: Limits) -> tuple[Step, ...]:
     entries = entry_points(limits)
     histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
     samples = (Sample(rows, level) for rows in limits.batches for level in Level)
-    rounds = (round_of(limits, rows, level) for rows in limits.batches for level in FUSED)
+    rounds = (
+        round_of(limits, rows, level) for rows in limits.batches for level in fused_levels(limits)
+    )
     grammars = (Mask(rows) for rows in limits.batches)
     copies = (Copy(),) if limits.prefix_cache and limits.checkpoints else ()
     return *entries, *rounds, *samples, *grammars, *histories, Update(), *copies

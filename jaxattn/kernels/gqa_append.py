@@ -22,6 +22,7 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.formats import FP8, FP8_MAX
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.written_place import place
 
 THREADS = 128
 
@@ -110,7 +111,11 @@ class Block:
             # Everything is read before anything waits: latencies run side by side.
             key, value = (self.load(refs[name].at[token, mine]) for name in ("k_ref", "v_ref"))
             weight = weight_of(1)
-            page, position, known = self.place(token, which, refs)
+            page, position, known = place(
+                token, q_len=self.q_len, page_size=self.page_size, layer=which,
+                layers=refs["cache_ref"].shape[0], tables_ref=refs["tables_ref"],
+                lens_ref=refs["lens_ref"], query_lens_ref=refs["query_lens_ref"],
+            )  # fmt: skip
             at = lax.rem(position, self.page_size)
 
             @pl.when(known & (page >= 0) & (page < refs["cache_ref"].shape[1]))
@@ -162,20 +167,6 @@ class Block:
         first = lax.rem(place, 2) == 0 if self.interleaved else place < shift
         partner = jnp.where(first, after, before)
         return jnp.where(place < self.rotated, x * cosine + partner * sine, x)
-
-    def place(self, token: jax.Array, layer: jax.Array, refs: Any) -> tuple[jax.Array, ...]:
-        """(page, position in the row, whether the row has such a token and a table so wide)."""
-        tables_ref, query_lens_ref = refs["tables_ref"], refs["query_lens_ref"]
-        layers, page_size = refs["cache_ref"].shape[0], self.page_size
-        row = lax.div(token, self.q_len)
-        length, place = refs["lens_ref"][row], lax.rem(token, self.q_len)
-        queries = self.q_len if query_lens_ref is None else query_lens_ref[row]
-        position = length - queries + place
-        column = lax.div(jnp.maximum(position, 0), page_size)
-        known = (length > 0) & (place < queries) & (position >= 0)
-        known &= (column < tables_ref.shape[1]) & (layer >= 0) & (layer < layers)
-        page = tables_ref[row, jnp.minimum(column, tables_ref.shape[1] - 1)]
-        return page, position, known
 
     def scale(self, scale_ref: Any, kind: int, line: jax.Array) -> jax.Array | None:
         """Of the block's heads, for each of its dims; None where the cache has none."""

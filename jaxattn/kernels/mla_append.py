@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.written_place import place
 
 ROPE = 64
 THREADS = 128
@@ -115,14 +116,10 @@ def mla_append_mosaic(
             some = load_window(kv_ref.at[token, pl.ds(first, WINDOW)])
             some_weight = load_window(weights_ref.at[own, pl.ds(first, WINDOW)])
             angles = load_window(angles_ref.at[token])
-            row = lax.div(token, q_len)
-            length, place = lens_ref[row], lax.rem(token, q_len)
-            queries = q_len if query_lens_ref is None else query_lens_ref[row]
-            position = length - queries + place
-            column = lax.div(jnp.maximum(position, 0), page_size)
-            known = (length > 0) & (place < queries) & (position >= 0)
-            known &= (column < tables_ref.shape[1]) & (which >= 0) & (which < layers)
-            page = tables_ref[row, jnp.minimum(column, tables_ref.shape[1] - 1)]
+            page, position, known = place(
+                token, q_len=q_len, page_size=page_size, layer=which, layers=layers,
+                tables_ref=tables_ref, lens_ref=lens_ref, query_lens_ref=query_lens_ref,
+            )  # fmt: skip
 
             @pl.when(known & (page >= 0) & (page < pages))
             def _write():

@@ -1,11 +1,11 @@
 """A plan is a list of lines, each with its bytes and its reason; the cache gets what they leave.
 
-Bytes of an array come from `nbytes` alone: the plan counts with it, and what is allocated is
-compared with the plan by it, so that the two cannot drift.
+Bytes of an array come from `nbytes` alone. The plan counts with it, and what is allocated is
+compared with the plan by it, so the two cannot drift.
 
-The cache and the workspace depend on each other where a workspace is sized by the longest row that
-the cache can hold (a split-KV kernel's partial results): more pages need more workspace, which
-leaves fewer pages. `solve` finds the most pages of which both fit.
+A split-KV kernel's partial results may be sized by the longest row that the cache can hold. Then
+cache and workspace depend on each other: more pages need more workspace, which leaves fewer pages.
+`solve` finds the most pages of which both fit.
 """
 
 import dataclasses

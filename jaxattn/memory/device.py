@@ -2,8 +2,8 @@
 
     total = pool (JAX's allocator) + outside (context, code, libraries, other processes) + free
 
-The driver's part is in no allocator's statistics and grows when code is first run (a kernel that
-uses TMA descriptors, a library's handle), so it is measured around the warm-up, from `free`.
+The driver's part is in no allocator's statistics. It grows when code is first run: a kernel that
+uses TMA descriptors, a library's handle. So it is measured around the warm-up, from `free`.
 """
 
 import ctypes

@@ -28,7 +28,7 @@ class Limits:
         checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
             large as thousands of tokens, so none is kept unless it is asked for.
         utilization: fraction of the device's total memory, not of what is free, for arrays and
-            XLA's temp; the cache gets what the rest of the plan leaves of it. Where other
+            XLA's temp. The cache gets what the rest of the plan leaves of it. Where other
             processes hold more than the rest, it gets what they leave. None sizes the cache by
             `num_pages` alone.
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
@@ -127,6 +127,12 @@ class Limits:
     def pages_per_row(self) -> int:
         """Of a row at `max_model_len`, and a draft behind it."""
         return -(-(self.max_model_len + self.speculate) // self.page_tokens)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of a prompt and its answer that fit into the length and into all pages: the last
+        one is never written, a draft behind it is."""
+        return min(self.max_model_len, self.pages * self.page_tokens - self.speculate + 1)
 
     @property
     def wanted_pages(self) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
@@ -24,7 +25,14 @@ from jaxattn.kernels.rms_norm import norms_features
 from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.looped import apart, in_repeat, leave_in_stacks, linear_stacks_of, loop
+from jaxattn.models.looped import (
+    LAID_OUT,
+    apart,
+    in_repeat,
+    leave_in_stacks,
+    linear_stacks_of,
+    loop,
+)
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
@@ -172,7 +180,7 @@ class Decoder(nnx.Module):
         if overlong is not None:
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
         # What a layer adds to the stream waits for the norm of the next: they are one launch.
-        y = jnp.zeros_like(x)
+        y = jnp.zeros_like(x, self._added_dtype(x))
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -219,9 +227,10 @@ class Decoder(nnx.Module):
                         implementation,
                     )
                     state = state.replace(name, arrays, after)
-                return x, y, state
+                return x, y.astype(self._added_dtype(x)), state
 
-            x, y, state = loop(segment.repeats, body, (x, y, state), (params,))
+            carry = x, y, state
+            x, y, state = loop(segment.repeats, body, carry, (params,), laid_out=LAID_OUT)
         return self._head(x + y), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
@@ -232,8 +241,9 @@ class Decoder(nnx.Module):
             mlp: Any = params["layers"][place]["mlp"]
             names = block.feed_forward.stacked
             stacks.append({name: mlp[name][...] for name in names})
-            for name in names:  # the module that the body makes holds an empty array
-                mlp[name] = mlp[name].replace(mlp[name][...][:, :0])
+            for name in names:  # the module that the body makes holds an empty matrix
+                empty = mlp[name][...][:, :0]
+                mlp[name] = mlp[name].replace(empty if empty.ndim > 2 else empty[..., None])
         return graphdef, params, stacks
 
     def _within_tables(
@@ -269,6 +279,11 @@ class Decoder(nnx.Module):
     def _total(self, y: Array, over: Dimension = "tensor") -> Array:
         """The sum of what the GPUs have of a layer's output."""
         return total(y, self.spec.parallel, over, self.spec.stream.dtype)
+
+    def _added_dtype(self, x: Array) -> DTypeLike:
+        """Of what a layer adds to the stream x: as GPUs sent it, where those of all layers do."""
+        parallel = self.spec.parallel
+        return self.spec.stream.dtype if parallel.data == 1 < parallel.tensor else x.dtype
 
     def _everyones(self, valid: Array) -> Array:
         """Whether tokens are no padding, of all data groups where their tokens meet."""

@@ -55,7 +55,7 @@ class MoE(FeedForward):
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        return stacked_names(self.weight_format, self.shared_gate)
+        return stacked_names(self.weight_format, self.shared_gate, self.router.scores == "sigmoid")
 
     @property
     def summed_over(self) -> Dimension:

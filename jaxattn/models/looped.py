@@ -18,15 +18,28 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
 
+# So many repeats of a decode step are laid out: each is compiled by itself.
+LAID_OUT = 2
+
 
 def loop[Carry](
-    repeats: int, body: Callable[[Carry, Any], Carry], carry: Carry, stacks: Any
+    repeats: int,
+    body: Callable[[Carry, Any], Carry],
+    carry: Carry,
+    stacks: Any,
+    *,
+    laid_out: int = 0,
 ) -> Carry:
     """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
 
     A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
     XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
     i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
+
+    Args:
+        laid_out: on a GPU no more repeats than these stand one behind the other. A step without
+            loops is one CUDA graph. A loop's body is a graph of its own, and the host tells it in
+            each repeat where the weights lie that a product reads out of a stack.
     """
 
     def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
@@ -36,7 +49,13 @@ def loop[Carry](
         one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, here, keepdims=False), stacks)
         return following, body(carry, (following, *one))
 
-    return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
+    looped = jnp.int32(0), carry
+    if repeats <= laid_out and jax.default_backend() == "gpu":
+        one_repeat = jax.jit(step)  # traced and lowered once
+        for _ in range(repeats):
+            looped = one_repeat(looped)
+        return looped[1]
+    return lax.while_loop(lambda looped: looped[0] < repeats, step, looped)[1]
 
 
 def in_repeat(following: Array) -> LayerOf:

@@ -2,7 +2,9 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Self
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,22 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import Arguments, as_given, check_array, check_features, check_integers
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import number_to_check
 from jaxattn.core.slots import check_pool, state_read, state_write
-from jaxattn.nn.linear import normal
+from jaxattn.nn.linear import Linear, normal
+from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn.conv import causal_conv1d
+from jaxattn.ops.gdn.prefill_options import OutputNorm
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its input. Dc are the channels of its convolution."""
+
+    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution, in the compute dtype
+    decays: Float[Array, "B T _"]  # as the layer's gates take them
+    beta: Float[Array, "B T Hv"]  # before the sigmoid
+    gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
 
 
 class DeltaLayer(nnx.Module):
@@ -23,14 +37,90 @@ class DeltaLayer(nnx.Module):
 
     Attributes:
         in_proj: the name of its first projection.
+        family: the first word of its scopes in a profile.
+        prefill_rule: the recurrence over a chunk, from states in slots to those after it.
     """
 
     in_proj: ClassVar[str]
+    family: ClassVar[str]
+    prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
+    conv1d: nnx.Param
+    norm: RMSNorm
+    out_proj: Linear
 
     @property
     @abc.abstractmethod
     def _of_slot(self) -> dict[str, tuple[int, ...]]:
         """What a slot of either pool holds, `conv_shape` and `state_shape`."""
+
+    @abc.abstractmethod
+    def _project(self, x: Float[Array, "B T hidden"]) -> Projected: ...
+
+    @abc.abstractmethod
+    def _split_heads(self, mixed: Float[Array, "B T Dc"]) -> tuple[Array, Array, Array]:
+        """q and k [B, T, Hk, Dk], v [B, T, Hv, Dv]."""
+
+    @abc.abstractmethod
+    def _gates(self, made: Projected) -> tuple[Array, Array]:
+        """The log decays and beta, float32."""
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array, Array]:
+        """A chunk of each row's prompt, from the states in its slot to the states after the chunk.
+
+        A row with `seq_lens == query_lens` is fresh: it starts from zero, whatever an earlier row
+        left in its slot. Slot -1, or `query_lens` 0, is a padding row.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc]. Dc is the first dim of
+                `conv1d`.
+            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            seq_lens: the row's length after this chunk.
+            query_lens: new tokens of each row, at most T and at most its seq_lens.
+
+        Returns:
+            (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; it is named.
+        """
+        op = f"{type(self).__name__}.prefill"
+        pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
+        chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
+        made = self._project(x)
+        mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
+        q, k, v = self._split_heads(mixed)
+        y, ssm_state = type(self).prefill_rule(
+            q,
+            k,
+            v,
+            *chunk.gates(*self._gates(made)),
+            ssm_state,
+            chunk.slots,
+            has_initial_state=~chunk.fresh,
+            layer=layer,
+            output_norm=OutputNorm(gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps),
+            implementation=implementation,
+        )
+        out = self._project_out(y)
+        # A padding token's gate may be anything.
+        return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+
+    def _project_out(self, y: Float[Array, "B T Hv Dv"]) -> Float[Array, "B T hidden"]:
+        with jax.named_scope(f"{self.family}_out_proj"):
+            return self.out_proj(y.reshape(*y.shape[:2], math.prod(y.shape[2:])))
 
     def _check_tokens(self, op: str, x: Any) -> None:
         weight = getattr(self, self.in_proj).weight

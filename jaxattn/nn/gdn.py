@@ -14,7 +14,7 @@ from jaxattn.core.checks import check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.nn.delta import DeltaLayer, new_rates, new_taps
+from jaxattn.nn.delta import DeltaLayer, Projected, new_rates, new_taps
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
@@ -48,6 +48,8 @@ class GatedDeltaNet(DeltaLayer):
     """
 
     in_proj = "in_proj_qkvz"
+    family = "gdn"
+    prefill_rule = staticmethod(gated_delta_rule_prefill)
 
     def __init__(
         self,
@@ -94,71 +96,13 @@ class GatedDeltaNet(DeltaLayer):
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state. Returns float32."""
         self._check_tokens("GatedDeltaNet", x)
-        qkvz, a, b = self._project(x)
-        mixed, _ = conv.causal_conv1d(qkvz[..., : self.conv_dim], self.conv1d[...])
+        made = self._project(x)
+        mixed, _ = conv.causal_conv1d(made.mixed, self.conv1d[...])
         q, k, v = self._split_heads(mixed)
-        g, beta = gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...])
-        o, _ = gdn.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
-        with jax.named_scope("gdn_out_proj"):
-            o = o.astype(jnp.float32)  # and so is what comes back from out_proj
-            y = gated_rms_norm(o, qkvz, self.norm.weight[...], self.norm.eps)
-            return self.out_proj(self._join_heads(y))
-
-    def prefill(
-        self,
-        x: Float[Array, "B T hidden"],
-        conv_state: Float[Array, "..."],
-        ssm_state: Float[Array, "..."],
-        *,
-        state_indices: Int[Array, "B"],
-        seq_lens: Int[Array, "B"],
-        query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | None = None,
-        implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T hidden"], Array, Array]:
-        """A chunk of each row's prompt, from the states in its slot to the states after the chunk.
-
-        A row with `seq_lens == query_lens` is fresh: it starts from zero, whatever an earlier row
-        left in its slot. Slot -1, or `query_lens` 0, is a padding row.
-
-        Args:
-            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
-            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
-            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
-            seq_lens: the row's length after this chunk.
-            query_lens: new tokens of each row, at most T and at most its seq_lens.
-
-        Returns:
-            (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
-
-        Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
-        """
-        op = "GatedDeltaNet.prefill"
-        pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
-        chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
-        qkvz, a, b = self._project(x)
-        mixed, conv_state = chunk.convolve(qkvz[..., : self.conv_dim], self.conv1d[...], conv_state)
-        q, k, v = self._split_heads(mixed)
-        g, beta = chunk.gates(*gdn.gdn_gates(a, b, self.A_log[...], self.dt_bias[...]))
-        y, ssm_state = gated_delta_rule_prefill(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            ssm_state,
-            chunk.slots,
-            has_initial_state=~chunk.fresh,
-            layer=layer,
-            output_norm=gdn.OutputNorm(gate=qkvz, weight=self.norm.weight[...], eps=self.norm.eps),
-            implementation=implementation,
-        )
-        with jax.named_scope("gdn_out_proj"):
-            out = self.out_proj(self._join_heads(y))
-            # A padding token's z may be anything.
-            return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+        o, _ = gdn.chunk_gated_delta_rule(q, k, v, *self._gates(made), use_qk_l2norm=True)
+        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+        y = gated_rms_norm(o, made.gate, self.norm.weight[...], self.norm.eps)
+        return self._project_out(y)
 
     def decode(
         self,
@@ -215,11 +159,14 @@ class GatedDeltaNet(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        """(q | k | v before the convolution, and z [B, T, Dc + Hv * Dv], a and b [B, T, Hv])."""
+    def _project(self, x: Array) -> Projected:
         with jax.named_scope("gdn_in_proj"):
             b, a = jnp.split(self.in_proj_ba(x), 2, axis=-1)
-            return self.in_proj_qkvz(x).astype(self.dtype), a, b
+            qkvz = self.in_proj_qkvz(x).astype(self.dtype)
+            return Projected(qkvz[..., : self.conv_dim], a, b, qkvz)
+
+    def _gates(self, made: Projected) -> tuple[Array, Array]:
+        return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])
 
     def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:
         key_dim = self.num_k_heads * self.head_k_dim
@@ -227,9 +174,6 @@ class GatedDeltaNet(DeltaLayer):
         keys = (*mixed.shape[:2], self.num_k_heads, self.head_k_dim)
         values = (*mixed.shape[:2], self.num_v_heads, self.head_v_dim)
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
-
-    def _join_heads(self, y: Array) -> Array:
-        return y.reshape(*y.shape[:2], self.num_v_heads * self.head_v_dim)
 
     @property
     def _of_slot(self) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,6 @@
 """Kimi Delta Attention as a layer: one module for training, prefill and decoding."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,9 @@ from jaxattn.core.checks import check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
-from jaxattn.nn.delta import DeltaLayer, new_rates, new_taps
+from jaxattn.nn.delta import DeltaLayer, Projected, new_rates, new_taps
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
-
-
-class Projected(NamedTuple):
-    """What the layer makes of its input."""
-
-    qkv: Float[Array, "B T 3*H*D"]  # before the convolution, in the compute dtype
-    f: Float[Array, "B T H*D"]  # of the decays
-    b: Float[Array, "B T H"]
-    gate: Float[Array, "B T H*D"]  # of the output
 
 
 class KimiDeltaAttention(DeltaLayer):
@@ -57,6 +47,8 @@ class KimiDeltaAttention(DeltaLayer):
     """
 
     in_proj = "in_proj_qkv"
+    family = "kda"
+    prefill_rule = staticmethod(kda.kda_prefill)
 
     def __init__(
         self,
@@ -103,70 +95,12 @@ class KimiDeltaAttention(DeltaLayer):
         """Whole sequences from a zero state. Returns float32."""
         self._check_tokens("KimiDeltaAttention", x)
         made = self._project(x)
-        mixed, _ = kda.causal_conv1d(made.qkv, self.conv1d[...])
+        mixed, _ = kda.causal_conv1d(made.mixed, self.conv1d[...])
         q, k, v = self._split_heads(mixed)
         o, _ = kda.chunk_kda(q, k, v, *self._gates(made), use_qk_l2norm=True)
-        with jax.named_scope("kda_out_proj"):
-            o = o.astype(jnp.float32)  # and so is what comes back from out_proj
-            weight = self.norm.weight[...]
-            y = gated_rms_norm(o, made.gate, weight, self.norm.eps, sigmoid=True)
-            return self.out_proj(y.reshape(*x.shape[:2], self.num_heads * self.head_dim))
-
-    def prefill(
-        self,
-        x: Float[Array, "B T hidden"],
-        conv_state: Float[Array, "..."],
-        ssm_state: Float[Array, "..."],
-        *,
-        state_indices: Int[Array, "B"],
-        seq_lens: Int[Array, "B"],
-        query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | None = None,
-        implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T hidden"], Array, Array]:
-        """A chunk of each row's prompt, from the states in its slot to the states after the chunk.
-
-        A row with `seq_lens == query_lens` is fresh: it starts from zero, whatever an earlier row
-        left in its slot. Slot -1, or `query_lens` 0, is a padding row.
-
-        Args:
-            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
-            conv_state: [L, Z, W - 1, 3 H D] with `layer`, or [Z, W - 1, 3 H D].
-            ssm_state: float32 or bfloat16 [L, Z, H, D, D] with `layer`, or [Z, H, D, D].
-            seq_lens: the row's length after this chunk.
-            query_lens: new tokens of each row, at most T and at most its seq_lens.
-
-        Returns:
-            (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
-
-        Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
-        """
-        op = "KimiDeltaAttention.prefill"
-        pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
-        chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
-        made = self._project(x)
-        mixed, conv_state = chunk.convolve(made.qkv, self.conv1d[...], conv_state)
-        q, k, v = self._split_heads(mixed)
-        y, ssm_state = kda.kda_prefill(
-            q,
-            k,
-            v,
-            *chunk.gates(*self._gates(made)),
-            ssm_state,
-            chunk.slots,
-            has_initial_state=~chunk.fresh,
-            layer=layer,
-            output_norm=kda.OutputNorm(
-                gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps
-            ),
-            implementation=implementation,
-        )
-        with jax.named_scope("kda_out_proj"):
-            out = self.out_proj(y.reshape(*x.shape[:2], self.num_heads * self.head_dim))
-            # A padding token's gate may be anything.
-            return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+        y = gated_rms_norm(o, made.gate, self.norm.weight[...], self.norm.eps, sigmoid=True)
+        return self._project_out(y)
 
     def decode(
         self,
@@ -234,16 +168,17 @@ class KimiDeltaAttention(DeltaLayer):
 
     def _gates(self, made: Projected) -> tuple[Array, Array]:
         return kda.kda_gates(
-            made.f.reshape(*made.b.shape, self.head_dim),
-            made.b,
+            made.decays.reshape(*made.beta.shape, self.head_dim),
+            made.beta,
             self.A_log[...],
             self.dt_bias[...].reshape(self.num_heads, self.head_dim),
             lower_bound=self.lower_bound,
         )
 
-    def _split_heads(self, mixed: Array) -> list[Array]:
+    def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:
         heads = (*mixed.shape[:2], self.num_heads, self.head_dim)
-        return [x.reshape(heads) for x in jnp.split(mixed, 3, axis=-1)]
+        q, k, v = jnp.split(mixed, 3, axis=-1)
+        return q.reshape(heads), k.reshape(heads), v.reshape(heads)
 
     @property
     def _of_slot(self) -> dict[str, tuple[int, ...]]:

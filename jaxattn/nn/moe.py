@@ -90,7 +90,8 @@ class MixtureOfExperts(nnx.Module):
         self.always = experts_of_shared(expert_size, shared_size, weight_format)
         experts, stddev = router.experts, hidden_size**-0.5
         self.router = nnx.Param(normal(rngs, (hidden_size, experts), stddev, jnp.float32))
-        if router.scores == "sigmoid":
+        self.has_bias = router.scores == "sigmoid"
+        if self.has_bias:
             self.correction_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
         self.has_gate = shared_gate
         if shared_gate:
@@ -120,13 +121,14 @@ class MixtureOfExperts(nnx.Module):
             )
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
-        names = stacked_names(self.weight_format, self.has_gate)
+        names = stacked_names(self.weight_format, self.has_gate, self.has_bias)
         stacks = {name: getattr(self, name)[...][None] for name in names}
         if self.weight_format is None:
             for name in EXPERTS:
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
-        return self._sum(x, stacks, 0, self._exact_logits(x, self.router[...], gate))[0]
+        only = LayerOf(jnp.int32(0), 1, 0)
+        return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate))[0]
 
     def step(
         self,
@@ -167,15 +169,17 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         always: int,
         valid: Array | None,
+        biases: Float[Array, "L E"] | None,
+        layer: LayerOf,
         x: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
         """The experts of each token and their weights, see `choose_experts`."""
-        bias = self.correction_bias[...] if self.config.scores == "sigmoid" else None
         return choose_experts(
             logits,
-            bias,
+            biases,
             self.config,
+            layer=None if biases is None else layer,
             halves=halves,
             always=always,
             gated=self.has_gate,
@@ -203,11 +207,15 @@ class MixtureOfExperts(nnx.Module):
         logits: Array,
         halves: bool,
         valid: Array | None,
+        biases: Array | None,
+        layer: LayerOf,
         share: Share,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """`choose` on one of several GPUs, in the numbers of its own experts."""
-        ids, weights, _ = self.choose(logits, halves, 0, valid, implementation=implementation)
+        ids, weights, _ = self.choose(
+            logits, halves, 0, valid, biases, layer, implementation=implementation
+        )
         ids = ids - share.first
         ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
         shape = len(ids), self.always
@@ -221,7 +229,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array,
         stacks: Mapping[str, Array],
-        layer: int | LayerOf,
+        layer: LayerOf,
         logits: Array,
         halves: bool = False,
         valid: Array | None = None,
@@ -230,6 +238,7 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Array, Arena | None]:
         valid = None if valid is None else valid.reshape(-1)
+        biases = stacks.get("correction_bias")
         tokens, listed = x.reshape(-1, x.shape[-1]).astype(self.dtype), None
         if share is None:
             ids, weights, listed = self.choose(
@@ -237,11 +246,15 @@ class MixtureOfExperts(nnx.Module):
                 halves,
                 self.always,
                 valid,
+                biases,
+                layer,
                 x=tokens if arena is not None and len(tokens) == 1 else None,
                 implementation=implementation,
             )
         else:
-            ids, weights = self._choose_own(logits, halves, valid, share, implementation)
+            ids, weights = self._choose_own(
+                logits, halves, valid, biases, layer, share, implementation
+            )
         found = mixture_of_experts(
             tokens,
             ids,
@@ -263,9 +276,12 @@ class MixtureOfExperts(nnx.Module):
         return y, arena
 
 
-def stacked_names(weight_format: WeightFormat | None, shared_gate: bool = False) -> tuple[str, ...]:
+def stacked_names(
+    weight_format: WeightFormat | None, shared_gate: bool = False, bias: bool = False
+) -> tuple[str, ...]:
     """The parameters that a step reads out of a whole stack of layers."""
-    names = ("router", *(("shared_gate",) if shared_gate else ()), *EXPERTS)
+    gate = ("shared_gate",) if shared_gate else ()
+    names = ("router", *gate, *(("correction_bias",) if bias else ()), *EXPERTS)
     return (*names, "gate_up_scale", "down_scale") if weight_format == "fp8" else names
 
 

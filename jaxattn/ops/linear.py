@@ -23,7 +23,7 @@ from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
 from jaxattn.core.dispatch import (
     Implementation,
     Refusal,
-    dispatch,
+    dispatch_kernel,
     with_gradient_of,
 )
 from jaxattn.core.layers import LayerOf, taken_apart
@@ -215,15 +215,7 @@ def _dispatch(
         return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": lambda: reference(*operands),
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, lambda: reference(*operands))
 
 
 def _product(x: Array, weights: Array, layer: Array | int) -> Array:

@@ -24,7 +24,7 @@ from jaxattn.core.checks import (
     check_array,
     check_layer,
 )
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.fp8_blocks import BLOCK, dequantize
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.varying import refuse_explicit_axes
@@ -130,15 +130,7 @@ def route(
         return with_gradient_of(reference, kernel)(logits, bias)
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": lambda: reference(logits, bias),
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, lambda: reference(logits, bias))
 
 
 def route_serves(experts: int) -> bool:
@@ -246,15 +238,7 @@ def mixture_of_experts(
         return out if arena is None else (out, arena)
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, xla)
 
 
 def _checked(

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import FLOATS, Arguments, check_array, check_features, check_layer, finite
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
 from jaxattn.kernels.rms_norm import rms_norm_mosaic
@@ -96,12 +96,4 @@ def _normed(
         return total, rms_norm(total, weights[number], eps).astype(out_dtype)
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, xla)

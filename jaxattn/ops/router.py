@@ -15,12 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import (
     Implementation,
-    dispatch,
+    dispatch_kernel,
     with_gradient_of,
     without_gradient,
 )
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.rounding import rounded
+from jaxattn.kernels.moe.few import copies, lists
 from jaxattn.kernels.moe.route import Listed, route_mosaic
 from jaxattn.ops.linear import kernel_serves, linear_layer
 from jaxattn.ops.moe import Router, route
@@ -81,9 +82,10 @@ def added_up(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:
 
 def choose_experts(
     logits: Float[Array, "T N"],
-    bias: Float[Array, " E"] | None,
+    bias: Float[Array, "*L E"] | None,
     router: Router,
     *,
+    layer: LayerOf | None = None,
     halves: bool = False,
     always: int = 0,
     gated: bool = False,
@@ -95,11 +97,12 @@ def choose_experts(
 
     Args:
         logits: of the E experts, in the first columns; or with `halves`, `router_products`.
+        bias: as of `route`, or of all layers, of which `layer` says one.
         always: the experts from E on that every token takes, with weight 1.
         gated: or with the sigmoid of column E.
         valid: false or 0 for a token that is padding: its ids are -1.
         x: the token, where T is 1, as `mixture_of_experts` will be given it. The kernel makes its
-            `listed` of it. With x it has no gradient.
+            `listed` of it, where it has such sizes. With x it has no gradient.
         implementation: as of `route`.
 
     Raises:
@@ -107,10 +110,14 @@ def choose_experts(
     """
     count = router.experts
     valid = None if valid is None else valid.astype(jnp.int32)
+    first, affine, _ = (None, (1, 0), None) if layer is None else taken_apart(layer)
 
-    def reference(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
+    def reference(
+        logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+    ) -> tuple[Array, Array]:
         columns = added_up(logits) if halves else logits
-        ids, weights = route(columns[:, :count], bias, router, implementation="xla")
+        own = bias if bias is None or first is None else bias[affine[0] * first + affine[1]]
+        ids, weights = route(columns[:, :count], own, router, implementation="xla")
         shape = len(ids), always
         last = jnp.broadcast_to(count + jnp.arange(always, dtype=ids.dtype), shape)
         opened = jax.nn.sigmoid(columns[:, count : count + 1]) if gated else jnp.float32(1)
@@ -121,23 +128,19 @@ def choose_experts(
     def mosaic(interpret: bool) -> tuple[Array, Array, Listed | None]:
         options: dict[str, Any] = {
             **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
-            "interpret": interpret,
+            "affine": affine, "interpret": interpret,
         }  # fmt: skip
-        if x is not None:
+        if x is not None and lists(1, router.top_k + always) and copies(x.shape[1]):
             operands = without_gradient("route", (logits, bias, x))
-            return route_mosaic(*operands[:2], valid=valid, x=operands[2], **options)
+            return route_mosaic(*operands[:2], layer=first, valid=valid, x=operands[2], **options)
 
-        def kernel(logits: Array, bias: Array | None, valid: Array | None) -> tuple[Array, Array]:
-            return route_mosaic(logits, bias, valid=valid, **options)[:2]
+        def kernel(
+            logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+        ) -> tuple[Array, Array]:
+            return route_mosaic(logits, bias, layer=first, valid=valid, **options)[:2]
 
-        return *with_gradient_of(reference, kernel)(logits, bias, valid), None
+        return *with_gradient_of(reference, kernel)(logits, bias, first, valid), None
 
-    return dispatch(
-        "route",
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": lambda: (*reference(logits, bias, valid), None),
-        },
+    return dispatch_kernel(
+        "route", implementation, mosaic, lambda: (*reference(logits, bias, first, valid), None)
     )

@@ -3,15 +3,18 @@
     taken = collectives_bytes(Group(Parallel(tensor=2), devices))
 
 NCCL makes its communicator and buffers at the first collective of each kind, outside of JAX's
-allocator. So a small one of each kind that a step may have is run, with free memory read before and
-after. A group whose GPUs cannot reach each other ends here.
+allocator. So a small one of each kind that a step may have is run, and what the process holds is
+read before and after. A group whose GPUs cannot reach each other ends here.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.memory.device import device_memory
+from jaxattn.memory.process import process_bytes
 from jaxattn.parallel.group import Group
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
@@ -23,9 +26,11 @@ class CollectiveError(RuntimeError):
 
 
 def collectives_bytes(group: Group) -> int:
-    """Bytes that collectives take of the device of this process that they take the most of.
+    """Bytes that collectives take of each device of this process.
 
-    0 where nothing says how much is free, as on a CPU.
+    What other processes take meanwhile does not count, where something says what this one holds.
+    Elsewhere the devices' free memory tells, and other processes may change that of some: the least
+    counts, as all devices take part alike. 0 where nothing says how much is free, as on a CPU.
 
     Raises:
         CollectiveError: a collective failed; both ends are named.
@@ -41,7 +46,7 @@ def collectives_bytes(group: Group) -> int:
         x = lax.all_to_all(x + lax.axis_index(axes), axes, split_axis=0, concat_axis=0)
         return x.reshape(-1)[:1]
 
-    before = _outside(group)
+    before = _held(group)
     try:
         jax.block_until_ready(group.make(each_kind, group.each))
     except jax.errors.JaxRuntimeError as error:
@@ -50,11 +55,32 @@ def collectives_bytes(group: Group) -> int:
             f"{str(error).splitlines()[0]}; NCCL has to be installed, and NCCL_DEBUG=INFO says "
             "what it tried"
         ) from error
-    after = _outside(group)
-    return max((late - early for early, late in zip(before, after, strict=True)), default=0)
+    after = _held(group)
+    if before.own and after.own:
+        return max(0, *(late - early for early, late in zip(before.own, after.own, strict=True)))
+    taken = (late - early for early, late in zip(before.all, after.all, strict=True))
+    return max(0, min(taken, default=0))
 
 
-def _outside(group: Group) -> list[int]:
-    """Of each device of this process, the bytes that JAX's pool has not."""
-    memories = (device_memory(device) for device in group.local_devices)
-    return [memory.outside or 0 for memory in memories if memory is not None]
+class _Held(NamedTuple):
+    """Bytes of each device of this process that are in no pool of JAX.
+
+    Attributes:
+        own: those of this process; empty where they are unknown for one of the devices.
+        all: those of all processes; empty where nothing says what is free.
+    """
+
+    own: list[int]
+    all: list[int]
+
+
+def _held(group: Group) -> _Held:
+    memories = [device_memory(device) for device in group.local_devices]
+    outside = [memory.outside for memory in memories if memory is not None]
+    whole = [each for each in outside if each is not None]
+    own = [
+        held - memory.pool
+        for device, memory in zip(group.local_devices, memories, strict=True)
+        if memory is not None and (held := process_bytes(device)) is not None
+    ]
+    return _Held(own if len(own) == len(memories) else [], whole)

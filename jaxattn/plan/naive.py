@@ -2,8 +2,8 @@
 
 Each formula is checked against what its report says was allocated. "Naive" is a buffer for each
 layer, or a workspace for the longest context that the model could have. Of split attention "here"
-is what `gqa_decode` keeps at most for the same heads in any batch up to as many rows: its partial
-results are bounded by the multiprocessors, and neither by context, nor by batch, nor by layers.
+is what `gqa_decode` keeps at most, for the same heads in any batch up to as many rows. Its partial
+results are bounded by the multiprocessors alone: not by context, batch or layers.
 
     DeepSeek-R1, decode output for each layer        vllm-project/vllm#37442, #37799, #37815
     TurboQuant, splits' partial results              vllm-project/vllm#40655, #40798
@@ -58,8 +58,10 @@ def split_kv_workspace(
 def partial_results(
     *, rows: int, heads: int, kv_heads: int, dim: int, tokens: int, page_size: int = PAGE_SIZE
 ) -> int:
-    """What `gqa_decode` keeps of cut rows at most, in batches of up to `rows` rows of `tokens`:
-    float32 outputs in the arena, and an LSE of each beside them."""
+    """Bytes that `gqa_decode` keeps of cut rows at most, in batches of up to `rows` of `tokens`.
+
+    They are float32 outputs in the arena, and an LSE of each beside them.
+    """
     most = 0
     for doubled in range(rows.bit_length()):
         spec = gqa.scratch(

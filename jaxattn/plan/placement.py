@@ -22,10 +22,10 @@ class Placement:
 
     Attributes:
         gpus: in the group. Routed experts are divided over all of them, whole ones.
-        attention: "data": each GPU has all of attention, the dense layers and the ends, and rows,
-            cache and states of its own. "tensor": those are divided by heads (by vocabulary at
-            the ends), all GPUs have the same rows, and an MLA cache, which has no heads, is on
-            every one of them.
+        attention: "data": each GPU has all of attention, the dense layers and the ends. Its rows,
+            cache and states are its own. "tensor": attention is divided by heads, the ends by the
+            vocabulary, and all GPUs have the same rows. An MLA cache has no heads, so each GPU has
+            all of it.
         cache_dtype: "bfloat16"; "float8", one byte per number and one scale for the whole cache;
             or "uint8", block-scaled (`LatentFormat`), both for an MLA cache. None is the model's
             own.

@@ -1,7 +1,8 @@
 """One connection: uvicorn's HTTP/1.1, with a limit to the time that a request's head may take.
 
 uvicorn waits for a head for as long as a client likes, so that clients who never end theirs would
-take every file descriptor. It also takes up WebSockets and another parser where packages for them
+take every file descriptor. It waits as long for the rest of a body that was answered before its
+end. It also takes up WebSockets and another parser where packages for them
 are installed; a server should not depend on what else is.
 """
 
@@ -42,7 +43,7 @@ class Config(uvicorn.Config):
 
 
 class Connection(H11Protocol):
-    """Closes itself where a head does not arrive in time."""
+    """Closes itself where a head, or a body's rest behind its answer, does not arrive in time."""
 
     config: Config
 
@@ -52,24 +53,26 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._await()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        answered = self.cycle is None or self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not answered:
             self._cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._await_head()
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._await()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
+    def _await(self) -> None:
         self._cancel()
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self._late = self.loop.call_later(self.config.head_seconds, self.transport.close)
 
     def _cancel(self) -> None:

@@ -202,7 +202,7 @@ class Service:
         """
         if not prompt:
             raise bad(param, f"{param} has no tokens; it needs at least one")
-        longest = min(self.limits.max_model_len, self.limits.pages * self.limits.page_tokens + 1)
+        longest = self.limits.longest_row
         if len(prompt) >= longest:
             raise bad(
                 param,

@@ -17,15 +17,18 @@ from rich.console import Console
 import jaxattn
 from jaxattn.__main__ import main as list_main
 from jaxattn.cli.inputs import Prompt, read_prompts
-from jaxattn.cli.options import in_options, parser, size
+from jaxattn.cli.options import in_options
 from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.prompts import PROMPTS
 from jaxattn.cli.report import ending, plan_lines
 from jaxattn.cli.serve import main
+from jaxattn.cli.serve_options import parser
 from jaxattn.cli.stream import Printer, TextStream
+from jaxattn.cli.values import size
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine import memory_plan
 from jaxattn.engine.request import Completion, GenerationInterrupted, Request, Stats
+from jaxattn.memory.bound import Bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.models import checkpoint
@@ -386,7 +389,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     def counted(step, *arguments, donated, **_):
         # A model's steps have its state behind its weights; those of rows trace in no time.
         traced.extend([step] if donated == 1 else [])
-        return 0
+        return Bound(0, arguments[donated])
 
     monkeypatch.setattr(memory_plan, "temp_bound", counted)
     said = []

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxattn.core import dispatch as module
-from jaxattn.core.dispatch import Refusal, dispatch, dispatch_xla
+from jaxattn.core.dispatch import Refusal, dispatch, dispatch_kernel, dispatch_xla
 from jaxattn.kernels.hopper import machine as hopper
 
 
@@ -32,6 +32,15 @@ def test_a_gpu_that_runs_xla_instead_says_why_at_the_callers_line(backend, warne
             each.message
         )
         assert each.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "implementation, ran",
+    [(None, False), ("mosaic_gpu", False), ("mosaic_gpu_interpret", True), ("xla", "xla")],
+)
+def test_the_interpreter_runs_the_kernel_only_by_name(implementation, ran):
+    found = dispatch_kernel("op", implementation, lambda interpret: interpret, lambda: "xla")
+    assert found is ran
 
 
 def test_a_named_one_that_refuses_and_one_that_is_not_there():

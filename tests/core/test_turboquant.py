@@ -136,16 +136,23 @@ def test_quantization_loses_what_its_table_says(preset, dim, key_error, value_er
         assert np.mean(lost) > key_error * 0.9
 
 
-def test_attention_scores_lose_more_by_each_preset():
+def test_scores_and_attention_lose_more_by_each_preset():
     rng = np.random.default_rng(5)
-    k, q = rng.normal(size=(2, 2000, 128)).astype(np.float32)
-    lost = []
-    for preset in ("k8v4", "4bit_nc", "k3v4_nc"):
+    k, v, q = rng.normal(size=(3, 2000, 128)).astype(np.float32)
+
+    def attended(keys, values):
+        weights = np.exp(q @ keys.T * 128**-0.5)
+        return weights / weights.sum(axis=1, keepdims=True) @ values
+
+    scores, outputs, exact = [], [], attended(k, v)
+    for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
         form = TurboFormat(preset=preset, head_dim=128)
-        keys = dequantize(form, quantize(form, jnp.asarray(k), jnp.asarray(k)))[0]
-        keys = rotate(keys) if form.rotated else keys
-        lost.append(np.std(np.sum((np.asarray(keys) - k) * q, axis=-1)))
-    assert lost[0] < lost[1] < lost[2]
+        keys, values = dequantize(form, quantize(form, jnp.asarray(k), jnp.asarray(v)))
+        keys = np.asarray(rotate(keys) if form.rotated else keys)
+        scores.append(np.std(np.sum((keys - k) * q, axis=-1)))
+        outputs.append(np.std(attended(keys, np.asarray(values)) - exact))
+    assert scores[0] < scores[1] < scores[2] and scores[2] == scores[3]
+    assert outputs == sorted(outputs) and outputs[0] < outputs[3] / 2
 
 
 def test_a_rotation_undoes_itself():

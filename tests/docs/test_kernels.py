@@ -12,7 +12,8 @@ from tests.helpers import every_kernel
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(jaxattn.__file__).parent
 PAGE = (ROOT / "docs" / "kernels.md").read_text()
-PARTS = ("hopper", "__init__.py", "linear_block.py", "linear_turned.py")  # of several kernels
+# Of several kernels.
+PARTS = ("hopper", "__init__.py", "linear_block.py", "linear_turned.py", "written_place.py")
 
 
 def rows() -> list[tuple[list[str], str, str, str]]:

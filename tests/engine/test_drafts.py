@@ -33,7 +33,8 @@ def rows_of(histories, *, batch=None, **numbers):
             controls[:, column] = np.float32(value).view(np.int32)
         else:
             controls[:, INTEGERS.index(name)] = value
-    controls[:, len(INTEGERS) + NUMBERS.index("top_p")] = np.float32(1).view(np.int32)
+    for name in ("top_p", "repetition_penalty"):
+        controls[:, len(INTEGERS) + NUMBERS.index(name)] = np.float32(1).view(np.int32)
     for row, tokens in enumerate(histories):
         cursor[row] = tokens[-1], len(tokens) - 1, 1
         history[row, : len(tokens)] = tokens

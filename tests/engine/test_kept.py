@@ -1,5 +1,6 @@
 """Executables that are kept for the next process: the same, and never those of anything else."""
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -128,6 +129,14 @@ def test_a_file_of_another_user_is_not_read(folder, monkeypatch):
     assert opened(folder).load("a step") is None
 
 
+def test_a_file_that_cannot_be_touched_is_used_all_the_same(folder, monkeypatch):
+    def fails(*arguments):
+        raise PermissionError("not the owner")
+
+    monkeypatch.setattr(os, "utime", fails)
+    assert opened(folder).load("a step") is not None
+
+
 def test_other_sizes_than_before_are_none(folder, monkeypatch):
     monkeypatch.setattr(kept, "sizes_of", lambda executable: (1, 2, 3, 4, 5))
     assert opened(folder).load("a step") is None
@@ -150,6 +159,30 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path, executable):
     store = opened(tmp_path / "file" / "folder")
     store.store("a step", executable)
     assert store.load("a step") is None
+
+
+@pytest.mark.parametrize(
+    "error, raises", [(OSError("no space left"), False), (KeyboardInterrupt(), True)]
+)
+def test_a_write_that_fails_leaves_no_file(folder, executable, monkeypatch, error, raises):
+    def fails(*arguments):
+        raise error
+
+    before = list(folder.iterdir())
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(KeyboardInterrupt) if raises else contextlib.nullcontext():
+        opened(folder).store("another", executable)
+    assert list(folder.iterdir()) == before
+
+
+def test_what_a_killed_process_left_is_deleted_when_it_is_old(folder, executable):
+    left, fresh = folder / f"old{kept.UNFINISHED}", folder / f"fresh{kept.UNFINISHED}"
+    for file in (left, fresh):
+        file.touch()
+    long_ago = time.time() - kept.KEPT_SECONDS - 10
+    os.utime(left, (long_ago, long_ago))
+    opened(folder).store("another", executable)
+    assert fresh.exists() and not left.exists()
 
 
 def test_every_published_model_can_be_kept():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -224,21 +225,47 @@ def test_prompts_are_read_together(tight):
     assert [each.tokens for each in done] == wanted
 
 
-# --- one round ahead
+# --- rounds ahead
 
 
-def test_the_next_step_is_sent_before_the_last_one_is_read(engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("stops", "ahead"),
+    [
+        ({}, 2),
+        ({"stop_tokens": range(300, 320)}, 1),  # the device knows eight
+    ],
+)
+def test_the_next_steps_are_sent_before_the_last_one_is_read(engine, monkeypatch, stops, ahead):
     engine.generate([Request(b"warm", max_tokens=2)])
     log, loop = [], engine._loop
     decode, read = loop.runner.decode, loop._read_round
     monkeypatch.setattr(loop.runner, "decode", lambda *a: log.append("send") or decode(*a))
     monkeypatch.setattr(loop, "_read_round", lambda: log.append("read") or read())
-    engine.add(Request(b"ahead", max_tokens=6))
+    engine.add(Request(b"ahead", max_tokens=6, **stops))
     while engine.busy:
         engine.step()
-    # The first token is read with its prompt. Then a decode step is under way whenever one is read,
-    # but for the last.
-    assert log == ["send", *["send", "read"] * 4, "read"]
+    # The first token is read with its prompt. Then so many decode steps are under way whenever one
+    # is read, but for the last.
+    assert log == [*["send"] * ahead, *["send", "read"] * (5 - ahead), *["read"] * ahead]
+
+
+@pytest.mark.parametrize("name", ["engine", "tight"])
+def test_another_thread_sends_rounds_unless_the_engine_is_strict(request, name):
+    engine = request.getfixturevalue(name)
+    engine.start()
+    real, threads = engine.executables, set()
+    step = f"round of {engine.limits.batch} rows: greedy"
+
+    def sent(*args):
+        threads.add(threading.get_ident())
+        return real[step](*args)
+
+    with_steps(engine, {**real, step: sent})
+    try:
+        engine.generate([Request(b"threads", max_tokens=8)])
+    finally:
+        with_steps(engine, real)
+    assert len(threads) == 1 and (threading.get_ident() in threads) == engine.seal.strict
 
 
 def test_a_first_token_does_not_wait_for_a_decode_step(engine):

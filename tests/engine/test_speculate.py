@@ -6,6 +6,8 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
+from jaxattn.engine.request import FinishEvent
+from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.state import cache_size
 from jaxattn.engine.steps import all_steps
 from jaxattn.models import Hybrid
@@ -71,13 +73,41 @@ def test_drawn_rows_say_the_same(plain, drafts):
 
 
 def test_rows_that_want_more_of_sampling_say_the_same_beside_others(plain, drafts):
-    options = {"repetition_penalty": 1.3}, {"logprobs": 2}, {"temperature": 1.0, "top_k": 3}
+    options = (
+        {"repetition_penalty": 1.3},
+        {"logprobs": 2},
+        {"temperature": 1.0, "top_k": 3},
+        {"logit_bias": {5: 4.0}},
+    )
     requests = [
         request
         for one in options
         for request in (Request(REPEATS, max_tokens=40), Request(REPEATS, max_tokens=12, **one))
     ]
     compared(plain, drafts, requests)
+
+
+def test_top_p_and_biases_have_drafts_and_penalties_none(plain, drafts):
+    for options in ({"temperature": 0.3, "top_p": 0.9}, {"logit_bias": {5: 4.0}}):
+        requests = [Request(REPEATS, max_tokens=60, seed=seed, **options) for seed in range(5)]
+        compared(plain, drafts, requests)
+        assert drafts.stats.guessed_tokens > 0
+    compared(plain, drafts, [Request(REPEATS, max_tokens=60, presence_penalty=0.1)])
+    assert drafts.stats.guessed_tokens == 0
+
+
+def test_a_row_of_few_tokens_does_not_wait_for_the_pages_of_a_long_one(drafts):
+    """Steps in flight may have given all of its tokens; when they have not, it goes on at once."""
+    drafts.add(Request(bytes([3]), max_tokens=150))
+    short = drafts.add(Request(bytes([9]), max_tokens=6))
+    steps, ended = 0, set()
+    while short not in ended:
+        steps += 1
+        events = drafts.step()
+        ended = {each.completion.request.id for each in events if isinstance(each, FinishEvent)}
+    while drafts.busy:
+        drafts.step()
+    assert steps <= 18  # 40 where it waits
 
 
 def test_a_row_ends_at_its_limit_and_its_stop_token_inside_a_draft(plain, drafts):
@@ -113,6 +143,16 @@ def test_a_row_at_full_length_writes_no_page_of_another(plain, drafts):
     assert len(found[0].tokens) == 192 - len(REPEATS)
 
 
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_a_row_may_be_as_long_as_the_pages_and_no_longer(speculate):
+    limits = Limits(batch=1, max_model_len=1024, num_pages=5, speculate=speculate)
+    scheduler = Scheduler(limits, vocab_size=9)
+    assert limits.longest_row == 5 * 64 + 1 - speculate
+    prompt, most = [1] * 60, limits.longest_row - 60
+    assert scheduler.refusal(Request(prompt, max_tokens=most)) is None
+    assert "need 6 pages" in scheduler.refusal(Request(prompt, max_tokens=most + 1))
+
+
 def test_rows_that_lose_their_pages_say_the_same(plain, drafts):
     requests = [Request(bytes([65 + i] * 40), max_tokens=140) for i in range(3)]
     alone = [plain.generate([request])[0].tokens for request in requests]
@@ -141,7 +181,7 @@ def test_spare_slots_and_pages_of_drafts_are_in_the_plan(plain, drafts):
 
 
 def test_drafts_take_the_place_of_rounds_and_update_in_place(drafts):
-    assert len(all_steps(DRAFTS)) == len(all_steps(PLAIN))
+    assert len(all_steps(Limits(speculate=3))) <= 12
     for name, step in drafts.executables.items():
         if name.startswith("draft"):
             report = check_aliasing(step)

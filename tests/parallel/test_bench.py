@@ -16,9 +16,12 @@ YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
 def test_a_layout_is_timed_beside_one_gpu(tmp_path):
     file = tmp_path / "run.json"
     layout = ["--tensor", "2", "--context", "2"]
-    argv = [str(YOUTU), "--rows", "4", "--tokens", "128", *layout, "--json", str(file)]
+    options = ["--xla-options", "xla_cpu_enable_fast_min_max=True"]
+    argv = [str(YOUTU), "--rows", "4", "--tokens", "128", *layout, *options, "--json", str(file)]
     assert parallel.main(argv, "bench") == 0
-    one, two = json.loads(file.read_text())["rows"]
+    one, two, again = json.loads(file.read_text())["rows"]
+    assert [each["XLA options"] for each in (one, two)] == ["", ""]
+    assert again["XLA options"] == options[1] and again["layout"] == two["layout"]
     assert (one["GPUs"], two["GPUs"], two["B"], two["T"]) == (1, 2, 4, 128)
     assert two["times one GPU"] == pytest.approx(one["ms"] / two["ms"]) and two["beside B"] == 4
     assert one["all-reduces"] == 0 and two["all-reduces"] > 0 and not two["other form"]
@@ -27,6 +30,7 @@ def test_a_layout_is_timed_beside_one_gpu(tmp_path):
 def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys):
     for flags, message in (
         (["--tensor", "5"], "tensor=5 does not divide"),
+        (["--tensor", "2", "--xla-options", "fast"], "'fast' is no option: write KEY=VALUE"),
         (["--data", "2", "--rows", "3"], "--rows 3 is no multiple of --data 2"),
     ):
         with pytest.raises(SystemExit):

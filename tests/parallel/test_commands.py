@@ -5,8 +5,9 @@ import json
 import pytest
 
 from jaxattn.cli.layout import over_devices, read_layout
-from jaxattn.cli.options import InputError, parser
+from jaxattn.cli.options import InputError
 from jaxattn.cli.plan import main
+from jaxattn.cli.serve_options import parser
 from jaxattn.memory.limits import Limits
 from jaxattn.parallel import Parallel
 from tests.parallel.cases import decoder

@@ -1,12 +1,17 @@
 """The flags of several processes, and what launchers set in their place."""
 
 import shutil
+import socket
 from pathlib import Path
+from typing import NoReturn
 
+import jax
 import pytest
 
+from jaxattn.cli import hosts
 from jaxattn.cli.hosts import Place, first_node, read_place
-from jaxattn.cli.options import InputError, parser
+from jaxattn.cli.options import InputError
+from jaxattn.cli.serve_options import parser
 from jaxattn.models.checkpoint import EMBEDDED
 from jaxattn.models.fingerprint import fingerprint
 
@@ -75,6 +80,25 @@ def test_the_first_node_of_a_list(nodes, first):
 def test_what_is_missing_or_contradicts_the_rest_is_named(flags, environment, message):
     with pytest.raises(InputError, match=message):
         place(*flags, environment=environment)
+
+
+def test_a_process_whose_leader_does_not_come_ends_with_one_line(monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(message: str) -> NoReturn:
+        raise Ended(message)
+
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(hosts, "end_process", end)
+    with socket.socket() as taken:  # and so nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1] - 1
+        with (
+            pytest.raises(Ended, match=f"no leader at 127.0.0.1:{port + 1}"),
+            hosts.joined(Place(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
+        ):
+            pytest.fail("it goes on alone")
 
 
 def test_another_training_of_a_model_has_another_fingerprint(tmp_path: Path):

@@ -1,17 +1,26 @@
 """Connections between processes, and a crew that ends together: in threads of one process."""
 
+import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxattn.engine import links
-from jaxattn.engine.crew import Crew
+from jaxattn.engine.crew import CODE, Crew
+from jaxattn.engine.hosts import Leader
+from jaxattn.engine.lifecycle import Lifecycle
 from jaxattn.engine.links import HostError, Link
+from jaxattn.engine.runner import Runner
 
 
 def free_port() -> int:
@@ -149,13 +158,13 @@ def test_another_value_is_named_with_both_and_all_are_told(crews, name):
     assert message in ended.wait()
 
 
-def test_what_one_process_raises_ends_the_others(crews):
-    leader, other, leaders_end, _ = crews
+def test_what_one_process_raises_ends_all(crews):
+    leader, other, leaders_end, others_end = crews
     with pytest.raises(RuntimeError), other.together():
         raise RuntimeError("GPU 3 has 2 GB less\nthan planned")
-    assert leaders_end.wait() == (
-        "the group of processes ends: process 1: GPU 3 has 2 GB less than planned"
-    )
+    message = "the group of processes ends: process 1: GPU 3 has 2 GB less than planned"
+    assert leaders_end.wait() == message
+    assert others_end.messages == [message], "itself too, and once"
 
 
 def test_a_process_that_is_gone_ends_the_others(crews):
@@ -168,7 +177,63 @@ def test_a_process_that_is_gone_ends_the_others(crews):
 def test_a_process_that_says_nothing_ends_the_others(crews):
     leader, other, leaders_end, _ = crews
     other._closed.set()  # its thread sends no more; the connection is there
-    assert "has said nothing for 1 s" in leaders_end.wait()
+    assert "has said nothing for" in leaders_end.wait()
+
+
+def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
+    leaders, others = pair()
+    end = Ends()
+    crew = Crew(0, [leaders], silent=1.0, stuck=60.0, end=end)
+
+    def send() -> None:  # and so it waits, as the other reads nothing
+        with contextlib.suppress(HostError):
+            leaders.send(links.MASKS, np.zeros(2**24, np.int32))
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    late = time.monotonic() + 5
+    while leaders.offer(links.ALIVE, None, 1):  # the thread has not begun
+        assert time.monotonic() < late
+        time.sleep(0.01)
+    assert "has said nothing for" in end.wait(10)
+    others._connection.close()
+    sending.join(5)
+    crew.close()
+
+
+def test_a_process_ends_also_where_nobody_reads_what_it_says():
+    code = (
+        "import sys; from jaxattn.engine.crew import end_process; "
+        "print('begun', flush=True); sys.stdin.read(); print('more'); end_process('it is over')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # "more" waits in a buffer
+    )
+    assert process.stdin and process.stdout and process.stderr
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"error: it is over\n"
+        assert process.wait(30) == CODE
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+def test_a_leader_that_lost_its_state_ends_all_and_does_not_go_on_alone(crews):
+    leader, _, leaders_end, others_end = crews
+    nothing: Any = ()
+    runner = Leader.of(Runner(nothing, {}, nothing, nothing, nothing, nothing), leader)
+    runner.failed = True
+    engine: Any = SimpleNamespace(_params=(), _runner=runner, _end_rows=lambda reason: None)
+    with pytest.raises(HostError, match="its state is lost; start all processes again"):
+        Lifecycle._start(engine)
+    assert "its state is lost" in leaders_end.wait() and "its state is lost" in others_end.wait()
 
 
 class Never:
@@ -193,6 +258,14 @@ def test_a_step_that_does_not_end_names_the_process_that_is_behind(crews, sent):
     message = leaders_end.wait()
     assert "a step of process 0 has not ended" in message and "is behind by 1" in message
     assert message in others_end.wait(), "the other ends with the same words"
+
+
+def test_a_process_that_follows_judges_no_step(crews):
+    _, other, *ends = crews
+    other.begin()
+    other.sent(Never())
+    time.sleep(1.2)
+    assert [end.messages for end in ends] == [[], []], "its leader may be slow to send the next"
 
 
 def test_a_step_that_ends_and_a_crew_that_is_closed_end_nothing(crews):

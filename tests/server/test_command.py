@@ -16,8 +16,8 @@ import jaxattn.server.run
 from jaxattn.cli import compiled
 from jaxattn.cli.inputs import model_length, read_limits
 from jaxattn.cli.models import choose
-from jaxattn.cli.options import parser
 from jaxattn.cli.serve import main
+from jaxattn.cli.serve_options import parser
 from jaxattn.engine.steps import all_steps
 from tests.helpers.live_server import objects
 

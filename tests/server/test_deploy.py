@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxattn.cli.options import parser
+from jaxattn.cli.serve_options import parser
 from jaxattn.server.app import GET
 from jaxattn.server.metrics import Metrics
 

@@ -1,5 +1,6 @@
 """Too much at once, too slow or too late: refused, with a time to come back, or cut."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -110,6 +111,22 @@ def test_a_head_that_does_not_arrive_closes_its_connection(sent, served_before):
                     answer += connection.recv(10_000)
             connection.sendall(sent)
             assert connection.recv(100) == b""
+
+
+def test_a_body_that_trickles_on_behind_its_answer_closes_its_connection():
+    """uvicorn's own time ends with the first byte."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+    with live(served(ScriptedEngine), body_seconds=0.2) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=3) as connection:
+            connection.sendall(head + b"{")
+            answer = b""
+            while b"\r\n\r\n" not in answer:
+                answer += connection.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"x")
+                while connection.recv(10_000):
+                    pass
 
 
 def test_an_answer_may_take_longer_than_a_head():

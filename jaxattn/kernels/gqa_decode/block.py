@@ -306,11 +306,16 @@ class Block[C: Cut, M]:
             # tanh, whose approximate instruction is off by 2**-11 of the cap.
             power = jnp.exp2(scores * (factor * (2 * LOG2E / cut.soft_cap)))
             scores = (1.0 - 2.0 / (power + 1.0)) * (cut.soft_cap * LOG2E)
+        seen = self.seen(piece, token)
+        return seen, jnp.where(seen, scores, MASKED)
+
+    def seen(self, piece: Piece, token: jax.Array) -> jax.Array:
+        """Which of the 64 keys from `token` on each packed row sees."""
         key = self.iota(1) + token
         seen = key < piece.visible
-        if cut.window is not None:
-            seen &= key >= piece.visible - cut.window
-        return seen, jnp.where(seen, scores, MASKED)
+        if self.cut.window is not None:
+            seen &= key >= piece.visible - self.cut.window
+        return seen
 
     def over_keys(self, vector: jax.Array) -> jax.Array:
         """Of each packed row, for its scores."""

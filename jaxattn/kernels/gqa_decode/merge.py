@@ -20,6 +20,7 @@ from jaxattn.kernels.gqa_decode.arrivals import global_fence
 from jaxattn.kernels.gqa_decode.fp8 import Tiles
 from jaxattn.kernels.gqa_decode.pairs import VALUES, Pairs
 from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
@@ -212,7 +213,7 @@ def merge(
             @pl.when(wg == 0)
             def _lse():
                 slot = outputs.part.partial_slot(pair)
-                outputs.partial_lse[slot, outputs.columns] = lse_of(top, total)
+                store(outputs.partial_lse.at[slot, outputs.columns], lse_of(top, total))
 
             if not epilogue.interpret:
                 global_fence()

@@ -18,6 +18,7 @@ from jaxattn.kernels.mla_decode.schedule import (
     MIN_PART,
     PAGE,
     Schedule,
+    Shortest,
     make_schedule,
     may_split,
     most_pieces,
@@ -54,10 +55,20 @@ class PairSchedule:
     arrived: jax.Array | None = None
 
     def arrived_of(self, tiles: int) -> jax.Array:
-        """`arrived`, made here where it is None, for so many tiles of a pair."""
-        if self.arrived is not None:
-            return self.arrived
-        return none_yet(jnp.repeat(self.line.slots[1], tiles))
+        """`arrived`, made here where it is None, for so many tiles of a pair.
+
+        Raises:
+            ValueError: it is for others.
+        """
+        if self.arrived is None:
+            return none_yet(jnp.repeat(self.line.slots[1], tiles))
+        if len(self.arrived) != self.line.slots.shape[-1] * tiles:
+            raise ValueError(
+                f"gqa_decode: the schedule counts arrivals of {len(self.arrived)} tiles, and this "
+                f"call has {self.line.slots.shape[-1] * tiles}; make it with gqa.decode_schedule "
+                "from this call's num_heads and head_dim"
+            )
+        return self.arrived
 
     def check(
         self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
@@ -163,7 +174,7 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
-        short_part=SHORT_PART,
+        least=Shortest(short=SHORT_PART),
         least_piece=SHORT_PART,
         longer=LONGER,
     )

@@ -31,15 +31,16 @@ from jaxattn.kernels.gqa_turbo.memory import TERMS, Memory, Room
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
 from jaxattn.kernels.gqa_turbo.queries import TurnedQueries
 from jaxattn.kernels.gqa_turbo.terms import store_terms
+from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-# What the largest of a row's s P becomes; and what it is at least taken for, so that no float32
-# number is divided by 0.
+# What the largest that a row's s P can be becomes; and what that is at least taken for, so that no
+# float32 number is divided by 0.
 LARGEST_P, SMALLEST = 256.0, 1e-35
 FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output
-UNITS, MINIMA = 0, 1  # in `Memory.units`
+MINIMA = 2  # in `Memory.units`, behind two steps' units
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Body(Block[CodedCut, Memory]):
         self.fragments = Fragments(cut.form, cut.room.pitch, interpret=cut.interpret)
         self.scores_smem = memory.scores.at[self.wg, :, pl.ds(0, PAGE)]
         self.p_smem, self.rescale_smem = memory.p.at[self.wg], memory.stats.at[0, self.wg]
-        self.units_smem, self.minima_smem = (memory.units.at[i, self.wg] for i in (UNITS, MINIMA))
+        self.minima_smem = memory.units.at[MINIMA, self.wg]
 
     def pairs(self) -> CodedPairs:
         return CodedPairs(**self.of_pairs(), form=self.cut.form, tokens=self.cut.page_size)
@@ -105,13 +106,19 @@ class Body(Block[CodedCut, Memory]):
         token = piece.first_token + step * PAGE
         plgpu.barrier_wait(memory.codes_loaded.at[self.wg, slot])
         codes = memory.codes.at[self.wg, slot]
+        places = self.iota(0).astype(jnp.float32)
+        norm, scale, middle = self.fragments.numbers(codes, places)
+        # Selected: 0 times the NaN of a token that a row does not see would be NaN.
+        scale, unit = self._divided(jnp.where(self.seen(piece, token), scale, 0.0))
+        # Of two places, since other warps may still read the last step's; and before the warps
+        # meet, so that the lanes' exchange is not put off until the scores are there.
+        units_smem = memory.units.at[lax.rem(i, 2), self.wg]
+        units_smem[...] = unit
         keys = (self.fragments.keys(codes),)
         (product,) = self._multiply(keys, memory.queries.at[piece.queries_at])
         values = self.fragments.values(codes)
-        places = self.iota(0).astype(jnp.float32)
-        norm, scale, middle = self.fragments.numbers(codes, places)
         store_turned(self.scores_smem, product, interpret=cut.interpret)
-        plgpu.commit_smem()
+        meet(interpret=cut.interpret)
         # All four warps have the step's codes, as they met to exchange their scores.
         plgpu.barrier_arrive(memory.codes_read.at[self.wg, slot])
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
@@ -120,23 +127,28 @@ class Body(Block[CodedCut, Memory]):
         old, top = top, jnp.maximum(top, scores.max(axis=1))
         p, rescale = jnp.exp2(scores - self.over_keys(top)), jnp.exp2(old - top)
         total = total * self.over_keys(rescale) + p
-        # Selected: 0 times the NaN of a token that a row does not see would be NaN.
         minima = minima * self.over_keys(rescale) + jnp.where(seen, p * middle, 0.0)
-        self._store_weights(jnp.where(seen, p * scale, 0.0), rescale)
-        by, unit = (self._of_columns(x) for x in (self.rescale_smem, self.units_smem))
+        self._store_weights(p * scale, rescale)
+        by, unit = (self._of_columns(x) for x in (self.rescale_smem, units_smem))
         products = self._multiply(values, self.p_smem)
         accs = [acc * by + x * unit for acc, x in zip(accs, products, strict=True)]
         return top, total, minima, tuple(accs)
 
+    def _divided(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The scales of tokens, divided so that s P has room in e4m3; and by what, for each row.
+
+        No p is above 1, so the largest scale says what s P can be at most. It needs no score: lanes
+        tell each other of it before the first product is waited for.
+        """
+        largest = jnp.maximum(jnp.abs(scale).max(axis=1), SMALLEST)
+        return scale * self.over_keys(LARGEST_P / largest), largest * (1 / LARGEST_P)
+
     def _store_weights(self, weights: jax.Array, rescale: jax.Array) -> None:
-        """s P as two terms, what 1 stands for in them, and the rescaling, for all to read."""
-        largest = jnp.maximum(weights.max(axis=1), SMALLEST)
-        terms = weights * self.over_keys(LARGEST_P / largest)
+        """s P as two terms, and the rescaling, for all to read."""
         columns = self.cut.columns
         targets = tuple(self.p_smem.at[pl.ds(i * columns, columns)] for i in range(TERMS))
-        store_terms(targets, terms, interpret=self.cut.interpret)
+        store_terms(targets, weights, interpret=self.cut.interpret)
         self.rescale_smem[...] = rescale
-        self.units_smem[...] = largest * (1 / LARGEST_P)
         plgpu.commit_smem()
 
     def _multiply(self, left: tuple[jax.Array, ...], right: Any) -> list[jax.Array]:

@@ -19,10 +19,12 @@ TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
 ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
 ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
 LINE = 128  # and what copies and their places in shared memory are multiples of
-# Warpgroups that take a part's steps in turns, where there is room for two steps of each. Three
-# have 152 registers each, two have 232, and the one that loads has 40.
-MOST_CONSUMERS, LEAST_CONSUMERS = 3, 2
-REGISTERS = {3: (40, 152), 2: (40, 232)}
+# Warpgroups that take a part's steps in turns, where there is room for two steps of each, and the
+# registers of the one that loads and of each of these. Codes that are turned into numbers take
+# longer than they take to come, and four wait for each other's latencies less than three; more
+# than FEW numbers of queries do not fit into the registers of four.
+MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 4, 2, 1024
+REGISTERS = {4: (40, 104), 3: (40, 152), 2: (40, 232)}
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
@@ -51,7 +53,10 @@ def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
-    for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
+    many = MOST_CONSUMERS
+    if not form.rotated or columns * form.head_dim > FEW:
+        many -= 1
+    for consumers in range(many, LEAST_CONSUMERS - 1, -1):
         for steps in range(MOST_STEPS, 1, -1):
             room = Room(consumers, steps, pitch)
             if bytes_of(form, columns, room) <= free:
@@ -70,7 +75,7 @@ def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
         w * TERMS * columns * PAGE,  # p
         w * columns * (dim + MARGIN) * 4,  # outputs
         3 * w * columns * 4,  # stats
-        2 * w * columns * 4,  # units
+        3 * w * columns * 4,  # units
     )
     return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
@@ -109,7 +114,8 @@ class Memory(NamedTuple):
         p: e4m3 [w, 2 N, 64], both terms.
         outputs: float32 [w, N, D and a margin], at a piece's end.
         stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
-        units: float32 [2, w, N]: what 1 stands for in P, and at a piece's end the minima's share.
+        units: float32 [3, w, N]: what 1 stands for in P, of a step and the one before it; and at a
+            piece's end the minima's share.
         codes_loaded, queries_loaded: barriers of what has come.
         codes_read, queries_read: and of what may be overwritten.
         both_there: of the warpgroups.
@@ -146,7 +152,7 @@ def scratch_types(form: TurboFormat, columns: int, page_size: int) -> Memory:
         p=plgpu.SMEM((w, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
         outputs=plgpu.SMEM((w, columns, dim + MARGIN), jnp.float32),
         stats=plgpu.SMEM((3, w, columns), jnp.float32),
-        units=plgpu.SMEM((2, w, columns), jnp.float32),
+        units=plgpu.SMEM((3, w, columns), jnp.float32),
         codes_loaded=barriers(1 if whole_steps(page_size) else GROUPS),
         queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
         codes_read=barriers(1),

@@ -29,8 +29,8 @@ from jaxattn.kernels.mla_decode.columns_interpreted import InterpretedFP8Pages, 
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES, WARPGROUPS
 from jaxattn.kernels.mla_decode.columns_merge import merge
 from jaxattn.kernels.mla_decode.columns_pages import Pages, Piece, iota
-from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
+from jaxattn.kernels.mla_decode.rows_memory import BLOCKS
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY
 from jaxattn.kernels.mla_decode.schedule import PAGE
 

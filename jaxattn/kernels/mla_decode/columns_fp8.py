@@ -30,8 +30,8 @@ from jaxattn.kernels.mla_decode.columns_pages import (
     over_keys,
     product,
 )
-from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS, Fragments, unknown_zero
-from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
+from jaxattn.kernels.mla_decode.fp8_fragments import Fragments, unknown_zero
+from jaxattn.kernels.mla_decode.rows_memory import BLOCKS, RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 # Blocks whose values are widened while the scores are exchanged, 32 registers each.

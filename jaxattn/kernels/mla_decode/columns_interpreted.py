@@ -12,14 +12,8 @@ from jax import lax
 from jaxattn.core.formats import BLOCK, BYTES, FP8
 from jaxattn.kernels.mla_decode.columns_fp8 import FP8Pages
 from jaxattn.kernels.mla_decode.columns_pages import Accumulators, Pages, over_keys
-from jaxattn.kernels.mla_decode.fp8_fragments import (
-    BLOCKS,
-    FLOAT_BIAS,
-    QUERY_EXPONENT,
-    ROPE_EXCESS,
-    SCALE_BYTES,
-)
-from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
+from jaxattn.kernels.mla_decode.fp8_fragments import FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
+from jaxattn.kernels.mla_decode.rows_memory import BLOCKS, RANK, ROPE, SCALE_BYTES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 

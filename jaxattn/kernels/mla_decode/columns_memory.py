@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK, BYTES, LatentFormat
 from jaxattn.kernels.hopper.machine import swizzled
-from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS, ROW_BYTES, SWIZZLED
-from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
+from jaxattn.kernels.mla_decode.fp8_fragments import ROW_BYTES
+from jaxattn.kernels.mla_decode.rows_memory import BLOCKS, RANK, ROPE, SWIZZLED
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
 WARPGROUPS = 2  # which take a piece's pages in turns

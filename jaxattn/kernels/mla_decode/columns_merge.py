@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import (
     BY_COLUMN,
@@ -111,7 +112,8 @@ class Outputs:
         begin = self.first_rows[0] + row * self.rows + self.columns.start
         nothing = plgpu.layout_cast(jnp.zeros((count, RANK), self.out.dtype), OUTPUTS)
         self.out[pl.ds(begin, count), :] = nothing
-        self.lse[row, self.columns] = plgpu.layout_cast(jnp.full((count,), -jnp.inf), BY_ROW)
+        empty = plgpu.layout_cast(jnp.full((count,), -jnp.inf), BY_ROW)
+        store(self.lse.at[row, self.columns], empty)
 
 
 def merge(

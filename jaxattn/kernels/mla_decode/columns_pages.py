@@ -18,8 +18,7 @@ from jaxattn.core.formats import BLOCK
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_block import Block
 from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, SCORES, WARPGROUPS, over_out
-from jaxattn.kernels.mla_decode.fp8_fragments import BLOCKS
-from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_memory import BLOCKS, RANK, ROPE
 from jaxattn.kernels.mla_decode.rows_scores import MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 

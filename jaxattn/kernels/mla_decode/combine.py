@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
 from jaxattn.kernels.mla_decode.schedule import Schedule
@@ -226,6 +227,6 @@ class Block:
             empty = top == -jnp.inf
             written = out * _full(jnp.where(empty, 0.0, 1 / total))
             at = self.first_rows[0] + self.row * self.rows + packed
-            self.out.at[at][...] = written.astype(self.out.dtype)
+            store(self.out.at[at], written.astype(self.out.dtype))
             lse = top + jnp.log2(total) * (1 / LOG2E)
-            self.lse[self.row, packed] = jnp.where(empty, -jnp.inf, lse)
+            store(self.lse.at[self.row, packed], jnp.where(empty, -jnp.inf, lse))

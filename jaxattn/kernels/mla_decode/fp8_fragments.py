@@ -47,11 +47,9 @@ from jaxattn.kernels.hopper.registers import (
     times,
     word,
 )
-from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
+from jaxattn.kernels.mla_decode.rows_memory import BLOCKS, RANK, ROPE, SCALE_BYTES, SWIZZLED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-BLOCKS = RANK // BLOCK
-SCALE_BYTES = 4 * BLOCKS
 TILE = PAGE * BLOCK  # bytes
 ROW_BYTES = RANK + SCALE_BYTES + 2 * ROPE  # of a block-scaled token
 # Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
@@ -62,9 +60,6 @@ LARGEST = 4 * PAGE
 # times as large before they decide.
 QUERY_EXPONENT, ROPE_EXCESS = 8, 6
 FLOAT_BIAS = 127
-
-# A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
-SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)

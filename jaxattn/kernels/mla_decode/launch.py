@@ -18,9 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.formats import LatentFormat
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
-from jaxattn.kernels.mla_decode.columns_launch import mla_decode_columns, refuse_columns
+from jaxattn.kernels.mla_decode.columns_launch import (
+    MOST_COLUMNS,
+    mla_decode_columns,
+    refuse_columns,
+)
 from jaxattn.kernels.mla_decode.results import Results
 from jaxattn.kernels.mla_decode.rows_body import Body
 from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE, Cut, Refs, scratch_types
@@ -34,8 +39,12 @@ def reads_apart(num_heads: int) -> bool:
 
 
 def by_columns(q: Any, kv_cache: Any) -> bool:
-    """Whether the kernel with heads as columns is the one: for FP8 caches and few packed rows."""
-    return few_rows(*q.shape[1:3]) or jnp.dtype(kv_cache.dtype).itemsize == 1
+    """Whether the kernel with heads as columns is the one: for few packed rows, and of an FP8 cache
+    for as many as are one block's."""
+    format, rows = LatentFormat(kv_cache.dtype), q.shape[1] * q.shape[2]
+    if format.quantized:
+        return rows <= MOST_COLUMNS
+    return few_rows(*q.shape[1:3])
 
 
 def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
@@ -52,16 +61,18 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 
 
 def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    dim = kv_cache.shape[-1]
-    if kv_lora_rank != RANK or dim not in (RANK, RANK + ROPE):
+    format = LatentFormat(kv_cache.dtype, RANK, ROPE)
+    widths = (format.width,) if format.quantized else (RANK, RANK + ROPE)
+    if kv_lora_rank != RANK or kv_cache.shape[-1] not in widths:
         raise Refusal(
-            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 or 0 (D=576 or "
-            f"512), and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
+            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64, or of a 16-bit "
+            f"cache 0, and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
         )
-    if dtype not in (jnp.bfloat16, jnp.float16) or dtype != kv_cache.dtype:
+    fits = dtype in (jnp.bfloat16, jnp.float16) and dtype == kv_cache.dtype
+    if not (dtype == jnp.bfloat16 if format.quantized else fits):
         raise Refusal(
-            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, and got "
-            f"q {dtype.name}, kv_cache {kv_cache.dtype.name}"
+            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, and got q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
 
 
@@ -129,6 +140,7 @@ def mla_decode_mosaic(
             schedule=schedule, interpret=interpret, detect_races=detect_races,
         )  # fmt: skip
     parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
+    latents = LatentFormat(kv_cache.dtype)
     rows = tiles * TILE
     queries: jax.Array
     q_rope: jax.Array | None = None
@@ -144,7 +156,7 @@ def mla_decode_mosaic(
     output_by_tma &= results.in_whole_tiles()
     cut = Cut(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        rope=rope, first_rows=results.first_rows, output_by_tma=output_by_tma,
+        latents=latents, rope=rope, first_rows=results.first_rows, output_by_tma=output_by_tma,
         interpret=interpret,
     )  # fmt: skip
     written = launch(
@@ -161,11 +173,12 @@ def mla_decode_mosaic(
             "lens_ref": seq_lens,
             "cuts_ref": schedule.cuts,
             "order_ref": schedule.order,
+            "kv_scale_ref": None if kv_scale is None else kv_scale.reshape(1),
             "query_lens_ref": query_lens,
             **results.inputs,
         },
         outputs=results.outputs,
-        scratch=scratch_types(dtype, page_size, rope, interpret),
+        scratch=scratch_types(dtype, latents, page_size, rope, interpret),
         warpgroups=3,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

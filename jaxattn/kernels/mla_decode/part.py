@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
 
@@ -145,13 +146,13 @@ class Part:
 
         @pl.when(whole)
         def _whole():
-            lse_ref[row, columns] = lse
+            store(lse_ref.at[row, columns], lse)
 
         if partial_lse_ref is not None:
 
             @pl.when(jnp.logical_not(whole))
             def _piece():
-                partial_lse_ref[self.partial_slot(row), columns] = lse
+                store(partial_lse_ref.at[self.partial_slot(row), columns], lse)
 
     def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
         """Where in the cache a page is; from `stop` on, the page before it."""

@@ -78,12 +78,13 @@ class Results:
                 used=used, interpret=interpret, detect_races=detect_races,
             )  # fmt: skip
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
-        if arena is None:
-            out = lanes["out"].reshape(batch, self.rows, RANK)
-        else:
+        if arena is not None:
             for name, lane in lanes.items():
                 arena = arena.with_lane(self.spec, name, lane)
-            out = arena.read(self.spec, "out")
+        # Of one request the used rows lie together: one slice, where XLA would make two of it.
+        kept = used if batch == 1 else self.rows
+        first = self.first_rows[0]
+        out = lanes["out"][first : first + batch * kept].reshape(batch, kept, RANK)
         out = out[:, :used].reshape(batch, q_len, num_heads, RANK)
         lse = lse[:, :used].reshape(batch, q_len, num_heads)
         return (out, lse) if arena is None else (out, lse, arena)

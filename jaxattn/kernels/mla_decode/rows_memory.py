@@ -13,17 +13,48 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.formats import BLOCK, LatentFormat
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.mla_decode.part import Part
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE, copies_of
 
 RANK, ROPE = 512, 64
 HALF, QUARTER = RANK // 2, RANK // 4
-# Of each quarter: pages that there is room for, and the first one's place.
-SLOTS, FIRST_SLOT = (2, 3, 3, 3), (0, 2, 5, 8)
-PAGES = max(SLOTS)
-
 LAYOUT = plgpu.Layout.WGMMA
+PAGES = 3  # of which there are rope columns, P and rescalings
+# Tiles of 128 bytes of each token that an FP8 page comes in: a quarter each, and the last 128.
+RAW = 5
+BLOCKS = RANK // BLOCK  # of 128 dims, which in a block-scaled cache have a scale
+SCALE_BYTES = 4 * BLOCKS
+# A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
+SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where shared memory has pages that the products read.
+
+    Attributes:
+        slots: of each quarter of 128 columns, pages that there is room for.
+        order: of the quarters in Q K^T; -1 are the rope columns.
+        held_back: whether a page meets P only when the next page's scores are done.
+    """
+
+    slots: tuple[int, int, int, int]
+    order: tuple[int, ...]
+    held_back: bool
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """Of each quarter, its first page's place."""
+        return tuple(sum(self.slots[:quarter]) for quarter in range(len(self.slots)))
+
+    @classmethod
+    def of(cls, latents: LatentFormat) -> "Places":
+        """rows_body.py has the reasons for those of 16 bits, rows_fp8.py for those of FP8."""
+        if latents.quantized:
+            return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
+        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)
 
 
 @jax.tree_util.register_dataclass
@@ -42,22 +73,36 @@ class Shared:
     scores_done: Any  # but of a piece's first page
     sums_written: Any
     sums_read: Any  # by both
+    raw: Any  # FP8 [RAW, 64, 128], the next page as it is stored; else None
+    raw_loaded: Any
+    raw_scales: Any  # bytes [RAW, 64, 16], its tokens' scales beside each tile; else None
 
 
-def shared_types(dtype: Any, page_size: int) -> Shared:
-    tiled, copies = swizzled(dtype), copies_of(page_size)
+def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
+    tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
+    kv_places = sum(places.slots)
+    arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
+    stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
+    if latents.quantized:
+        raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
+        pieces = copies * (1 + latents.block_scaled)
+        loaded = plgpu.Barrier(num_arrivals=pieces, num_barriers=RAW)
+        stored |= {"raw": raw, "raw_loaded": loaded}
+    if latents.block_scaled:
+        stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
     return Shared(
-        kv=plgpu.SMEM((sum(SLOTS), PAGE, QUARTER), dtype, transforms=tiled),
+        kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
         rope=plgpu.SMEM((PAGES, PAGE, ROPE), dtype, transforms=tiled),
         rescale=plgpu.SMEM((PAGES, TILE), jnp.float32),
         sums=plgpu.SMEM((TILE,), jnp.float32),
-        kv_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=sum(SLOTS)),
-        rope_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=PAGES),
+        kv_loaded=plgpu.Barrier(num_arrivals=arrivals, num_barriers=kv_places),
+        rope_loaded=plgpu.Barrier(num_arrivals=arrivals, num_barriers=PAGES),
         p_written=plgpu.Barrier(num_barriers=PAGES),
         p_read=plgpu.Barrier(num_barriers=PAGES),
         scores_done=plgpu.Barrier(num_barriers=PAGES),
         sums_written=plgpu.Barrier(),
         sums_read=plgpu.Barrier(num_arrivals=2),
+        **stored,
     )
 
 
@@ -68,6 +113,7 @@ class Cut:
     Attributes:
         tiles: of 64 packed rows, of a request.
         parts: of the schedule.
+        latents: the cache's format.
         rope: whether there are rope columns: D 576, or 512.
         first_rows: `Results.first_rows`.
         output_by_tma: whether a whole row's output leaves through its last page's slot, or by
@@ -80,10 +126,15 @@ class Cut:
     parts: int
     scale: float
     dtype: Any
+    latents: LatentFormat
     rope: bool
     first_rows: Sequence[int]
     output_by_tma: bool
     interpret: bool
+
+    @property
+    def places(self) -> Places:
+        return Places.of(self.latents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +149,7 @@ class Refs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
+    kv_scale_ref: Any  # of a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
     partial_ref: Any  # None: no row is split
@@ -110,7 +162,9 @@ class Refs:
     shared: Shared
 
 
-def scratch_types(dtype: Any, page_size: int, rope: bool, interpret: bool) -> dict[str, Any]:
+def scratch_types(
+    dtype: Any, latents: LatentFormat, page_size: int, rope: bool, interpret: bool
+) -> dict[str, Any]:
     tiled = swizzled(dtype)
     # The interpreter has no register operands: there all of Q is in shared memory.
     others = plgpu.SMEM((3, TILE, QUARTER), dtype, transforms=tiled) if interpret else None
@@ -120,7 +174,7 @@ def scratch_types(dtype: Any, page_size: int, rope: bool, interpret: bool) -> di
         "q_smem": plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),
         "q_rope_smem": plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),
         "q_loaded": plgpu.Barrier(num_arrivals=(3 if interpret else 0) + 1 + rope),
-        "shared": shared_types(dtype, page_size),
+        "shared": shared_types(dtype, latents, page_size),
     }
 
 
@@ -135,6 +189,7 @@ class Block:
             refs.layer_ref,
         )  # fmt: skip
         self.packed = pl.ds(self.tile * TILE, TILE)
+        self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
 
     def each_empty_row(self, write: Callable[[jax.Array], None]) -> None:
         """Calls write(row) for this block's share of the rows without tokens."""

@@ -12,15 +12,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
-    FIRST_SLOT,
     LAYOUT,
     PAGES,
     QUARTER,
     RANK,
     ROPE,
-    SLOTS,
     Block,
 )
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
@@ -50,7 +49,7 @@ class Scores:
     def __init__(self, block: Block):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
-        self.factor = block.cut.scale * LOG2E
+        self.factor = block.kv_scale * (block.cut.scale * LOG2E)
 
     def run(self) -> None:
         zero = jnp.int32(0)
@@ -130,7 +129,7 @@ class Scores:
 
     def _write_nothing(self, row: jax.Array) -> None:
         nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), BY_ROW)
-        self.refs.lse_ref[row, self.block.packed] = nothing
+        store(self.refs.lse_ref.at[row, self.block.packed], nothing)
 
 
 class Pages:
@@ -142,6 +141,7 @@ class Pages:
         """`before`: pages of earlier pieces; `others`: the queries' second quarter and on."""
         self.scores, self.start, self.before, self.others = scores, start, before, others
         cut, refs = scores.cut, scores.refs
+        self.places = cut.places
         self.length = refs.lens_ref[row]
         self.queries = None if refs.query_lens_ref is None else refs.query_lens_ref[row]
         self.visible = visible_keys(
@@ -157,9 +157,11 @@ class Pages:
             lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
         )
 
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(shared.scores_done.at[slot])
+        if self.places.held_back:
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(shared.scores_done.at[slot])
 
         new_top, p = self._softmax(product, i, top)
         rescale = jnp.exp2(top - new_top)
@@ -173,24 +175,27 @@ class Pages:
 
     def _product(self, acc: Any, i: jax.Array, slot: jax.Array) -> jax.Array:
         """Q K^T, each quarter once it is there."""
-        shared, refs = self.scores.shared, self.scores.refs
+        shared, refs, places = self.scores.shared, self.scores.refs, self.places
 
         def add(q: Any, columns: Any, loaded: Any) -> None:
             plgpu.barrier_wait(loaded)
             plgpu.wgmma(acc, q, columns.transpose((1, 0)))
 
-        for quarter in (3, 2, 1):
-            at = FIRST_SLOT[quarter] + slot
-            add(self.others[quarter - 1], shared.kv.at[at], shared.kv_loaded.at[at])
-        if self.scores.cut.rope:
-            add(refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
-        at = lax.rem(self.before + i, SLOTS[0])
-        add(refs.q_smem, shared.kv.at[at], shared.kv_loaded.at[at])
+        for quarter in places.order:
+            if quarter < 0:
+                if self.scores.cut.rope:
+                    add(refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
+                continue
+            at = places.firsts[quarter] + lax.rem(self.before + i, places.slots[quarter])
+            q = self.others[quarter - 1] if quarter else refs.q_smem
+            add(q, shared.kv.at[at], shared.kv_loaded.at[at])
         return acc[...]
 
     def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
         """The new maxima, and P; a mask is applied to pages that not every row sees whole."""
         cut, factor, start = self.scores.cut, self.scores.factor, self.start
+        if cut.latents.quantized:  # a traced scale may have any sign
+            scores, factor = scores * factor, 1.0
 
         def reference(largest: jax.Array) -> jax.Array:
             return jnp.where(largest > top + SLACK, largest, top)
@@ -208,4 +213,5 @@ class Pages:
         all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
         if self.queries is not None:
             all_see_it &= self.queries == cut.q_len
-        return lax.cond(all_see_it, plain if factor > 0 else masked, masked, scores)
+        growing = cut.scale > 0 or cut.latents.quantized
+        return lax.cond(all_see_it, plain if growing else masked, masked, scores)

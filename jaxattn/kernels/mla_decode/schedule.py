@@ -21,7 +21,7 @@ row's bits are its own.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ PAGE = 64  # tokens that a block takes at a time; what is called a page here, wh
 # What a row costs its part beside its pages (its queries' load, its output), in pages, where its
 # packed rows are many, and where they are few.
 ROW_COST, FEW_ROWS_COST = 5, 3
-MOST_FEW_ROWS = 16
+MOST_FEW_ROWS = 24
 # What partial results and their merging cost where most parts have some, in pages of a part, where
 # packed rows are many, and where they are few.
 MERGE_COST, FEW_MERGE_COST = 12, 3
@@ -40,6 +40,9 @@ MERGE_COST, FEW_MERGE_COST = 12, 3
 # a row has up to so many, which are merged in two turns.
 MIN_PART = 6
 FEW_PIECES = 16
+# Where packed rows are few, two warpgroups take a part's pages in turns and wait for each: a page
+# of each is the shortest part. So many partial results of a row are merged in one turn.
+FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES = 4, 2, 32
 # Parts of whole rows have no partial results: taken when they are longer by at most one part in
 # this, or by what the merging costs.
 WHOLE_ROWS_SLACK = 16
@@ -162,10 +165,32 @@ def merge_cost(q_len: int, num_heads: int) -> int:
     return FEW_MERGE_COST if few_rows(q_len, num_heads) else MERGE_COST
 
 
+class Shortest(NamedTuple):
+    """Pages of a part that is worth its partial results.
+
+    Attributes:
+        part: of any.
+        short: where a row has up to `pieces` of them.
+    """
+
+    part: int = MIN_PART
+    short: int = MIN_PART
+    pieces: int = FEW_PIECES
+
+
+OF_MANY_ROWS = Shortest()
+OF_FEW_ROWS = Shortest(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
+
+
+def shortest(q_len: int, num_heads: int) -> Shortest:
+    return OF_FEW_ROWS if few_rows(q_len, num_heads) else OF_MANY_ROWS
+
+
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
     """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
     fewer where `batch` rows of `max_pages` pages are not worth as many."""
-    worth = batch * (max_pages + row_cost(q_len, num_heads)) // MIN_PART
+    least = shortest(q_len, num_heads).short
+    worth = batch * (max_pages + row_cost(q_len, num_heads)) // least
     return max(1, min(num_sms // num_tiles(q_len, num_heads), worth))
 
 
@@ -204,9 +229,10 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     return ranked[jnp.where(place < number, rank, place)], firsts
 
 
-def _worth(pages: jax.Array, rows: jax.Array | int, short_part: int) -> jax.Array:
+def _worth(pages: jax.Array, rows: jax.Array | int, least: Shortest) -> jax.Array:
     """The parts that so many pages of so many rows are worth."""
-    return jnp.maximum(pages // MIN_PART, jnp.minimum(pages // short_part, FEW_PIECES * rows))
+    few = jnp.minimum(pages // least.short, least.pieces * rows)
+    return jnp.maximum(pages // least.part, few)
 
 
 def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -236,16 +262,16 @@ def make_schedule(
     row_cost: int,
     merge_cost: int,
     pieces: int = 0,
-    short_part: int = MIN_PART,
+    least: Shortest = OF_MANY_ROWS,
     least_piece: int = 1,
     longer: int | None = None,
 ) -> Schedule:
     """Cuts the pages of all rows into `parts`; with `pieces` each row into up to so many equal
     pieces, which are a part each, and of more rows than parts none.
 
-    A part has `MIN_PART` pages or more, and where a row has `FEW_PIECES` only `short_part`. Where
-    rows are cut alike, a piece has `least_piece` pages or is a row's last; with `longer` it may
-    be longer than a part's share by one part in so many.
+    A part has the pages that `least` says, or more. Where rows are cut alike, a piece has
+    `least_piece` pages or is a row's last; with `longer` it may be longer than a part's share by
+    one part in so many.
     No part has a row without tokens: the others are cut alike with and without it.
     """
     batch = seq_lens.shape[0]
@@ -261,14 +287,14 @@ def make_schedule(
 
     part = jnp.arange(parts + 1, dtype=jnp.int32)
     if pieces:
-        wanted = jnp.clip(_worth(pages, 1, short_part), 1, pieces)
+        wanted = jnp.clip(_worth(pages, 1, least), 1, pieces)
         rows, begun = _apart(pages, wanted, part)
         return Schedule.of(rows, begun, batch, max_pages)
 
     end = jnp.cumsum(cost)
     total = end[-1]
     number = jnp.sum(real, dtype=jnp.int32)
-    used = jnp.clip(_worth(total, number, short_part), 1, parts)
+    used = jnp.clip(_worth(total, number, least), 1, parts)
     size = (total + used - 1) // used
     rows, into = _inside(end, cost, jnp.minimum(part * size, total))
     begun = jnp.maximum(into - row_cost, 0)

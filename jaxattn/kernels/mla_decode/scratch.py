@@ -21,6 +21,7 @@ from jaxattn.kernels.mla_decode.schedule import (
     num_steps,
     packed_rows,
     row_cost,
+    shortest,
 )
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -75,6 +76,7 @@ def decode_schedule(
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
         pieces=most_pieces(batch, parts) if batch_invariant else 0,
+        least=shortest(q_len, num_heads),
     )
 
 
@@ -101,7 +103,7 @@ def scratch(
 
     Returns:
         Regions `out` [B, rows, R] with row s * H + h, S * H rounded up to 8, or to 64 if it is more
-        than 16; and, for a batch that may be split, `partial_out` float32
+        than 24; and, for a batch that may be split, `partial_out` float32
         [parts, 2, rows, R]: at most 33 MiB, whatever the batch.
         DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
 

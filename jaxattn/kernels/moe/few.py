@@ -30,6 +30,11 @@ def lists(tokens: int, top_k: int) -> bool:
     return stay(tokens) and tokens * top_k <= PAIRS
 
 
+def copies(features: int) -> bool:
+    """Whether a token is as many numbers for each thread."""
+    return features % PAIRS == 0
+
+
 def work_of_few(
     ids: jax.Array,
     x: jax.Array,

@@ -29,6 +29,7 @@ from jaxattn.kernels.moe.work import Work
 THREADS = 128
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
+ALIGNED = 4  # logits of 16 bytes, at multiples of which copies begin
 
 
 class Listed(NamedTuple):
@@ -63,6 +64,8 @@ def route_mosaic(
     halves: bool = False,
     always: int = 0,
     gated: bool = False,
+    layer: jax.Array | None = None,
+    affine: tuple[int, int] = (1, 0),
     valid: jax.Array | None = None,
     x: jax.Array | None = None,
     interpret: bool = False,
@@ -74,15 +77,19 @@ def route_mosaic(
         logits: [T, E or more], of which `experts` says E; with `halves` two of them side by side.
         always: experts E, E + 1 and so on that every token takes, with weight 1.
         gated: or with the sigmoid of the logit behind the last expert's.
+        layer: the row of a stack of biases [L, E] is `a * layer + b`, `affine` being (a, b).
         valid: int32 [T], 0 for padding, whose ids are -1.
         x: [1, F], where T is 1: the list of work is made too, with this token in its rows.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
     experts = columns if experts is None else experts
     refuse(logits, experts, interpret=interpret)
+    if not halves:
+        logits = jnp.pad(logits, ((0, 0), (0, -columns % ALIGNED)))
     width = -(-experts // THREADS) * THREADS
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
     size = experts // groups
+    stacked = bias is not None and bias.ndim == 2
 
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (width,), []), layout)
@@ -92,7 +99,7 @@ def route_mosaic(
         lister = Lister(1, top_k + always, experts + always, x.shape[1], interpret=interpret)
 
     def body(
-        logits_ref, bias_ref, valid_ref, x_ref, ids_ref, weights_ref,
+        logits_ref, bias_ref, layer_ref, valid_ref, x_ref, ids_ref, weights_ref,
         scores_smem, low_smem, bias_smem, choice_smem, ids_smem, loaded, rows=None, **of_list,
     ):  # fmt: skip
         token = lax.axis_index("token")
@@ -114,18 +121,14 @@ def route_mosaic(
         if halves:
             load(logits_ref.at[token], columns, low_smem, zero)
         if bias is not None:
-            load(bias_ref, 0, bias_smem, zero)
+            row = layer_ref[0] * affine[0] + affine[1] if stacked else 0
+            load(bias_ref.at[row], 0, bias_smem, zero)
         plgpu.barrier_wait(loaded)
         inside = expert < full(jnp.int32(experts))
         scores = plgpu.load(scores_smem, layout=layout)
         if halves:
             scores += plgpu.load(low_smem, layout=layout)
-        if sigmoid:
-            scores = 1.0 / (1.0 + jnp.exp(-scores))
-        else:
-            scores = jnp.exp(scores - full(jnp.max(scores)))
-            scores = scores / full(jnp.sum(scores))
-        choice = scores
+        choice = scores = scores_of(scores, full, sigmoid=sigmoid)
         if bias is not None:
             choice = scores + plgpu.load(bias_smem, layout=layout)
         meet(interpret=interpret)
@@ -143,12 +146,7 @@ def route_mosaic(
             best_of(choice_smem, ids_smem, top_k)
             meet(interpret=False)
             ids = [ids_smem[k] for k in range(top_k)]
-        weights = [scores_smem[place] for place in ids]
-        factor = jnp.float32(scale)
-        if normalize:
-            total = sum(weights[1:], weights[0]) + 1e-20
-            weights = [weight / total for weight in weights]
-        weights = [weight * factor for weight in weights]
+        weights = weights_of([scores_smem[place] for place in ids], normalize, scale)
         opened = jnp.float32(1)
         if gated:
             logit = logits_ref[token, experts]
@@ -173,7 +171,8 @@ def route_mosaic(
         grid={"token": tokens},
         inputs={
             "logits_ref": logits,
-            "bias_ref": bias,
+            "bias_ref": bias if bias is None or stacked else bias[None],
+            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1) if stacked else None,
             "valid_ref": valid,
             "x_ref": x,
         },
@@ -198,6 +197,23 @@ def route_mosaic(
     )
     listed = None if lister is None else Listed(work_of(out), out["rows"])
     return out["ids_ref"], out["weights_ref"], listed
+
+
+def scores_of(logits: jax.Array, full: Any, *, sigmoid: bool) -> jax.Array:
+    """The sigmoid of each logit, or the softmax of all."""
+    if sigmoid:
+        return 1.0 / (1.0 + jnp.exp(-logits))
+    scores = jnp.exp(logits - full(jnp.max(logits)))
+    return scores / full(jnp.sum(scores))
+
+
+def weights_of(scores: list[jax.Array], normalize: bool, scale: float) -> list[jax.Array]:
+    """The weights of the chosen experts, from their scores."""
+    factor = jnp.float32(scale)
+    if normalize:
+        total = sum(scores[1:], scores[0]) + 1e-20
+        scores = [score / total for score in scores]
+    return [score * factor for score in scores]
 
 
 def of_best_groups(

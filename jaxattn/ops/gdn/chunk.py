@@ -10,7 +10,7 @@ from jaxattn.core.checks import (
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.slots import (
     as_offsets,
 )
@@ -162,15 +162,7 @@ def chunk_rule(
             o, final = function(q, k, v, g, beta, initial_state, cu_seqlens)
         return o, final if output_final_state else None
 
-    return dispatch(
-        op,
-        implementation or rule.default,
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": lambda: run(reference),
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, lambda: run(reference))
 
 
 def check_chunks(op: str, chunk_size: int, split_tokens: int | None) -> None:

@@ -16,7 +16,7 @@ from jaxattn.core.checks import (
     floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.slots import (
     check_pool,
     each_write,
@@ -203,15 +203,7 @@ def decode_rule(
         held = arena.write(spec, "out", o)
         return held.read(spec, "out"), new_state, held
 
-    return dispatch(
-        op,
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": xla,
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, xla)
 
 
 def check_gate_shapes(op: str, gates: Sequence[tuple[str, Array, tuple[int, ...]]]) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import check_pool, rows_in_use, write_slots
@@ -198,15 +198,7 @@ def gated_delta_net_decode(
             arena=arena,
         )
 
-    return dispatch(
-        op,
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": xla,
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, xla)
 
 
 def layer_in_xla(

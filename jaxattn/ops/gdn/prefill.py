@@ -19,7 +19,7 @@ from jaxattn.core.checks import (
     output_scale,
 )
 from jaxattn.core.deprecation import Group, with_older_keywords
-from jaxattn.core.dispatch import Implementation, dispatch, without_gradient
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import (
     as_offsets,
@@ -242,12 +242,4 @@ def prefill_rule(
                 o = gated_rms_norm(o.reshape(-1, *o.shape[2:]), *norm).reshape(o.shape)
             return jnp.where(shown[..., None, None], o, 0), pool
 
-    return dispatch(
-        op,
-        implementation or rule.default,
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": xla,
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, xla)

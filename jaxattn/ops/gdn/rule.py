@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gdn_prefill.channels import Make
 from jaxattn.ops.gdn.chunk_xla import MakeOperands, head_operands
 
@@ -16,14 +15,12 @@ class Rule:
         channels: g is [B, T, Hv, Dk], and not [B, T, Hv].
         sigmoid: the gated norm behind the rule has sigmoid(z), and not silu(z).
         make: of decays per channel, what the kernel takes of each chunk.
-        default: the implementation that None is.
     """
 
     operands: MakeOperands
     channels: bool = False
     sigmoid: bool = False
     make: Make | None = None
-    default: Implementation | None = None
 
 
 GATED = Rule(head_operands)

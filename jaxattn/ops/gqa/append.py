@@ -4,15 +4,13 @@ Between the projections of queries, keys and values and the cache lie the norms 
 and key, their rotation, and the write. Each is a few microseconds of little work.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.checks import Arguments, finite
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
@@ -53,19 +51,24 @@ def check_new_heads(
     arguments: Arguments,
     q: jax.Array,
     k: jax.Array,
+    v: jax.Array,
     weights: jax.Array | None,
     *,
     rotation: Rotation,
     config: RopeConfig,
     eps: float,
     layer: Array | int | LayerOf | None,
-) -> tuple[jax.Array | None, float]:
-    """The packed weights and eps of new tokens' heads q [B, S, H, E] and k [B, S, Hk, D].
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, float]:
+    """New tokens' heads q [B, S, H, E], k and v [B, S, Hk, D], the packed weights and eps.
 
     Raises:
         TypeError, ValueError: they, the rotation or the heads do not fit each other; it is named.
     """
-    op, (batch, q_len, kv_heads, dim) = arguments.op, k.shape
+    op = arguments.op
+    q = arguments.check("q", q, "B S H E")
+    k = arguments.check("k", k, "B S Hk D")
+    v = arguments.check("v", v, "B S Hk D")
+    batch, q_len, kv_heads, dim = k.shape
     check_heads(arguments, q, kv_heads, "k", k.shape)
     if q.shape[-1] not in (dim, 2 * dim):
         raise ValueError(
@@ -86,29 +89,31 @@ def check_new_heads(
                 f"{op}: weights {weights.shape} must be float32 of W = {2 * line_width(dim)}, as "
                 f"pack_gqa_weights returns them of D = {dim}"
             )
-    return weights, finite(op, "eps", eps)
+    return q, k, v, weights, finite(op, "eps", eps)
 
 
 def normed_and_rotated(
-    x: Float[Array, "B S h D"],
-    *,
-    first: int,
+    q: Float[Array, "B S H E"],
+    k: Float[Array, "B S Hk D"],
     weights: jax.Array | None,
+    *,
     layer: jax.Array | int | None,
     rotation: Rotation,
     config: RopeConfig,
     eps: float,
-) -> Float[Array, "B S h D"]:
-    """Heads normed and rotated by position, in float32.
-
-    Args:
-        first: where their norm's weight begins in the packed weights.
-    """
+) -> tuple[Float[Array, "B S H D"], Float[Array, "B S Hk D"]]:
+    """Queries, without their gates, and keys, normed and rotated by position, in float32."""
     own = weights if weights is None or weights.ndim == 1 else weights[layer]
-    if own is not None:
-        x = rms_norm(x, own[first : first + x.shape[-1]], eps)
-    rotated = rope(x[..., : config.dim].astype(jnp.float32), rotation, config)
-    return jnp.concatenate([rotated, x[..., config.dim :].astype(jnp.float32)], axis=-1)
+    dim = k.shape[-1]
+
+    def turned(x: jax.Array, first: int) -> jax.Array:
+        """`first`: where the norm's weight begins in the packed weights."""
+        if own is not None:
+            x = rms_norm(x, own[first : first + dim], eps)
+        rotated = rope(x[..., : config.dim].astype(jnp.float32), rotation, config)
+        return jnp.concatenate([rotated, x[..., config.dim :].astype(jnp.float32)], axis=-1)
+
+    return turned(q[..., :dim], 0), turned(k, line_width(dim))
 
 
 def gqa_append(
@@ -164,9 +169,9 @@ def gqa_append(
     """
     op = "gqa_append"
     arguments = Arguments(op)
-    q = arguments.check("q", q, "B S H E")
-    k = arguments.check("k", k, "B S Hk D")
-    v = arguments.check("v", v, "B S Hk D")
+    q, k, v, weights, eps = check_new_heads(
+        arguments, q, k, v, weights, rotation=rotation, config=config, eps=eps, layer=layer
+    )
     given = block_tables, seq_lens, query_lens
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
@@ -174,10 +179,6 @@ def gqa_append(
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "k", k)
     arguments.check_written(*given, k.shape[1], kv_cache.shape[-3])
-    weights, eps = check_new_heads(
-        arguments, q, k, weights, rotation=rotation, config=config, eps=eps, layer=layer
-    )
-    dim = k.shape[-1]
     kv_scale = check_kv_scale(op, kv_cache, kv_scale)
     refuse_explicit_axes(
         op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens, kv_scale
@@ -205,13 +206,12 @@ def gqa_append(
         )
 
     def xla() -> tuple[Array, Array]:
-        turned = functools.partial(
-            normed_and_rotated, weights=weights, layer=number, rotation=rotation, config=config,
-            eps=eps,
-        )  # fmt: skip
+        queries, keys = normed_and_rotated(
+            q, k, weights, layer=number, rotation=rotation, config=config, eps=eps
+        )
         written = gqa_cache_write(
             kv_cache,
-            turned(k, first=line_width(dim)),
+            keys,
             v,
             block_tables,
             seq_lens,
@@ -219,15 +219,7 @@ def gqa_append(
             layer=number,
             kv_scale=kv_scale,
         )
-        return turned(q[..., :dim], first=0).astype(out_dtype), written
+        return queries.astype(out_dtype), written
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, xla)

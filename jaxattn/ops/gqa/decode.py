@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import Arguments, check_arena
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
@@ -195,15 +195,7 @@ def gqa_decode(
         return (out, lse) if arena is None else (out, lse, arena)
 
     with jax.named_scope("gqa_decode"):
-        return dispatch(
-            "gqa_decode",
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(interpret=False),
-                "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel("gqa_decode", implementation, mosaic, xla)
 
 
 @functools.partial(jax.jit, static_argnames="scores")

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.checks import Arguments
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import attend_pages
@@ -114,8 +114,8 @@ def gqa_prefill(
 
     The prefix, positions below seq_lens - query_lens, is read from the cache a block of pages at a
     time. The new tokens' keys and values come from `k` and `v`, so the cache may hold them already
-    or not; give the cache that `gqa_cache_write` returned, so that XLA need not keep the one from
-    before the write.
+    or not. Give the cache that `gqa_cache_write` returned: XLA need not keep the one from before
+    the write then.
 
     Args:
         q, k, v: of the new tokens, one dtype; queries and keys normed and rotated.
@@ -129,10 +129,10 @@ def gqa_prefill(
         implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is the best that
             serves. The kernel has D 64, 128 and 256, and q, k and v of one dtype, bfloat16 or
             float16. Of a cache of that dtype in pages of 16, 32, 64 or 128 tokens it needs no
-            memory beside its results; with fewer than 256 new tokens a row and several query heads
-            to a key-value head it copies queries and output. Other caches are unpacked a block of
-            tokens at a time, 256 MiB or 1024 tokens of each row, whichever is more, beside one
-            result in float32. "xla" takes any shape, and holds
+            memory beside its results. With fewer than 256 new tokens per row and several query
+            heads per key-value head it copies queries and output. Other caches are unpacked a
+            block of tokens at a time: 256 MiB or 1024 tokens of each row, whichever is more. Then
+            there is one result in float32 too. "xla" takes any shape, and holds
             B * H * 512 * 1024 * 4 bytes of scores at most.
 
     Returns:
@@ -177,15 +177,7 @@ def _dispatch(
         forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
         return with_gradient_of(xla, forward)(*operands)
 
-    return dispatch(
-        op,
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": lambda: xla(*operands),
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, lambda: xla(*operands))
 
 
 def _check_new(arguments: Arguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:

@@ -1,19 +1,16 @@
 """New tokens on their way into a TurboQuant cache: norms, rotation by position, codes and write."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.checks import Arguments
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gqa_append import line_width
 from jaxattn.kernels.gqa_turbo.append import turbo_append_mosaic
 from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
 from jaxattn.ops.gqa.turboquant import check_head_dim, check_turbo_cache, turbo_cache_write
@@ -59,9 +56,9 @@ def turbo_append(
     """
     op = "turbo_append"
     arguments = Arguments(op)
-    q = arguments.check("q", q, "B S H E")
-    k = arguments.check("k", k, "B S Hk D")
-    v = arguments.check("v", v, "B S Hk D")
+    q, k, v, weights, eps = check_new_heads(
+        arguments, q, k, v, weights, rotation=rotation, config=config, eps=eps, layer=layer
+    )
     given = block_tables, seq_lens, query_lens
     kv_cache, block_tables, seq_lens = check_turbo_cache(
         arguments, kv_cache, block_tables, seq_lens, layer, form
@@ -70,21 +67,17 @@ def turbo_append(
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "k", k)
     arguments.check_written(*given, k.shape[1], form.page_size(kv_cache))
-    weights, eps = check_new_heads(
-        arguments, q, k, weights, rotation=rotation, config=config, eps=eps, layer=layer
-    )
     refuse_explicit_axes(op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens)
-    dim, out_dtype = form.head_dim, jnp.dtype(q.dtype if dtype is None else dtype)
+    out_dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     number = taken_apart(layer)[2]
 
     def xla() -> tuple[jax.Array, jax.Array]:
-        turned = functools.partial(
-            normed_and_rotated, weights=weights, layer=number, rotation=rotation, config=config,
-            eps=eps,
-        )  # fmt: skip
+        queries, keys = normed_and_rotated(
+            q, k, weights, layer=number, rotation=rotation, config=config, eps=eps
+        )
         written = turbo_cache_write(
             kv_cache,
-            turned(k, first=line_width(dim)),
+            keys,
             v,
             block_tables,
             seq_lens,
@@ -92,7 +85,7 @@ def turbo_append(
             query_lens=query_lens,
             layer=number,
         )
-        return turned(q[..., :dim], first=0).astype(out_dtype), written
+        return queries.astype(out_dtype), written
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         return turbo_append_mosaic(
@@ -114,12 +107,4 @@ def turbo_append(
         )
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, xla)

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.pages import Unfold, page_blocks
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, rotate
+from jaxattn.core.turbo_reads import page_numbers
+from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, hadamard
 from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import Scores, window_begins
@@ -28,6 +29,7 @@ UNPACKED_BYTES = 2**26
 HALF = jnp.dtype(jnp.float16)
 
 
+@functools.partial(jax.jit, static_argnames=("scores", "form", "interpret"))
 def turbo_prefill_mosaic(
     q: jax.Array,
     kv_cache: jax.Array,
@@ -48,27 +50,6 @@ def turbo_prefill_mosaic(
     q, sinks, gate = without_gradient(op, (q, sinks, gate))
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, q.shape[1])
-    addressing = block_tables, seq_lens, query_lens, layer
-    return _prefill(
-        q, kv_cache, *addressing, sinks, gate, scores=scores, form=form, interpret=interpret
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("scores", "form", "interpret"))
-def _prefill(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_lens: jax.Array,
-    layer: jax.Array | int | None,
-    sinks: jax.Array | None,
-    gate: jax.Array | None,
-    *,
-    scores: Scores,
-    form: TurboFormat,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     batch, kv_heads = q.shape[0], kv_cache.shape[-2]
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
     lengths = jnp.where(query_lens > 0, seq_lens, 0)
@@ -77,8 +58,7 @@ def _prefill(
 
     def tokens(pages: jax.Array) -> jax.Array:
         """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
-        slots = page_slots(form, pages)
-        halves = [_half(x) for x in dequantize(form, unpack(form, slots))]
+        halves = [_half(x) for x in page_numbers(form, pages)]
         both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
 
@@ -89,7 +69,7 @@ def _prefill(
         block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
         unfold=Unfold(page, tokens),
     )  # fmt: skip
-    queries = _half(rotate(q) if form.rotated else q)
+    queries = _half(_turned(q) if form.rotated else q)
 
     def add_block(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         kv, positions = read(pages[i], firsts[i])
@@ -109,6 +89,13 @@ def _prefill(
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     out, lse = lax.fori_loop(start, reached, add_block, nothing)
     return _finished(out, lse, sinks, gate, q.dtype)
+
+
+def _turned(q: jax.Array) -> jax.Array:
+    """q times the Hadamard matrix, float32: one product, exact but for its float32 sums."""
+    dim = q.shape[-1]
+    signs = jnp.asarray(np.sign(hadamard(dim)), q.dtype)
+    return jnp.dot(q, signs, preferred_element_type=jnp.float32) * dim**-0.5
 
 
 def _half(x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import Arguments, check_arena
-from jaxattn.core.dispatch import Implementation, dispatch, dispatch_xla
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
 from jaxattn.core.softmax import Softmax
@@ -196,13 +196,13 @@ def turbo_attention(
         form: the cache's format.
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
             arena: as for `gqa_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is "xla" for more than
-            8 tokens, as no GPU has run the kernels for them yet, and otherwise the best. "xla" is
-            the reference. It holds a block of 512 cached tokens of every row in float32, and
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla". None is the best for up to 8
+            tokens, and "xla" for more: no GPU has run their kernels yet. "xla" is the reference.
+            It holds a block of 512 cached tokens of every row in float32, and
             scores of 512 queries against them. The kernels take q of bfloat16 or float16, and
-            decode takes pages of 16, 32, 64 and 128 tokens. For more than 8 tokens, 64 MiB of
-            keys and values or 1024 tokens of each row, whichever is more, are unpacked at a time
-            into float16, beside one result in float32.
+            decode takes pages of 16, 32, 64 and 128 tokens. For more than 8 tokens, a block of
+            keys and values is unpacked at a time into float16: 64 MiB or 1024 tokens of each row,
+            whichever is more. One result in float32 is beside it.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
@@ -266,14 +266,8 @@ def turbo_attention(
         out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
         return (out, lse) if arena is None else (out, lse, arena)
 
-    return dispatch(
-        arguments.op,
-        implementation or (None if q.shape[1] <= MOST_NEW else "xla"),
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": xla,
-        },
+    return dispatch_kernel(
+        arguments.op, implementation or (None if q.shape[1] <= MOST_NEW else "xla"), mosaic, xla
     )
 
 

@@ -14,14 +14,6 @@ from jaxattn.ops.gdn.decode import Slots, check_gate_shapes, decode_rule
 from jaxattn.ops.gdn.recurrent import _check_heads
 from jaxattn.ops.kda.gates import check_lower_bound, kda_gates
 
-# Tokens per row up to which the kernel's tests have passed on a GPU.
-MOST_TOKENS_RUN = 4
-
-
-def chosen(implementation: Implementation | None, tokens: int) -> Implementation | None:
-    """What None is: XLA for more tokens than the kernel has run with on a GPU."""
-    return implementation or ("xla" if tokens > MOST_TOKENS_RUN else None)
-
 
 def kda_decode(
     q: Float[Array, "B S Hk Dk"],
@@ -106,5 +98,5 @@ def kda_decode(
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
         arena=arena,
-        implementation=chosen(implementation, v.shape[1]),
+        implementation=implementation,
     )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import check_pool, write_slots
@@ -22,7 +22,7 @@ from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import Slots, check_gate_shapes
 from jaxattn.ops.gdn.layer import layer_in_xla
-from jaxattn.ops.kda.decode import chosen, kda_decode
+from jaxattn.ops.kda.decode import kda_decode
 from jaxattn.ops.kda.gates import check_lower_bound
 
 
@@ -179,15 +179,7 @@ def kimi_delta_attention_decode(
             arena=arena,
         )
 
-    return dispatch(
-        op,
-        chosen(implementation, tokens),
-        {
-            "mosaic_gpu": lambda: mosaic(False),
-            "mosaic_gpu_interpret": lambda: mosaic(True),
-            "xla": xla,
-        },
-    )
+    return dispatch_kernel(op, implementation, mosaic, xla)
 
 
 def _check(

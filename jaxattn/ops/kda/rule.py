@@ -21,5 +21,4 @@ def _of_kernel(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, dtype:
     )
 
 
-# None is XLA, until the kernel has run on a GPU.
-KIMI = Rule(channel_operands, channels=True, sigmoid=True, make=_of_kernel, default="xla")
+KIMI = Rule(channel_operands, channels=True, sigmoid=True, make=_of_kernel)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.checks import FLOATS, Arguments, finite, is_integer
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.varying import refuse_explicit_axes
@@ -164,12 +164,4 @@ def mla_append(
         return queries(), written
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, xla)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
 from jaxattn.core.checks import Arguments, check_arena, is_integer
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
@@ -157,7 +157,7 @@ def mla_decode(
     refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        apart = reads_apart(q.shape[2]) and not format.quantized
+        apart = reads_apart(q.shape[2])
         return mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
@@ -179,15 +179,7 @@ def mla_decode(
         return (out, lse) if arena is None else _into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):
-        return dispatch(
-            "mla_decode",
-            implementation,
-            {
-                "mosaic_gpu": lambda: mosaic(interpret=False),
-                "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-                "xla": xla,
-            },
-        )
+        return dispatch_kernel("mla_decode", implementation, mosaic, xla)
 
 
 def _check_queries(arguments: Arguments, q: Any) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.core.checks import Arguments, is_integer
-from jaxattn.core.dispatch import Implementation, dispatch, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
@@ -94,10 +94,9 @@ def causal_attention(
             with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
             it receives and causes no gradient.
         k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
-        implementation: "mosaic_gpu" (Dqk 128 + 64 and Dv 128, or 192 + 64 and 256, bfloat16 or
-            float16, forward only in the kernel: its gradient is recomputed by "xla"),
-            "mosaic_gpu_interpret", "xla", or None for the best, which for Dv 256 is "xla" until
-            its kernel has run on a GPU.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
+            kernel has Dqk 128 + 64 and Dv 128, or 192 + 64 and 256, bfloat16 or float16. It is
+            forward only: "xla" recomputes its gradient.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm.
@@ -150,14 +149,8 @@ def causal_attention(
 
         return with_gradient_of(xla, forward)(q, k, k_pe, v, lengths)
 
-    return dispatch(
-        "causal_attention",
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": lambda: xla(q, k, k_pe, v, lengths),
-        },
+    return dispatch_kernel(
+        "causal_attention", implementation, mosaic, lambda: xla(q, k, k_pe, v, lengths)
     )
 
 
@@ -182,11 +175,11 @@ def mla_prefill(
 
     Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
 
-    The new tokens' own causal attention is merged by log-sum-exp with that to the prefix (positions
-    below seq_lens - query_lens), which is read from the cache `block` tokens at a time. The
-    new tokens come from `latent`, so the cache may hold them already or not, and an FP8 cache has
-    not rounded them; give the cache that `mla_cache_write` returned, so that XLA need not keep the
-    one from before the write.
+    The new tokens' own causal attention is merged by log-sum-exp with that to the prefix, positions
+    below seq_lens - query_lens. The prefix is read from the cache `block` tokens at a time. The new
+    tokens come from `latent`, so the cache may hold them already or not, and an FP8 cache has not
+    rounded them. Give the cache that `mla_cache_write` returned: XLA need not keep the one from
+    before the write then.
 
     Args:
         q: queries, nope dims first, then the rotated P.
@@ -203,12 +196,11 @@ def mla_prefill(
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
-            bytes of scores; the kernel none, but B * H * block * (nope + Dv) * 2 bytes of expanded
+            bytes of scores. The kernel holds B * H * block * (nope + Dv) * 2 bytes of expanded
             keys and values (None: 512 MiB or 1024 tokens, whichever is more).
-        implementation: "mosaic_gpu" (nope 128, P 64 and Dv 128, or 192, 64 and 256, bfloat16 or
-            float16, any R; forward only in the kernel: its gradient is recomputed by "xla"),
-            "mosaic_gpu_interpret", "xla", or None for the best, which for Dv 256 is "xla" until
-            its kernel has run on a GPU.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
+            kernel has nope 128, P 64 and Dv 128, or 192, 64 and 256, bfloat16 or float16, and any
+            R. It is forward only: "xla" recomputes its gradient.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
@@ -259,15 +251,7 @@ def mla_prefill(
         )
         return with_gradient_of(xla, forward)(*args)
 
-    return dispatch(
-        "mla_prefill",
-        implementation,
-        {
-            "mosaic_gpu": lambda: mosaic(interpret=False),
-            "mosaic_gpu_interpret": lambda: mosaic(interpret=True),
-            "xla": lambda: xla(*args),
-        },
-    )
+    return dispatch_kernel("mla_prefill", implementation, mosaic, lambda: xla(*args))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "block", "format"))

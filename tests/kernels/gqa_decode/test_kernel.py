@@ -144,6 +144,16 @@ def test_a_schedule_of_another_window_is_refused(made_for):
         gqa_decode_mosaic(*case.args, scale=0.1, layer=1, window=50, schedule=other, interpret=True)
 
 
+def test_counts_of_another_number_of_tiles_are_refused():
+    """The kernel would count behind their end."""
+    case = gqa_case([70, 70], group=4, kv_heads=1, dim=64)
+    schedule = cut_at(case, [(0, 0)])
+    schedule = dataclasses.replace(schedule, arrived=schedule.arrived_of(1))
+    assert len(schedule.arrived_of(1)) == 2
+    with pytest.raises(ValueError, match="arrivals of 2 tiles, and this call has 4"):
+        schedule.arrived_of(2)
+
+
 @pytest.mark.parametrize("window", [None, 128])
 def test_pairs_have_the_parts_that_their_steps_ask_for(window):
     """Every step of every pair is in one part, and none left of the window."""

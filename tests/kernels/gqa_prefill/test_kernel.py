@@ -227,6 +227,23 @@ def test_numbers_that_are_known_when_it_is_compiled():
     assert_prefill_close(case, out, lse)
 
 
+@pytest.mark.gpu
+def test_a_prefix_beyond_2_to_the_31_elements():
+    """The last pages of a pool of more elements, and 2**32 bytes."""
+    small = prefill_case([300, 65], [40, 9], group=4, kv_heads=8, page=64)
+    (cache, tables), count = small.cached, small.cached[0].shape[1]
+    pages = 2**31 // cache[0, 0].size + 2 * count
+    pool = jnp.zeros((1, pages, *cache.shape[2:]), cache.dtype)
+    pool = jax.jit(lambda pool, some: pool.at[:, -count:].set(some), donate_argnums=0)(
+        pool, cache[1:]
+    )
+    moved = jnp.where(tables < count, tables + pages - count, tables)
+    large = dataclasses.replace(small, cached=(pool, moved))
+    expected = attend(small, "mosaic_gpu")
+    for some, same in zip(attend(large, "mosaic_gpu", layer=0), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(some, np.float32), np.asarray(same, np.float32))
+
+
 REAL = [
     ("32/8, D 128", dict(group=4, kv_heads=8, dim=128), [8192], [8192]),
     ("16/2, D 256", dict(group=8, kv_heads=2, dim=256, gate=True), [8192], [8192]),

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel over TurboQuant pages against float64, in the interpreter and on Hopper."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -129,3 +130,21 @@ def test_real_shapes(lens, group, kv_heads, dim, options, preset):
         lens, preset, group=group, kv_heads=kv_heads, dim=dim, layers=1, layer=0, **options
     )
     assert_turbo_close(case, *decode(case, "mosaic_gpu"), **BOUNDS)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_to_the_31_bytes():
+    """The last pages of a pool of more bytes give what those of a small one do."""
+    small = turbo_case([300, 65], "4bit_nc", kv_heads=8, dim=128, layers=1, layer=0)
+    count, each = small.kv_cache.shape[1], small.kv_cache[0, 0].size
+    pages = 2**31 // each + 2 * count
+    pool = jnp.zeros((1, pages, *small.kv_cache.shape[2:]), jnp.uint8)
+    pool = jax.jit(lambda pool, some: pool.at[:, -count:].set(some), donate_argnums=0)(
+        pool, small.kv_cache
+    )
+    there = small.block_tables < count
+    tables = jnp.where(there, small.block_tables + pages - count, small.block_tables)
+    large = dataclasses.replace(small, kv_cache=pool, block_tables=tables)
+    found, wanted = decode(large, "mosaic_gpu"), decode(small, "mosaic_gpu")
+    for some, same in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(some, np.float32), np.asarray(same, np.float32))

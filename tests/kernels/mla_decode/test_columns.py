@@ -169,6 +169,7 @@ def test_many_tokens_and_many_heads(format, q_len, heads, lens, cuts, implementa
         ([131, 0, 1], 1, 3, jnp.bfloat16),
         pytest.param([4096, 63, 700], 2, 8, jnp.float16, marks=pytest.mark.gpu),
         pytest.param([9000] + [130] * 140, 1, 16, jnp.bfloat16, marks=pytest.mark.gpu),
+        pytest.param([9000] + [130] * 140, 1, 20, jnp.bfloat16, marks=pytest.mark.gpu),
         pytest.param([500, 64], 1, 33, jnp.bfloat16, marks=pytest.mark.gpu),  # two blocks a part
     ],
 )

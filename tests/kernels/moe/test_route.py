@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.route import route_mosaic
 from jaxattn.ops.moe import Router, route
@@ -96,6 +97,33 @@ def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementatio
 
 
 @both_devices
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_gates_column_beside_the_experts_makes_rows_that_can_be_copied(tokens, implementation):
+    router = ROUTERS["v2-lite"]
+    logits, _ = drawn(router, tokens)
+    gates = jnp.array([[-2.0], [0.0], [90.0]])[:tokens]
+    ids, weights, _ = choose_experts(
+        jnp.concatenate([logits, gates], axis=1), None, router, always=1, gated=True,
+        x=jnp.ones((1, 256), jnp.bfloat16) if tokens == 1 else None, implementation=implementation,
+    )  # fmt: skip
+    wanted_ids, wanted = route(logits, None, router, implementation="xla")
+    np.testing.assert_array_equal(ids[:, :-1], wanted_ids)
+    np.testing.assert_allclose(weights[:, :-1], wanted, rtol=1e-5)
+    np.testing.assert_allclose(weights[:, -1:], jax.nn.sigmoid(gates), rtol=1e-5)
+
+
+@pytest.mark.parametrize("features, top_k", [(192, 6), (256, 128)])
+def test_a_token_or_experts_that_no_list_is_made_for_are_routed_alone(features, top_k):
+    router = Router(experts=160, top_k=top_k, scores="softmax")
+    logits, _ = drawn(router, 1)
+    *_, listed = choose_experts(
+        logits, None, router, always=1, x=jnp.ones((1, features), jnp.bfloat16),
+        implementation="mosaic_gpu_interpret",
+    )  # fmt: skip
+    assert listed is None
+
+
+@both_devices
 def test_a_nan_in_a_token_is_in_its_weights_alone(implementation):
     router = ROUTERS["v2-lite"]
     logits = drawn(router, 3)[0].at[1].set(jnp.nan)
@@ -141,3 +169,15 @@ def test_what_the_kernel_does_not_have_is_refused():
     router = Router(experts=10, top_k=2, scores="softmax")
     with pytest.raises(NotImplementedError, match="a multiple of 32 experts, at most 1024"):
         route(jnp.zeros((3, 10)), None, router, implementation="mosaic_gpu_interpret")
+
+
+@both_devices
+def test_a_layers_bias_is_read_where_it_lies_in_its_stack(implementation):
+    router = ROUTERS["v3"]
+    logits, bias = drawn(router, 2)
+    stack = jnp.full((5, 256), jnp.nan).at[3].set(bias)
+    layer = LayerOf(jnp.int32(1), 2, 1)
+    found = choose_experts(logits, stack, router, layer=layer, implementation=implementation)
+    wanted = route(logits, bias, router, implementation="xla")
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)

@@ -39,10 +39,10 @@ def test_blocks_are_one_softmax(lens, preset, options, implementation, monkeypat
     """Of blocks of 64 tokens; a row without tokens, and windows that begin within a block."""
     monkeypatch.setattr(turbo_prefill, "LEAST_BLOCK", 64)
     monkeypatch.setattr(turbo_prefill, "UNPACKED_BYTES", 1)
-    turbo_prefill._prefill.clear_cache()
+    turbo_prefill.turbo_prefill_mosaic.clear_cache()
     case = turbo_case(lens, preset, group=2, kv_heads=1, **options)
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
-    turbo_prefill._prefill.clear_cache()
+    turbo_prefill.turbo_prefill_mosaic.clear_cache()
 
 
 def test_the_block_is_bounded_whatever_the_context():
@@ -76,6 +76,8 @@ def test_the_block_is_bounded_whatever_the_context():
         ([4096, 2048], 4, 8, 128, dict(q_len=2048)),
         ([3000, 0, 700], 8, 2, 256, dict(q_len=300, gate=True, query_lens=[300, 0, 17])),
         ([2500, 129], 8, 8, 64, dict(q_len=100, sinks=True, window=128)),
+        # One cached token, a page less one, a page; and a row that decodes.
+        ([128, 191, 193, 700], 4, 2, 128, dict(q_len=129, query_lens=[127, 128, 129, 1])),
     ],
 )
 def test_real_shapes(lens, group, kv_heads, dim, options, preset):

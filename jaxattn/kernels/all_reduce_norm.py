@@ -1,0 +1,168 @@
+"""Sum over GPUs, residual sum and RMS norm in one launch: a warpgroup a token, over peer memory.
+
+XLA's own all-reduce is a launch that no CUDA graph holds, between two that convert and one that
+norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included, counts
+on there, and waits for as many as there are GPUs. Then it adds them in the order of the GPUs, so
+that all have the same bits.
+
+    inbox   bfloat16 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
+    counts  int32 [2, T]            of each token: parts that came, and calls that it was in
+
+A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
+one of these has read the side before. Counts go on from call to call, so that nothing is reset.
+A token whose peer never runs is waited for without end.
+
+Limits: 128 to 8192 features, a multiple of 128; 2 to 8 GPUs, which are all of the mesh, in one
+process. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla"); tests:
+tests/parallel/test_two_gpus_norm.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, scf, utils
+from jaxattn.kernels.hopper.registers import (
+    Thread,
+    asm,
+    i32,
+    plus,
+    pointer,
+    single,
+    store,
+    times,
+    word,
+)
+from jaxattn.kernels.rms_norm import MOST_FEATURES, THREADS, norms_features
+
+MOST_GPUS = 8
+BYTES = 2  # of a number that is sent
+SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+
+
+def all_reduce_norm_mosaic(
+    x: jax.Array,
+    part: jax.Array,
+    weights: jax.Array,
+    inbox: jax.Array,
+    counts: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    layer: jax.Array | int,
+    affine: tuple[int, int] = (1, 0),
+    eps: float,
+    dtype: Any,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(sum, its norm, inbox, counts), as `jaxattn.ops.all_reduce_norm` documents it.
+
+    `affine` (a, b): the layer is `a * layer + b`.
+    """
+    op = "all_reduce_norm_layer"
+    if interpret:
+        raise Refusal(f"{op}: JAX's interpreter knows no memory of peers")
+    require_hopper(op, interpret=False)
+    tokens, features = x.shape
+    gpus = inbox.shape[1]
+    if not norms_features(features) or not tokens or not 2 <= gpus <= MOST_GPUS:
+        raise Refusal(
+            f"{op}: the kernel has a multiple of {THREADS} features, at most {MOST_FEATURES}, some "
+            f"tokens, and 2 to {MOST_GPUS} GPUs; got x {x.shape} on {gpus} GPUs"
+        )
+    x, part, weights = without_gradient(op, (x, part, weights))
+    vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
+    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+
+    def load(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+    def body(
+        x_ref, part_ref, weights_ref, layer_ref, inbox_ref, counts_ref, sum_ref, out_ref
+    ) -> None:
+        token, own = lax.axis_index("token"), lax.axis_index(axes)
+        calls = counts_ref[1, token]
+        side = lax.rem(calls, jnp.int32(2))
+        sent = load(part_ref.at[token]).astype(jnp.bfloat16)
+        send = plgpu.inline_mgpu(arg_types=(PLAIN, PLAIN, layout, SPLAT, SPLAT, SPLAT))(_send)
+        send(inbox_ref, counts_ref, sent, side, own, token)
+        # What needs no part of another GPU is read while those are on the way.
+        values = load(x_ref.at[token])
+        weight = load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
+        wait = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_wait)
+        wait(counts_ref, token, (calls + 1) * gpus)
+        for gpu in range(gpus):
+            values += load(inbox_ref.at[side, gpu, token])
+        counts_ref[1, token] = calls + 1
+        factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
+        sum_ref.at[token][...] = values
+        out_ref.at[token][...] = (values * factor * weight).astype(dtype)
+
+    inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(counts)
+    out = launch(
+        body,
+        name="all_reduce_norm",
+        grid={"token": tokens},
+        warpgroups=None,
+        inputs={
+            "x_ref": x,
+            "part_ref": part,
+            "weights_ref": weights,
+            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            "inbox_ref": inbox_ref,
+            "counts_ref": counts_ref,
+        },
+        outputs={
+            "sum_ref": jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            "out_ref": jax.ShapeDtypeStruct(x.shape, dtype),
+        },
+        # XLA would let all GPUs meet before the launch, as for semaphores that it has set to zero.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            skip_device_barrier=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # where PTX can name a peer's memory
+        ),
+    )
+    return out["sum_ref"], out["out_ref"], jax.freeze(inbox_ref), jax.freeze(counts_ref)
+
+
+def _send(ctx: Any, inbox: Any, counts: Any, sent: Any, side: Any, own: Any, token: Any) -> None:
+    """Writes a token's part into the inbox on each GPU, and then counts one more there."""
+    side, own, token = (single(x) for x in (side, own, token))
+    thread = Thread()
+    _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
+    row = plus(times(plus(times(side, gpus), own), tokens), token)
+    wide = ir.VectorType(sent.registers.flat[0].type).shape[0] * BYTES
+    place = plus(times(row, features * BYTES), times(thread.index, wide))
+    everywhere = [mgpu.c(gpu, i32()) for gpu in range(gpus)]
+    for gpu in everywhere:
+        there = ctx.to_remote(inbox, gpu)
+        for number, vector in enumerate(sent.registers.flat):
+            store(vector, there, place, number * THREADS * wide)
+    utils.warpgroup_barrier()
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread.index, word(0))):
+        for gpu in everywhere:
+            count = pointer(ctx.to_remote(counts, gpu), times(token, 4))
+            asm("red.release.sys.global.add.u32 [$0], 1;", [], [count], "l,~{memory}")
+
+
+def _wait(ctx: Any, counts: Any, token: Any, wanted: Any) -> None:
+    """Until so many parts of a token have come; what came with them is seen by the warpgroup."""
+    del ctx
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+        place, target = pointer(counts, times(single(token), 4)), single(wanted)
+        loop = scf.WhileOp([], [])
+        with ir.InsertionPoint(loop.before.blocks.append()):
+            acquire = "ld.acquire.sys.global.u32 $0, [$1];"
+            (come,) = asm(acquire, [i32()], [place], "=r,l,~{memory}")
+            # Counts begin again at 0 behind the largest: their difference is small.
+            missing = arith.cmpi(arith.CmpIPredicate.slt, plus(come, times(target, -1)), word(0))
+            scf.condition(missing, [])
+        with ir.InsertionPoint(loop.after.blocks.append()):
+            scf.yield_([])
+    utils.warpgroup_barrier()

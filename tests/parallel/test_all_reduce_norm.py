@@ -1,0 +1,77 @@
+"""The sum over GPUs with residual and norm: XLA's form on virtual devices, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxattn.core.dispatch import Refusal
+from jaxattn.ops.all_reduce_norm import Mailbox, all_reduce_norm_layer
+from jaxattn.parallel import Group, Parallel
+from tests.helpers.virtual_devices import on_virtual_devices
+
+TOKENS, FEATURES, LAYERS, EPS = 5, 256, 3, 1e-6
+GPUS = 4
+
+
+def inputs(tokens: int, features: int, gpus: int, layers: int = LAYERS) -> tuple[np.ndarray, ...]:
+    """(residual, the parts of all GPUs, weights), float32."""
+    random = np.random.default_rng(7)
+    sizes = (tokens, features), (gpus, tokens, features), (layers, features)
+    residual, parts, weights = (random.standard_normal(size, np.float32) for size in sizes)
+    return residual, parts, weights
+
+
+def expected(
+    residual: np.ndarray, parts: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(sum, norm) of parts that were rounded to bfloat16, in float64."""
+    sent = np.asarray(parts.astype(jnp.bfloat16), np.float64)
+    total = residual.astype(np.float64) + sent.sum(0)
+    return total, total / np.sqrt((total**2).mean(-1, keepdims=True) + EPS) * weight
+
+
+@on_virtual_devices
+def test_parts_are_added_to_the_residual_and_normed():
+    group = Group(Parallel(tensor=GPUS), tuple(jax.devices()[:GPUS]))
+    residual, parts, weights = inputs(TOKENS, FEATURES, GPUS)
+    axes = group.parallel.axes("tensor")
+
+    def step(x: jax.Array, part: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mailbox = Mailbox.empty(GPUS, TOKENS, FEATURES)
+        return all_reduce_norm_layer(x, part[0], weights, mailbox, axes=axes, layer=1, eps=EPS)[:2]
+
+    whole = PartitionSpec()
+    specs = whole, PartitionSpec(axes), whole
+    found = jax.jit(group.step(step, specs, (whole, whole)))(residual, parts, weights)
+    total, normed = expected(residual, parts, weights[1])
+    # The all-reduce rounds the sum of some numbers of about 1 to bfloat16.
+    np.testing.assert_allclose(found[0], total, atol=2**-5)
+    np.testing.assert_allclose(found[1], normed, atol=2**-4)
+    assert np.abs(np.asarray(found[0]) - total).mean() < 2**-7
+
+
+@on_virtual_devices
+def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
+    group = Group(Parallel(tensor=2), tuple(jax.devices()[:2]))
+    axes, whole = group.parallel.axes("tensor"), PartitionSpec()
+    x, weights = jnp.zeros((8, FEATURES)), jnp.ones((1, FEATURES))
+
+    def run(mailbox: Mailbox, implementation=None) -> None:
+        def step(x: jax.Array, weights: jax.Array) -> jax.Array:
+            return all_reduce_norm_layer(
+                x, x, weights, mailbox, axes=axes, layer=0, implementation=implementation
+            )[0]
+
+        jax.eval_shape(group.step(step, (whole, whole), whole), x, weights)
+
+    for mailbox in (Mailbox.empty(4, 8, FEATURES), Mailbox.empty(2, 7, FEATURES)):
+        with pytest.raises(ValueError, match="the mailbox is of .* needs one of its own size"):
+            run(mailbox)
+    fits = Mailbox.empty(2, 8, FEATURES)
+    run(fits)
+    with pytest.raises(Refusal, match="interpreter knows no memory of peers"):
+        run(fits, "mosaic_gpu_interpret")
+    with pytest.raises(Refusal, match="needs a Hopper GPU"):
+        run(fits, "mosaic_gpu")

@@ -1,0 +1,127 @@
+"""Sum over two GPUs, residual and norm in one launch: the reference's numbers, and its time.
+
+    timeout -s KILL 60 python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus_norm.py
+
+About 25 s. Where one GPU never hears of the other, the kernel waits for ever: a kill ends it.
+"""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxattn import check_aliasing
+from jaxattn.ops.all_reduce_norm import Mailbox, all_reduce_norm_layer
+from jaxattn.parallel import Group, Parallel
+from tests.parallel.test_all_reduce_norm import EPS, expected, inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
+]
+
+FEATURES, LAYERS, MOST = 2048, 54, 64
+WHOLE = PartitionSpec()
+
+
+@pytest.fixture(scope="module")
+def group() -> Group:
+    return Group(Parallel(tensor=2), tuple(jax.devices()[:2]))
+
+
+def layers(group: Group, implementation: str) -> Any:
+    """(residual, parts, weights, mailbox) -> (all sums, all norms, mailbox) of several layers.
+
+    Each layer adds the same parts to the residual that came in, scaled by its number. They are no
+    scan: XLA would give the kernel the places of a stack to write its outputs to.
+    """
+    axes = group.parallel.axes("tensor")
+
+    def step(x: jax.Array, parts: jax.Array, weights: jax.Array, mailbox: Mailbox) -> Any:
+        totals, norms = [], []
+        for number in range(len(weights)):
+            total, normed, mailbox = all_reduce_norm_layer(
+                x, parts[0] * (1 + number), weights, mailbox, axes=axes, layer=number, eps=EPS,
+                dtype=jnp.bfloat16, implementation=implementation,
+            )  # fmt: skip
+            totals.append(total)
+            norms.append(normed)
+        return jnp.stack(totals)[None], jnp.stack(norms)[None], mailbox
+
+    own = PartitionSpec(axes)
+    specs = WHOLE, own, WHOLE, own
+    return jax.jit(group.step(step, specs, (own, own, own)), donate_argnums=3)
+
+
+def mailboxes(group: Group) -> Mailbox:
+    make = functools.partial(Mailbox.empty, 2, MOST, FEATURES)
+    return jax.block_until_ready(group.make(make, PartitionSpec(group.parallel.axes("tensor"))))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64])
+def test_both_gpus_have_the_references_numbers_and_the_same_bits(group, tokens):
+    residual, parts, weights = inputs(tokens, FEATURES, 2, layers=7)
+    mailbox = mailboxes(group)
+    compiled = layers(group, "mosaic_gpu").lower(residual, parts, weights, mailbox).compile()
+    check_aliasing(compiled)
+    before = None
+    for _ in range(3):  # the sides go on where the call before has ended
+        totals, norms, mailbox = compiled(residual, parts, weights, mailbox)
+        totals, norms = np.asarray(totals), np.asarray(norms, np.float32)
+        np.testing.assert_array_equal(totals[0], totals[1])
+        np.testing.assert_array_equal(norms[0], norms[1])
+        for layer, weight in enumerate(weights):
+            total, normed = expected(residual, parts * np.float32(1 + layer), weight)
+            np.testing.assert_allclose(totals[0, layer], total, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(norms[0, layer], normed, rtol=2**-7, atol=1e-3)
+        assert before is None or (before == totals).all()
+        before = totals
+
+
+def chained(group: Group, implementation: str) -> Any:
+    """(residual, part, weights, mailbox) -> (residual, norm, mailbox): a norm is the next part."""
+    axes = group.parallel.axes("tensor")
+
+    def step(x: jax.Array, part: jax.Array, weights: jax.Array, mailbox: Mailbox) -> Any:
+        def layer(carry: Any, number: jax.Array) -> Any:
+            return all_reduce_norm_layer(
+                carry[0], carry[1], weights, carry[2], axes=axes, layer=number, eps=EPS,
+                dtype=jnp.bfloat16, implementation=implementation,
+            ), None  # fmt: skip
+
+        return lax.scan(layer, (x, part, mailbox), jnp.arange(len(weights)))[0]
+
+    own = PartitionSpec(axes)
+    specs = WHOLE, WHOLE, WHOLE, own
+    return jax.jit(group.step(step, specs, (WHOLE, WHOLE, own)), donate_argnums=3)
+
+
+def test_one_launch_takes_less_time_than_an_all_reduce_and_a_norm(group):
+    for tokens in (1, 64):
+        found, sums = {}, {}
+        for implementation in ("xla", "mosaic_gpu"):
+            residual, parts, weights = inputs(tokens, FEATURES, 2, layers=LAYERS)
+            part = parts[0].astype(jnp.bfloat16)
+            given = [group.put(each, WHOLE) for each in (residual, part, weights)]
+            run, mailbox = chained(group, implementation), mailboxes(group)
+            for _ in range(3):
+                total, _, mailbox = run(*given, mailbox)
+            sums[implementation] = np.asarray(total)
+            begin = time.perf_counter()
+            for _ in range(20):
+                *_, mailbox = run(*given, mailbox)
+            jax.block_until_ready(mailbox)
+            found[implementation] = (time.perf_counter() - begin) / 20 / LAYERS
+            print(
+                f"{implementation}, {tokens} tokens: {found[implementation] * 1e6:.1f} us a layer"
+            )
+        difference = np.linalg.norm(sums["mosaic_gpu"] - sums["xla"]) / np.linalg.norm(sums["xla"])
+        print(f"{tokens} tokens: sums of {LAYERS} layers differ by {difference:.1e}, relative L2")
+        assert difference < 3e-2
+        assert found["mosaic_gpu"] < found["xla"]
