@@ -60,8 +60,19 @@ def advice(
     Each is one change; if none does it alone, the fewest GPUs with what else has to be smaller.
     """
 
+    def holds_a_row(changed: Limits, on: Placement) -> bool:
+        """As far as weights and state alone say; tracing takes seconds, and comes after it."""
+        if not isinstance(model, BuiltModel) or on.gpus > 1 or changed.num_pages is not None:
+            return True
+        check_placement(model, changed, on)
+        whole = dataclasses.replace(changed, utilization=changed.utilization or 0.9)
+        pages = single(model, memory, on).filled(whole)
+        return pages is not None and pages >= changed.pages_per_row
+
     def fits(changed: Limits, on: Placement) -> bool:
         try:
+            if not holds_a_row(changed, on):
+                return False
             made = plan_known(model, memory, changed, on, advised=False)
         except ValueError:
             return False

@@ -24,6 +24,7 @@ kernel = jax.jit(
     gqa_decode_mosaic,
     static_argnames=("scale", "window", "soft_cap", "interpret", "detect_races"),
 )
+schedule_of = jax.jit(Schedule.of, static_argnames="batch")
 
 
 def decode(case, implementation, **arguments):
@@ -42,7 +43,7 @@ def cut_at(case, cuts):
     kv_heads = case.kv_cache.shape[4]
     pairs = case.q.shape[0] * kv_heads
     places, steps = np.array([*cuts, (pairs, 0)], np.int32).T
-    line = Schedule.of(jnp.asarray(places), jnp.asarray(steps), pairs)
+    line = schedule_of(places, steps, pairs)
     return PairSchedule(line, kv_heads, case.q.shape[1], case.options["window"])
 
 
