@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scripts.lowered import EXTRA, HOPPER
 from scripts.sanitize_cases import CASES
 
-# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone.
+# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. Without the driver's
+# version XLA puts hardly a kernel into CUDA graphs.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -30,8 +31,8 @@ gpu_device_info {
   shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84978434048
-  cuda_compute_capability { major: 9 }
+  device_memory_size: 84978434048 cuda_compute_capability { major: 9 }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA"
