@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scripts.lowered import EXTRA, HOPPER
 from scripts.sanitize_cases import CASES
 
-# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. Without the driver's
-# version XLA puts hardly a kernel into CUDA graphs.
+# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. Without the
+# driver's version XLA puts hardly a kernel into CUDA graphs.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
