@@ -456,11 +456,11 @@ def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
 
 
 def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
-    arguments = ["Kimi-Linear-48B-A3B", "--device", "100GiB", "--utilization", "1", "--batch", "1"]
-    assert main([*arguments, "--max-model-len", "1m", "--prefill-chunk", "64"]) == 2
+    arguments = ["DeepSeek-V2-Lite", "--device", "32GiB", "--utilization", "1", "--batch", "1"]
+    assert main([*arguments, "--max-model-len", "160k", "--prefill-chunk", "64"]) == 2
     error = capsys.readouterr().err
     assert "the line that does not fit is the kv cache: " in error
-    assert "one row of 1,048,576 tokens takes 16,384" in error
+    assert "one row of 163,840 tokens takes 2,560" in error
     for fix in ("2 GPUs", "--max-model-len"):
         assert fix in error, error
 

@@ -86,15 +86,15 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
 
 
 def test_what_is_advised_for_one_gpu_fits_it():
-    limits = Limits(batch=2048, max_model_len=8192, prefill_chunk=512)
+    limits = Limits(batch=512, max_model_len=8192, prefill_chunk=512)
     with pytest.raises(PlanError) as refused:
-        plan(known.load(SMALL), "8GiB", limits)
+        plan(known.load(SMALL), "6GiB", limits)
     option, value = refused.value.advice[0].split()
     assert option == "--batch"
     fitting = dataclasses.replace(limits, batch=int(value))
-    assert plan(known.load(SMALL), "8GiB", fitting).reserve >= 0
+    assert plan(known.load(SMALL), "6GiB", fitting).reserve >= 0
     with pytest.raises(PlanError):
-        plan(known.load(SMALL), "8GiB", dataclasses.replace(limits, batch=2 * int(value)))
+        plan(known.load(SMALL), "6GiB", dataclasses.replace(limits, batch=2 * int(value)))
 
 
 def test_an_fp8_checkpoint_says_what_stays_in_fp8():

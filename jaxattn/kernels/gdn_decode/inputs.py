@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.elementwise import silu
+from jaxattn.kernels.hopper.narrow import store
 
 DIM = 128  # Dk and Dv
 WIDTH = 4  # taps of the convolution
@@ -221,4 +222,5 @@ class Inputs:
         channels, inputs, _ = window
         at = pl.ds(channels.first, channels.count)
         for j, x in enumerate(inputs[token + 1 : token + WIDTH]):
-            self.conv.at[layer, target, j, at][...] = x.astype(self.conv.dtype)
+            kept = x.astype(self.conv.dtype)
+            store(self.conv.at[layer, target, j, at], kept)

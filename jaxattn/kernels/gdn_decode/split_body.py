@@ -34,6 +34,7 @@ from jaxattn.kernels.gdn_decode.inputs import (
 from jaxattn.kernels.hopper.block_sums import BlockSums
 from jaxattn.kernels.hopper.cluster import Squares, block_of_cluster
 from jaxattn.kernels.hopper.machine import asked_for, made_here, meet
+from jaxattn.kernels.hopper.narrow import store
 
 SPLIT = 4  # blocks of a state
 ROWS = DIM // SPLIT  # of a block
@@ -132,7 +133,7 @@ class Block:
         @pl.when(jnp.logical_not(self.live))
         def _padding():
             zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_VALUE)
-            self.out[...] = zeros.astype(self.out_ref.dtype)
+            store(self.out, zeros.astype(self.out_ref.dtype))
 
     def _in_pool(self, slot: Any) -> Any:
         return (slot >= 0) & (slot < self.slots)
@@ -171,7 +172,7 @@ class Block:
             mean_square = self.squares.receive() * (1.0 / DIM)
         if op.norm:
             y *= lax.rsqrt(mean_square + op.eps) * times
-        self.out[...] = y.astype(self.out_ref.dtype)
+        store(self.out, y.astype(self.out_ref.dtype))
         if op.conv:
 
             @pl.when((self.part == 0) & self._in_pool(self.target))
