@@ -59,7 +59,12 @@ def test_a_step_is_lowered_for_eight_devices(name, layout, which):
 @pytest.mark.parametrize(
     "name, gpus, layout",
     [
-        ("DeepSeek-R1", 8, Parallel(data=2, tensor=4, context=4, expert=8)),
+        pytest.param(
+            "DeepSeek-R1",
+            8,
+            Parallel(data=2, tensor=4, context=4, expert=8),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "DeepSeek-R1", 16, Parallel(tensor=16, context=16, expert=16), marks=pytest.mark.slow
         ),
