@@ -328,10 +328,8 @@ def test_published_shapes(heads, q_len, format):
         assert_mla_close(some.held, *decode(some, "mosaic_gpu"), each=clamped)
 
 
-@pytest.mark.gpu
-@fp8_formats
-def test_every_fp8_number_under_any_scale(format):
-    """A row of one token is that token's latents, to the bit."""
+def assert_every_fp8_number(format, heads, **options):
+    """A row of one token is that token's latents, to the bit, in every head."""
     latents = LatentFormat(format)
     exponents = [-117, -100, -9, 0, 7, 8, 100] if latents.block_scaled else [0]
     cache = np.zeros((1, len(exponents), 64, latents.width), np.uint8)
@@ -343,12 +341,19 @@ def test_every_fp8_number_under_any_scale(format):
         kv_scale = None
     else:
         cache, kv_scale = cache.view(jnp.float8_e4m3fn), jnp.float32(2)
-    q = jnp.zeros((len(exponents), 1, 3, 576), jnp.bfloat16)
+    q = jnp.zeros((len(exponents), 1, heads, 576), jnp.bfloat16)
     tables = jnp.arange(len(exponents), dtype=jnp.int32)[:, None]
-    step = jax.jit(functools.partial(mla_decode_mosaic, scale=1.0, columns=True, layer=0))
+    step = jax.jit(functools.partial(mla_decode_mosaic, scale=1.0, layer=0, **options))
     out, _ = step(q, jnp.asarray(cache), tables, jnp.ones_like(tables[:, 0]), kv_scale=kv_scale)
     expected = latents.unpack(jnp.asarray(cache)[0, :, 0], kv_scale)[:, :512]
-    np.testing.assert_array_equal(out[:, 0], jnp.stack([expected.astype(out.dtype)] * 3, axis=1))
+    of_heads = jnp.stack([expected.astype(out.dtype)] * heads, axis=1)
+    np.testing.assert_array_equal(out[:, 0], of_heads)
+
+
+@pytest.mark.gpu
+@fp8_formats
+def test_every_fp8_number_under_any_scale(format):
+    assert_every_fp8_number(format, heads=3, columns=True)
 
 
 @pytest.mark.gpu

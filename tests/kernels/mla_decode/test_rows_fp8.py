@@ -3,7 +3,6 @@ what the cache holds."""
 
 import contextlib
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from jaxattn.core.formats import LatentFormat
-from jaxattn.kernels.mla_decode.launch import by_columns, mla_decode_mosaic
+from jaxattn.kernels.mla_decode.launch import by_columns
 from tests.helpers.kernel_cases import assert_mla_close, both_devices, mla_case, no_races
 from tests.kernels.mla_decode.test_columns import (
     Held,
     Stored,
     assert_as_xla,
+    assert_every_fp8_number,
     fp8_formats,
     stored,
     stored_case,
@@ -136,25 +135,7 @@ def test_own_scales_of_nan_and_of_0():
 @pytest.mark.gpu
 @fp8_formats
 def test_every_fp8_number_under_any_scale(format):
-    """A row of one token is that token's latents, to the bit."""
-    latents = LatentFormat(format)
-    exponents = [-117, -100, -9, 0, 7, 8, 100] if latents.block_scaled else [0]
-    cache = np.zeros((1, len(exponents), 64, latents.width), np.uint8)
-    numbers = np.arange(512) % 256
-    cache[0, :, 0, :512] = np.where(numbers % 128 == 127, 0, numbers)  # but NaN
-    kv_scale = None
-    if latents.block_scaled:
-        scales = np.repeat(np.exp2(np.float32(exponents)), 4).astype("<f4").view(np.uint8)
-        cache[0, :, 0, 512:528] = scales.reshape(-1, 16)
-    else:
-        cache, kv_scale = cache.view(jnp.float8_e4m3fn), jnp.float32(2)
-    q = jnp.zeros((len(exponents), 1, 128, 576), jnp.bfloat16)
-    tables = jnp.arange(len(exponents), dtype=jnp.int32)[:, None]
-    step = jax.jit(functools.partial(mla_decode_mosaic, scale=1.0, layer=0))
-    out, _ = step(q, jnp.asarray(cache), tables, jnp.ones_like(tables[:, 0]), kv_scale=kv_scale)
-    expected = latents.unpack(jnp.asarray(cache)[0, :, 0], kv_scale)[:, :512]
-    np.testing.assert_array_equal(out[:, 0, 0], expected.astype(out.dtype))
-    np.testing.assert_array_equal(out, out[:, :, :1] + jnp.zeros_like(out))
+    assert_every_fp8_number(format, heads=128)
 
 
 @pytest.mark.gpu
