@@ -186,7 +186,9 @@ class Layout:
         }
         for cache, arrays in self.state_shapes.caches.items():
             for name, leaf in arrays.items():
-                found[cache, name] = leaf, self.specs[1].caches[cache][name], Draw.of(1.0)
+                # What counts begins at 0.
+                draw = Draw.of(float(jnp.issubdtype(leaf.dtype, jnp.floating)))
+                found[cache, name] = leaf, self.specs[1].caches[cache][name], draw
         return found
 
     def _compiled_fill(self, shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> Any:
@@ -241,6 +243,7 @@ class Layout:
         return {
             "GPUs": gpus,
             "layout": self.parallel.flags,
+            "one launch": self.model.spec.sums_fused,
             "XLA options": " ".join(f"{key}={value}" for key, value in options),
             "B": count,
             "T": self.tokens,
