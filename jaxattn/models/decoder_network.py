@@ -349,7 +349,7 @@ class Decoder(nnx.Module):
         if norms is None:
             return apart(layer.norm), apart(layer.mlp_norm)
         stream = self.spec.stream
-        of_all = dict(weights=norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype))
+        of_all: dict[str, Any] = dict(weights=norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype))
         norm: Callable
         if fused:
             axes = self.spec.parallel.axes("tensor")
