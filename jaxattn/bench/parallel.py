@@ -21,6 +21,7 @@ FUSION,COLLECTIVES
 `--one-launch` times steps whose all-reduces, residual sums and norms are launches of
 `all_reduce_norm_layer` too; their rows have `one launch` True.
 
+`roof ms` is what the bytes of a step take, read once at the card's rate (`bench model` says which).
 `collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
 of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that
 XLA's own kernel does not take.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.bench.model.roof import RATES, moved
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.timing import launches, seconds
@@ -25,6 +26,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.memory.budget import nbytes
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.base import init_state, jit_step, overlaid
+from jaxattn.models.blocks import MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
@@ -150,6 +152,18 @@ class Layout:
     def _lowered(self, count: int) -> Any:
         return self.traced(count).lower()
 
+    def roof_bytes(self, count: int) -> int:
+        """Bytes that each GPU has to move in a step of `count` rows, as if tokens chose their
+        experts evenly; see `bench.model.roof`."""
+        parallel, local = self.parallel, count // self.parallel.data
+        tokens = count if parallel.experts_meet else local
+        touched = 0.0
+        for block in self.model.spec.blocks:
+            if isinstance(kind := block.feed_forward, MoE):
+                missed = (1 - kind.router.top_k / kind.router.experts) ** tokens
+                touched = kind.own_experts * (1 - missed)
+        return moved(self.model, local, self.rows.context, touched).total
+
     # --- on the devices
 
     def fill(self) -> None:
@@ -240,6 +254,8 @@ class Layout:
             if any(name in f"{launch.kernel} {launch.op}".lower() for name in COLLECTIVES)
         ]
         memory = compiled.memory_analysis()
+        kind = self.group.devices[0].device_kind
+        rate = next((rate for name, rate in RATES.items() if name in kind), None)
         return {
             "GPUs": gpus,
             "layout": self.parallel.flags,
@@ -250,6 +266,7 @@ class Layout:
             "ms": whole * 1e3,
             "tokens/s": count / whole,
             "kernels ms": sum(each.seconds for each in spent.values()) / gpus * 1e3,
+            "roof ms": self.roof_bytes(count) / rate * 1e3 if rate else None,
             "collectives ms": sum(meeting) / gpus * 1e3,
             "all-reduces": len(forms),
             "other form": sum(not each.serves for each in forms),
