@@ -6,17 +6,19 @@ runs in tests/parallel/test_two_gpus.py.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import check_aliasing
-from jaxattn.models import CacheSize, DecoderModel, divided
+from jaxattn import Engine, Request, check_aliasing
+from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
 from jaxattn.models.mailbox import COUNTS, INBOX, NAME
 from jaxattn.parallel import Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, decoder, followed
+from tests.parallel.test_engine import CONFIG, LIMITS
 
 LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("mla", "wide"))
 ROWS = len(SMALL.lengths)
@@ -68,3 +70,26 @@ def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
     shapes = found[NAME].shapes(CacheSize(pages=1, slots=1))
     assert shapes[INBOX].dtype == jnp.bfloat16
     return {name: shape.shape for name, shape in shapes.items()}
+
+
+@pytest.mark.slow
+@on_virtual_devices
+def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
+    """One bucket sums in a launch, and one has more rows than that."""
+    config = dataclasses.replace(
+        CONFIG, hidden_size=128, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
+    )
+    model = Hybrid(config)
+    params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
+    limits = dataclasses.replace(LIMITS, batch=12, decode_buckets=(8,))
+    asked = [Request([7 * at % 251 for at in range(n)], max_tokens=6) for n in (9, 70, 20)]
+    found = {}
+    for each in (model, model.with_fused_sums(8)):
+        options = {"parallel": Parallel(tensor=2), "implementation": "xla", "workers": 2}
+        with Engine(each, params, limits, strict=True, **options) as engine:
+            found[each] = [done.tokens for done in engine.generate(asked)]
+            assert not engine.seal.counts
+            inbox = {item.name: item.nbytes for item in engine.plan.items}.get("peer inbox")
+            assert inbox == (2 * 2 * 8 * 128 * 2 if each is not model else None)
+    first, second = found.values()
+    assert first == second
