@@ -3,7 +3,8 @@
 `us` or `ms`: GPU time of an op's kernels, from a profile: all that its executable runs, but copies
 from the host.
 `call us` or `call ms`: a call's share of a long loop of calls, with what lies between kernels. XLA
-makes a CUDA graph of each turn, as a peer's calls are one. What starts and ends the loop is left out.
+makes a CUDA graph of each turn, as a peer makes one of its calls. What starts and ends the loop is
+left out.
 Both after a warm-up; where there is no GPU both are the loop's.
 """
 
