@@ -79,7 +79,7 @@ class Scheduler:
     @property
     def reads(self) -> bool:
         """Whether a row has a part of its prompt to read. Requests that wait have no row."""
-        return np.count_nonzero(self.decoding) < len(self.rows)
+        return bool(np.count_nonzero(self.decoding) < len(self.rows))
 
     @property
     def pages(self) -> PagePool | Together:
