@@ -1,6 +1,7 @@
 """What the routes share: one model, its worker, who may come in, and what is counted."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -18,6 +19,7 @@ from jaxattn.engine.request import (
     Event,
     FinishEvent,
     FinishReason,
+    TokenEvent,
 )
 from jaxattn.memory.limits import Limits
 from jaxattn.server.admission import Admission, Ticket
@@ -295,7 +297,14 @@ class Service:
     def _route(self, events: Sequence[Event], now: float) -> int:
         """Gives each generation its events; returns how many are tokens."""
         found: dict[Generation, list[Event]] = {}
-        tokens = 0
+        told = (event.request.id for event in events if isinstance(event, TokenEvent))
+        tokens = {
+            id: count
+            for id, count in collections.Counter(told).items()
+            if id is not None and id in self._generations
+        }
+        for id, count in tokens.items():
+            self.metrics.tokens(id, count, now)
         for event in events:
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
             id = request.id
@@ -307,13 +316,10 @@ class Service:
                 del self._generations[id]
                 stopped = generation.stopped(id)
                 self.metrics.finished(event.completion, now, stopped=stopped)
-            else:
-                tokens += 1
-                self.metrics.token(id, now)
             found.setdefault(generation, []).append(event)
         for generation, given in found.items():
             generation.put(given)
-        return tokens
+        return sum(tokens.values())
 
 
 def _fingerprint(settings: Settings, limits: Limits) -> str:

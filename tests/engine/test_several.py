@@ -189,7 +189,12 @@ def test_steps_come_several_at_a_time_where_nobody_waits_for_fewer(sent, four):
 
 @pytest.mark.parametrize(
     "options",
-    [{"stop_strings": ["none"]}, {"logprobs": 1}, {"top_k": 3, "temperature": 1.0}],
+    [
+        {"stop_strings": ["none"]},
+        {"stops_late": True},
+        {"logprobs": 1},
+        {"top_k": 3, "temperature": 1.0},
+    ],
     ids=str,
 )
 def test_a_row_that_the_host_looks_at_gets_its_tokens_one_by_one(sent, four, options):
