@@ -298,13 +298,11 @@ class Service:
         """Gives each generation its events; returns how many are tokens."""
         found: dict[Generation, list[Event]] = {}
         told = (event.request.id for event in events if isinstance(event, TokenEvent))
-        tokens = {
-            id: count
-            for id, count in collections.Counter(told).items()
-            if id is not None and id in self._generations
-        }
-        for id, count in tokens.items():
-            self.metrics.tokens(id, count, now)
+        tokens = 0
+        for row, count in collections.Counter(told).items():
+            if row is not None and row in self._generations:
+                self.metrics.tokens(row, count, now)
+                tokens += count
         for event in events:
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
             id = request.id
@@ -319,7 +317,7 @@ class Service:
             found.setdefault(generation, []).append(event)
         for generation, given in found.items():
             generation.put(given)
-        return sum(tokens.values())
+        return tokens
 
 
 def _fingerprint(settings: Settings, limits: Limits) -> str:
