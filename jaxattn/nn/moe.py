@@ -159,17 +159,8 @@ class MixtureOfExperts(nnx.Module):
         halves = self.dtype == jnp.bfloat16
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         if arena is not None and share is None and self._opens(tokens, stacks):
-            ids, weights, listed, arena = open_experts(
-                tokens,
-                router,
-                stacks.get("correction_bias"),
-                stacks["gate_up_proj"],
-                self.config,
-                layer=layer,
-                always=self.always,
-                valid=None if valid is None else valid.reshape(-1),
-                arena=arena,
-                implementation=implementation,
+            ids, weights, listed, arena = self.open(
+                tokens, stacks, layer, valid, arena, implementation
             )
             y, after = self._mixed(
                 tokens, ids, weights, listed, stacks, layer, arena, implementation
@@ -205,6 +196,29 @@ class MixtureOfExperts(nnx.Module):
             valid=valid,
             x=x,
             implementation=implementation if route_serves(self.config.experts) else "xla",
+        )
+
+    def open(
+        self,
+        tokens: Float[Array, "1 F"],
+        stacks: Mapping[str, Array],
+        layer: LayerOf,
+        valid: Array | None,
+        arena: Arena,
+        implementation: Implementation | None,
+    ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], Listed | None, Arena]:
+        """A token's experts and their weights, and what `open_experts` makes beside them."""
+        return open_experts(
+            tokens,
+            stacks["router"],
+            stacks.get("correction_bias"),
+            stacks["gate_up_proj"],
+            self.config,
+            layer=layer,
+            always=self.always,
+            valid=None if valid is None else valid.reshape(-1),
+            arena=arena,
+            implementation=implementation,
         )
 
     def _exact_logits(self, x: Array, router: Array, gate: Array | None) -> Float[Array, "T N"]:
