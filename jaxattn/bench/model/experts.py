@@ -41,7 +41,8 @@ class WatchedExperts(MixtureOfExperts):
     def open(self, tokens: Float[Array, "1 F"], *args: Any, **options: Any) -> Any:
         return self._told(super().open(tokens, *args, **options))
 
-    def _told(self, found: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _told(self, found: Any) -> Any:
+        """What was found, of which the experts are the first."""
         jax.debug.callback(self.choices, found[0][:, : self.config.top_k])
         return found
 
