@@ -29,18 +29,18 @@ from jaxattn.kernels.gqa_decode.fp8 import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import over_out
 from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms
-from jaxattn.kernels.gqa_turbo.memory import TERMS, Memory, Room
+from jaxattn.kernels.gqa_turbo.memory import FEW, TERMS, Memory, Room
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
 from jaxattn.kernels.gqa_turbo.queries import TurnedQueries
 from jaxattn.kernels.gqa_turbo.terms import store_terms
-from jaxattn.kernels.hopper.machine import meet
+from jaxattn.kernels.hopper.machine import asked_for, meet
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-# s P is less than 2**8 once it is divided by its unit, a power of two; and 2**-111 is what the largest
-# of s is at least taken for, below all numbers of float16.
+# s P is less than 2**8 once it is divided by its unit, a power of two. The largest of s is taken for
+# 2**-111 at least, which is below all numbers of float16.
 P_EXPONENT, LEAST_EXPONENT = 7, 16
 EXPONENT = 0xFF << EXPONENT_AT
 FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output
@@ -114,10 +114,13 @@ class Body(Block[CodedCut, Memory]):
         norm, scale, middle = self.fragments.numbers(codes, places)
         whole = self.all_seen(piece, token)
         # Selected: 0 times the NaN of a token that a row does not see would be NaN.
-        of_seen = lambda *numbers: [  # noqa: E731
-            jnp.where(self.seen(piece, token), x, 0.0) for x in numbers
-        ]
-        scale, middle = lax.cond(whole, lambda *both: list(both), of_seen, scale, middle)
+        scale, middle = lax.cond(
+            whole,
+            lambda *both: list(both),
+            lambda *both: [jnp.where(self.seen(piece, token), x, 0.0) for x in both],
+            scale,
+            middle,
+        )  # fmt: skip
         scale, unit = self._divided(scale)
         # Of two places, since other warps may still read the last step's; and before the warps
         # meet, so that the lanes' exchange is not put off until the scores are there.
@@ -134,7 +137,9 @@ class Body(Block[CodedCut, Memory]):
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
         by = piece.factor if norm is None else piece.factor * norm
         scores = lax.cond(
-            whole, lambda x: x, lambda x: jnp.where(self.seen(piece, token), x, MASKED),
+            whole,
+            lambda x: x,
+            lambda x: jnp.where(self.seen(piece, token), x, MASKED),
             self.softened(scores, by),
         )  # fmt: skip
         old, top = top, jnp.maximum(top, scores.max(axis=1))
@@ -171,10 +176,13 @@ class Body(Block[CodedCut, Memory]):
         plgpu.commit_smem()
 
     def _multiply(
-        self, left: tuple[jax.Array, ...], right: Any, beside: Callable[[], Any] = lambda: None
-    ) -> tuple[list[jax.Array], Any]:
+        self,
+        left: tuple[jax.Array, ...],
+        right: Any,
+        beside: Callable[[], tuple[jax.Array, ...]] = tuple,
+    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
         """Blocks [64, K] times both terms [2 N, K] in shared memory: blocks [64, N]; and what
-        `beside` returns, which is worked out while the tensor cores multiply."""
+        `beside` returns, which is made while the tensor cores multiply, if registers are enough."""
         columns = self.cut.columns
         if self.cut.interpret:
             both = right[...].astype(jnp.float32).T
@@ -186,7 +194,12 @@ class Body(Block[CodedCut, Memory]):
         def run(*refs: Any) -> Any:
             for ref, block in zip(refs, left, strict=True):
                 plgpu.wgmma(ref, block, right.transpose((1, 0)))
+            if beside is tuple or columns * self.cut.head_dim > FEW:
+                return [ref[...] for ref in refs], beside()
+            # Between two of these, or ptxas makes it before or after all that the tensor cores do.
+            asked_for(interpret=False)
             made = beside()
+            asked_for(interpret=False)
             return [ref[...] for ref in refs], made
 
         out_type = plgpu.ACC((PAGE, TERMS * columns), jnp.float32)

@@ -12,15 +12,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
-from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, key_table, middle, value_registers, value_table
+from jaxattn.kernels.gqa_turbo.codes import (
+    GROUPS,
+    key_registers,
+    key_table,
+    middle,
+    value_registers,
+    value_table,
+)
 from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm_word,
-    held,
     f32,
     fragmented,
+    held,
     joined,
     load,
     number,
@@ -87,8 +94,9 @@ class Fragments:
     def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool):
         self.form, self.pitch, self.interpret = form, pitch, interpret
         self.middle = middle(form.value_bits)
-        self.lows = [0, 0] if interpret else [
-            held(table(bits)[0]) for table, bits in ((key_table, form.key_bits), (value_table, form.value_bits))
+        key_low = key_table(form.key_bits)[0] if form.rotated else 0
+        self.lows = [
+            0 if interpret else held(x) for x in (key_low, value_table(form.value_bits)[0])
         ]
 
     def keys(self, codes: Any) -> jax.Array:
