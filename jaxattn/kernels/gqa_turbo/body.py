@@ -39,8 +39,8 @@ from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-# s P is less than 2**8 once it is divided by its unit, a power of two. 2**-111 is the least that the
-# largest of s is taken for; numbers of float16 are above it.
+# s P is less than 2**8 once it is divided by its unit, a power of two. 2**-111 is the least that
+# the largest of s is taken for; numbers of float16 are above it.
 P_EXPONENT, LEAST_EXPONENT = 7, 16
 EXPONENT = 0xFF << EXPONENT_AT
 FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output

@@ -139,8 +139,8 @@ def asm(
     return [llvm.extractvalue(of_one, out, [i]) for i, of_one in enumerate(results)]
 
 
-# $1 plus the upper bits of the lane's number, which are 0. Shuffles that move nothing hide that they
-# are 0, and that $1 is a constant.
+# $1 plus the upper bits of the lane's number, which are 0. Shuffles that move nothing hide that
+# they are 0, and that $1 is a constant.
 HELD = (
     "{ .reg .b32 some; mov.u32 some, %laneid; shfl.sync.bfly.b32 some, some, 0, 0x1f, -1; "
     "shr.u32 some, some, 5; add.u32 some, some, $1; shfl.sync.bfly.b32 $0, some, 0, 0x1f, -1; }"
