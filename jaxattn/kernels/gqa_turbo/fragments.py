@@ -136,7 +136,7 @@ class Fragments:
         return unpack(self.form, ungroup(self.form, groups).reshape(PAGE, -1))
 
     def _operands(
-        self, codes: Any, made: Any, shape: tuple[int, int], count: int, low: jax.Array
+        self, codes: Any, made: Any, shape: tuple[int, int], count: int, low: Any
     ) -> tuple[jax.Array, ...]:
         def run(ctx: Any, ref: Any, low: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
