@@ -1,7 +1,7 @@
 """Chunked gated delta rule on a Hopper GPU: the plan, and the kernels in order.
 
     chunk.py         of every chunk of 64 tokens alone: its inverse, its masked scores
-    channels.py      the same where every channel of the key decays by itself, by XLA
+    channel_chunk.py the same where every channel of the key decays by itself
     segments.py      if sequences are few and long: the states inside them, in parallel
     state_pass.py    the pass over the chunks of each sequence, state in registers
 
@@ -19,7 +19,7 @@ from jax import lax
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import checkpoint_slots
-from jaxattn.kernels.gdn_prefill.channels import Make, channel_chunks
+from jaxattn.kernels.gdn_prefill.channel_chunk import channel_chunks
 from jaxattn.kernels.gdn_prefill.chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.kernels.gdn_prefill.segments import segment_starts, transition_pass
@@ -220,7 +220,6 @@ def gdn_prefill_mosaic(
     use_qk_l2norm: bool = False,
     segment: int | None = None,
     norm: Norm | None = None,
-    make: Make | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +228,7 @@ def gdn_prefill_mosaic(
     With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`: output and the pool's states.
     For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
-    With `make`, g is [B, T, Hv, Dk]: it makes what chunk.py makes of a decay per head.
+    A g of [B, T, Hv, Dk] has a decay for every channel of the key.
     """
     batch, length = v.shape[:2]
     tokens = batch * length
@@ -253,9 +252,11 @@ def gdn_prefill_mosaic(
     g, beta, written = g.astype(jnp.float32), beta.astype(jnp.float32), None
     of_chunks: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
     afterwards = 1.0
-    if make is not None:
+    if g.ndim == 3:
         with jax.named_scope("chunks"):
-            made = channel_chunks(q, k, g, beta, table.table, table.num_chunks, make, **of_chunks)
+            made = channel_chunks(
+                q, k, g, beta, table.table, table.num_chunks, **of_chunks, **mode
+            )
         q, k, written, x, p, vectors = made
         drawn = jnp.zeros(1, jnp.int32)
     else:

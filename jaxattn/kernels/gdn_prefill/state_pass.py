@@ -65,7 +65,7 @@ def output_pass(
         q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
         x, p, vectors: from `chunk_matrices`.
         written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
-            that shape and vectors [N, Hv, 2, 64], see channels.py.
+            that shape and vectors [N, Hv, 2, 64], see channel_chunk.py.
         runs: int32 [7, N + 1 + R], a column for each chunk of x and one more, and then the runs,
             with the rows above, padding last.
         starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.

@@ -10,7 +10,6 @@ import pytest
 from jaxattn import kda
 from jaxattn.kernels.gdn_prefill import state_pass
 from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic
-from jaxattn.ops.kda.rule import KIMI
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
     BOUND,
@@ -84,7 +83,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
         out, new = jax.block_until_ready(
             at_once(
                 gdn_prefill_mosaic, *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens,
-                pool=pool, segment=64, scale=128**-0.5, use_qk_l2norm=True, make=KIMI.make,
+                pool=pool, segment=64, scale=128**-0.5, use_qk_l2norm=True,
                 interpret=True, detect_races=True,
             )
         )  # fmt: skip
