@@ -23,7 +23,7 @@ from jaxattn.kernels.gdn_prefill.channel_scores import (
     WITHIN_A_WARP,
     Scores,
     between_warps,
-    halves,
+    own_columns,
     within_warps,
 )
 from jaxattn.kernels.gdn_prefill.chunk_body import own_products
@@ -33,7 +33,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     BY_COLUMN,
     BY_ROW,
     CHUNK,
-    DIM,
+    TILE,
     copy_rows,
     iota,
     token_tiles,
@@ -92,6 +92,7 @@ class Refs:
     totals_smem: Any
     ends_smem: Any
     lengths_smem: Any
+    own_smem: Any  # products of each warp's own columns
     matrix_smem: Any  # P, then X
     low_smem: Any  # two halves of a matrix that is inverted
     high_smem: Any
@@ -119,6 +120,7 @@ def scratch_types(dtype: Any, *, interpret: bool) -> dict[str, Any]:
         "totals_smem": plgpu.SMEM((SCALING, CHUNK // WARP_TOKENS, 64), jnp.float32),
         "ends_smem": plgpu.SMEM((SCALING, 64), jnp.float32),
         "lengths_smem": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+        "own_smem": plgpu.SMEM((2, CHUNK, WARP_TOKENS), jnp.float32),
         "matrix_smem": triangles(1, dtype),
         "low_smem": half,
         "high_smem": half,
@@ -163,9 +165,18 @@ class Block:
 
         @pl.when(self.wg == SCALING)
         def _():
+            self._clear_own()
             pl.when(self.steps > 0)(lambda: self._issue(jnp.int32(0)))
             lax.fori_loop(0, self.steps, self._multiply, None)
             plgpu.wait_smem_to_gmem(0)
+
+    def _clear_own(self) -> None:
+        """Nobody writes the diagonal and what is right of it."""
+        own = self.refs.own_smem
+        for which in range(2):
+            zeros = plgpu.layout_cast(jnp.zeros((CHUNK, WARP_TOKENS), jnp.float32), TILE)
+            own.at[which][...] = zeros
+        plgpu.commit_smem()
 
     def _place(self, i: Any) -> tuple[jax.Array, jax.Array]:
         """Chunk and value head of item i.
@@ -188,7 +199,7 @@ class Block:
 
     def _scale(self, i: jax.Array, _: None) -> None:
         """A warpgroup's half of the channels of an item."""
-        refs, half, interpret = self.refs, self.wg, self.cut.interpret
+        refs, half = self.refs, self.wg
         chunk, head = self._place(i)
         factors = self._factors(refs.chunks_ref[1, chunk])
         totals = refs.totals_smem.at[half]
@@ -253,7 +264,7 @@ class Block:
         plgpu.barrier_arrive(refs.measured)
         plgpu.barrier_wait(refs.taken)
         pl.when(i + 1 < self.steps)(lambda: self._issue(i + 1))
-        of_queries, of_keys = self._scores(own[0])
+        of_keys, of_queries = self._scores(own[0])
         row_of_key, row_of_query = own[1:]
         beta = refs.beta_smem.at[parity]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and a barrier: the lengths are read
@@ -261,9 +272,7 @@ class Block:
         a_by_row = -row_of_key * _load(beta, BY_ROW)
         a_by_row = lax.broadcast_in_dim(a_by_row, (CHUNK, 16), [0])
         p, a = [], []
-        for n, (query, key) in enumerate(
-            zip(of_queries.columns(), of_keys.columns(), strict=True)
-        ):
+        for n, (query, key) in enumerate(zip(of_queries.columns(), of_keys.columns(), strict=True)):
             by_column = _across(_load(lengths.at[KEYS, pl.ds(16 * n, 16)], BY_COLUMN))
             p.append(query * by_row * by_column)
             a.append(key * a_by_row * by_column)
@@ -287,7 +296,10 @@ class Block:
         """Products of queries with their own keys, on the diagonal of [64, 16]; and by row what
         multiplies a key, and a query. What lies past the end may be NaN."""
         cut = self.cut
-        keys, queries = halves(self.k_smem), halves(self.q_smem)
+        keys, queries = (
+            [plgpu.load(rows.at[half], layout=TILE) for half in range(2)]
+            for rows in (self.k_smem, self.q_smem)
+        )
         own = lax.rem(iota((CHUNK, 16), 0), jnp.int32(16)) == iota((CHUNK, 16), 1)
         inside = own & (iota((CHUNK, 16), 0) < length)
 
@@ -302,24 +314,22 @@ class Block:
             of_key, of_query = of_key * inverse[0], of_query * inverse[1]
         return products(queries, keys), of_key, of_query
 
-    def _scores(self, own: jax.Array) -> tuple[Scores, Scores]:
-        """Of queries and of keys, by the ring's tiles."""
-        refs, found = self.refs, (own, jnp.zeros_like(own))
-        wide: dict[int, Any] = {}
+    def _scores(self, own: jax.Array) -> list[Scores]:
+        """Of keys and of queries, by the ring's tiles."""
+        refs, interpret = self.refs, self.cut.interpret
+        wide: dict[int, list[jax.Array]] = {}
         for n, size in enumerate(SIZES):
             slot = n % SLOTS
             plgpu.barrier_wait(refs.full.at[slot])
-            tiles = self.k_tile.at[slot], self.q_tile.at[slot]
             if size <= WITHIN_A_WARP:
-                found = within_warps(found, size, *tiles, interpret=self.cut.interpret)
+                tiles = self.k_scaled.at[slot], self.q_scaled.at[slot]
+                within_warps(size, *tiles, refs.own_smem, interpret=interpret)
             else:
-                wide[size] = between_warps(size, *tiles)
+                wide[size] = between_warps(size, self.k_tile.at[slot], self.q_tile.at[slot])
             plgpu.barrier_arrive(refs.empty.at[slot])
-        of_queries, of_keys = (
-            Scores(own, tuple(beside), below[0])
-            for own, beside, below in zip(found, wide[16], wide[32], strict=True)
-        )
-        return of_queries, of_keys
+        keys, queries = own_columns(refs.own_smem, interpret=interpret)
+        # On the diagonal it has 0.
+        return [Scores(*x) for x in zip((keys, queries + own), *wide.values(), strict=True)]
 
     def _keep(self, columns: list[jax.Array]) -> None:
         for half, x in enumerate(columns):

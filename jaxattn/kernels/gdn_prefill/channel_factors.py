@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn_prefill.tiles import CHUNK
-from jaxattn.kernels.hopper.mlir import arith, ir, llvm
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, scf
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -30,7 +30,6 @@ from jaxattn.kernels.hopper.registers import (
     i32,
     joined,
     load,
-    number,
     plus,
     pointer,
     store,
@@ -42,6 +41,7 @@ OWN = plgpu.Layout.TILED(
     plgpu.Tiling(((CHUNK, 64), (16, 64), (2,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
 )
 WARP_TOKENS = 16
+HALF_WARP = WARP_TOKENS // 2
 PLAIN = plgpu.RefType()
 KEYS, QUERIES = 0, 1  # rows of the lengths: what multiplies a key, and what a query
 
@@ -64,6 +64,7 @@ class Factors:
         Args:
             k_tile: [64, 64], keys of second halves times up_to, those of first halves times behind.
             q_tile: [64, 64], queries of second halves times up_to; the others are not looked at.
+                Below size 16 the rows of both are in the order of `place_of`.
             totals: float32 [4, 64], decays of 16 tokens by `share_totals`, from size 16 on.
         """
         state = (self.k, self.q, self.up_to, self.behind)
@@ -123,6 +124,13 @@ def within(length: jax.Array, x: jax.Array, fill: float, *, interpret: bool) -> 
     return jnp.where(token < length, x, jnp.asarray(fill, x.dtype))
 
 
+def place_of(token: Any, size: int) -> tuple[Any, Any]:
+    """Of a token of 16: whether it is in a second half of `size` tokens, and which of the eight
+    such tokens, or of the eight others, it is. A warp's 16 rows of keys have first halves' tokens
+    in rows 0 to 7, second halves' in rows 8 to 15; its queries, of second halves, in 8 rows."""
+    return token // size % 2, token // (2 * size) * size + token % size
+
+
 def _interpreted(
     size: int, k: jax.Array, q: jax.Array, up_to: jax.Array, behind: jax.Array, k_tile: Any,
     q_tile: Any,
@@ -130,8 +138,17 @@ def _interpreted(
     blocks = CHUNK // size
     second = (jnp.arange(CHUNK) // size % 2 == 1)[:, None]
     factor = jnp.where(second, up_to, behind)
-    k_tile[...] = (k.astype(jnp.float32) * factor).astype(k.dtype)
-    q_tile[...] = (q.astype(jnp.float32) * factor).astype(q.dtype)
+    keys = (k.astype(jnp.float32) * factor).astype(k.dtype)
+    queries = (q.astype(jnp.float32) * factor).astype(q.dtype)
+    if size < WARP_TOKENS:
+        token = jnp.arange(CHUNK)
+        half, rank = place_of(token % WARP_TOKENS, size)
+        first = token // WARP_TOKENS * WARP_TOKENS
+        keys = keys[jnp.argsort(first + HALF_WARP * half + rank)]
+        # Second halves' first, by rank in each warp's 8.
+        queries = queries[jnp.argsort(CHUNK * (1 - half) + first // 2 + rank)]
+    k_tile[...] = keys
+    q_tile[...] = queries
     total = up_to.reshape(blocks, size, 64)[:, -1]
     others = total.reshape(blocks // 2, 2, 64)[:, ::-1].reshape(blocks, 1, 64)
     others = jnp.broadcast_to(others, (blocks, size, 64)).reshape(CHUNK, 64)
@@ -152,8 +169,7 @@ class Place:
 
     def store(self, words: list[Any], ref: Any) -> None:
         for i, value in enumerate(words):
-            if value is not None:
-                store(value, ref, self.swizzled[i % 8], 128 * i)
+            store(value, ref, self.swizzled[i % 8], 128 * i)
 
 
 def _pair_of(ref: Any) -> Any:
@@ -193,8 +209,11 @@ def _rounded(values: list[Any], like: Any) -> Any:
 
 
 def _scaled(pair: Any, factor: Any) -> Any:
-    values = [arith.mulf(x, element(factor, i)) for i, x in enumerate(_numbers(pair))]
-    return _rounded(values, pair)
+    return _product(_numbers(pair), factor, pair)
+
+
+def _product(values: list[Any], factor: Any, like: Any) -> Any:
+    return _rounded([arith.mulf(x, element(factor, i)) for i, x in enumerate(values)], like)
 
 
 def _state(up_to: list[Any], behind: list[Any]) -> Any:
@@ -206,16 +225,18 @@ def _in_a_thread(
 ) -> Any:
     del totals
     k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place, keys, queries = Place(), [], []
+    place = Place()
+    keys, queries = [None] * WARP_TOKENS, [None] * HALF_WARP
     for i, (key, query) in enumerate(zip(k, q, strict=True)):
-        second = i // size % 2 == 1
-        factor = up_to[i] if second else behind[i]
-        # Behind a block of one token is nothing.
-        alone = size == 1 and not second
-        keys.append(key if alone else _scaled(key, factor))
-        queries.append(_scaled(query, factor) if second else None)
+        second, rank = place_of(i, size)
+        if second:
+            keys[HALF_WARP + rank] = _scaled(key, up_to[i])
+            queries[rank] = _scaled(query, up_to[i])
+        else:  # behind a block of one token is nothing
+            keys[rank] = key if size == 1 else _scaled(key, behind[i])
     place.store(keys, k_tile)
-    place.store(queries, q_tile)
+    for i, query in enumerate(queries):
+        store(query, q_tile, plus(place.swizzled[i], times(place.warp, -128 * HALF_WARP)), 128 * i)
     ends = [up_to[i // size * size + size - 1] for i in range(WARP_TOKENS)]
     for i in range(WARP_TOKENS):
         of_other = ends[i ^ size]
@@ -241,21 +262,21 @@ def _between_warps(
 ) -> Any:
     k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
     place, warps = Place(), size // WARP_TOKENS
-    second = arith.cmpi(
-        arith.CmpIPredicate.ne, arith.andi(place.warp, word(warps)), word(0)
-    )
-    factors = [arith.select(second, x, y) for x, y in zip(up_to, behind, strict=True)]
-    place.store([_scaled(x, y) for x, y in zip(k, factors, strict=True)], k_tile)
-    place.store([_scaled(x, y) for x, y in zip(q, factors, strict=True)], q_tile)
     first = arith.xori(arith.andi(place.warp, word(4 - warps)), word(warps))
     other = _total(totals, place, first)
     for i in range(1, warps):
         other = arith.mulf(other, _total(totals, place, plus(first, word(i))))
-    one = joined([number(1.0)] * 2)
-    before, after = arith.select(second, other, one), arith.select(second, one, other)
-    up_to = [arith.mulf(x, before) for x in up_to]
-    behind = [arith.mulf(x, after) for x in behind]
-    return _state(up_to, behind)
+    second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place.warp, word(warps)), word(0))
+    found = scf.IfOp(second, [x.type for x in (*up_to, *behind)], has_else=True)
+    with ir.InsertionPoint(found.then_block):
+        place.store([_scaled(x, y) for x, y in zip(k, up_to, strict=True)], k_tile)
+        place.store([_scaled(x, y) for x, y in zip(q, up_to, strict=True)], q_tile)
+        scf.yield_([*(arith.mulf(x, other) for x in up_to), *behind])
+    with ir.InsertionPoint(found.else_block):
+        place.store([_scaled(x, y) for x, y in zip(k, behind, strict=True)], k_tile)
+        scf.yield_([*up_to, *(arith.mulf(x, other) for x in behind)])
+    results = list(found.results)
+    return _state(results[:WARP_TOKENS], results[WARP_TOKENS:])
 
 
 def _ends(
@@ -274,10 +295,9 @@ def _ends(
             )
         keys = [arith.mulf(x, by_key[i % 4]) for x in _numbers(k[i])]
         asked = [arith.mulf(x, by_query[i % 4]) for x in _numbers(q[i])]
-        before, after = ([element(x[i], j) for j in range(2)] for x in (up_to, behind))
-        read.append(_rounded([arith.mulf(x, arith.negf(y)) for x, y in zip(keys, before)], k[i]))
-        written.append(_rounded([arith.mulf(x, y) for x, y in zip(keys, after)], k[i]))
-        queries.append(_rounded([arith.mulf(x, y) for x, y in zip(asked, before)], q[i]))
+        read.append(_product(keys, arith.negf(up_to[i]), k[i]))
+        written.append(_product(keys, behind[i], k[i]))
+        queries.append(_product(asked, up_to[i], q[i]))
     for values, ref in ((queries, q_read), (read, k_read), (written, k_written)):
         place.store(values, ref)
     whole = [element(up_to[-1], j) for j in range(2)]

@@ -150,9 +150,7 @@ def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
     return filled(x)
 
 
-def own_products(
-    rows: list[jax.Array], columns: list[jax.Array], *, interpret: bool
-) -> jax.Array:
+def own_products(rows: list[jax.Array], columns: list[jax.Array], *, interpret: bool) -> jax.Array:
     """Products of rows [64, 64] side by side with the 16 `columns` of their warp, float32 [64, 16].
 
     Of rows with themselves a row's square stands on the diagonal: `mma` takes a sixth of the

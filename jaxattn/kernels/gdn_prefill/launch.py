@@ -254,9 +254,7 @@ def gdn_prefill_mosaic(
     afterwards = 1.0
     if g.ndim == 3:
         with jax.named_scope("chunks"):
-            made = channel_chunks(
-                q, k, g, beta, table.table, table.num_chunks, **of_chunks, **mode
-            )
+            made = channel_chunks(q, k, g, beta, table.table, table.num_chunks, **of_chunks, **mode)
         q, k, written, x, p, vectors = made
         drawn = jnp.zeros(1, jnp.int32)
     else:
