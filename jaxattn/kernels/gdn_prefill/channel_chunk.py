@@ -15,7 +15,7 @@ Limits: those of launch.py. Reference: `jaxattn.ops.kda.channel_decay`; tests:
 tests/kernels/gdn_prefill/test_channels.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ from jaxattn.kernels.gdn_prefill.channel_body import (
 from jaxattn.kernels.gdn_prefill.tiles import CHUNK, DIM, TRIANGLE, compiler_params
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS
+
+
+# By the names of `Refs`, in the order of `ChannelChunks`.
+OUTPUTS = ("q_read_ref", "k_read_ref", "k_written_ref", "x_ref", "p_ref", "ends_ref")
 
 
 class ChannelChunks(NamedTuple):
@@ -66,46 +70,70 @@ def channel_chunks(
             and in column N how many chunks from the first are to be done.
         count: N.
     """
-    value_heads, dtype = beta.shape[1], q.dtype
-    blocks = min(count * value_heads, NUM_SMS)
-    cut = Cut(
-        count=count,
-        group=value_heads // k.shape[1],
-        blocks=blocks,
-        scale=scale,
-        l2norm=use_qk_l2norm,
-        dtype=dtype,
-        interpret=interpret,
+    launched = prepared(
+        q, k, g, beta, chunks, count, scale=scale, use_qk_l2norm=use_qk_l2norm, interpret=interpret
     )
-    rows = jax.ShapeDtypeStruct((count, value_heads, CHUNK, DIM), dtype)
-    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: Block(launched.cut, Refs(**refs)).run(),
         name="kda_prefill_chunk",
-        grid={"block": blocks},
-        inputs={
-            "q_ref": q,
-            "k_ref": k,
-            "g_ref": g,
-            "beta_ref": _by_chunk(beta, chunks, count),
-            "chunks_ref": chunks,
-        },
-        outputs={
-            "q_read_ref": rows,
-            "k_read_ref": rows,
-            "k_written_ref": rows,
-            "x_ref": matrix,
-            "p_ref": matrix,
-            "ends_ref": jax.ShapeDtypeStruct((count, value_heads, SCALING, 64), jnp.float32),
-        },
-        scratch=scratch_types(dtype, interpret=interpret),
+        grid={"block": launched.cut.blocks},
+        inputs=launched.inputs,
+        outputs=launched.outputs,
+        scratch=scratch_types(q.dtype, interpret=interpret),
         warpgroups=WARPGROUPS,
         compiler_params=compiler_params(),
         interpret=interpret,
         detect_races=detect_races,
     )
-    names = ("q_read", "k_read", "k_written", "x", "p", "ends")
-    return ChannelChunks(*(out[f"{name}_ref"] for name in names))
+    return ChannelChunks(*(out[name] for name in OUTPUTS))
+
+
+class Launched(NamedTuple):
+    """A launch of the kernel: what it works on, by the names of `Refs`."""
+
+    cut: Cut
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+
+
+def prepared(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunks: jax.Array,
+    count: int,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    blocks: int = NUM_SMS,
+    last_first: bool = True,
+    interpret: bool,
+) -> Launched:
+    """For the arguments of `channel_chunks`, with at most so many blocks."""
+    value_heads, dtype = beta.shape[1], q.dtype
+    cut = Cut(
+        count=count,
+        group=value_heads // k.shape[1],
+        blocks=min(count * value_heads, blocks),
+        scale=scale,
+        l2norm=use_qk_l2norm,
+        last_first=last_first,
+        dtype=dtype,
+        interpret=interpret,
+    )
+    inputs = {
+        "q_ref": q,
+        "k_ref": k,
+        "g_ref": g,
+        "beta_ref": _by_chunk(beta, chunks, count),
+        "chunks_ref": chunks,
+    }
+    rows = jax.ShapeDtypeStruct((count, value_heads, CHUNK, DIM), dtype)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
+    ends = jax.ShapeDtypeStruct((count, value_heads, SCALING, 64), jnp.float32)
+    made = (rows, rows, rows, matrix, matrix, ends)
+    return Launched(cut, inputs, dict(zip(OUTPUTS, made, strict=True)))
 
 
 def _by_chunk(beta: jax.Array, chunks: jax.Array, count: int) -> jax.Array:

@@ -61,6 +61,15 @@ def test_equal_keys_without_decay(implementation):
 
 
 @both_devices
+def test_keys_that_are_no_unit_vectors_and_a_negative_scale(implementation):
+    case = make([70], value_heads=1, gates=0.2)
+    case.k = case.k * 0.125
+    options = {"use_qk_l2norm": False, "scale": -0.3}
+    out, states = run(case, implementation, **options)
+    assert_matches(case, out, states, l2norm=False, scale=-0.3)
+
+
+@both_devices
 def test_states_by_slot_beside_padding(implementation):
     pooled = on_a_pool(
         make([66, 3, 0, 1], padding=3), [5, -1, 2, 0], [3, 4, 2, 0],
