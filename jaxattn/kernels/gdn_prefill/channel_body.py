@@ -100,7 +100,7 @@ class Refs:
     low_smem: Any  # two halves of a matrix that is inverted
     high_smem: Any
     loaded: Any
-    taken: Any  # the operands, into the scaling warpgroups' registers
+    taken: Any  # the operands, by every thread into its registers
     measured: Any  # the lengths
     full: Any  # a slot of the ring
     empty: Any
@@ -129,7 +129,7 @@ def scratch_types(dtype: Any, *, interpret: bool) -> dict[str, Any]:
         "high_smem": half,
         # Keys, queries and log decays in halves, and betas.
         "loaded": plgpu.Barrier(num_arrivals=7),
-        "taken": plgpu.Barrier(num_arrivals=SCALING),
+        "taken": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "measured": plgpu.Barrier(),
         "full": plgpu.Barrier(num_arrivals=SCALING, num_barriers=SLOTS),
         "empty": plgpu.Barrier(num_barriers=SLOTS),
@@ -278,6 +278,7 @@ class Block:
         for row, factor in zip((KEYS, QUERIES), own[1:], strict=True):
             lengths[row, :] = factor
         plgpu.barrier_arrive(refs.measured)
+        plgpu.barrier_arrive(refs.taken)
         plgpu.barrier_wait(refs.taken)
         pl.when(i + 1 < self.steps)(lambda: self._issue(i + 1))
         of_keys, of_queries = self._scores(own[0])
