@@ -32,7 +32,6 @@ from jaxattn.kernels.gdn_prefill.tiles import CHUNK, DIM, TRIANGLE, compiler_par
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS
 
-
 # By the names of `Refs`, in the order of `ChannelChunks`.
 OUTPUTS = ("q_read_ref", "k_read_ref", "k_written_ref", "x_ref", "p_ref", "ends_ref")
 

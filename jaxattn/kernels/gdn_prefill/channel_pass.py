@@ -30,9 +30,10 @@ def shares(length: int, count: int, value_heads: int) -> tuple[int, int]:
     others, for T, n and Hv."""
     chunks, each = -(-length // CHUNK), -(-length // (count * CHUNK))
 
-    def time(makers: int, halves: int) -> float:
+    def time(makers: int, halves: int) -> tuple[float, float]:
         turns = -(-count * value_heads * 2 // (halves * (NUM_SMS - makers)))
-        return max(MAKING * chunks * value_heads / makers, turns * each * PASSING[halves])
+        made, passed = MAKING * chunks * value_heads / makers, turns * each * PASSING[halves]
+        return max(made, passed), min(made, passed)
 
     every = ((makers, halves) for makers in range(1, NUM_SMS) for halves in PASSING)
     return min(every, key=lambda cut: time(*cut))

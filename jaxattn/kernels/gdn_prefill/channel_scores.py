@@ -41,14 +41,15 @@ ROW_BYTES, HALF_BYTES = 128, CHUNK * 128  # of a tile
 
 
 class Scores(NamedTuple):
-    """Of queries or of keys with keys: what is right of a warp's own 16 columns is 0."""
+    """Of queries or of keys with keys."""
 
     own: jax.Array  # float32 [64, 16], each warp's own 16 columns
     beside: jax.Array  # [64, 48]; columns 0 to 15 and 32 to 47 count, for rows 16 and 48 on
     below: jax.Array  # [64, 32], columns 0 to 31, for rows 32 on
 
     def columns(self) -> list[jax.Array]:
-        """Of the whole [64, 64], 16 side by side."""
+        """Of the whole [64, 64], 16 side by side. Above the diagonal those of the upper left and of
+        the lower right quarter are 0, and the others undefined."""
         frame = lax.div(iota((CHUNK, 16), 0), jnp.int32(16))
         (left, right), below = (
             [lax.slice(x, (0, at), (CHUNK, at + 16)) for at in places]
@@ -58,7 +59,7 @@ class Scores(NamedTuple):
         of_rows = (
             (self.own, left, below[0], below[0]),
             (zero, self.own, below[1], below[1]),
-            (zero, zero, self.own, right),
+            (self.own, self.own, self.own, right),
             (zero, zero, zero, self.own),
         )
         found = []
