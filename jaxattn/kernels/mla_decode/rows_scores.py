@@ -4,6 +4,7 @@ rows_body.py says what is where in shared memory, and in which order the tensor 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.machine import shown
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
@@ -22,6 +24,7 @@ from jaxattn.kernels.mla_decode.rows_memory import (
     ROPE,
     Block,
 )
+from jaxattn.kernels.mla_decode.rows_sums import PARTIAL, partial_sums
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
 
 LOG2E = math.log2(math.e)
@@ -105,8 +108,7 @@ class Scores:
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
         pages = Pages(self, place.row, start, pages_before, others)
 
-        zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
-        top, total = lax.fori_loop(0, steps, pages.step, (zero_rows + EMPTY, zero_rows))
+        top, total = pages.run(steps)
         # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
         # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
         empty = total == 0
@@ -149,50 +151,89 @@ class Pages:
             q_len=cut.q_len, num_heads=cut.num_heads, layout=LAYOUT,
         )  # fmt: skip
 
-    def step(self, i: jax.Array, carry: Any) -> Any:
-        """Page i's P and rescaling, for warpgroups 1 and 2; its maxima and sums."""
-        top, total = carry
-        shared, slot = self.scores.shared, lax.rem(self.before + i, PAGES)
-        product = pl.run_scoped(
-            lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
-        )
+    def run(self, steps: jax.Array) -> Any:
+        """P and rescaling of all pages, for warpgroups 1 and 2. Returns the rows' maxima and sums.
 
-        if self.places.held_back:
+        What pages are held back for is not waited for: a page's P leaves when the first products of
+        the next page's scores are under way.
+        """
+        zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
+        sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
+        carry = zero + EMPTY, sums
+        if not self.places.held_back:
+            top, sums = lax.fori_loop(0, steps, self._step_at_once, carry)
+            return top, sums.sum(axis=1)
+        p = plgpu.layout_cast(jnp.zeros((TILE, PAGE), self.scores.cut.dtype), LAYOUT)
+        top, sums, last = lax.fori_loop(0, steps, self._step, (*carry, (p, zero)))
+        self._hand_over(steps - 1, last)
+        return top, sums.sum(axis=1)
 
-            @pl.when(i > 0)
-            def _():
-                plgpu.barrier_arrive(shared.scores_done.at[slot])
+    def _step(self, i: jax.Array, carry: Any) -> Any:
+        """The page i, and the one before it handed over."""
+        *state, last = carry
 
-        new_top, p = self._softmax(product, i, top)
+        def hand_over() -> None:
+            pl.when(i > 0)(lambda: self._hand_over(i - 1, last))
+
+        product = self._product(i, hand_over)
+
+        @pl.when(i > 0)
+        def _():
+            plgpu.barrier_arrive(self.scores.shared.scores_done.at[self._slot(i)])
+
+        return self._added(product, i, *state)
+
+    def _step_at_once(self, i: jax.Array, carry: Any) -> Any:
+        top, sums, new = self._added(self._product(i, lambda: None), i, *carry)
+        self._hand_over(i, new)
+        return top, sums
+
+    def _added(self, scores: jax.Array, i: jax.Array, top: jax.Array, sums: jax.Array) -> Any:
+        """The maxima and sums with page i, and its P and rescaling."""
+        new_top, p, added = self._softmax(scores, i, top)
         rescale = jnp.exp2(top - new_top)
-        # Over the keys' rope columns: a warp that has waited for its products knows that the
-        # warpgroup's are done.
-        shared.rope[slot] = p.astype(self.scores.cut.dtype)
-        shared.rescale[slot] = rescale
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.p_written.at[slot])
-        return new_top, total * rescale + p.sum(axis=1)
+        sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
+        return new_top, sums, (p, rescale)
 
-    def _product(self, acc: Any, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """Q K^T, each quarter once it is there."""
+    def _hand_over(self, i: jax.Array, what: Any) -> None:
+        """P and rescaling of page i. P takes the place of the keys' rope columns: a warp that has
+        waited for its products knows that the warpgroup's are done."""
+        shared, slot = self.scores.shared, self._slot(i)
+        shared.rope[slot], shared.rescale[slot] = what
+        shown(interpret=self.scores.cut.interpret)
+        plgpu.barrier_arrive(shared.p_written.at[slot])
+
+    def _slot(self, i: jax.Array) -> jax.Array:
+        return lax.rem(self.before + i, PAGES)
+
+    def _product(self, i: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:
+        """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products."""
         shared, refs, places = self.scores.shared, self.scores.refs, self.places
 
-        def add(q: Any, columns: Any, loaded: Any) -> None:
-            plgpu.barrier_wait(loaded)
+        def add(acc: Any, quarter: int) -> None:
+            if quarter < 0:
+                slot = self._slot(i)
+                q, columns, loaded = refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded
+            else:
+                slot = places.firsts[quarter] + lax.rem(self.before + i, places.slots[quarter])
+                q = self.others[quarter - 1] if quarter else refs.q_smem
+                columns, loaded = shared.kv.at[slot], shared.kv_loaded
+            plgpu.barrier_wait(loaded.at[slot])
             plgpu.wgmma(acc, q, columns.transpose((1, 0)))
 
-        for quarter in places.order:
-            if quarter < 0:
-                if self.scores.cut.rope:
-                    add(refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
-                continue
-            at = places.firsts[quarter] + lax.rem(self.before + i, places.slots[quarter])
-            q = self.others[quarter - 1] if quarter else refs.q_smem
-            add(q, shared.kv.at[at], shared.kv_loaded.at[at])
-        return acc[...]
+        def run(acc: Any) -> jax.Array:
+            first, *others = [x for x in places.order if x >= 0 or self.scores.cut.rope]
+            add(acc, first)
+            meanwhile()
+            for quarter in others:
+                add(acc, quarter)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((TILE, PAGE), jnp.float32))
 
     def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
-        """The new maxima, and P; a mask is applied to pages that not every row sees whole."""
+        """The new maxima, P, and its sums; a mask is applied to pages that not every row sees
+        whole."""
         cut, factor, start = self.scores.cut, self.scores.factor, self.start
         if cut.latents.quantized:  # a traced scale may have any sign
             scores, factor = scores * factor, 1.0
@@ -200,15 +241,19 @@ class Pages:
         def reference(largest: jax.Array) -> jax.Array:
             return jnp.where(largest > top + SLACK, largest, top)
 
+        # Rounding and sums are in both branches: there they fill the time of the exponentials.
+        def finished(new_top: jax.Array, p: jax.Array) -> Any:
+            return new_top, p.astype(cut.dtype), partial_sums(p, interpret=cut.interpret)
+
         def plain(scores: jax.Array) -> Any:
             new_top = reference(scores.max(axis=1) * factor)
-            return new_top, jnp.exp2(scores * factor - _over_keys(new_top))
+            return finished(new_top, jnp.exp2(scores * factor - _over_keys(new_top)))
 
         def masked(scores: jax.Array) -> Any:
             mask = _iota(1) + (start + i) * PAGE < self.visible
             scores = jnp.where(mask, scores * factor, MASKED)
             new_top = reference(scores.max(axis=1))
-            return new_top, jnp.exp2(scores - _over_keys(new_top))
+            return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
 
         all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
         if self.queries is not None:
