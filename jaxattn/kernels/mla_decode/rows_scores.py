@@ -154,54 +154,37 @@ class Pages:
     def run(self, steps: jax.Array) -> Any:
         """P and rescaling of all pages, for warpgroups 1 and 2. Returns the rows' maxima and sums.
 
-        What pages are held back for is not waited for: a page's P leaves when the first products of
-        the next page's scores are under way.
+        A page's P is handed over when the first products of the next page's scores are under way,
+        so that the tensor cores need not wait for what that takes.
         """
         zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
         sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
-        carry = zero + EMPTY, sums
-        if not self.places.held_back:
-            top, sums = lax.fori_loop(0, steps, self._step_at_once, carry)
-            return top, sums.sum(axis=1)
-        p = plgpu.layout_cast(jnp.zeros((TILE, PAGE), self.scores.cut.dtype), LAYOUT)
-        top, sums, last = lax.fori_loop(0, steps, self._step, (*carry, (p, zero)))
-        self._hand_over(steps - 1, last)
+        top, sums = lax.fori_loop(0, steps, self._step, (zero + EMPTY, sums))
+        self._hand_over(steps - 1)
         return top, sums.sum(axis=1)
 
     def _step(self, i: jax.Array, carry: Any) -> Any:
-        """The page i, and the one before it handed over."""
-        *state, last = carry
+        """Page i's P and rescaling stored, and the ones before handed over."""
+        top, sums = carry
+        shared, slot = self.scores.shared, self._slot(i)
+        scores = self._product(i, lambda: pl.when(i > 0)(lambda: self._hand_over(i - 1)))
 
-        def hand_over() -> None:
-            pl.when(i > 0)(lambda: self._hand_over(i - 1, last))
+        if self.places.held_back:
 
-        product = self._product(i, hand_over)
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(shared.scores_done.at[slot])
 
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(self.scores.shared.scores_done.at[self._slot(i)])
-
-        return self._added(product, i, *state)
-
-    def _step_at_once(self, i: jax.Array, carry: Any) -> Any:
-        top, sums, new = self._added(self._product(i, lambda: None), i, *carry)
-        self._hand_over(i, new)
-        return top, sums
-
-    def _added(self, scores: jax.Array, i: jax.Array, top: jax.Array, sums: jax.Array) -> Any:
-        """The maxima and sums with page i, and its P and rescaling."""
         new_top, p, added = self._softmax(scores, i, top)
         rescale = jnp.exp2(top - new_top)
-        sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
-        return new_top, sums, (p, rescale)
+        # Over the keys' rope columns: a warp that has waited for its products knows that the
+        # warpgroup's are done.
+        shared.rope[slot], shared.rescale[slot] = p, rescale
+        return new_top, sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
 
-    def _hand_over(self, i: jax.Array, what: Any) -> None:
-        """P and rescaling of page i. P takes the place of the keys' rope columns: a warp that has
-        waited for its products knows that the warpgroup's are done."""
-        shared, slot = self.scores.shared, self._slot(i)
-        shared.rope[slot], shared.rescale[slot] = what
+    def _hand_over(self, i: jax.Array) -> None:
         shown(interpret=self.scores.cut.interpret)
-        plgpu.barrier_arrive(shared.p_written.at[slot])
+        plgpu.barrier_arrive(self.scores.shared.p_written.at[self._slot(i)])
 
     def _slot(self, i: jax.Array) -> jax.Array:
         return lax.rem(self.before + i, PAGES)
