@@ -42,6 +42,10 @@ def _over_keys(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (TILE, PAGE), [0])
 
 
+def _before(slot: jax.Array) -> jax.Array:
+    return jnp.where(slot == 0, PAGES - 1, slot - 1)
+
+
 def _iota(dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (TILE, PAGE), dimension, layout=LAYOUT)
 
@@ -159,15 +163,17 @@ class Pages:
         """
         zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
         sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
-        top, sums = lax.fori_loop(0, steps, self._step, (zero + EMPTY, sums))
-        self._hand_over(steps - 1)
+        slot = lax.rem(self.before, PAGES)
+        top, sums, slot = lax.fori_loop(0, steps, self._step, (zero + EMPTY, sums, slot))
+        self._hand_over(_before(slot))
         return top, sums.sum(axis=1)
 
     def _step(self, i: jax.Array, carry: Any) -> Any:
         """Page i's P and rescaling stored, and the ones before handed over."""
-        top, sums = carry
-        shared, slot = self.scores.shared, self._slot(i)
-        scores = self._product(i, lambda: pl.when(i > 0)(lambda: self._hand_over(i - 1)))
+        top, sums, slot = carry
+        shared = self.scores.shared
+        last = lambda: pl.when(i > 0)(lambda: self._hand_over(_before(slot)))  # noqa: E731
+        scores = self._product(i, slot, last)
 
         if self.places.held_back:
 
@@ -180,28 +186,33 @@ class Pages:
         # Over the keys' rope columns: a warp that has waited for its products knows that the
         # warpgroup's are done.
         shared.rope[slot], shared.rescale[slot] = p, rescale
-        return new_top, sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
+        sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
+        return new_top, sums, jnp.where(slot == PAGES - 1, 0, slot + 1)
 
-    def _hand_over(self, i: jax.Array) -> None:
+    def _hand_over(self, slot: jax.Array) -> None:
         shown(interpret=self.scores.cut.interpret)
-        plgpu.barrier_arrive(self.scores.shared.p_written.at[self._slot(i)])
+        plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
 
-    def _slot(self, i: jax.Array) -> jax.Array:
-        return lax.rem(self.before + i, PAGES)
+    def _product(
+        self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]
+    ) -> jax.Array:
+        """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products.
 
-    def _product(self, i: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:
-        """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products."""
+        `slot` is the page's remainder by PAGES: worked out here, the first product waited for it.
+        """
         shared, refs, places = self.scores.shared, self.scores.refs, self.places
 
         def add(acc: Any, quarter: int) -> None:
             if quarter < 0:
-                slot = self._slot(i)
-                q, columns, loaded = refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded
+                at, q = slot, refs.q_rope_smem
+                columns, loaded = shared.rope.at[at], shared.rope_loaded
             else:
-                slot = places.firsts[quarter] + lax.rem(self.before + i, places.slots[quarter])
+                number = places.slots[quarter]
+                at = slot if number == PAGES else lax.rem(self.before + i, number)
+                at += places.firsts[quarter]
                 q = self.others[quarter - 1] if quarter else refs.q_smem
-                columns, loaded = shared.kv.at[slot], shared.kv_loaded
-            plgpu.barrier_wait(loaded.at[slot])
+                columns, loaded = shared.kv.at[at], shared.kv_loaded
+            plgpu.barrier_wait(loaded.at[at])
             plgpu.wgmma(acc, q, columns.transpose((1, 0)))
 
         def run(acc: Any) -> jax.Array:
