@@ -1,14 +1,14 @@
 """On two GPUs, with the kernels: bfloat16 logits near those of one GPU, and steps in place.
 
-    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus.py      about 45 s, alone
+    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus.py -k "latents and tensor"
 
-Rows are fed token by token, so that each layout compiles one step alone, and all of them compile at
-a time. The experts are all chosen by every token: where
-a choice flips, outputs differ by more than rounding.
+Rows are fed token by token, so that each layout compiles one step alone. The steps of all tests
+that were selected compile at a time, and those of no other. The experts are all chosen by every
+token: where a choice flips, outputs differ by more than rounding.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -136,17 +136,24 @@ type Key = tuple[DecoderModel, Parallel]
 
 
 class Steps:
-    """The steps of all cases and of one GPU, which threads make in this order."""
+    """Steps of layouts, made when they are asked for; threads make those of some cases before."""
 
-    def __init__(self, pool: ThreadPoolExecutor):
-        wanted = dict.fromkeys(
-            key for model, layout in CASES.values() for key in ((model, ALONE), (model, layout))
-        )
-        self._made: dict[Key, Future[Fed]] = {key: pool.submit(Fed, *key) for key in wanted}
+    def __init__(self, pool: ThreadPoolExecutor, cases: Iterable[str]):
+        self._pool = pool
+        self._made: dict[Key, Future[Fed]] = {}
         self._alone: dict[DecoderModel, tuple[np.ndarray, np.ndarray]] = {}
+        for case in cases:
+            model, layout = CASES[case]
+            self._begin((model, ALONE))
+            self._begin((model, layout))
+
+    def _begin(self, key: Key) -> Future[Fed]:
+        if key not in self._made:
+            self._made[key] = self._pool.submit(Fed, *key)
+        return self._made[key]
 
     def __getitem__(self, key: Key) -> Fed:
-        return self._made[key].result()
+        return self._begin(key).result()
 
     def alone(self, model: DecoderModel) -> tuple[np.ndarray, np.ndarray]:
         """What one GPU gives."""
@@ -157,9 +164,12 @@ class Steps:
 
 
 @pytest.fixture(scope="module")
-def steps() -> Iterator[Steps]:
-    with ThreadPoolExecutor(3) as pool:
-        yield Steps(pool)
+def steps(request) -> Iterator[Steps]:
+    """Those of the selected tests. Each compiles for 15 s or more."""
+    here = [item for item in request.session.items if item.module is request.module]
+    cases = [item.callspec.params["case"] for item in here if hasattr(item, "callspec")]
+    with ThreadPoolExecutor(len(CASES) + 2) as pool:
+        yield Steps(pool, cases)
 
 
 @pytest.mark.parametrize("case", CASES)
