@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.machine import shown
 from jaxattn.kernels.hopper.narrow import store
+from jaxattn.kernels.hopper.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
@@ -24,13 +25,9 @@ from jaxattn.kernels.mla_decode.rows_memory import (
     ROPE,
     Block,
 )
-from jaxattn.kernels.mla_decode.rows_sums import PARTIAL, partial_sums
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
 
 LOG2E = math.log2(math.e)
-# The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
-# it by more than this, in powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
-SLACK = 8.0
 # A row's maximum before its first key, below any score but finite, and the score of what is not
 # seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
 EMPTY, MASKED = -3e38, -math.inf
@@ -232,21 +229,18 @@ class Pages:
         if cut.latents.quantized:  # a traced scale may have any sign
             scores, factor = scores * factor, 1.0
 
-        def reference(largest: jax.Array) -> jax.Array:
-            return jnp.where(largest > top + SLACK, largest, top)
-
         # Rounding and sums are in both branches: there they fill the time of the exponentials.
         def finished(new_top: jax.Array, p: jax.Array) -> Any:
             return new_top, p.astype(cut.dtype), partial_sums(p, interpret=cut.interpret)
 
         def plain(scores: jax.Array) -> Any:
-            new_top = reference(scores.max(axis=1) * factor)
+            new_top = reference(top, scores.max(axis=1) * factor)
             return finished(new_top, jnp.exp2(scores * factor - _over_keys(new_top)))
 
         def masked(scores: jax.Array) -> Any:
             mask = _iota(1) + (start + i) * PAGE < self.visible
             scores = jnp.where(mask, scores * factor, MASKED)
-            new_top = reference(scores.max(axis=1))
+            new_top = reference(top, scores.max(axis=1))
             return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
 
         all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
