@@ -190,9 +190,7 @@ class Pages:
         shown(interpret=self.scores.cut.interpret)
         plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
 
-    def _product(
-        self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]
-    ) -> jax.Array:
+    def _product(self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:
         """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products.
 
         `slot` is the page's remainder by PAGES: worked out here, the first product waited for it.
