@@ -100,7 +100,12 @@ class Scores:
             return ()
         row = self.part.some_row(row)
         quarters = [self._columns_of(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
-        return tuple(plgpu.load(x, layout=LAYOUT, optimized=False) for x in quarters)
+        # Loads of 8 bytes and a shuffle: 4 bytes a thread, as the products have them, touch twice
+        # as many lines.
+        loaded = [
+            plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False) for x in quarters
+        ]
+        return tuple(plgpu.layout_cast(x, LAYOUT) for x in loaded)
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         """Scores and P of a piece's pages."""
