@@ -236,9 +236,11 @@ class Block:
             plgpu.barrier_arrive(refs.full.at[slot])
         plgpu.barrier_wait(refs.measured)
         self._before_writing(i)
-        outs = [self.outs_plain.at[out, half] for out in (Q_READ, K_READ, K_WRITTEN)]
+        q_read, k_read, k_written = (
+            self.outs_plain.at[out, half] for out in (Q_READ, K_READ, K_WRITTEN)
+        )
         lengths, end = refs.lengths_smem.at[lax.rem(i, jnp.int32(2))], refs.ends_smem.at[half]
-        factors.write_ends(lengths, *outs, end)
+        factors.write_ends(lengths, q_read, k_read, k_written, end)
         plgpu.commit_smem()
         channels = pl.ds(64 * half, 64)
         targets = (refs.q_read_ref, refs.k_read_ref, refs.k_written_ref)

@@ -267,7 +267,7 @@ def _between_warps(
     for i in range(1, warps):
         other = arith.mulf(other, _total(totals, place, plus(first, word(i))))
     second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place.warp, word(warps)), word(0))
-    found = scf.IfOp(second, [x.type for x in (*up_to, *behind)], has_else=True)
+    found = scf.IfOp(second, [x.type for x in (*up_to, *behind)], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(found.then_block):
         place.store([_scaled(x, y) for x, y in zip(k, up_to, strict=True)], k_tile)
         place.store([_scaled(x, y) for x, y in zip(q, up_to, strict=True)], q_tile)

@@ -5,6 +5,7 @@ hide each other's waits, and what is made is taken from L2. The blocks and bodie
 channel_chunk.py and state_pass.py; handover.py lets a block wait for a chunk.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -105,11 +106,10 @@ def channel_pass(
             output_body.Block(passing.cut, all_refs, makers, handover.wait).run()
 
         # One after another in the text, so that both have the same shared memory.
-        for mine, run, types in (
-            (block < makers, make, channel_body.scratch_types(q.dtype, interpret=interpret)),
-            (block >= makers, take, output_body.scratch_types(passing.cut)),
-        ):
-            pl.when(mine)(lambda run=run, types=types: _scoped(run, types))
+        of_makers = channel_body.scratch_types(q.dtype, interpret=interpret)
+        pl.when(block < makers)(functools.partial(_scoped, make, of_makers))
+        of_takers = output_body.scratch_types(passing.cut)
+        pl.when(block >= makers)(functools.partial(_scoped, take, of_takers))
 
     out = launch(
         body,

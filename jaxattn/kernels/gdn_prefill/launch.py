@@ -252,7 +252,7 @@ def gdn_prefill_mosaic(
     # A copy takes 64 rows, and no array may be shorter than that.
     short = (0, max(0, CHUNK - tokens))
     q, k, v, g, beta = (jnp.pad(x, (short, *[(0, 0)] * (x.ndim - 1))) for x in (q, k, v, g, beta))
-    mode = {"interpret": interpret, "detect_races": detect_races}
+    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     g, beta, channels = g.astype(jnp.float32), beta.astype(jnp.float32), g.ndim == 3
     of_chunks: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
     afterwards = 1.0
@@ -278,12 +278,15 @@ def gdn_prefill_mosaic(
         )  # fmt: skip
     else:
         with jax.named_scope("chunks"):
-            given = (q, k, g, beta, table.table, table.num_chunks)
+            chunks, drawn, written = table.table, jnp.zeros(1, jnp.int32), None
             if channels:
-                q, k, written, *made = channel_chunks(*given, **of_chunks, **mode)
-                x, p, vectors, drawn = *made, jnp.zeros(1, jnp.int32)
+                q, k, written, x, p, vectors = channel_chunks(
+                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                )
             else:
-                written, (x, p, vectors, drawn) = None, chunk_matrices(*given, **of_chunks, **mode)
+                x, p, vectors, drawn = chunk_matrices(
+                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                )
         if segment:
             ends, transitions = transition_pass(
                 k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
