@@ -50,8 +50,12 @@ def put_given(step: Step, given: Any, model: Model, group: Group | None) -> Any:
 
 
 def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:
-    """The state of an engine, each device's share on it."""
-    return group.make(partial(new_state, model, limits), model.state_specs())
+    """The state of an engine, each device's share on it.
+
+    It is there on all of them: one may write to another as soon as a step begins.
+    """
+    state = group.make(partial(new_state, model, limits), model.state_specs())
+    return jax.block_until_ready(state)
 
 
 def new_rows_over(limits: Limits, group: Group) -> Rows:

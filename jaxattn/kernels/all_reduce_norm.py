@@ -68,6 +68,8 @@ def all_reduce_norm_mosaic(
     if interpret:
         raise Refusal(f"{op}: JAX's interpreter knows no memory of peers")
     require_hopper(op, interpret=False)
+    if (processes := jax.process_count()) > 1:
+        raise Refusal(f"{op}: the kernel's GPUs are of one process; these are of {processes}")
     tokens, features = x.shape
     gpus = inbox.shape[1]
     if not norms_features(features) or not tokens or not 2 <= gpus <= MOST_GPUS:

@@ -1,7 +1,8 @@
 """Between two layers on several GPUs: the sum of their parts, the residual sum, and its RMS norm.
 
-It is called inside `jax.shard_map`. By default XLA's all-reduce runs, and a norm after it. The
-kernel, which does all of it in one launch, runs where it is named: no model asks for it.
+It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does all of it in one
+launch; elsewhere XLA's all-reduce runs, and a norm after it. A model asks for it by
+`DecoderModel.with_fused_sums`.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
 from jaxattn.core.checks import FLOATS, Arguments, check_layer, finite
-from jaxattn.core.dispatch import Implementation, dispatch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
 from jaxattn.kernels.all_reduce_norm import all_reduce_norm_mosaic
@@ -71,8 +72,8 @@ def all_reduce_norm_layer(
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh.
         layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
         dtype: of the norm; x's, if None.
-        implementation: None or "xla"; "mosaic_gpu", for 2 to 8 GPUs of one process. The kernel has
-            F a multiple of 128, at most 8192, and no gradient.
+        implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
+            It has F a multiple of 128, at most 8192, and no gradient.
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
@@ -107,12 +108,4 @@ def all_reduce_norm_layer(
         return total, rms_norm(total, weights[number], eps).astype(out_dtype), mailbox
 
     with jax.named_scope(op):
-        return dispatch(
-            op,
-            implementation,
-            {
-                "xla": xla,
-                "mosaic_gpu": lambda: mosaic(False),
-                "mosaic_gpu_interpret": lambda: mosaic(True),
-            },
-        )
+        return dispatch_kernel(op, implementation, mosaic, xla)

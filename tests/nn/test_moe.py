@@ -1,4 +1,4 @@
-"""A mixture of experts as a module, where one launch opens it: the same sum, and someone sees it."""
+"""A mixture of experts as a module, where one launch opens it: the same sum, and it can be seen."""
 
 import jax
 import jax.numpy as jnp
