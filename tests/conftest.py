@@ -89,7 +89,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_garbage_to_look_through() -> None:
-    """What files before have left in JAX's caches stays: a collection in a test takes a second less.
+    """What files before have left in JAX's caches stays: a collection takes a second less.
 
     Gigabytes are there in the end, and tests collect to see that memory comes back.
     """
