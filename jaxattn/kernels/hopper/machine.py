@@ -126,6 +126,23 @@ def meet(*, interpret: bool) -> None:
     barrier()
 
 
+def shown(*, interpret: bool) -> None:
+    """What a thread stored in shared memory is seen by TMA and wgmma of whoever waits for the
+    barrier that the thread, as all of its warpgroup, arrives at next.
+
+    `plgpu.commit_smem` has the warpgroup's warps wait for each other as well.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any) -> None:
+        asm("fence.proxy.async.shared::cta;", [], [], "~{memory}")
+
+    fence()
+
+
 def asked_for(*, interpret: bool) -> None:
     """Loads of memory above this line are under way before anything below it waits for one.
 
