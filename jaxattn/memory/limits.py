@@ -8,6 +8,8 @@ from jaxattn.memory.budget import check_utilization
 
 # The decode kernels take so many tokens beside a row's last one.
 MOST_DRAFTS = 3
+# Decode steps of one call: a row that ends outside of the device's sight is found so much later.
+MOST_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,11 @@ class Limits:
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
             3 (speculate.py). What rows say is the same up to rounding; it may come sooner. A row
             with recurrent states takes as many slots more. On one GPU alone.
+        steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
+            prompt is being read, and no row has a stop string, a grammar or log-probabilities.
+            Tokens come as many at a time, and a request comes in as many steps later at most. None
+            lets `prepare` choose (several.py): more than one where a step is shorter than its host
+            takes. On one GPU alone, and not beside `speculate`.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
@@ -67,6 +74,7 @@ class Limits:
     cache_format: str = "auto"
     native_layers: int = 0
     speculate: int = 0
+    steps_per_round: int | None = None
     spread: int = 1
     groups: int = 1
 
@@ -80,11 +88,22 @@ class Limits:
         check_sizes("Limits", least=0, checkpoints=self.checkpoints, speculate=self.speculate)
         if self.speculate > MOST_DRAFTS:
             raise ValueError(f"speculate must be at most {MOST_DRAFTS}; got {self.speculate}")
+        if self.steps_per_round is not None:
+            check_sizes("Limits", steps_per_round=self.steps_per_round)
+            if self.steps_per_round > MOST_STEPS:
+                raise ValueError(
+                    f"steps_per_round must be at most {MOST_STEPS}; got {self.steps_per_round}"
+                )
+            if self.speculate and self.steps_per_round > 1:
+                raise ValueError(
+                    f"steps_per_round={self.steps_per_round} runs without drafts, and "
+                    f"speculate={self.speculate}; set one of them to its default"
+                )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
                 continue
-            if value is None and name in ("num_pages", "utilization"):
+            if value is None and name in ("num_pages", "utilization", "steps_per_round"):
                 continue
             if name == "utilization":
                 check_utilization(value)
@@ -122,6 +141,11 @@ class Limits:
     def step_tokens(self) -> int:
         """Tokens that a row may write, and give, in a decode step."""
         return self.speculate + 1
+
+    @property
+    def round_steps(self) -> int:
+        """Decode steps of one call, at most."""
+        return self.steps_per_round or 1
 
     @property
     def pages_per_row(self) -> int:
