@@ -6,7 +6,7 @@ A warpgroup's step begins scores i + 1 and then P_i V_i on the tensor cores, han
 next warpgroup, and takes the softmax of scores i + 1 while P_i V_i still runs. So the tensor cores
 have another warpgroup's products to do during a softmax, and the rest of this one's own as well.
 P stays in registers. The output is rescaled only by warps of which a row's maximum has grown much
-(mla_decode/rows_rescale.py). Only steps of which a row does not see all keys are masked.
+(hopper/online_softmax.py). Only steps of which a row does not see all keys are masked.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxattn.kernels.gqa_prefill.load import Loader, Sources
 from jaxattn.kernels.gqa_prefill.memory import ROWS, Config, Memory
 from jaxattn.kernels.gqa_prefill.tiles import FIRST, OFFSET, QUERIES, Step, Tile, Tiles
 from jaxattn.kernels.hopper.machine import asked_for
-from jaxattn.kernels.mla_decode.rows_rescale import rescaled
+from jaxattn.kernels.hopper.online_softmax import rescaled
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 
 TILE = plgpu.Layout.WGMMA
