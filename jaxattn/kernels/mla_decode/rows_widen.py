@@ -157,7 +157,7 @@ def _twice(scale: Any) -> Any:
 
 
 def _wide(four: Any, scale: Any = None) -> list[Any]:
-    """Four e4m3 numbers, a word, as two words of bfloat16; times the scale, which each of two has."""
+    """Four e4m3 numbers, a word, as two words of bfloat16; times the scale, a pair of it."""
     scaled = "" if scale is None else "mul.rn.bf16x2 $0, $0, $3; mul.rn.bf16x2 $1, $1, $3; "
     code = (
         "{ .reg .b16 x<2>, h<4>; .reg .b32 w<2>; .reg .f32 f<4>; mov.b32 {x0, x1}, $2; "
