@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -27,12 +27,15 @@ import jaxattn.gdn
 import jaxattn.gqa
 import jaxattn.kda
 import jaxattn.mla
+from jaxattn import moe
+from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.moe import Router, route
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
+from jaxattn.ops.opening import open_experts
 from jaxattn.ops.router import choose_experts
 from scripts.sanitize_cases import CASES
 
@@ -300,6 +303,29 @@ def choosing(tokens: int, experts: int) -> Launch:
     return op, (f32(tokens, 2 * (experts + 32)), ints(tokens))
 
 
+def opening(scores: Literal["softmax", "sigmoid"], always: int, width: int) -> Launch:
+    """A token's router, choice and shared experts, and then the rest of its experts."""
+    router = Router(experts=64, top_k=4, scores=scores)
+    spec = moe.scratch(
+        tokens=1, top_k=4 + always, experts=64 + always, hidden=2048, expert_size=width
+    )
+    layer = LayerOf(jnp.int32(1), 2, 1)
+
+    def op(x: Any, halves: Any, bias: Any, gate_up: Any, down: Any, valid: Any) -> Any:
+        ids, weights, listed, arena = open_experts(
+            x, halves, bias, gate_up, router, layer=layer, always=always, valid=valid,
+            arena=Arena.allocate(spec), **MOSAIC,
+        )  # fmt: skip
+        return moe.mixture_of_experts(
+            x, ids, weights, gate_up, down, layer=layer, arena=arena, listed=listed, **MOSAIC
+        )[0]
+
+    experts = (4, 64 + always)
+    stacks = x(4, 2048, 128), f32(4, 64) if scores == "sigmoid" else None
+    of_experts = x(*experts, 2 * width, 2048), x(*experts, 2048, width)
+    return op, (x(1, 2048), *stacks, *of_experts, ints(1))
+
+
 def gated(tokens: int, inner: int, size: int) -> Launch:
     """gate and up, and silu of one times the other."""
     return partial(gated_layer, layer=2, **MOSAIC), (x(tokens, inner), *[x(4, inner, size)] * 2)
@@ -366,6 +392,8 @@ EXTRA: dict[str, Launch] = {
         33, 256, 8, groups=8, top_groups=4, best_of_group=2, normalize=True, scale=2.5
     ),
     "moe_route_halves": choosing(3, 256),
+    "moe_open": opening("softmax", 2, 1408),
+    "moe_open_bias": opening("sigmoid", 1, 1536),
     "linear_heads_turned": turned_heads(3, 16),
     "linear_one_token": linears(1, 2048, 3072),
     "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),

@@ -7,8 +7,11 @@ and nothing done with them: what JAX alone takes. `call us` is what the host tak
 no queue holds it up, `copy us` to ask for its tokens, and `take us` to read them once they are
 there. `exposed us` is the difference of the first two: the time per step for which the device waits
 for its host. Both are run in turn, and each column is the median of the runs; `spread us` is the
-largest exposed time of a run less the smallest. `host us` is what the host takes for a round beside
+largest exposed time of a run less the smallest. `host us` is what the host takes for a step beside
 its waiting for the device: hidden while it is shorter than a step.
+
+Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
+its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
 
 Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
 """
@@ -35,12 +38,12 @@ from jaxattn.bench.tables import show, store
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.loop import ROUNDS_AHEAD
-from jaxattn.engine.model_steps import Round
+from jaxattn.engine.model_steps import round_of
 from jaxattn.engine.request import Completion, FinishReason, Request
 from jaxattn.engine.rows import INTEGERS, STOPS, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.state import row_shapes
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.limits import MOST_STEPS, Limits
 from jaxattn.models import Hybrid, HybridConfig
 from jaxattn.models.base import Model
 from jaxattn.models.checkpoint import EMBEDDED, load
@@ -62,6 +65,9 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000, help="that count, of each run")
     parser.add_argument("--repeats", type=int, default=5, help="runs of either kind")
     parser.add_argument(
+        "--steps-per-round", type=int, metavar="N", help="steps of a call; the engine chooses"
+    )
+    parser.add_argument(
         "--small", action="store_true", help="a model of one layer, to compare hosts on a CPU"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
@@ -69,6 +75,10 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     for option, value in (("--rows", min(args.rows)), ("--steps", args.steps)):
         if value < 1:
             parser.error(f"{option} must be positive; got {value}")
+    try:
+        Limits(steps_per_round=args.steps_per_round)
+    except ValueError as error:
+        parser.error(f"--steps-per-round: {error}")
     if args.repeats < 1:
         parser.error(f"--repeats must be positive; got {args.repeats}")
     if args.small and args.name:
@@ -128,29 +138,32 @@ def rounds(engine: Engine, rows: int, steps: int) -> Run:
         if completion.finish_reason != FinishReason.LENGTH:
             raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
 
-    requests = [
-        Request(PROMPT, max_tokens=longest(rows, steps) - len(PROMPT) - place)
-        for place in range(rows)
-    ]
+    requests = [Request(PROMPT, max_tokens=generated(rows, steps) - place) for place in range(rows)]
     engine.generate(requests, on_token=on_token, on_finish=on_finish)
     begin, end = at[first], at[first + steps]
     return Run((end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps)
 
 
+def generated(rows: int, steps: int) -> int:
+    """Tokens of the first row: it goes on until the last to begin has its steps."""
+    return 2 * WARM + steps + rows + 8
+
+
 def longest(rows: int, steps: int) -> int:
-    """Tokens of the longest row: the first goes on until the last to begin has its steps."""
-    return len(PROMPT) + 2 * WARM + steps + max(rows, (50 + WARM) * BURST + 50) + 8
+    """Tokens of the longest row: of a run, or of calls in a queue and alone."""
+    calls = WARM + (50 + WARM) * BURST + 50
+    return len(PROMPT) + generated(rows, steps) + MOST_STEPS * calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Queued:
-    """Seconds per step of executables that are sent one after another, and never read.
+    """Seconds of executables that are sent one after another.
 
     Attributes:
-        whole: of a step.
+        whole: of a step, where none is ever read.
         read: of a step whose tokens are read, as late as the engine reads them.
-        call: of the call that sends one, where the queue is short.
-        copy: of asking for its tokens, without a wait.
+        call: of the call that sends one or several, where the queue is short.
+        copy: of asking for a call's tokens, without a wait.
         take: of reading them once they are on the host.
     """
 
@@ -166,12 +179,14 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
     engine.start()
     runner = engine._runner
     assert runner is not None
-    step = engine.executables[str(Round(rows, Level.GREEDY))]
+    several = engine.limits.round_steps
+    found = round_of(engine.limits, rows, Level.GREEDY, several)
+    step, calls = engine.executables[str(found)], -(-steps // several)
     places = jax.device_put(np.arange(rows, dtype=np.int32))
     held, kept = (runner.state, jax.device_put(begun(engine, rows))), runner.rows
 
     def run(count: int) -> tuple[float, float]:
-        """Seconds until so many steps are sent, and until they have run."""
+        """Seconds until so many calls are sent, and until they have run."""
         nonlocal held
         start = time.perf_counter()
         for _ in range(count):
@@ -181,7 +196,7 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
         return sent - start, time.perf_counter() - start
 
     def read(count: int) -> float:
-        """Seconds until so many steps are read."""
+        """Seconds until so many calls are read."""
         nonlocal held
         start = time.perf_counter()
         flights: deque[jax.Array] = deque()
@@ -189,7 +204,7 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
             held, told = step(runner.weights, held, places)
             told.copy_to_host_async()
             flights.append(told)
-            if len(flights) > ROUNDS_AHEAD:
+            if len(flights) > (ROUNDS_AHEAD if several == 1 else 1):
                 np.asarray(flights.popleft())
         for told in flights:
             np.asarray(told)
@@ -209,12 +224,12 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
         return asked, time.perf_counter() - start
 
     run(WARM)
-    whole = run(steps)[1] / steps
-    reads = read(WARM * BURST) / (WARM * BURST)
-    calls = [run(BURST)[0] / BURST for _ in range(50)]
+    whole = run(calls)[1] / (calls * several)
+    reads = read(WARM * BURST) / (WARM * BURST * several)
+    sends = [run(BURST)[0] / BURST for _ in range(50)]
     copies, takes = zip(*(asked() for _ in range(50)), strict=True)
     runner.state, runner.rows = held[0], kept
-    return Queued(whole, reads, *map(statistics.median, (calls, copies, takes)))
+    return Queued(whole, reads, *map(statistics.median, (sends, copies, takes)))
 
 
 def begun(engine: Engine, rows: int) -> Rows:
@@ -229,20 +244,27 @@ def begun(engine: Engine, rows: int) -> Rows:
     return arrays
 
 
-def measure(model: Model, params: Any, rows: int, steps: int, repeats: int) -> dict[str, Any]:
-    """A row of the table."""
+def measure(
+    model: Model, params: Any, rows: int, steps: int, repeats: int, several: int | None = None
+) -> dict[str, Any]:
+    """A row of the table.
+
+    Args:
+        several: steps of a call; None lets the engine choose.
+    """
     length = longest(rows, steps)
-    limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16)
+    limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
     began = time.perf_counter()
     with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
         rounds(engine, rows, min(steps, 64))
         ready = time.perf_counter() - began
         print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
-        seal = list(engine.seal.what)
+        seal, several = list(engine.seal.what), engine.limits.round_steps
     exposed = [run.whole - alone.whole for alone, run in runs]
     return {
         "B": rows,
+        "steps": several,
         "executable ms": statistics.median(alone.whole for alone, _ in runs) * 1e3,
         "read ms": statistics.median(alone.read for alone, _ in runs) * 1e3,
         "call us": statistics.median(alone.call for alone, _ in runs) * 1e6,
@@ -274,7 +296,7 @@ def main(argv: Sequence[str], program: str) -> int:
                 file=sys.stderr,
             )
             return 2
-        row = measure(model, params, rows, args.steps, args.repeats)
+        row = measure(model, params, rows, args.steps, args.repeats, args.steps_per_round)
         print(json.dumps(row), file=sys.stderr, flush=True)
         result["rows"].append(row)
         record.end(result)

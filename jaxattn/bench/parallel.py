@@ -18,6 +18,11 @@ all-reduce:
     --xla-options xla_gpu_enable_command_buffer=CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,\
 FUSION,COLLECTIVES
 
+`--one-launch` times steps whose all-reduces, residual sums and norms are launches of
+`jaxattn.ops.all_reduce_norm` too; their rows have `one launch` True. Data groups of one GPU have
+them too, and of the others those of one group.
+
+`roof ms` is what the bytes of a step take, read once at the card's rate (`bench model` says which).
 `collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
 of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that
 XLA's own kernel does not take.
@@ -41,6 +46,7 @@ from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.parallel_layout import Layout, Options
 from jaxattn.bench.tables import show, store
 from jaxattn.models import divided
+from jaxattn.models.mailbox import MOST_TOKENS
 from jaxattn.parallel import ALONE, Parallel
 
 COMPILERS = 16  # threads
@@ -73,6 +79,12 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         default=[],
         metavar="KEY=VALUE",
         help="time steps of several GPUs with these options of XLA too",
+    )
+    parser.add_argument(
+        "--one-launch",
+        action="store_true",
+        help=f"time steps of up to {MOST_TOKENS} rows of a data group whose sums, residuals and "
+        "norms are one launch each too",
     )
     parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
@@ -149,7 +161,7 @@ def main(argv: Sequence[str], program: str) -> int:
         "layouts": [parallel.flags for parallel in args.layouts],
         "rows": [],
     }
-    layouts = [layout for each in _wanted(args) if (layout := _layout(args, each))]
+    layouts = [layout for each in _wanted(args) if (layout := _layout(args, *each))]
     with ThreadPoolExecutor(COMPILERS) as pool:
         for layout in layouts:
             layout.compile_all(pool)
@@ -166,25 +178,32 @@ def main(argv: Sequence[str], program: str) -> int:
     return 0
 
 
-def _wanted(args: argparse.Namespace) -> list[Parallel]:
-    alone = [] if args.not_alone else [ALONE]
-    return list(dict.fromkeys(alone + args.layouts))
+def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
+    """Layouts, and whether their sums are one launch with residual and norm."""
+    wanted = [] if args.not_alone else [(ALONE, False)]
+    for parallel in args.layouts:
+        wanted.append((parallel, False))
+        own: Any = divided(args.model.with_fused_sums(), parallel)
+        if args.one_launch and own.spec.sums_fused:
+            wanted.append((parallel, True))
+    return list(dict.fromkeys(wanted))
 
 
-def _layout(args: argparse.Namespace, parallel: Parallel) -> Layout | None:
+def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout | None:
     """The layout with those rows that its groups share and that it has room for."""
-    rows = sorted(count for count in args.rows if count % parallel.data == 0)
+    most = MOST_TOKENS * parallel.data if fused else max(args.rows)
+    rows = sorted(count for count in args.rows if count % parallel.data == 0 and count <= most)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     while rows:
         layout = Layout(
-            args.model,
+            args.model.with_fused_sums() if fused else args.model,
             parallel,
             rows,
             tokens=args.tokens,
             devices=jax.devices()[: parallel.gpus],
             seed=args.seed,
             implementation=args.implementation,
-            options=[(), *args.xla_options] if parallel.gpus > 1 else [()],
+            options=[(), *args.xla_options] if parallel.gpus > 1 and not fused else [()],
         )
         weights, caches = layout.nbytes
         if room is None or weights + caches + SPARE_BYTES <= room:

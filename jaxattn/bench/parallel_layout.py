@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.bench.model.roof import RATES, moved
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.timing import launches, seconds
@@ -25,6 +26,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.memory.budget import nbytes
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.base import init_state, jit_step, overlaid
+from jaxattn.models.blocks import MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
@@ -150,6 +152,18 @@ class Layout:
     def _lowered(self, count: int) -> Any:
         return self.traced(count).lower()
 
+    def roof_bytes(self, count: int) -> int:
+        """Bytes that each GPU has to move in a step of `count` rows, as if tokens chose their
+        experts evenly; see `bench.model.roof`."""
+        parallel, local = self.parallel, count // self.parallel.data
+        tokens = count if parallel.experts_meet else local
+        touched = 0.0
+        for block in self.model.spec.blocks:
+            if isinstance(kind := block.feed_forward, MoE):
+                missed = (1 - kind.router.top_k / kind.router.experts) ** tokens
+                touched = kind.own_experts * (1 - missed)
+        return moved(self.model, local, self.rows.context, touched).total
+
     # --- on the devices
 
     def fill(self) -> None:
@@ -186,7 +200,9 @@ class Layout:
         }
         for cache, arrays in self.state_shapes.caches.items():
             for name, leaf in arrays.items():
-                found[cache, name] = leaf, self.specs[1].caches[cache][name], Draw.of(1.0)
+                # What counts begins at 0.
+                draw = Draw.of(float(jnp.issubdtype(leaf.dtype, jnp.floating)))
+                found[cache, name] = leaf, self.specs[1].caches[cache][name], draw
         return found
 
     def _compiled_fill(self, shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> Any:
@@ -238,15 +254,19 @@ class Layout:
             if any(name in f"{launch.kernel} {launch.op}".lower() for name in COLLECTIVES)
         ]
         memory = compiled.memory_analysis()
+        kind = self.group.devices[0].device_kind
+        rate = next((rate for name, rate in RATES.items() if name in kind), None)
         return {
             "GPUs": gpus,
             "layout": self.parallel.flags,
+            "one launch": self.model.spec.sums_fused,
             "XLA options": " ".join(f"{key}={value}" for key, value in options),
             "B": count,
             "T": self.tokens,
             "ms": whole * 1e3,
             "tokens/s": count / whole,
             "kernels ms": sum(each.seconds for each in spent.values()) / gpus * 1e3,
+            "roof ms": self.roof_bytes(count) / rate * 1e3 if rate else None,
             "collectives ms": sum(meeting) / gpus * 1e3,
             "all-reduces": len(forms),
             "other form": sum(not each.serves for each in forms),

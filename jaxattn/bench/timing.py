@@ -1,8 +1,10 @@
-"""Times on one device, with one meaning in every bench, and the two ceilings of the same run.
+"""Times on one device, with one meaning in every bench.
 
 `us` or `ms`: GPU time of an op's kernels, from a profile: all that its executable runs, but copies
 from the host.
-`call us` or `call ms`: a call's share of a scanned loop of calls, with what lies between kernels.
+`call us` or `call ms`: a call's share of a long loop of calls, with what lies between kernels. XLA
+makes a CUDA graph of each turn, as a peer makes one of its calls. What starts and ends the loop is
+left out.
 Both after a warm-up; where there is no GPU both are the loop's.
 """
 
@@ -27,9 +29,10 @@ ROTATE_BYTES = 256 * 2**20  # inputs are rotated through as much, several times 
 # runs at its power limit: a prefill of 0.43 ms takes 7% more after 0.3 s, and 24% after 1 s.
 WARMUP = 0.025
 PROFILED = 10  # calls whose kernels are counted
-# Calls of one turn of a loop, so that they share the four small kernels of a turn's own.
-TOGETHER = 8
-LOOP_SECONDS = 0.05  # of a loop: what starts an executable, up to a millisecond, does not count
+# A turn of a loop has two small kernels of its own, and begins with a graph's launch. So it has as
+# many calls as a peer's graph, or fewer that take as long: their results are held until its end.
+TOGETHER, TURN_SECONDS = 32, 1e-3
+LOOP_SECONDS = 0.05  # of the calls that count
 
 
 def device_facts() -> dict[str, str]:
@@ -48,21 +51,41 @@ def rotation(nbytes: int, most: int = 128) -> int:
     return max(1, min(most, -(-ROTATE_BYTES // nbytes)))
 
 
+def wall(call: Callable[[], Any]) -> float:
+    """Seconds until what `call` returns is there."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def warm(call: Callable[[], Any], seconds: float) -> None:
+    """Compiles, then calls for as long."""
+    wall(call)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        wall(call)
+
+
 def seconds(call: Callable[[], Any], *, repeats: int = 7, warmup: float = WARMUP) -> float:
     """Median wall time of `call`, which returns arrays.
 
     Left out are the first call, which compiles, and `warmup` seconds of calls.
     """
-    jax.block_until_ready(call())
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < warmup:
-        jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    warm(call, warmup)
+    return statistics.median(wall(call) for _ in range(repeats))
+
+
+def seconds_more(
+    call: Callable[[], Any],
+    more: Callable[[], Any],
+    *,
+    repeats: int = 7,
+    warmup: float = WARMUP,
+) -> float:
+    """Median wall time that `more` takes beyond that of `call`, one after the other; both return
+    arrays."""
+    warm(call, warmup)
+    return statistics.median(-wall(call) + wall(more) for _ in range(repeats))
 
 
 class Op:
@@ -100,55 +123,72 @@ class Op:
     def times(self) -> tuple[float, float]:
         """Seconds of a call's kernels (where there is no GPU, as the second), and in a loop."""
         kernels = kernel_seconds(self)
-        calls = 4
-        if kernels:
-            turns = math.ceil(LOOP_SECONDS / (kernels * TOGETHER))
-            calls = TOGETHER * min(1024, max(1, turns))
-        loop = self.loop_seconds(calls)
+        loop = self.loop_seconds(kernels)
         return kernels or loop, loop
 
     def time(self) -> float:
         """The first of `times()`, without compiling a loop where that is not needed."""
-        return kernel_seconds(self) or self.loop_seconds(4)
+        return kernel_seconds(self) or self.loop_seconds(0.0)
 
-    def loop_seconds(self, calls: int) -> float:
-        """Seconds a call, of `calls` calls one after another in one executable."""
-        compiled = jax.jit(self.loop(calls), donate_argnums=1)
+    def loop_seconds(self, kernels: float) -> float:
+        """Seconds a call, of calls one after another; `kernels` are a call's, or 0 without a GPU.
 
-        def run():
-            seen, self.state = compiled(self.operands[0], self.state)
+        An executable is dispatched once, then three times in a row. What starts and ends it, up to
+        a millisecond, is in both times, so what it takes more is of two loops alone.
+        """
+        turns, together = turns_of(kernels, self.layers) if kernels else (4, 1)
+        compiled = jax.jit(self.loop(turns, together), donate_argnums=1)
+
+        def run(times: int) -> Any:
+            for _ in range(times):
+                seen, self.state = compiled(self.operands[0], self.state)
             return seen, self.state
 
-        return seconds(run) / calls
+        if not kernels:
+            return seconds(lambda: run(1)) / (turns * together)
+        return seconds_more(lambda: run(1), lambda: run(3)) / (2 * turns * together)
 
-    def loop(self, calls: int) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
-        """(operands, state) -> (a number of the last call's result, state)."""
-        together = TOGETHER if calls % TOGETHER == 0 else 1
+    def loop(self, turns: int, together: int) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+        """(operands, state) -> (a number of the last turn's results, state).
+
+        Args:
+            turns: of a loop on the device.
+            together: calls per turn, of which call i has layer `i % layers`.
+        """
         call = jax.jit(self._call)  # traced once
 
-        def step(carry, layers):
-            operands, seen, state = carry
+        def step(carry, _):
+            operands, layers, seen, state = carry
             results, before = [], seen
             for i in range(together):
                 # A call's operands exist once the result of the call before it does, so that XLA
                 # can neither merge calls nor move them out of the loop; the loop hands them on
                 # unchanged.
-                operands, kept = lax.optimization_barrier((operands, before))
+                operands, layers, kept = lax.optimization_barrier((operands, layers, before))
                 results.append(kept)
-                before, state = call(operands, state, layers[i])
+                before, state = call(operands, state, layers[i % self.layers])
             results.append(lax.optimization_barrier(before))
             # All of a result is needed for one number of it.
             firsts = [jax.tree.leaves(result)[0] for result in results[1:]]
             numbers = [first[(0,) * first.ndim].astype(jnp.float32) for first in firsts]
-            return (operands, sum(numbers), state), None
+            return (operands, layers, sum(numbers), state), None
 
         def run(operands, state):
-            layers = jnp.arange(calls, dtype=jnp.int32) % self.layers
-            carry = operands, jnp.float32(0), state
-            (_, seen, state), _ = lax.scan(step, carry, layers.reshape(-1, together))
+            # Scalars of the device that no turn changes: its graph is made once, and XLA does not
+            # see which layer a call has.
+            layers = tuple(map(jnp.int32, range(min(self.layers, together))))
+            carry = operands, lax.optimization_barrier(layers), jnp.float32(0), state
+            (_, _, seen, state), _ = lax.scan(step, carry, length=turns)
             return seen, state
 
         return run
+
+
+def turns_of(kernels: float, layers: int) -> tuple[int, int]:
+    """(turns, calls per turn) of half of LOOP_SECONDS: all layers in a turn, equally often."""
+    most = min(TOGETHER, max(1, int(TURN_SECONDS / kernels)))
+    together = layers * math.ceil(most / layers)
+    return math.ceil(LOOP_SECONDS / 2 / (kernels * together)), together
 
 
 def columns(unit: str, times: tuple[float, float]) -> dict[str, float]:
@@ -276,41 +316,3 @@ def gpu_launches(call: Callable[[], Any]) -> dict[Launch, list[tuple[float, floa
                         launch = Launch(event.name, op)
                         events[launch].append((event.start_ns, event.duration_ns))
     return events
-
-
-# Operations of a ceiling at a time: what starts one, up to a millisecond, hides behind the others.
-AT_A_TIME = 32
-
-
-def copy_bandwidth(size: int = 2**29) -> float:
-    """Bytes read plus written per second, by device-to-device copies of `size` bfloat16 numbers."""
-    x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
-    copy = jax.jit(jnp.copy)
-
-    def call():
-        for _ in range(AT_A_TIME):
-            y = copy(x)  # 32 GiB at most, if none makes room for the next
-        return y
-
-    return AT_A_TIME * 2 * x.nbytes / seconds(call)
-
-
-def matmul_rate(n: int = 8192) -> float:
-    """FLOP per second of n^3 bfloat16 products of random matrices, float32 accumulation."""
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / n**0.5 for i in (0, 1))
-    matmul = jax.jit(lambda a, b: jax.lax.fori_loop(0, AT_A_TIME, lambda _, a: a @ b, a))
-    return AT_A_TIME * 2 * n**3 / seconds(lambda: matmul(a, b))
-
-
-def ceilings() -> dict[str, float]:
-    """What this GPU reaches in this run: copying, and multiplying matrices."""
-    return {"copy_GB_s": copy_bandwidth() / 1e9, "matmul_TFLOP_s": matmul_rate() / 1e12}
-
-
-def of_ceilings(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A row's GB/s and TFLOP/s as fractions of the run's ceilings, and the share of its roof: the
-    greater of the two is the one that binds."""
-    copy = row["GB/s"] / facts["copy_GB_s"]
-    matmul = row["TFLOP/s"] / facts["matmul_TFLOP_s"]
-    binds = "copy" if copy > matmul else "matmul"
-    return {"of copy": copy, "of matmul": matmul, "% of roof": f"{max(copy, matmul):.1%} {binds}"}

@@ -92,7 +92,9 @@ class Leader(Runner):
         places: np.ndarray,
         level: Level,
         words: Callable[[int], np.ndarray] | None = None,
+        steps: int = 1,
     ) -> jax.Array:
+        assert steps == 1, "several devices run steps one by one"
         self._tell(DECODE, places, int(level), int(words is not None))
         self.crew.begin()
         masks = words and functools.partial(self._told, words)

@@ -2,12 +2,13 @@
 
     deltas    rows that came, pages that they need
     prefill   a chunk of a prompt, or of several; the first token of those that end with it
-    decode    a token of each row that has read its prompt
+    decode    a token of each row that has read its prompt; several where steps are short and
+              nobody waits for fewer (`Limits.steps_per_round`)
     read      what the round before told, and first tokens of this one
 
 So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
-tokens, the limit) the device sees by itself. Stop strings reach it one step late, aborts up to two,
-and what those steps told of the row is dropped.
+tokens, the limit) the device sees by itself. Stop strings reach it one step late, aborts up to two
+rounds, and what those told of the row is dropped.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxattn.engine.advance import End
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
 from jaxattn.engine.grammar import masks
-from jaxattn.engine.model_steps import EntryPoint, fused_levels
+from jaxattn.engine.model_steps import EntryPoint, round_of
 from jaxattn.engine.request import Request
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
@@ -36,7 +37,8 @@ from jaxattn.engine.steps import prompts_together
 
 # Rounds that are sent and not read while the host waits for a token. With two the device has a
 # whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the
-# host can see (a stop string) wastes a token for each, so beside such a row there is one.
+# host can see (a stop string) wastes a token for each, so beside such a row there is one. One of
+# several steps is long enough alone.
 ROUNDS_AHEAD = 2
 
 
@@ -47,7 +49,8 @@ class Running:
     Attributes:
         lines: the rows of a step, by their places; -1 is padding.
         places: the rows.
-        moved: int32 [B], tokens that each of them is counted to get; at most so many come.
+        moved: int32 [B], tokens that a step is counted to give each of them; at most so many come.
+        most: steps that one call may run of them.
         rows: those of the lines; None is padding.
         requests: theirs, and `texts` what each has generated.
         kept: their lines among all.
@@ -58,6 +61,7 @@ class Running:
     lines: np.ndarray
     places: np.ndarray
     moved: np.ndarray
+    most: int
     rows: list[Row | None]
     requests: list[Request]
     texts: list[list[int]]
@@ -76,11 +80,13 @@ class Flight:
         told: of `advance`, perhaps still to be sent, or logits that nobody samples.
         rows: those that it is about, by their line; None is padding.
         running: of a decode step; None of a prefill step.
+        steps: how many decode steps it is.
     """
 
     told: jax.Array | Sent
     rows: Sequence[Row | None]
     running: Running | None = None
+    steps: int = 1
 
 
 class Loop:
@@ -99,7 +105,7 @@ class Loop:
         self._flights: deque[list[Flight]] = deque()
         self._round = 0
         self._running: Running | None = None
-        self._steady = 0  # rounds that the rows which decode can still go on for as they are
+        self._steady = 0  # steps that the rows which decode can still go on for as they are
         self._together = prompts_together(scheduler.limits)
         self._read_at = time.perf_counter()
 
@@ -141,7 +147,8 @@ class Loop:
     @property
     def _ahead(self) -> int:
         """How many rounds may stay unread."""
-        return ROUNDS_AHEAD if self._running is None or self._running.plain else 1
+        running = self._running
+        return ROUNDS_AHEAD if running is None or (running.plain and running.most == 1) else 1
 
     def drain(self) -> None:
         """Reads all that is in flight."""
@@ -217,38 +224,48 @@ class Loop:
         return Chunk(tokens, cached + len(tokens), row.slot, place, pages)
 
     def _decode(self) -> None:
-        running = self._next_running()
+        running, steps = self._next_running()
+        self._send_deltas()
         if running is None:
             return
         words = None
         if running.grammars:
             words = functools.partial(self._masks_after_all, running.rows)
-        self.scheduler.sent(running.moved)
-        told = self.runner.decode(running.lines, running.level, words)
-        self.stats.decode_steps += 1
-        self._flights[-1].append(Flight(told, running.rows, running))
+        moved = running.moved
+        if steps > 1:  # a row gets no more than it may generate
+            moved = np.minimum(moved * steps, self.scheduler.left)
+        self.scheduler.sent(moved)
+        told = self.runner.decode(running.lines, running.level, words, steps)
+        self.stats.decode_steps += steps
+        self._flights[-1].append(Flight(told, running.rows, running, steps))
 
-    def _next_running(self) -> Running | None:
-        """The rows to decode, with the pages of their next token; None if there are none."""
-        scheduler = self.scheduler
-        known = self._running
-        if self._steady > 0 and known and known.changes == scheduler.changes:
-            self._steady -= 1
-            self._send_deltas()
-            return known
+    def _next_running(self) -> tuple[Running | None, int]:
+        """(the rows to decode, how many steps), with the pages of their next tokens; None if there
+        are no rows."""
+        scheduler, known = self.scheduler, self._running
+        if known and known.changes == scheduler.changes:
+            steps = 1 if scheduler.reads else known.most
+            if self._steady >= steps:
+                self._steady -= steps
+                return known, steps
         places = self._grown()
-        self._send_deltas()
         if not len(places):
             self._running = None
-            return None
-        self._steady = scheduler.steady(places) - 1
+            return None, 1
         if (
             known is None
             or known.changes != scheduler.changes
             or not np.array_equal(known.places, places)
         ):
-            self._running = self._found(places)
-        return self._running
+            known = self._running = self._found(places)
+        steps = 1 if scheduler.reads else known.most
+        # Steps in which no row goes on, or whose tokens find no pages, are not worth a call.
+        if steps > 1 and (
+            2 * scheduler.left[places].max() <= steps or not scheduler.grow(places, steps)
+        ):
+            steps = 1
+        self._steady = scheduler.steady(places) - steps
+        return known, steps
 
     def _found(self, places: np.ndarray) -> Running:
         scheduler, lines = self.scheduler, self._lines(places)
@@ -256,20 +273,22 @@ class Loop:
         there = [row for row in rows if row is not None]
         level = Level(int(scheduler.levels[places].max()))
         grammars = any(row.request.grammar for row in there)
-        speculates = level in fused_levels(scheduler.limits) and not grammars
+        limits, plain = scheduler.limits, len(there) == len(places) and all(r.plain for r in there)
+        alone = not grammars and round_of(limits, limits.batch, level) is not None
         moved = np.zeros_like(scheduler.cached)
-        moved[places] = scheduler.limits.step_tokens if speculates else 1
+        moved[places] = limits.step_tokens if alone else 1
         return Running(
             lines=lines,
             places=places,
             moved=moved,
+            most=limits.round_steps if alone and plain else 1,
             rows=rows,
             requests=[row.request for row in there],
             texts=[row.tokens for row in there],
             level=level,
             grammars=grammars,
             kept=np.flatnonzero(lines >= 0),
-            plain=len(there) == len(places) and all(row.plain for row in there),
+            plain=plain,
             changes=scheduler.changes,
         )
 
@@ -359,18 +378,20 @@ class Loop:
             if tells:
                 self.endings.take(flight.rows, told)
             return
-        self.stats.decoded_tokens += self._taken(running, told)
+        self.stats.decoded_tokens += self._taken(flight, running, told)
 
-    def _taken(self, running: Running, told: np.ndarray) -> int:
-        """How many tokens a decode step gave."""
-        if told.ndim == 3:
-            return self._taken_drafts(running, told)
+    def _taken(self, flight: Flight, running: Running, told: np.ndarray) -> int:
+        """How many tokens a call of decode steps gave."""
+        if flight.steps == 1:
+            if told.ndim == 3:
+                return self._taken_drafts(running, told)
+            told = told[None]
         if running.plain and running.changes == self.scheduler.changes:
-            own = told if len(running.kept) == len(told) else told[running.kept]
-            if not np.count_nonzero(own[:, 1]):
-                tokens = own[:, 0].tolist()
-                return self.endings.take_plain(running.requests, running.texts, tokens)
-        return self.endings.take(running.rows, told)
+            own = told if len(running.kept) == told.shape[1] else told[:, running.kept]
+            if not np.count_nonzero(own[:, :, 1]):
+                give = functools.partial(self.endings.take_plain, running.requests, running.texts)
+                return sum(map(give, own[:, :, 0].tolist()))
+        return sum(self.endings.take(running.rows, step) for step in told)
 
     def _taken_drafts(self, running: Running, told: np.ndarray) -> int:
         """How many tokens a step with drafts gave: int32 [b, S, 2] of `verify`."""

@@ -146,6 +146,32 @@ class Round(Step):
 
 
 @dataclasses.dataclass(frozen=True)
+class Rounds(Round):
+    """Several rounds, one after another in one call. A row that ends is padding from there on.
+
+    Attributes:
+        steps: how many.
+    """
+
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.steps} rounds of {self.rows} rows: {self.level}"
+
+    def behind(self, decode: Callable) -> Callable:
+        """As of one round, but it tells of each: int32 [steps, b, 2]."""
+        one = super().behind(decode)
+
+        def several(weights: Any, held: Any, places: Any, **options: Any) -> Any:
+            def step(held: Any, _: None) -> Any:
+                return one(weights, held, places, **options)
+
+            return lax.scan(step, held, length=self.steps)
+
+        return several
+
+
+@dataclasses.dataclass(frozen=True)
 class Speculate(Round):
     """A decode step of `rows` rows with a draft of `drafts` tokens each, and its verification."""
 
@@ -169,16 +195,32 @@ class Speculate(Round):
         return drafted
 
 
-def fused_levels(limits: Limits) -> tuple[Level, ...]:
-    """Levels that a round samples in its own executable."""
-    return (*FUSED, Level.CONTROLS) if limits.speculate else FUSED
-
-
-def round_of(limits: Limits, rows: int, level: Level) -> Round:
-    """The step of a round, at a level of `fused_levels`."""
+def fused_levels(limits: Limits, steps: int = 1) -> tuple[Level, ...]:
+    """Levels that a round of so many decode steps samples in its own executable."""
     if limits.speculate:
-        return Speculate(rows, level, limits.speculate)
-    return Round(rows, level)
+        return *FUSED, Level.CONTROLS
+    # Where most steps come several at a time, one executable serves the others.
+    return FUSED if steps == limits.round_steps else (Level.DRAWS,)
+
+
+def round_of(limits: Limits, rows: int, level: Level, steps: int = 1) -> Round | None:
+    """The step of a round of rows that need a level; None where it is no step of its own."""
+    found = [fused for fused in fused_levels(limits, steps) if fused >= level]
+    if not found:
+        return None
+    if limits.speculate:
+        return Speculate(rows, found[0], limits.speculate)
+    return Round(rows, found[0]) if steps == 1 else Rounds(rows, found[0], steps)
+
+
+def rounds(limits: Limits, rows: int) -> tuple[Round, ...]:
+    """Every round of so many rows."""
+    found = {
+        round_of(limits, rows, level, steps): None
+        for steps in (1, limits.round_steps)
+        for level in fused_levels(limits, steps)
+    }
+    return tuple(step for step in found if step is not None)
 
 
 def _prefill(

@@ -32,6 +32,7 @@ from jaxattn.engine.memory_plan import (
     plan_engine,
 )
 from jaxattn.engine.process import PROCESS
+from jaxattn.engine.several import with_steps
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory import device
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes, nbytes_each
@@ -48,7 +49,8 @@ class Prepared:
     """An engine that holds no memory yet.
 
     Attributes:
-        limits: as they were given; with `utilization`, with the pages that fit.
+        limits: as they were given; with `utilization`, with the pages that fit; with the steps of
+            a round, where `prepare` chose several.
         steps: the executables; the keys of `steps.executables` are their list.
         known: what XLA says of each executable's memory.
         plan: what memory the engine will take and why.
@@ -228,9 +230,16 @@ def prepare(
             f"speculate={limits.speculate} runs on one GPU, and parallel has {parallel.gpus}; use "
             "speculate=0"
         )
+    if limits.round_steps > 1 and parallel.gpus > 1:
+        raise ValueError(
+            f"steps_per_round={limits.steps_per_round} runs on one GPU, and parallel has "
+            f"{parallel.gpus}; use steps_per_round=1"
+        )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     model, limits = divided(model, parallel), _laid_out(limits, parallel)
     own_devices, packed = _devices(devices, parallel), checked_params(model, params)
+    gpu = own_devices[0].platform == "gpu"
+    limits = with_steps(limits, packed, gpu=gpu, gpus=parallel.gpus)
     compiler = Compiler(
         model=model,
         params=packed,

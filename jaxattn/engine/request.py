@@ -57,6 +57,8 @@ class Request:
             as an integer.
         stop_strings: the row ends with the token that completes one of them. The engine needs a
             `detokenize` for them.
+        stops_late: whoever reads its tokens may abort it at a text that they spell. So none comes
+            before the one in front was given, but for one step that is under way.
         grammar: says which tokens may come. It belongs to this request alone and goes on with its
             tokens; a round of the engine with such a row waits for it.
         cache_salt: prompts share what is cached of them only with those of the same salt, so that
@@ -83,6 +85,7 @@ class Request:
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
     stop_strings: Sequence[str] = ()
+    stops_late: bool = False
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
     cache_salt: str = ""
     id: int | None = None
@@ -110,6 +113,7 @@ class Request:
             value = getattr(self, name)
             if value is not None or name in ("max_tokens", "top_k", "priority"):
                 _check_integer(name, value)
+                object.__setattr__(self, name, operator.index(value))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in (
             "temperature",
@@ -166,8 +170,9 @@ class Request:
 
     @property
     def watched(self) -> bool:
-        """Whether the host looks at each of its tokens, or tells more than what they are."""
-        return bool(self.stop_strings) or self.grammar is not None or self.logprobs is not None
+        """Whether somebody looks at each of its tokens, or is told more than what they are."""
+        looks = self.stop_strings or self.stops_late or self.grammar is not None
+        return bool(looks) or self.logprobs is not None
 
     @property
     def penalized(self) -> bool:

@@ -52,6 +52,17 @@ class Sample(Step):
         return state, rows, told
 
 
+def sampled_levels(limits: Limits) -> tuple[Level, ...]:
+    """Levels that have a `Sample`. Beside rounds of several steps, which sample themselves, few
+    greedy rows are sampled alone: they are where those that draw are."""
+    return tuple(Level) if limits.round_steps == 1 else tuple(Level)[1:]
+
+
+def sample_of(limits: Limits, rows: int, level: Level) -> Sample:
+    """The step that samples rows which need a level."""
+    return Sample(rows, max(level, sampled_levels(limits)[0]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Mask(Step):
     """Leaves out of the logits of `rows` rows what their grammars do not allow."""

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxattn.engine.model_steps import EntryPoint, Round, fused_levels, round_of
-from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update
+from jaxattn.engine.model_steps import EntryPoint, Round, round_of
+from jaxattn.engine.row_steps import Copy, Mask, Remember, Update, sample_of
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
@@ -51,7 +51,7 @@ class Runner:
         self._names: dict[Any, str] = {}
         self._places: jax.Array | None = None
         self._placed: np.ndarray | None = None
-        self._rounds: dict[tuple[int, Level], Round] = {}
+        self._rounds: dict[tuple[int, Level, int], Round | None] = {}
         self._sender = Sender(self.seal)
 
     @property
@@ -125,13 +125,16 @@ class Runner:
         places: np.ndarray,
         level: Level,
         words: Callable[[int], np.ndarray] | None = None,
+        steps: int = 1,
     ) -> jax.Array | Sent:
         """Decodes the rows at `places`, and samples them. What comes back is on its way.
 
         Args:
             words: makes `masks` of so many lines, while the device decodes.
+            steps: decode steps, one after another: 1, or `limits.round_steps` at a level that
+                such a round has.
         """
-        if words is None and (step := self._round_of(len(places), level)):
+        if words is None and (step := self._round_of(len(places), level, steps)):
             return self._round(places, step)
         self._sender.check()
         bucket = sampled_rows(self.limits, len(places))
@@ -161,13 +164,12 @@ class Runner:
             if not leaf.is_deleted():
                 leaf.delete()
 
-    def _round_of(self, rows: int, level: Level) -> Round | None:
+    def _round_of(self, rows: int, level: Level, steps: int) -> Round | None:
         """The step that decodes and samples so many rows; None where those are two."""
-        found = self._rounds.get((rows, level))
-        if found is None and level in fused_levels(self.limits):
-            found = round_of(self.limits, sampled_rows(self.limits, rows), level)
-            self._rounds[rows, level] = found
-        return found
+        key = rows, level, steps
+        if key not in self._rounds:
+            self._rounds[key] = round_of(self.limits, sampled_rows(self.limits, rows), level, steps)
+        return self._rounds[key]
 
     def _round(self, places: np.ndarray, step: Round) -> jax.Array | Sent:
         with self.seal.allowed():
@@ -186,7 +188,7 @@ class Runner:
         return told
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
-        step = self._step(Sample(len(places), level))
+        step = self._step(sample_of(self.limits, len(places), level))
         self.rows, told = self._sent(step(self.rows, logits, places))
         told.copy_to_host_async()
         return told

@@ -77,6 +77,11 @@ class Scheduler:
         return bool(self.waiting or self.rows)
 
     @property
+    def reads(self) -> bool:
+        """Whether a row has a part of its prompt to read. Requests that wait have no row."""
+        return bool(np.count_nonzero(self.decoding) < len(self.rows))
+
+    @property
     def pages(self) -> PagePool | Together:
         return self._pages[0] if len(self._pages) == 1 else Together(self._pages)
 
@@ -153,7 +158,7 @@ class Scheduler:
         Those that were read of longest ago come first, so that a long prompt takes turns with
         others; of equals, the first in the order in which they are served.
         """
-        if np.count_nonzero(self.decoding) == len(self.rows):
+        if not self.reads:
             return []
         reading = (row for row in self.rows.values() if not self.decoding[row.index])
         turn = lambda row: (row.read_last, row.request.priority, row.order)  # noqa: E731
@@ -202,12 +207,13 @@ class Scheduler:
         bucket = next(size for size in buckets if size // self.limits.groups >= max(taken))
         return places, bucket
 
-    def grow(self, places: np.ndarray) -> bool:
-        """Gives these rows the pages of their next token; False, and nothing, if there are too few.
+    def grow(self, places: np.ndarray, steps: int = 1) -> bool:
+        """Gives these rows the pages of their next tokens, of so many decode steps; False, and
+        nothing, if there are too few.
 
         Pages that they need soon come with them, as far as there are any.
         """
-        cached, step = self.cached[places], self.limits.step_tokens
+        cached, step = self.cached[places], steps * self.limits.step_tokens
         # Until its tokens are read, a row counts as if all that it guesses were right.
         written = np.minimum(cached + step, self.last[places] + self.limits.speculate)
         lacks = written > self.room[places]
@@ -236,7 +242,7 @@ class Scheduler:
         return int(min(room.min(), self.left[places].min())) // self.limits.step_tokens
 
     def sent(self, moved: np.ndarray) -> None:
-        """Counts a decode step: int32 [B] tokens of each row."""
+        """Counts what a call decodes: int32 [B] tokens of each row."""
         self.cached += moved
         self.left -= moved
 

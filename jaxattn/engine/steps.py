@@ -7,6 +7,7 @@
     mask of B rows             what grammars do not allow, out of the logits (grammar.py)
     sample of B rows: level    the rows' next tokens (advance.py)
     round of B rows: level     decode and sample in one, at the levels that most rows have
+    N rounds of B rows: level  several of them in one call, where a step is short (several.py)
     draft of B x N tokens: level   in the place of rounds where rows speculate (speculate.py)
     update of rows             rows that come, and pages (rows.py)
     history of P x T tokens    prompts of rows with penalties
@@ -19,9 +20,8 @@ all the rest of a call. The others change rows: (rows, ...) -> rows, some with w
 Lengths are data, so a row's length never asks for another executable; shapes are buckets.
 """
 
-from jaxattn.engine.model_steps import EntryPoint, fused_levels, round_of
-from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update
-from jaxattn.engine.sampling import Level
+from jaxattn.engine.model_steps import EntryPoint, rounds
+from jaxattn.engine.row_steps import Copy, Mask, Remember, Sample, Update, sampled_levels
 from jaxattn.engine.step import Step
 from jaxattn.memory.limits import Limits
 
@@ -51,10 +51,8 @@ def all_steps(limits: Limits) -> tuple[Step, ...]:
     """Every step that an engine of these limits can run."""
     entries = entry_points(limits)
     histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
-    samples = (Sample(rows, level) for rows in limits.batches for level in Level)
-    rounds = (
-        round_of(limits, rows, level) for rows in limits.batches for level in fused_levels(limits)
-    )
+    samples = (Sample(rows, level) for rows in limits.batches for level in sampled_levels(limits))
+    decodes = (step for rows in limits.batches for step in rounds(limits, rows))
     grammars = (Mask(rows) for rows in limits.batches)
     copies = (Copy(),) if limits.prefix_cache and limits.checkpoints else ()
-    return *entries, *rounds, *samples, *grammars, *histories, Update(), *copies
+    return *entries, *decodes, *samples, *grammars, *histories, Update(), *copies

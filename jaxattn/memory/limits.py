@@ -1,13 +1,16 @@
 """What an engine is asked to hold: batch, lengths, cache, buckets."""
 
 import dataclasses
+from typing import Any
 
-from jaxattn.core.checks import MOST, check_sizes
+from jaxattn.core.checks import MOST, check_sizes, is_integer
 from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.memory.budget import check_utilization
 
 # The decode kernels take so many tokens beside a row's last one.
 MOST_DRAFTS = 3
+# Decode steps of one call: a row that ends outside of the device's sight is found so much later.
+MOST_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,11 @@ class Limits:
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
             3 (speculate.py). What rows say is the same up to rounding; it may come sooner. A row
             with recurrent states takes as many slots more. On one GPU alone.
+        steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
+            prompt is being read, and no row has a stop string, a grammar or log-probabilities.
+            Tokens come as many at a time, and a request comes in as many steps later at most. None
+            lets `prepare` choose (several.py): more than one where a step is shorter than its host
+            takes. On one GPU alone, and not beside `speculate`.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
@@ -67,10 +75,13 @@ class Limits:
     cache_format: str = "auto"
     native_layers: int = 0
     speculate: int = 0
+    steps_per_round: int | None = None
     spread: int = 1
     groups: int = 1
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            object.__setattr__(self, name, _plain(value))
         if self.cache_format not in CACHE_FORMATS:
             raise ValueError(
                 f"cache_format must be one of {', '.join(CACHE_FORMATS)}; got "
@@ -80,17 +91,28 @@ class Limits:
         check_sizes("Limits", least=0, checkpoints=self.checkpoints, speculate=self.speculate)
         if self.speculate > MOST_DRAFTS:
             raise ValueError(f"speculate must be at most {MOST_DRAFTS}; got {self.speculate}")
+        if self.steps_per_round is not None:
+            check_sizes("Limits", steps_per_round=self.steps_per_round)
+            if self.steps_per_round > MOST_STEPS:
+                raise ValueError(
+                    f"steps_per_round must be at most {MOST_STEPS}; got {self.steps_per_round}"
+                )
+            if self.speculate and self.steps_per_round > 1:
+                raise ValueError(
+                    f"steps_per_round={self.steps_per_round} runs without drafts, and "
+                    f"speculate={self.speculate}; set one of them to its default"
+                )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
                 continue
-            if value is None and name in ("num_pages", "utilization"):
+            if value is None and name in ("num_pages", "utilization", "steps_per_round"):
                 continue
             if name == "utilization":
                 check_utilization(value)
                 continue
             for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                if not is_integer(number) or number < 1:
                     raise ValueError(f"{name} must be a positive integer; got {number!r}")
                 if number > MOST:
                     raise ValueError(f"{name} must be at most {MOST:,}, an int32; got {number:,}")
@@ -122,6 +144,11 @@ class Limits:
     def step_tokens(self) -> int:
         """Tokens that a row may write, and give, in a decode step."""
         return self.speculate + 1
+
+    @property
+    def round_steps(self) -> int:
+        """Decode steps of one call, at most."""
+        return self.steps_per_round or 1
 
     @property
     def pages_per_row(self) -> int:
@@ -158,6 +185,13 @@ class Limits:
         """Tokens of the prefill executables, ascending."""
         longest = min(self.prefill_chunk, self.max_model_len)
         return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
+
+
+def _plain(value: Any) -> Any:
+    """Python's integers and tuples for NumPy's integers and lists, so that equal limits are one."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return int(value) if is_integer(value) else value
 
 
 def larger_shares(utilization: float | None) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from jaxattn.models.base import DecodeBatch, DecodeState, LayerCache, Model, Pre
 from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.decoder_network import Decoder, abstract
 from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.mailbox import MOST_TOKENS
 from jaxattn.models.packed import PackedParams, pack_params
 from jaxattn.parallel import Parallel, Vocabulary
 
@@ -104,6 +105,18 @@ class DecoderModel(Model):
                 f"{tokens:,}"
             )
         return DecoderModel(self.spec, tokens)
+
+    def with_fused_sums(self, tokens: int = MOST_TOKENS) -> "DecoderModel":
+        """The same model that, on several GPUs, sums layers' outputs by a kernel of its own.
+
+        Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
+        (`jaxattn.ops.all_reduce_norm`). It is for bfloat16 and one process, and for `data` 1 or
+        data groups of one GPU with experts over all; elsewhere the steps stay as they are.
+
+        Args:
+            tokens: of a data group.
+        """
+        return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
 
     def init_params(self, key: Array) -> nnx.State:
         """Random parameters."""

@@ -19,24 +19,30 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Implementation
+from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.rms_norm import norms_features
 from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.looped import (
+    add_norm_in_stack,
     apart,
     in_repeat,
     leave_in_stacks,
     linear_stacks_of,
     loop,
+    sum_add_norm,
 )
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
-from jaxattn.ops.norm import add_rms_norm_layer
+from jaxattn.ops.all_reduce_norm import (
+    all_reduce_norm_layer,
+    norm_gather_layer,
+    own_sum_norm_layer,
+)
 from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
 
 LEAST_ROWS = 8  # of the head's product
@@ -176,10 +182,13 @@ class Decoder(nnx.Module):
         valid = valid.astype(jnp.int32)
         everyones = self._everyones(valid)
         x = self._embed(batch.tokens, valid > 0)
+        # What a layer gives is then one GPU's part until a norm's launch has summed it.
+        fused = norms is not None and self._fused(valid.size)
         if overlong is not None:
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
         # What a layer adds to the stream waits for the norm of the next: they are one launch.
-        y = jnp.zeros_like(x, self._added_dtype(x))
+        added = x.dtype if fused else self._added_dtype(x)
+        y = self._part(jnp.zeros_like(x, added), fused)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -199,9 +208,9 @@ class Decoder(nnx.Module):
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     add_norm, add_mlp_norm = self._norms_of(
-                        layer, norms, segment, place, following, implementation
+                        block, layer, norms, segment, place, following, fused, implementation
                     )
-                    x, normed = add_norm(x, y)
+                    x, normed, state = add_norm(x, y, state)
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
                         normed,
@@ -213,7 +222,8 @@ class Decoder(nnx.Module):
                         shared[name],
                         implementation,
                     )
-                    x, normed = add_mlp_norm(x, self._total(y))
+                    y = y if fused else self._total(y)
+                    x, normed, state = add_mlp_norm(x, y, state)
                     y, after = self._feed_forward(
                         block,
                         layer.mlp,
@@ -224,13 +234,14 @@ class Decoder(nnx.Module):
                         following,
                         arena,
                         implementation,
+                        fused=fused,
                     )
                     state = state.replace(name, arrays, after)
-                return x, y.astype(self._added_dtype(x)), state
+                return x, y.astype(added), state
 
             carry = x, y, state
             x, y, state = loop(segment.repeats, body, carry, (params,))
-        return self._head(x + y), state
+        return self._head(x + (self._own_total(y) if fused else y)), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
         """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
@@ -284,6 +295,27 @@ class Decoder(nnx.Module):
         parallel = self.spec.parallel
         return self.spec.stream.dtype if parallel.data == 1 < parallel.tensor else x.dtype
 
+    def _fused(self, tokens: int) -> bool:
+        """Whether a step of so many tokens sums over the GPUs where it norms."""
+        return self.spec.sums_fused and tokens <= self.spec.fused_tokens
+
+    def _meets(self, block: Block) -> bool:
+        """Whether the tokens of all data groups meet at a layer's feed-forward."""
+        return block.feed_forward.summed_over == "experts" and self.spec.parallel.experts_meet
+
+    def _part(self, y: Array, fused: bool) -> Array:
+        """What one GPU adds to the tokens of all; of tokens of its own, between zeros."""
+        parallel = self.spec.parallel
+        if not (fused and self.spec.tokens_meet):
+            return y
+        whole = jnp.zeros((parallel.gpus * len(y), *y.shape[1:]), y.dtype)
+        first = jnp.asarray(rank(parallel, "data"), jnp.int32) * len(y)
+        return lax.dynamic_update_slice_in_dim(whole, y, first, axis=0)
+
+    def _own_total(self, y: Array) -> Array:
+        """The sum of the GPUs' parts of this GPU's tokens."""
+        return own_part(self._total(y, "all"), self.spec.parallel, "data")
+
     def _everyones(self, valid: Array) -> Array:
         """Whether tokens are no padding, of all data groups where their tokens meet."""
         parallel = self.spec.parallel
@@ -300,50 +332,66 @@ class Decoder(nnx.Module):
         following: Array,
         arena: Arena | None,
         implementation: Implementation | None,
+        fused: bool = False,
     ) -> tuple[Array, Arena | None]:
-        """A layer's feed-forward, summed; tokens of all data groups meet where experts do.
+        """A layer's feed-forward; tokens of all data groups meet where experts do.
 
         Args:
             everyones: `valid` of all those tokens.
             following: the repeat after the layer's.
+            fused: the tokens have met, and the output is one GPU's part, see `_part`.
         """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
-        meets = over == "experts" and parallel.experts_meet
+        meets = self._meets(block)
         if meets:
-            x, valid = met(x, parallel, "data"), everyones
+            x, valid = x if fused else met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
             module, x, valid, stacks, in_repeat(following), arena, implementation
         )
+        if fused:
+            return (y if meets else self._part(y, fused)), arena
         y = self._total(y, over)
         return (own_part(y, parallel, "data") if meets else y), arena
 
     def _norms_of(
         self,
+        block: Block,
         layer: Layer,
         norms: Array | None,
         segment: Segment[Block],
         place: int,
         following: Array,
+        fused: bool,
         implementation: Implementation | None,
     ) -> tuple[Callable, Callable]:
-        """A layer's two norms, `norm(x, added)` -> (the sum, its norm).
+        """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
 
         They are from the stack of all layers' norms if there is one.
+
+        Args:
+            fused: what is added is one GPU's part.
         """
         if norms is None:
             return apart(layer.norm), apart(layer.mlp_norm)
         stream = self.spec.stream
-        norm = partial(
-            add_rms_norm_layer,
-            weights=norms,
-            eps=stream.eps,
-            dtype=jnp.dtype(stream.dtype),
-            implementation=implementation if norms_features(stream.hidden_size) else "xla",
-        )
+        of_all: dict[str, Any] = dict(weights=norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype))
+        chosen = implementation if norms_features(stream.hidden_size) else "xla"
+        norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
+        mlp_norm = norm
+        if fused:
+            by_name = "xla" if implementation in ONLY_BY_NAME else implementation
+            axes = self.spec.parallel.axes("all")
+            meets = partial(sum_add_norm, axes=axes, implementation=by_name, **of_all)
+            if not self.spec.tokens_meet:
+                norm = mlp_norm = partial(meets, meet=all_reduce_norm_layer)
+            else:
+                norm = partial(meets, meet=own_sum_norm_layer)
+                if self._meets(block):
+                    mlp_norm = partial(meets, meet=norm_gather_layer)
         step, first = 2 * len(segment.pattern), 2 * (segment.first + place)
         return (
             partial(norm, layer=LayerOf(following, step, first - step)),
-            partial(norm, layer=LayerOf(following, step, first + 1 - step)),
+            partial(mlp_norm, layer=LayerOf(following, step, first + 1 - step)),
         )
 
     def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:

@@ -7,8 +7,10 @@ from functools import cached_property
 from jaxtyping import Array
 
 from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.rms_norm import norms_features
 from jaxattn.models.base import LayerCache, check_caches
 from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.mailbox import Mailboxes
 from jaxattn.models.segments import Segment, derive
 from jaxattn.parallel import ALONE, Parallel
 
@@ -21,6 +23,8 @@ class DecoderSpec:
         blocks: one for each layer, in order.
         tie_embeddings: the output head is the embedding, transposed.
         parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
+        fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
+            the residual and norm in one launch, where `sums_fused` says so; 0 never.
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:
@@ -34,6 +38,7 @@ class DecoderSpec:
     max_position_embeddings: int
     tie_embeddings: bool = False
     parallel: Parallel = ALONE
+    fused_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -68,7 +73,26 @@ class DecoderSpec:
     @cached_property
     def caches(self) -> tuple[LayerCache, ...]:
         layers = Counter(block.mixer.cache_name for block in self.blocks)
-        return tuple(mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items())
+        caches = [mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items()]
+        if self.sums_fused:
+            features, gpus = self.stream.hidden_size, self.parallel.gpus
+            caches.append(Mailboxes(gpus=gpus, tokens=self.fused_tokens, features=features))
+        return tuple(caches)
+
+    @property
+    def sums_fused(self) -> bool:
+        """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
+        are one tensor group, or data groups of one GPU each whose tokens meet at experts."""
+        parallel, stream = self.parallel, self.stream
+        fits = stream.dtype == "bfloat16" and norms_features(stream.hidden_size)
+        divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
+        return bool(self.fused_tokens) and divided and fits
+
+    @property
+    def tokens_meet(self) -> bool:
+        """Whether all GPUs have tokens of their own, which meet at experts."""
+        parallel = self.parallel
+        return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
 
     def layer_of(self, segment: Segment[Block], place: int, following: Array) -> LayerOf:
         """The number, within its cache, of the layer at a place of a segment's pattern, in the

@@ -15,8 +15,12 @@ from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
+from jaxattn.models.base import DecodeState
+from jaxattn.models.mailbox import NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
+from jaxattn.ops.norm import add_rms_norm_layer
+from jaxattn.parallel.compiled import SCOPE
 
 
 def loop[Carry](
@@ -48,13 +52,37 @@ def in_repeat(following: Array) -> LayerOf:
 
 
 def apart(norm: RMSNorm) -> Callable:
-    """A norm as a function that adds first."""
+    """A norm as a function that adds first: (x, added, state) -> (sum, its norm, state)."""
 
-    def add_norm(x: Array, added: Array) -> tuple[Array, Array]:
+    def add_norm(x: Array, added: Array, state: DecodeState) -> tuple[Array, Array, DecodeState]:
         x = x + added
-        return x, norm(x)
+        return x, norm(x), state
 
     return add_norm
+
+
+def add_norm_in_stack(
+    x: Array, added: Array, state: DecodeState, **options: Any
+) -> tuple[Array, Array, DecodeState]:
+    """As `apart`'s, by a norm in the stack of all layers' norms."""
+    return *add_rms_norm_layer(x, added, **options), state
+
+
+def sum_add_norm(
+    x: Array, part: Array, state: DecodeState, *, meet: Callable, **options: Any
+) -> tuple[Array, Array, DecodeState]:
+    """As `add_norm_in_stack`, where GPUs send each other parts or norms: `meet` is one of
+    `jaxattn.ops.all_reduce_norm`."""
+    features = x.shape[-1]
+    with jax.named_scope(SCOPE):
+        total, normed, mailbox = meet(
+            x.reshape(-1, features),
+            part.reshape(-1, features),
+            mailbox=opened(state.caches[NAME]),
+            **options,
+        )
+    state = state.replace(NAME, closed(mailbox))
+    return total.reshape(x.shape), normed.reshape(-1, *x.shape[1:]), state
 
 
 def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:

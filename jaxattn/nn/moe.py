@@ -17,6 +17,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.moe import Listed, Router, mixture_of_experts, route_serves
+from jaxattn.ops.opening import open_experts, opens
 from jaxattn.ops.router import added_up, choose_experts, router_products
 
 type WeightFormat = Literal["fp8"]
@@ -156,6 +157,15 @@ class MixtureOfExperts(nnx.Module):
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         halves = self.dtype == jnp.bfloat16
+        tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        if arena is not None and share is None and self._opens(tokens, stacks):
+            ids, weights, listed, arena = self.open(
+                tokens, stacks, layer, valid, arena, implementation
+            )
+            y, after = self._mixed(
+                tokens, ids, weights, listed, stacks, layer, arena, implementation
+            )
+            return y.reshape(x.shape), after
         if halves:
             logits = router_products(x, router, layer, implementation, gates=gate)
         else:
@@ -186,6 +196,29 @@ class MixtureOfExperts(nnx.Module):
             valid=valid,
             x=x,
             implementation=implementation if route_serves(self.config.experts) else "xla",
+        )
+
+    def open(
+        self,
+        tokens: Float[Array, "1 F"],
+        stacks: Mapping[str, Array],
+        layer: LayerOf,
+        valid: Array | None,
+        arena: Arena,
+        implementation: Implementation | None,
+    ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], Listed | None, Arena]:
+        """A token's experts and their weights, and what `open_experts` makes beside them."""
+        return open_experts(
+            tokens,
+            stacks["router"],
+            stacks.get("correction_bias"),
+            stacks["gate_up_proj"],
+            self.config,
+            layer=layer,
+            always=self.always,
+            valid=None if valid is None else valid.reshape(-1),
+            arena=arena,
+            implementation=implementation,
         )
 
     def _exact_logits(self, x: Array, router: Array, gate: Array | None) -> Float[Array, "T N"]:
@@ -255,6 +288,29 @@ class MixtureOfExperts(nnx.Module):
             ids, weights = self._choose_own(
                 logits, halves, valid, biases, layer, share, implementation
             )
+        y, arena = self._mixed(tokens, ids, weights, listed, stacks, layer, arena, implementation)
+        y = y.reshape(x.shape)
+        if self.has_shared:
+            opening = self._opening(logits, halves).reshape(*x.shape[:-1], 1)
+            y = y + self.shared(x) * opening
+        return y, arena
+
+    def _opens(self, tokens: Array, stacks: Mapping[str, Array]) -> bool:
+        """Whether one launch has the choice and the shared experts' gate and up."""
+        return opens(tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always)
+
+    def _mixed(
+        self,
+        tokens: Float[Array, "T F"],
+        ids: Array,
+        weights: Array,
+        listed: Listed | None,
+        stacks: Mapping[str, Array],
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+    ) -> tuple[Float[Array, "T F"], Arena | None]:
+        """What the chosen experts make of the tokens, and the arena."""
         found = mixture_of_experts(
             tokens,
             ids,
@@ -268,12 +324,7 @@ class MixtureOfExperts(nnx.Module):
             listed=listed,
             implementation=implementation,
         )
-        y, arena = (found, None) if arena is None else found
-        y = y.reshape(x.shape)
-        if self.has_shared:
-            opening = self._opening(logits, halves).reshape(*x.shape[:-1], 1)
-            y = y + self.shared(x) * opening
-        return y, arena
+        return (found, None) if arena is None else found
 
 
 def stacked_names(

@@ -17,6 +17,7 @@ from jaxattn.engine.memory_plan import (
 )
 from jaxattn.engine.model_steps import EntryPoint, Round, Speculate
 from jaxattn.engine.row_steps import Sample
+from jaxattn.engine.several import with_steps
 from jaxattn.engine.step import Step, sampled_rows
 from jaxattn.engine.steps import all_steps, entry_points
 from jaxattn.memory.budget import MemoryPlan
@@ -70,6 +71,7 @@ class Single:
         Raises:
             PlanError: it does not fit, or the cache that is left holds no row at full length.
         """
+        limits = with_steps(limits, self.params, gpu=self.on_hopper)
         asked = limits.num_pages
         if asked is None:
             limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)

@@ -1,12 +1,13 @@
 """The rows of one HTTP request: queued together, read as pieces of text, ended when they are left.
 
-Tokens become text here, on the asyncio side. A piece is what a token added to a choice's text, or
-what several added, where the client reads slowly.
+Tokens become text here, on the asyncio side. A piece is what a step of the engine added to a
+choice's text: a token, or a few where the engine runs several decode steps per call. Where the
+client reads slowly, it is what several steps added.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 from jaxattn.engine.request import (
@@ -115,7 +116,7 @@ class Generation:
         self._choices: Mapping[int | None, Choice] = {
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
-        self._events: list[Event] = []
+        self._given: list[Sequence[Event]] = []
         self._arrived = asyncio.Event()
 
     @classmethod
@@ -136,7 +137,7 @@ class Generation:
 
     def put(self, events: Sequence[Event]) -> None:
         """What a step gave for these rows."""
-        self._events.extend(events)
+        self._given.append(events)
         self._arrived.set()
 
     def stopped(self, id: int) -> bool:
@@ -158,23 +159,26 @@ class Generation:
         return [id for id, choice in self._choices.items() if id is not None and not choice.done]
 
     async def pieces(self, seconds: float | None) -> list[Piece]:
-        """What has come since the last call, a piece for each token; none after `seconds`.
+        """What has come since the last call, a piece of each choice for each step; none after
+        `seconds`.
 
         A client that reads slowly gets what has come for a choice in one piece.
 
         Raises:
             ApiError: a row did not end as it should.
         """
-        if not self._events:
+        if not self._given:
             self._arrived.clear()
             try:
                 async with asyncio.timeout(seconds):
                     await self._arrived.wait()
             except TimeoutError:
                 return []
-        events, self._events = self._events, []
-        found = [piece for event in events if (piece := self._piece(event)) is not None]
-        return _joined(found, all=len(events) > PROMPT * len(self._choices))
+        given, self._given = self._given, []
+        found = [piece for events in given for piece in _joined(map(self._piece, events))]
+        if sum(map(len, given)) <= PROMPT * len(self._choices):
+            return found
+        return _joined(found)
 
     def _piece(self, event: Event) -> Piece | None:
         request = event.completion.request if isinstance(event, FinishEvent) else event.request
@@ -189,18 +193,16 @@ class Generation:
         return piece
 
 
-def _joined(pieces: Sequence[Piece], *, all: bool) -> list[Piece]:
-    """The pieces, with a row's end in that of its last token; with `all` one for each choice."""
-    found: list[Piece] = []
-    places: dict[int, int] = {}
+def _joined(pieces: Iterable[Piece | None]) -> list[Piece]:
+    """One piece of each choice."""
+    found: dict[int, Piece] = {}
     for piece in pieces:
-        place = places.get(piece.choice)
-        if place is not None and (all or not piece.tokens):
-            before = found[place]
+        if piece is None:
+            continue
+        before = found.get(piece.choice)
+        if before is not None:
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
             chances = before.chances + piece.chances
-            found[place] = Piece(piece.choice, text, tokens, piece.finish, piece.stop, chances)
-        else:
-            places[piece.choice] = len(found)
-            found.append(piece)
-    return found
+            piece = Piece(piece.choice, text, tokens, piece.finish, piece.stop, chances)
+        found[piece.choice] = piece
+    return list(found.values())

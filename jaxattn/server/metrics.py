@@ -178,8 +178,8 @@ class Metrics:
         self._step.observe(report.seconds)
         self._iteration.observe(tokens)
 
-    def token(self, id: int, now: float) -> None:
-        """A row got a token."""
+    def tokens(self, id: int, count: int, now: float) -> None:
+        """A row got its first token, or some behind it, to which the time is divided alike."""
         times = self._rows[id]
         if times.first is None or times.last is None:
             times.first = now
@@ -189,8 +189,9 @@ class Metrics:
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += now - times.arrived
         else:
-            self._between.observe(now - times.last)
-            self.totals.later_tokens += 1
+            for _ in range(count):
+                self._between.observe((now - times.last) / count)
+            self.totals.later_tokens += count
             self.totals.later_token_seconds += now - times.last
         times.last = now
 

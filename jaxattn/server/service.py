@@ -1,6 +1,7 @@
 """What the routes share: one model, its worker, who may come in, and what is counted."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -18,6 +19,7 @@ from jaxattn.engine.request import (
     Event,
     FinishEvent,
     FinishReason,
+    TokenEvent,
 )
 from jaxattn.memory.limits import Limits
 from jaxattn.server.admission import Admission, Ticket
@@ -295,7 +297,12 @@ class Service:
     def _route(self, events: Sequence[Event], now: float) -> int:
         """Gives each generation its events; returns how many are tokens."""
         found: dict[Generation, list[Event]] = {}
+        told = (event.request.id for event in events if isinstance(event, TokenEvent))
         tokens = 0
+        for row, count in collections.Counter(told).items():
+            if row is not None and row in self._generations:
+                self.metrics.tokens(row, count, now)
+                tokens += count
         for event in events:
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
             id = request.id
@@ -307,9 +314,6 @@ class Service:
                 del self._generations[id]
                 stopped = generation.stopped(id)
                 self.metrics.finished(event.completion, now, stopped=stopped)
-            else:
-                tokens += 1
-                self.metrics.token(id, now)
             found.setdefault(generation, []).append(event)
         for generation, given in found.items():
             generation.put(given)

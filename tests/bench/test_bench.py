@@ -15,6 +15,7 @@ from jaxattn import mla as ops
 from jaxattn.aliasing.check import AliasingReport, Copy
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench import (
+    ceilings,
     gdn_decode,
     gdn_norm,
     gdn_prefill,
@@ -121,7 +122,7 @@ def timed(monkeypatch):
     """Nothing is compiled or checked: what would be is traced; kernels take 1 ms, a loop 2."""
 
     def times(op):
-        out = jax.eval_shape(op.loop(2), op.operands[0], op.state)
+        out = jax.eval_shape(op.loop(1, 2), op.operands[0], op.state)
         after, before = (
             [(x.shape, x.dtype) for x in jax.tree.leaves(state)] for state in (out[1], op.state)
         )
@@ -201,7 +202,8 @@ def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     unit = plot.unit(row)
     assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / plot.TIMES[unit])
     assert row[f"call {unit}"] == 2 * row[unit]
-    assert timing.of_ceilings(row, {"copy_GB_s": 1.0, "matmul_TFLOP_s": 1.0})
+    ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
+    assert ceilings.of_ceilings(row, {"burst": ones})
     assert plot.shape(row) == module.label(shape)
 
 
@@ -243,7 +245,7 @@ def test_every_timed_call_has_the_operands_that_were_checked(module, shape, monk
         return call(operands, state, layer)
 
     op._call = call
-    jax.block_until_ready(jax.jit(op.loop(3), donate_argnums=1)(op.operands[0], op.state))
+    jax.block_until_ready(jax.jit(op.loop(1, 3), donate_argnums=1)(op.operands[0], op.state))
     jax.effects_barrier()
     assert len(seen) == 3 and all(each == before for each in seen)
     assert bits(op.operands[0]) == before
@@ -253,7 +255,7 @@ def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
     op = gdn_decode.decode((1, 1, 2, 1, "float32"), "xla")
     _, drawn = jax.device_get(op.state)
-    _, (conv, state) = jax.jit(op.loop(2000), donate_argnums=1)(op.operands[0], op.state)
+    _, (conv, state) = jax.jit(op.loop(2000, 1), donate_argnums=1)(op.operands[0], op.state)
     assert 0.9 < np.std(state) < 1.1
     assert np.corrcoef(np.ravel(drawn), np.ravel(state))[0, 1] > 0.9
     assert 0.5 < np.std(np.asarray(conv, np.float32)) < 2
@@ -307,13 +309,13 @@ def test_a_wrong_result_of_decode_is_refused(off, words, monkeypatch):
         mla.check(mla.decode(mla.inputs(*shape), None, "xla"), shape)
 
 
-@pytest.mark.parametrize("calls, turns", [(5, 5), (16, 2)])
-def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(calls, turns):
+@pytest.mark.parametrize("turns, together", [(5, 1), (2, 8)])
+def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(turns, together):
     op = timing.Op(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])
-    text = jax.jit(op.loop(calls)).lower(op.operands[0], ()).compile().as_text()
+    text = jax.jit(op.loop(turns, together)).lower(op.operands[0], ()).compile().as_text()
     # Of the computations with a sine, the loop's body is the only caller.
     within = [part for part in text.split("\n\n") if "f32[64,128]{1,0} sine(" in part]
-    assert sum(part.count(" sine(") for part in within) == calls // turns
+    assert sum(part.count(" sine(") for part in within) == together
     assert all("while/body" in part for part in within)
     assert f'known_trip_count":{{"n":"{turns}"' in text
     assert "f32[64,128]{1,0} copy(" not in text
@@ -324,9 +326,30 @@ def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(call
         return x, state
 
     op = timing.Op(call, [jnp.ones(2)], layers=2)
-    jax.block_until_ready(jax.jit(op.loop(calls))(op.operands[0], ()))
+    jax.block_until_ready(jax.jit(op.loop(turns, together))(op.operands[0], ()))
     jax.effects_barrier()
-    assert sorted(ran) == [0] * (calls - calls // 2) + [1] * (calls // 2)
+    assert sorted(ran) == sorted([i % 2 for i in range(together)] * turns)
+
+
+@pytest.mark.parametrize(
+    "kernels, layers, together",
+    [(8e-6, 1, 32), (8e-6, 32, 32), (8e-6, 11, 33), (130e-6, 2, 8), (130e-6, 5, 10), (2e-3, 1, 1)],
+)
+def test_a_turn_has_all_layers_equally_often(kernels, layers, together):
+    turns, calls = timing.turns_of(kernels, layers)
+    assert calls == together
+    assert timing.LOOP_SECONDS / 2 <= turns * calls * kernels < timing.LOOP_SECONDS
+
+
+def test_what_starts_and_ends_a_loop_is_left_out(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def dispatched(times):
+        clock[0] += 0.001 + times * 0.025
+
+    more = timing.seconds_more(lambda: dispatched(1), lambda: dispatched(3))
+    assert more == pytest.approx(2 * 0.025)
 
 
 def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
@@ -347,17 +370,25 @@ def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
     assert timing.kernel_seconds(calls.append, warmup=1e-3) == pytest.approx(5e-6)
 
 
-def test_the_ceiling_that_binds_is_named():
-    facts = {"copy_GB_s": 4000.0, "matmul_TFLOP_s": 600.0}
-    shares = timing.of_ceilings({"GB/s": 1000.0, "TFLOP/s": 450.0}, facts)
-    assert shares == {"of copy": 0.25, "of matmul": 0.75, "% of roof": "75.0% matmul"}
-    shares = timing.of_ceilings({"GB/s": 3000.0, "TFLOP/s": 60.0}, facts)
-    assert shares["% of roof"] == "75.0% copy"
+def test_the_ceiling_that_binds_is_named_and_is_that_of_a_burst():
+    burst = {"copy_GB_s": 3800.0, "read_GB_s": 4000.0, "matmul_TFLOP_s": 800.0}
+    facts = {"copy_GB_s": 3900.0, "matmul_TFLOP_s": 600.0, "burst": burst}
+    shares = ceilings.of_ceilings({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
+    assert shares == {"of memory": 0.25, "of matmul": 0.75, "% of roof": "75.0% matmul"}
+    shares = ceilings.of_ceilings({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
+    assert shares["% of roof"] == "75.0% memory"
 
 
 def test_ceilings_are_rates():
-    assert timing.copy_bandwidth(1024) > 0
-    assert timing.matmul_rate(32) > 0
+    assert ceilings.copy_bandwidth(1024) > 0
+    assert ceilings.matmul_rate(32) > 0
+    assert min(ceilings.bursts(2048, 32).values()) > 0
+
+
+def test_a_burst_s_ceilings_are_taken_as_a_row_s_time_is(monkeypatch):
+    monkeypatch.setattr(ceilings, "kernel_seconds", lambda call: call(0).size and 1e-3)
+    wanted = {"copy_GB_s": 8192e-6, "read_GB_s": 4096e-6, "matmul_TFLOP_s": 2 * 32**3 * 1e-9}
+    assert ceilings.bursts(2048, 32) == pytest.approx(wanted)
 
 
 def test_notes_compare_drawn_lengths_with_even_ones():

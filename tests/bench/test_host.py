@@ -19,12 +19,21 @@ def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     assert row["tokens/s"] == pytest.approx(2e3 / row["round ms"])
 
 
+def test_several_steps_of_a_call_count_one_by_one(tmp_path):
+    file = tmp_path / "host.json"
+    given = ["--small", "--rows", "2", "--steps", "40", "--repeats", "1", "--json", str(file)]
+    assert host.main([*given, "--steps-per-round", "4"], "bench") == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["steps"] == 4 and row["sealed"] == "yes"
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
         (["--rows", "0"], "--rows must be positive; got 0"),
         (["--repeats", "0"], "--repeats must be positive; got 0"),
         (["--small", "DeepSeek-V2-Lite"], "--small has a model of its own; give no MODEL"),
+        (["--steps-per-round", "9"], "--steps-per-round: steps_per_round must be at most 8; got 9"),
         (["nobody"], "nobody"),
     ],
 )
@@ -36,4 +45,4 @@ def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
     assert host.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
-    assert "4 rows of 9000 steps take 9,456 tokens" in capsys.readouterr().err
+    assert "4 rows of 9000 steps take 12,362 tokens" in capsys.readouterr().err

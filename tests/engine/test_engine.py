@@ -14,6 +14,7 @@ from jaxattn.engine.request import Completion, GenerationInterrupted, Request
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.memory.limits import Limits
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.parallel import Parallel
 from jaxattn.plan import PlanError
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps
 
@@ -318,6 +319,19 @@ def test_a_model_length_beyond_the_models_is_refused(engine):
 def test_limits_are_positive_integers(field, value):
     with pytest.raises(ValueError, match=f"{field} must be a positive integer; got {value}"):
         Limits(**{field: value})
+
+
+def test_limits_of_numpy_and_lists_are_those_of_python():
+    given = Limits(batch=np.int64(2), max_model_len=np.int32(64), decode_buckets=[1, np.int8(2)])
+    wanted = Limits(batch=2, max_model_len=64, decode_buckets=(1, 2))
+    assert given == wanted and hash(given) == hash(wanted)
+    assert type(given.batch) is int and type(given.decode_buckets[1]) is int
+    assert Parallel(tensor=np.int64(2)) == Parallel(tensor=2)
+
+
+def test_one_request_is_no_list_of_requests(engine):
+    with pytest.raises(TypeError, match=r"requests must be a list of jaxattn.Request; write \[req"):
+        engine.generate(Request(b"x"))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Seal:
 
 
 class ScriptedEngine:
-    """Gives each row one token in each step.
+    """Gives each row one token in each step, or `tokens` where nobody watches it.
 
     Attributes:
         script: what a request is answered with; then its row ends by itself.
@@ -74,7 +74,14 @@ class ScriptedEngine:
         added: every request so far.
     """
 
-    def __init__(self, script: Script = echo, limits: Limits = LIMITS, step_seconds: float = 0.0):
+    def __init__(
+        self,
+        script: Script = echo,
+        limits: Limits = LIMITS,
+        step_seconds: float = 0.0,
+        tokens: int = 1,
+    ):
+        self.tokens = tokens
         self.script, self.limits, self.step_seconds = script, limits, step_seconds
         self.plan = MemoryPlan((Item("weights", 1000, "of a test"),))
         self.seal, self.scheduler, self.prefixes = Seal(), Scheduler(limits), Counts()
@@ -122,7 +129,10 @@ class ScriptedEngine:
                 self._end(id, FinishReason.FAILED, "the device is lost")
             raise RuntimeError("the device is lost")
         for id, row in list(self.scheduler.rows.items()):
-            self._advance(id, row)
+            several = 1 if row.request.watched or not row.tokens else self.tokens
+            for _ in range(several):
+                if id in self.scheduler.rows:
+                    self._advance(id, row)
         events, self._events = self._events, []
         return events
 

@@ -17,9 +17,11 @@ def test_a_layout_is_timed_beside_one_gpu(tmp_path):
     file = tmp_path / "run.json"
     layout = ["--tensor", "2", "--context", "2"]
     options = ["--xla-options", "xla_cpu_enable_fast_min_max=True"]
-    argv = [str(YOUTU), "--rows", "4", "--tokens", "128", *layout, *options, "--json", str(file)]
+    sizes = ["--rows", "4", "--tokens", "128"]
+    argv = [str(YOUTU), *sizes, *layout, "--one-launch", *options, "--json", str(file)]
     assert parallel.main(argv, "bench") == 0
-    one, two, again = json.loads(file.read_text())["rows"]
+    one, two, again, fused = json.loads(file.read_text())["rows"]
+    assert fused["one launch"] and not any(each["one launch"] for each in (one, two, again))
     assert [each["XLA options"] for each in (one, two)] == ["", ""]
     assert again["XLA options"] == options[1] and again["layout"] == two["layout"]
     assert (one["GPUs"], two["GPUs"], two["B"], two["T"]) == (1, 2, 4, 128)

@@ -1,14 +1,14 @@
 """On two GPUs, with the kernels: bfloat16 logits near those of one GPU, and steps in place.
 
-    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus.py      about 45 s, alone
+    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus.py -k "latents and tensor"
 
-Rows are fed token by token, so that each layout compiles one step alone, and all of them compile at
-a time. The experts are all chosen by every token: where
-a choice flips, outputs differ by more than rounding.
+Rows are fed token by token, so that each layout compiles one step alone. The steps of all tests
+that were selected compile at a time, and those of no other. The experts are all chosen by every
+token: where a choice flips, outputs differ by more than rounding.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -113,7 +113,7 @@ class Fed(Stepped):
         logits, state = self.model.decode(params, state, batch)
         return (self.model.vocabulary.best(logits)[0], logits), state
 
-    def fed(self, compiled: Any) -> tuple[np.ndarray, np.ndarray]:
+    def fed(self, compiled: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, logits [rows, vocabulary]) of the steps behind the given tokens, in order."""
         texts, longest, seen = prompts(self.whole, SIZES), max(SIZES.lengths), []
         tokens = np.zeros(self.rows, np.int32)
@@ -125,7 +125,8 @@ class Fed(Stepped):
             batch = self.decode_batch(
                 np.where(step < longest, given, tokens), np.where(at >= 0, at + 1, 0)
             )
-            (chosen, logits), self.state = compiled(self.params, self.state, batch)
+            run = compiled or self.compiled
+            (chosen, logits), self.state = run(self.params, self.state, batch)
             if step >= longest - 1:
                 tokens = np.asarray(chosen)
                 seen.append((tokens, np.asarray(logits)[:, : self.whole.vocab_size]))
@@ -136,30 +137,46 @@ type Key = tuple[DecoderModel, Parallel]
 
 
 class Steps:
-    """The steps of all cases and of one GPU, which threads make in this order."""
+    """Steps of layouts, made when they are asked for; threads make those of some cases before."""
 
-    def __init__(self, pool: ThreadPoolExecutor):
-        wanted = dict.fromkeys(
-            key for model, layout in CASES.values() for key in ((model, ALONE), (model, layout))
-        )
-        self._made: dict[Key, Future[Fed]] = {key: pool.submit(Fed, *key) for key in wanted}
+    def __init__(self, pool: ThreadPoolExecutor, cases: Iterable[str]):
+        self._pool = pool
+        self._made: dict[Key, Future[Fed]] = {}
         self._alone: dict[DecoderModel, tuple[np.ndarray, np.ndarray]] = {}
+        for case in cases:
+            model, layout = CASES[case]
+            self._begin((model, ALONE))
+            self._begin((model, layout))
+
+    def _begin(self, key: Key) -> Future[Fed]:
+        if key not in self._made:
+            self._made[key] = self._pool.submit(Fed, *key)
+        return self._made[key]
 
     def __getitem__(self, key: Key) -> Fed:
-        return self._made[key].result()
+        return self._begin(key).result()
+
+    def both(self, one: Key, other: Key) -> tuple[Fed, Fed]:
+        """Two of them, made at a time."""
+        begun = self._begin(one), self._begin(other)
+        return begun[0].result(), begun[1].result()
 
     def alone(self, model: DecoderModel) -> tuple[np.ndarray, np.ndarray]:
         """What one GPU gives."""
         if model not in self._alone:
             one = self[model, ALONE]
-            self._alone[model] = one.fed(one.compiled)
+            self._alone[model] = one.fed()
         return self._alone[model]
 
 
 @pytest.fixture(scope="module")
-def steps() -> Iterator[Steps]:
-    with ThreadPoolExecutor(3) as pool:
-        yield Steps(pool)
+def steps(request) -> Iterator[Steps]:
+    """Those of the selected tests. Each compiles for 15 s or more."""
+    here = [item for item in request.session.items if item.module is request.module]
+    given = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    cases = [params["case"] for params in given if "case" in params]
+    with ThreadPoolExecutor(len(CASES) + 2) as pool:
+        yield Steps(pool, cases)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -167,9 +184,9 @@ def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(ste
     model, layout = CASES[case]
     tokens, expected = steps.alone(model)
     stepped = steps[model, layout]
-    found_tokens, found = stepped.fed(stepped.compiled)
+    found_tokens, found = stepped.fed()
     before = addresses(stepped)
-    np.testing.assert_array_equal(stepped.fed(stepped.compiled)[1], found)
+    np.testing.assert_array_equal(stepped.fed()[1], found)
     after = addresses(stepped)
     # The first logits are behind the same tokens; later ones are behind each layout's own.
     first = expected[0]
@@ -184,10 +201,29 @@ def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(ste
 def test_all_reduces_in_command_buffers_give_the_same_bits(steps):
     """XLA's own kernel has a count of its runs, which a graph that is not renewed would repeat."""
     stepped = steps[CASES["latents, tensor"]]
-    tokens, logits = stepped.fed(stepped.compiled)
+    tokens, logits = stepped.fed()
     found_tokens, found = stepped.fed(stepped.compile(IN_GRAPHS))
     np.testing.assert_array_equal(found, logits)
     np.testing.assert_array_equal(found_tokens, tokens)
+
+
+@pytest.mark.parametrize("layout", [TENSOR, DATA], ids=lambda layout: layout.flags)
+def test_sums_in_one_launch_give_near_logits_and_leave_one_all_reduce(steps, layout):
+    """Sums, residuals and norms of layers by a kernel; the last layer's sum is XLA's."""
+    fused = LATENTS.with_fused_sums(len(SIZES.lengths))
+    plain, stepped = steps.both((LATENTS, layout), (fused, layout))
+    _, expected = plain.fed()
+    _, found = stepped.fed()
+    before = addresses(stepped)
+    np.testing.assert_array_equal(stepped.fed()[1], found)
+    difference = np.linalg.norm(found[0] - expected[0], axis=-1)
+    difference /= np.linalg.norm(expected[0], axis=-1)
+    print(f"one launch: logits differ by {difference.max():.2e}, relative L2", flush=True)
+    assert difference.max() < 3e-2
+    sums = [each for each in all_reduces(stepped.compiled.as_text()) if each.of_layers]
+    assert len(sums) == 1
+    check_aliasing(stepped.compiled)
+    assert addresses(stepped) == before
 
 
 def addresses(stepped: Stepped) -> list[int]:

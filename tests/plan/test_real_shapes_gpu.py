@@ -13,7 +13,13 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.large, pytest.mark.whole_gpu]
 
 
-MODELS = ["DeepSeek-V2-Lite", "GLM-4.7-Flash", "Qwen3.5-35B-A3B", "Qwen3-32B"]
+MODELS = [
+    "DeepSeek-V2-Lite",
+    "GLM-4.7-Flash",
+    "Qwen3.5-35B-A3B",
+    "Qwen3-32B",
+    "Qwen3-Next-80B-A3B-FP8",
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)

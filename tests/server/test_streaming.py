@@ -31,6 +31,17 @@ def test_one_chunk_for_each_token_and_the_role_with_the_first(scripted):
     assert all("usage" not in event for event in events)
 
 
+def test_several_tokens_of_a_step_are_one_chunk_and_stop_strings_have_them_one_by_one():
+    with live(served(lambda: ScriptedEngine(step_seconds=0.02, tokens=4))) as server:
+        body = {"prompt": "abcdefgh", "max_tokens": 11, "stream": True}
+        events = server.stream("/v1/completions", body)
+        assert [each["choices"][0]["text"] for each in events] == ["a", "bcde", "fgha", "bc"]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        events = server.stream("/v1/completions", body | {"stop": "g"})
+        assert [each["choices"][0]["text"] for each in events] == [*"abcdef", ""]
+        assert server.quiet()
+
+
 def test_the_usage_chunk_has_no_choices(scripted):
     options = {"stream_options": {"include_usage": True}}
     *events, last = scripted.stream("/v1/chat/completions", CHAT | options)

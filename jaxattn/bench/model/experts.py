@@ -36,9 +36,15 @@ class WatchedExperts(MixtureOfExperts):
     choices: Choices
 
     def choose(self, logits: Float[Array, "T N"], *args: Any, **options: Any) -> Any:
-        ids, *rest = super().choose(logits, *args, **options)
-        jax.debug.callback(self.choices, ids[:, : self.config.top_k])
-        return ids, *rest
+        return self._told(super().choose(logits, *args, **options))
+
+    def open(self, tokens: Float[Array, "1 F"], *args: Any, **options: Any) -> Any:
+        return self._told(super().open(tokens, *args, **options))
+
+    def _told(self, found: Any) -> Any:
+        """What was found, of which the experts are the first."""
+        jax.debug.callback(self.choices, found[0][:, : self.config.top_k])
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,8 @@ class Product:
         parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
         depth: numbers of K that a stage of shared memory holds, 64 or 128.
         stages: of the ring that the weights come through; None: all that fit.
-        blocks: that work at a time, one for each multiprocessor.
+        blocks: that work at a time.
+        together: of them on a multiprocessor.
     """
 
     consumers: int = 1
@@ -34,6 +35,7 @@ class Product:
     depth: int = 128
     stages: int | None = None
     blocks: int = NUM_SMS
+    together: int = 1
 
     @property
     def rows(self) -> int:
@@ -82,7 +84,9 @@ def choose(
 ) -> Config:
     """The cut for these sizes; `quantized`: for FP8 weights.
 
-    Few items leave multiprocessors idle: then an item has 64 rows. Many share a read of tokens
+    Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
+    multiprocessors, two are worked on at a time by each: else a second round of them has few. Many
+    share a read of tokens
     between two warpgroups. To widen FP8 weights keeps one warpgroup busy, so there are two as soon
     as nearly every multiprocessor has an item of 128 rows.
     """
@@ -98,11 +102,17 @@ def choose(
         step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
         return Product(consumers=consumers, parts=parts, depth=step)
 
+    def all_at_once(made: Product) -> Product:
+        items = used * (hidden // (made.rows * made.parts))
+        if quantized or columns != GROUP or not NUM_SMS < items <= 2 * NUM_SMS:
+            return made
+        return dataclasses.replace(made, blocks=2 * NUM_SMS, together=2)
+
     twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
     return Config(
         columns=columns,
         gate_up=dataclasses.replace(product(expert_size, hidden, 1), parts=2),
-        down=product(hidden, expert_size, twice),
+        down=all_at_once(product(hidden, expert_size, twice)),
     )
 
 
@@ -133,5 +143,5 @@ def stages_of(product: Product, columns: int, dtype: str, of_results: str, weigh
     of_weights = product.parts * product.rows * product.depth * width(weights)
     stage = of_weights + columns * product.depth * width(dtype)
     results = product.rows * columns * width(of_results)
-    room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - results
+    room = SHARED_BYTES // product.together - RESERVED_BYTES - BARRIER_BYTES - results
     return max(2, min(MOST_STAGES, room // stage))

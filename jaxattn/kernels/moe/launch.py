@@ -128,8 +128,9 @@ def mixture_of_experts_mosaic(
     rows = padded_rows(tokens, top_k, experts, columns)
     modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
     x = x.astype(dtype)
+    left = None
     if listed is not None and columns == GROUP:
-        work, x = listed
+        work, x, left = listed
     elif lists(tokens, top_k) and columns == GROUP:
         work, x = work_of_few(ids, x, experts, **modes)
     elif sorts(tokens, top_k, features):
@@ -158,7 +159,7 @@ def mixture_of_experts_mosaic(
         gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)
     h_ref, y_ref = jax.new_ref(lanes["h"]), jax.new_ref(lanes["y"])
     grouped_product(
-        x, gate_up, gate_up_scale, work, h_ref,
+        x, gate_up, gate_up_scale, work if left is None else work._replace(total=left), h_ref,
         source=Panels(0, x.shape[0], features), results=places["h"], product=config.gate_up,
         gated=True, name="moe_gate_up", **common,
     )  # fmt: skip

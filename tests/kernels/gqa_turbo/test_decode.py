@@ -12,6 +12,7 @@ from jaxattn.core.turboquant import PRESETS
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule
 from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.kernels.mla_decode.schedule import Schedule
+from jaxattn.ops.gqa.turboquant import turbo_attention
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.turbo_cases import assert_turbo_close, turbo_case
 from tests.helpers.turbo_compiled import page_slots, slot_pages
@@ -85,6 +86,22 @@ def test_steps_of_a_ring_that_goes_round(implementation):
     case = turbo_case([64 * 20 + 5, 64, 321], "3bit_nc", group=1, kv_heads=1)
     out = decode(case, implementation, schedule=cut_at(case, [(0, 0)]))
     assert_turbo_close(case, *out, **BOUNDS)
+
+
+def test_a_row_beyond_its_table_is_padding_to_the_kernel():
+    """Traced, so that it cannot be refused; no kernel of XLA's looks at the lengths before."""
+    case = turbo_case([70, 0, 20], "4bit_nc", kv_heads=1)
+    width = case.block_tables.shape[1] * case.form.page_size(case.kv_cache)
+    lens = jnp.where(case.seq_lens == 0, jnp.int32(width + 1), case.seq_lens)
+
+    @jax.jit
+    def attend(lens):
+        return turbo_attention(
+            case.q, case.kv_cache, case.block_tables, lens, form=case.form, layer=case.layer,
+            implementation="mosaic_gpu_interpret", **case.options,
+        )  # fmt: skip
+
+    assert_turbo_close(case, *attend(lens), **BOUNDS)
 
 
 def test_a_nan_that_a_row_sees_stays_in_it():

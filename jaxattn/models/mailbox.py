@@ -1,0 +1,56 @@
+"""What a kernel keeps on each GPU to sum layers' outputs over GPUs: a cache that no row has.
+
+See `jaxattn.ops.all_reduce_norm`. The other GPUs write into it, so it is state of the step, at one
+address as long as the engine lives.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.models.base import Arrays, CacheSize, LayerCache
+from jaxattn.ops.all_reduce_norm import Mailbox
+
+NAME = "mailbox"
+MOST_TOKENS = 64  # of a step, unless another number is given
+INBOX, COUNTS = "peer_inbox", "peer_counts"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mailboxes(LayerCache):
+    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F] and `peer_counts` [2, T].
+
+    Attributes:
+        gpus: N.
+        tokens: T, the most of a step.
+        features: F.
+    """
+
+    name: str = NAME
+    layers: int = 1  # all layers share it
+    gpus: int
+    tokens: int
+    features: int
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        made = jax.eval_shape(lambda: Mailbox.empty(self.gpus, self.tokens, self.features))
+        return {INBOX: made.inbox, COUNTS: made.counts}
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        if array == COUNTS:
+            return f"parts and steps of {self.tokens} tokens, for sums over GPUs in one launch"
+        return (
+            f"2 x {self.gpus} GPUs' parts of {self.tokens} tokens x {self.features} "
+            f"{jnp.dtype(shape.dtype).name}, for sums over GPUs in one launch"
+        )
+
+
+def opened(arrays: Arrays) -> Mailbox:
+    """The mailbox in those arrays."""
+    return Mailbox(arrays[INBOX], arrays[COUNTS])
+
+
+def closed(mailbox: Mailbox) -> Arrays:
+    """The inverse of `opened`."""
+    return {INBOX: mailbox.inbox, COUNTS: mailbox.counts}

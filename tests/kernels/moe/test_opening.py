@@ -1,0 +1,207 @@
+"""Router, choice and the shared experts' gate and up in one launch, beside the launches one by one.
+
+Weights of other layers and of experts that nobody chose are NaN, and so is the arena.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
+from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
+from jaxattn.kernels.moe.opening import opening_mosaic
+from jaxattn.ops.moe import Router, mixture_of_experts
+from jaxattn.ops.opening import open_experts, opens
+from jaxattn.ops.router import choose_experts, router_products, split_router
+from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.moe_cases import expected
+
+LAYER = LayerOf(jnp.int32(1), 2, 0)  # the layer 2 of 3
+ROUTERS = {
+    "v2-lite": (Router(experts=64, top_k=6, scores="softmax"), 2),
+    "glm": (Router(experts=64, top_k=4, scores="sigmoid", normalize=True, scale=1.8), 1),
+}
+
+
+@dataclasses.dataclass
+class Case:
+    router: Router
+    always: int
+    x: jax.Array
+    routers: jax.Array  # [3, F, 128]
+    bias: jax.Array | None  # [3, 64]
+    gate_up: jax.Array  # [3, 64 + always, 2 I, F]
+    down: jax.Array
+    exact: jax.Array  # the layer's router, float32
+
+    @property
+    def options(self):
+        return dict(layer=LAYER, always=self.always)
+
+    @property
+    def spec(self):
+        experts, hidden, size = self.gate_up.shape[1], self.x.shape[1], self.down.shape[-1]
+        return scratch(
+            tokens=1, top_k=self.router.top_k + self.always, experts=experts, hidden=hidden,
+            expert_size=size, dtype=self.x.dtype,
+        )  # fmt: skip
+
+    def arena(self):
+        return Arena.allocate(self.spec).poison()
+
+    def open(self, implementation, valid=None, **changes):
+        given = dict(x=self.x, gate_up=self.gate_up) | changes
+        return open_experts(
+            given["x"], self.routers, self.bias, given["gate_up"], self.router, **self.options,
+            valid=valid, arena=self.arena(), implementation=implementation,
+        )  # fmt: skip
+
+
+def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
+    router, always = ROUTERS[name]
+    keys = jax.random.split(jax.random.key(len(name) + features), 5)
+    draw = lambda key, *shape: jax.random.normal(key, shape)  # noqa: E731
+    experts = 64 + always
+    of_layer = draw(keys[1], features, 64) * features**-0.5
+    x = draw(keys[0], 1, features).astype(dtype)
+    bias = None
+    if router.scores == "sigmoid":
+        bias = jnp.full((3, 64), jnp.nan).at[2].set(draw(keys[2], 64) / 8)
+    halves = split_router(of_layer)
+    ids, _, _ = choose_experts(
+        router_products(x, halves[None], LayerOf(jnp.int32(0), 1, 0), "xla"),
+        None if bias is None else bias[2], router, halves=True, always=always,
+        implementation="xla",
+    )  # fmt: skip
+
+    def stack(key, *shape):
+        values = draw(key, experts, *shape) * shape[-1] ** -0.5
+        none = jnp.full((3, experts, *shape), jnp.nan, dtype)
+        return none.at[2, ids[0]].set(values[ids[0]].astype(dtype))
+
+    gate_up, down = stack(keys[3], 2 * width, features), stack(keys[4], features, width)
+    routers = jnp.full((3, *halves.shape), jnp.nan, halves.dtype).at[2].set(halves)
+    return Case(router, always, x, routers, bias, gate_up, down, of_layer)
+
+
+def result(case, implementation, opened, weights=None):
+    ids, found, listed, arena = opened
+    return mixture_of_experts(
+        case.x, ids, found if weights is None else weights, case.gate_up, case.down, layer=LAYER,
+        arena=arena, listed=listed, implementation=implementation,
+    )[0]  # fmt: skip
+
+
+@both_devices
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_token_gets_its_experts_and_their_sum(name, implementation):
+    case = drawn(name)
+    opened = case.open(implementation, valid=jnp.array([1]))
+    y = result(case, implementation, opened)
+    ids, weights, listed, _ = opened
+    wanted_ids, wanted, no_list, _ = case.open("xla")
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(weights, wanted, rtol=1e-5)
+    pairs = case.router.top_k + case.always
+    assert int(listed.work.total[0]) == pairs and int(listed.left[0]) == case.router.top_k
+    assert no_list is None
+    layer = case.gate_up[2], case.down[2]
+    assert relative(y, expected(case.x, wanted_ids, wanted, *layer)) < 1e-3
+    # float64: the scores of the float32 router
+    logits = np.asarray(case.x, np.float64) @ np.asarray(case.exact, np.float64)
+    scores = 1 / (1 + np.exp(-logits))
+    if case.router.scores == "softmax":
+        scores = np.exp(logits) / np.exp(logits).sum()
+    own = scores[0, np.asarray(ids[0, : case.router.top_k])]
+    if case.router.normalize:
+        own = own / own.sum() * case.router.scale
+    np.testing.assert_allclose(weights[0, : case.router.top_k], own, rtol=1e-4)
+    np.testing.assert_array_equal(weights[0, case.router.top_k :], 1)
+
+
+@both_devices
+def test_the_sum_has_the_bits_of_the_launches_one_by_one(implementation):
+    case = drawn("v2-lite")
+    opened = case.open(implementation)
+    ids, weights, *_ = opened
+    sizes = dict(layer=LAYER.index, interpret=implementation == "mosaic_gpu_interpret")
+    apart = mixture_of_experts_mosaic(case.x, ids, weights, case.gate_up, case.down, **sizes)
+    np.testing.assert_array_equal(result(case, implementation, opened), apart)
+
+
+@both_devices
+def test_padding_has_no_expert_and_reads_none(implementation):
+    case = drawn("glm")
+    nothing = jnp.full_like(case.gate_up, jnp.nan)
+    opened = case.open(implementation, valid=jnp.array([0]), gate_up=nothing)
+    ids, _, listed, _ = opened
+    assert (np.asarray(ids) == -1).all()
+    assert int(listed.work.total[0]) == int(listed.left[0]) == 0
+    np.testing.assert_array_equal(result(case, implementation, opened), 0)
+
+
+@both_devices
+def test_a_nan_stays_in_its_token(implementation):
+    case = drawn("v2-lite")
+    case.x = case.x.at[0, 3].set(jnp.nan)
+    case.gate_up, case.down = (jnp.nan_to_num(x) for x in (case.gate_up, case.down))
+    ids, weights, *_ = opened = case.open(implementation)
+    assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 66)).all()
+    assert np.isnan(weights[0, : case.router.top_k]).all()
+    assert np.isnan(result(case, implementation, opened)).all()
+
+
+def test_no_race():
+    case = drawn("glm")
+    with no_races():
+        opened = opening_mosaic(
+            case.x, case.routers, case.bias, case.gate_up, experts=64, choice=case.router.choice,
+            always=1, layer=jnp.int32(2), affine=(1, 0), valid=jnp.array([1]), arena=case.arena(),
+            interpret=True, detect_races=True,
+        )  # fmt: skip
+        jax.block_until_ready(opened)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, width", [("v2-lite", 1408), ("glm", 1536)])
+def test_real_sizes(name, width):
+    case = drawn(name, 2048, width)
+    opened = case.open("mosaic_gpu")
+    wanted_ids, wanted, *_ = case.open("xla")
+    np.testing.assert_array_equal(opened[0], wanted_ids)
+    np.testing.assert_allclose(opened[1], wanted, rtol=1e-5)
+    y = result(case, "mosaic_gpu", opened)
+    of_layer = case.gate_up[2], case.down[2]
+    assert relative(y, expected(case.x, wanted_ids, wanted, *of_layer)) < 1e-3
+
+
+def test_float16():
+    case = drawn("glm", dtype=jnp.float16)
+    case.routers = case.routers.astype(jnp.float16)
+    y = result(case, "mosaic_gpu_interpret", case.open("mosaic_gpu_interpret"))
+    ids, weights, *_ = case.open("xla")
+    assert relative(y, expected(case.x, ids, weights, case.gate_up[2], case.down[2])) < 1e-3
+
+
+def test_what_the_kernel_does_not_have_is_refused():
+    case = drawn("glm")
+    fits = partial(opens, case.x, case.routers, case.gate_up, case.router)
+    assert fits(1) and not fits(0)
+    two = jnp.concatenate([case.x] * 2)
+    assert not opens(two, case.routers, case.gate_up, case.router, 1)
+    gated = jnp.pad(case.routers, ((0, 0), (0, 0), (0, 64)))
+    assert not opens(case.x, gated, case.gate_up, case.router, 1)
+    in_float32 = case.routers.astype(jnp.float32)
+    assert not opens(case.x, in_float32, case.gate_up, case.router, 1)
+    with pytest.raises(Refusal, match="64 experts and no gate"):
+        opening_mosaic(
+            case.x, gated, case.bias, case.gate_up, experts=64, choice=case.router.choice,
+            always=1, layer=jnp.int32(2), affine=(1, 0), valid=None, arena=case.arena(),
+            interpret=True,
+        )  # fmt: skip

@@ -1,0 +1,73 @@
+"""A mixture of experts as a module, where one launch opens it: the same sum, and it can be seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxattn import moe
+from jaxattn.arena import Arena
+from jaxattn.bench.model.experts import Choices, WatchedExperts
+from jaxattn.core.layers import LayerOf
+from jaxattn.nn import MixtureOfExperts
+from jaxattn.nn import moe as nn_moe
+from jaxattn.ops.moe import Router
+from jaxattn.ops.router import split_router
+from tests.helpers.kernel_cases import relative
+
+FEATURES, SIZE = 128, 64
+ROUTER = Router(experts=64, top_k=3, scores="sigmoid", normalize=True)
+
+
+def module(kind=MixtureOfExperts):
+    return kind(FEATURES, SIZE, ROUTER, shared_size=2 * SIZE, rngs=nnx.Rngs(3))
+
+
+def stacks_of(experts):
+    """Of one layer, as a bfloat16 model packs them."""
+    names = nn_moe.stacked_names(None, bias=True)
+    stacks = {name: getattr(experts, name)[...][None] for name in names}
+    for name in nn_moe.EXPERTS:
+        stacks[name] = stacks[name].astype(jnp.bfloat16)
+    return stacks | {"router": split_router(stacks["router"])}
+
+
+def step(experts, x, implementation):
+    arena = Arena.allocate(
+        moe.scratch(tokens=1, top_k=5, experts=66, hidden=FEATURES, expert_size=SIZE)
+    )
+    return experts.step(
+        x, stacks_of(experts), LayerOf(jnp.int32(0), 1, 0), valid=jnp.ones((1, 1), jnp.int32),
+        arena=arena, implementation=implementation,
+    )[0]  # fmt: skip
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(5), (1, 1, FEATURES), jnp.bfloat16)
+
+
+def test_a_token_is_opened_in_one_launch_and_gets_what_the_module_gives_it(x, monkeypatch):
+    opened = []
+    real = nn_moe.open_experts
+
+    def counted(*args, **options):
+        opened.append(options["implementation"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(nn_moe, "open_experts", counted)
+    experts = module()
+    assert relative(step(experts, x, "mosaic_gpu_interpret"), experts(x)) < 1e-2
+    assert opened == ["mosaic_gpu_interpret"]
+
+
+def test_who_counts_experts_sees_them_where_they_are_opened(x):
+    watched = module(WatchedExperts)
+    watched.choices = Choices()
+    jax.block_until_ready(step(watched, x, "xla"))
+    jax.effects_barrier()
+    (ids,) = watched.choices.seen
+    logits = x.reshape(1, -1).astype(jnp.float32) @ watched.router[...]
+    assert ids.shape == (1, 3)
+    assert set(ids[0].tolist()) == set(np.argsort(np.asarray(logits[0]))[-3:].tolist())

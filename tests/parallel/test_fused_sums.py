@@ -1,0 +1,118 @@
+"""Layers' outputs that are summed where the next norm is: the same step, in other launches.
+
+On a CPU XLA's form of `all_reduce_norm_layer` runs, which rounds as the plain step does. The kernel
+runs in tests/parallel/test_two_gpus.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Request, check_aliasing
+from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
+from jaxattn.models.mailbox import COUNTS, INBOX, NAME
+from jaxattn.parallel import Parallel
+from jaxattn.parallel.compiled import all_reduces
+from tests.helpers.virtual_devices import on_virtual_devices
+from tests.parallel.cases import SMALL, Stepped, decoder, followed
+from tests.parallel.test_engine import CONFIG, LIMITS
+
+LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("mla", "wide"))
+ROWS = len(SMALL.lengths)
+
+
+def plain(
+    dtype: str = "bfloat16", hidden: int = 128, layers: tuple[tuple[str, str], ...] = LAYERS
+) -> DecoderModel:
+    model = decoder(*layers, dtype=dtype)
+    stream = dataclasses.replace(model.spec.stream, hidden_size=hidden)
+    return DecoderModel(dataclasses.replace(model.spec, stream=stream))
+
+
+@pytest.mark.parametrize("layout", [dict(tensor=2), dict(tensor=4, context=2, expert=2)], ids=str)
+@on_virtual_devices
+def test_a_step_gives_the_same_bits(layout):
+    model, parallel = plain(), Parallel(**layout)
+    tokens, logits = followed(model, parallel)
+    fused = Stepped(model.with_fused_sums(ROWS), parallel)
+    assert fused.state.caches[NAME][INBOX].shape[1:] == (parallel.tensor, ROWS, 128)
+    found, found_logits = followed(model, parallel, steps=fused)
+    np.testing.assert_array_equal(found_logits, logits)
+    np.testing.assert_array_equal(found, tokens)
+
+
+@on_virtual_devices
+def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
+    model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
+    tokens, logits = followed(model, parallel)
+    fused = Stepped(model.with_fused_sums(ROWS), parallel)
+    assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 128)
+    found, found_logits = followed(model, parallel, steps=fused)
+    np.testing.assert_array_equal(found_logits, logits)
+    np.testing.assert_array_equal(found, tokens)
+
+
+@on_virtual_devices
+def test_a_dense_layer_of_data_groups_is_rounded_once_more():
+    """What it adds is sent as the others' is, though no other GPU adds to it."""
+    model, parallel = plain(layers=(("mla", "mlp"), ("mla", "moe"))), Parallel(data=2, expert=2)
+    steps = [Stepped(each, parallel) for each in (model, model.with_fused_sums(ROWS))]
+    plain_tokens, fused_tokens = (followed(model, parallel, steps=each)[0] for each in steps)
+    assert (plain_tokens == fused_tokens).mean() > 0.8
+
+
+@on_virtual_devices
+def test_a_layer_still_has_two_sums_of_one_operand_and_nothing_is_copied():
+    compiled = Stepped(plain().with_fused_sums(ROWS), Parallel(tensor=2)).compiled_decode
+    sums = [each for each in all_reduces(compiled.as_text()) if each.of_layers]
+    # Each norm has one, and what is behind the last layer.
+    assert len(sums) == 2 * len(LAYERS)
+    assert all(each.serves for each in sums), sums
+    check_aliasing(compiled, slack=4096)
+
+
+def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
+    fused = plain().with_fused_sums(8)
+    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 128), COUNTS: (2, 8)}
+    assert not caches(fused)
+    assert not caches(plain(), tensor=2)
+    assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 128)
+    assert not caches(fused, data=2, tensor=2, expert=4)
+    assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
+    assert not caches(plain(hidden=96).with_fused_sums(8), tensor=2)
+
+
+def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the mailbox's arrays."""
+    found = {each.name: each for each in divided(model, Parallel(**layout)).caches}
+    if NAME not in found:
+        return {}
+    shapes = found[NAME].shapes(CacheSize(pages=1, slots=1))
+    assert shapes[INBOX].dtype == jnp.bfloat16
+    return {name: shape.shape for name, shape in shapes.items()}
+
+
+@pytest.mark.slow
+@on_virtual_devices
+def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
+    """One bucket sums in a launch, and one has more rows than that."""
+    config = dataclasses.replace(
+        CONFIG, hidden_size=128, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
+    )
+    model = Hybrid(config)
+    params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
+    limits = dataclasses.replace(LIMITS, batch=12, decode_buckets=(8,))
+    asked = [Request([7 * at % 251 for at in range(n)], max_tokens=6) for n in (9, 70, 20)]
+    found = {}
+    for each in (model, model.with_fused_sums(8)):
+        options = {"parallel": Parallel(tensor=2), "implementation": "xla", "workers": 2}
+        with Engine(each, params, limits, strict=True, **options) as engine:
+            found[each] = [done.tokens for done in engine.generate(asked)]
+            assert not engine.seal.counts
+            inbox = {item.name: item.nbytes for item in engine.plan.items}.get("peer inbox")
+            assert inbox == (2 * 2 * 8 * 128 * 2 if each is not model else None)
+    first, second = found.values()
+    assert first == second
