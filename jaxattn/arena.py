@@ -265,6 +265,9 @@ class Arena:
                 f"{spec.op}: region {name!r} starts at element {first:,} of the {region.dtype} "
                 "lane, past XLA's int32 start indices; write it through lane and with_lane"
             )
+        # Without it XLA takes a kernel that last wrote the lane for the source of this update, and
+        # refuses to compile the fusion that it makes of both (jaxlib 0.11.2, "DUS target").
+        lane = lax.optimization_barrier(lane)
         lane = lax.dynamic_update_slice(lane, value.reshape(-1), (first,))
         return self._with(region.dtype, lane)
 

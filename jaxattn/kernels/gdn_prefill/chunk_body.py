@@ -150,34 +150,39 @@ def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
     return filled(x)
 
 
-def own_products(rows: list[jax.Array], *, interpret: bool) -> jax.Array:
-    """Products of rows [64, 64] side by side with the 16 rows of their warp, float32 [64, 16].
+def own_products(rows: list[jax.Array], columns: list[jax.Array], *, interpret: bool) -> jax.Array:
+    """Products of rows [64, 64] side by side with the 16 `columns` of their warp, float32 [64, 16].
 
-    A row's square stands on the diagonal: `mma` takes a sixth of the instructions that squares and
-    sums of single numbers do.
+    Of rows with themselves a row's square stands on the diagonal: `mma` takes a sixth of the
+    instructions that squares and sums of single numbers do.
     """
     if interpret:
-        wide = jnp.concatenate(rows, axis=1).astype(jnp.float32).reshape(4, 16, -1)
-        return jnp.einsum("bik,bjk->bij", wide, wide).reshape(CHUNK, 16)
-    kind = "bf16" if rows[0].dtype == jnp.bfloat16 else "f16"
+        left, right = (
+            jnp.concatenate(x, axis=1).astype(jnp.float32).reshape(4, 16, -1)
+            for x in (rows, columns)
+        )
+        return jnp.einsum("bik,bjk->bij", left, right).reshape(CHUNK, 16)
+    kind, parts = "bf16" if rows[0].dtype == jnp.bfloat16 else "f16", len(rows)
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE,) * len(rows),
+        arg_types=(TILE,) * (2 * parts),
         return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.float32, layout=TILE),
     )
-    def products(ctx: Any, *rows: Any) -> Any:
+    def products(ctx: Any, *given: Any) -> Any:
         del ctx
         halves = [[number(0.0)] * 4 for _ in range(2)]
-        for part in rows:
-            registers = [llvm.bitcast(i32(), pair) for pair in part.registers.flat]
-            for first in range(0, len(registers), 4):
-                left = registers[first : first + 4]
+        for part in zip(given[:parts], given[parts:], strict=True):
+            of_rows, of_columns = (
+                [llvm.bitcast(i32(), pair) for pair in x.registers.flat] for x in part
+            )
+            for first in range(0, len(of_rows), 4):
+                left = of_rows[first : first + 4]
                 for half in range(2):  # what is a row on the left is a column on the right
-                    right = [left[half], left[2 + half]]
+                    right = [of_columns[first + half], of_columns[first + 2 + half]]
                     halves[half] = mma(kind, left, right, halves[half])
-        return fragmented(pairs([*halves[0], *halves[1]]), (CHUNK, 16), rows[0].layout)
+        return fragmented(pairs([*halves[0], *halves[1]]), (CHUNK, 16), given[0].layout)
 
-    return products(*rows)
+    return products(*rows, *columns)
 
 
 def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None:
@@ -341,7 +346,7 @@ class Block:
     def _log_inverse(self, rows: Any) -> jax.Array:
         """Of each row's length."""
         halves = [plgpu.load(rows.at[half], layout=TILE) for half in range(2)]
-        products = own_products(halves, interpret=self.cut.interpret)
+        products = own_products(halves, halves, interpret=self.cut.interpret)
         own = lax.rem(iota((CHUNK, 16), 0), jnp.int32(16)) == iota((CHUNK, 16), 1)
         return -0.5 * jnp.log2(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 

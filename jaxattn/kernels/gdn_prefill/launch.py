@@ -1,7 +1,8 @@
 """Chunked gated delta rule on a Hopper GPU: the plan, and the kernels in order.
 
     chunk.py         of every chunk of 64 tokens alone: its inverse, its masked scores
-    channels.py      the same where every channel of the key decays by itself, by XLA
+    channel_chunk.py the same where every channel of the key decays by itself
+    channel_pass.py  of such chunks, the making and the pass over them in one launch
     segments.py      if sequences are few and long: the states inside them, in parallel
     state_pass.py    the pass over the chunks of each sequence, state in registers
 
@@ -19,7 +20,8 @@ from jax import lax
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import checkpoint_slots
-from jaxattn.kernels.gdn_prefill.channels import Make, channel_chunks
+from jaxattn.kernels.gdn_prefill.channel_chunk import channel_chunks
+from jaxattn.kernels.gdn_prefill.channel_pass import channel_pass, shares
 from jaxattn.kernels.gdn_prefill.chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.kernels.gdn_prefill.segments import segment_starts, transition_pass
@@ -219,8 +221,8 @@ def gdn_prefill_mosaic(
     cu_seqlens: jax.Array | None = None,
     use_qk_l2norm: bool = False,
     segment: int | None = None,
+    together: bool | None = None,
     norm: Norm | None = None,
-    make: Make | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +231,8 @@ def gdn_prefill_mosaic(
     With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`: output and the pool's states.
     For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
-    With `make`, g is [B, T, Hv, Dk]: it makes what chunk.py makes of a decay per head.
+    `together` has chunks of decays per channel made in the launch that passes over them.
+    A g of [B, T, Hv, Dk] has a decay for every channel of the key.
     """
     batch, length = v.shape[:2]
     tokens = batch * length
@@ -249,51 +252,52 @@ def gdn_prefill_mosaic(
     # A copy takes 64 rows, and no array may be shorter than that.
     short = (0, max(0, CHUNK - tokens))
     q, k, v, g, beta = (jnp.pad(x, (short, *[(0, 0)] * (x.ndim - 1))) for x in (q, k, v, g, beta))
-    mode = {"interpret": interpret, "detect_races": detect_races}
-    g, beta, written = g.astype(jnp.float32), beta.astype(jnp.float32), None
+    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    g, beta, channels = g.astype(jnp.float32), beta.astype(jnp.float32), g.ndim == 3
     of_chunks: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
     afterwards = 1.0
-    if make is not None:
-        with jax.named_scope("chunks"):
-            made = channel_chunks(q, k, g, beta, table.table, table.num_chunks, make, **of_chunks)
-        q, k, written, x, p, vectors = made
-        drawn = jnp.zeros(1, jnp.int32)
-    else:
-        if scale <= 0:  # of which the kernel has no logarithm
-            of_chunks["scale"], afterwards = 1.0, scale
-        x, p, vectors, drawn = chunk_matrices(
-            q, k, g, beta, table.table, table.num_chunks, **of_chunks, **mode
-        )
-    starts = None if pool is not None else slots.states
+    if scale <= 0 and not channels:  # of which the kernel has no logarithm
+        of_chunks["scale"], afterwards = 1.0, scale
     busy = count if not segment else max(count, -(-tokens // segment))
-    if segment:
-        ends, transitions = transition_pass(
-            k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
-        )
-        starts = segment_starts(
-            ends, transitions, table.sequences, slots.states, slots.layer, **mode
-        )
     inside = (
         norm is not None and afterwards == 1.0 and norms_inside(norm, v.dtype, busy * v.shape[1])
     )
-    o, states = output_pass(
-        q,
-        k,
-        v,
-        x,
-        p,
-        vectors,
-        table.table,
-        drawn,
-        written=written,
-        starts=starts,
-        layer=slots.layer,
-        finals=count if pool is None else pool.states,
-        kept=table.kept,
-        norm=norm if inside else None,
-        busy=busy,
-        **mode,
-    )
+    of_states: dict[str, Any] = {
+        "starts": None if pool is not None else slots.states,
+        "layer": slots.layer,
+        "finals": count if pool is None else pool.states,
+        "kept": table.kept,
+    }
+    if together is None:
+        together = channels and not segment and not inside and not detect_races
+    if together:
+        makers, halves = shares(tokens, count, v.shape[1])
+        o, states = channel_pass(
+            q, k, v, g, beta, table.table, table.num_chunks, makers=makers, halves=halves,
+            interpret=interpret, **of_chunks, **of_states,
+        )  # fmt: skip
+    else:
+        with jax.named_scope("chunks"):
+            chunks, drawn, written = table.table, jnp.zeros(1, jnp.int32), None
+            if channels:
+                q, k, written, x, p, vectors = channel_chunks(
+                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                )
+            else:
+                x, p, vectors, drawn = chunk_matrices(
+                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                )
+        if segment:
+            ends, transitions = transition_pass(
+                k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
+            )
+            of_states["starts"] = segment_starts(
+                ends, transitions, table.sequences, slots.states, slots.layer, **mode
+            )
+        o, states = output_pass(
+            q, k, v, x, p, vectors, table.table, drawn, written=written,
+            norm=norm if inside else None, busy=busy, **of_states, **mode,
+        )  # fmt: skip
     o = o[:tokens]
     if afterwards != 1.0:
         o = o * jnp.asarray(afterwards, o.dtype)

@@ -151,7 +151,6 @@ def chunk_rule(
                 cu_seqlens=cu_seqlens if known is None else known,  # here a tracer
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
-                make=rule.make,
                 interpret=interpret,
             )
 

@@ -205,7 +205,6 @@ def prefill_rule(
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
                 norm=normed,
-                make=rule.make,
                 interpret=interpret,
             )
         return o, stack.reshape(state.shape)

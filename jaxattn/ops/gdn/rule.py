@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from jaxattn.kernels.gdn_prefill.channels import Make
 from jaxattn.ops.gdn.chunk_xla import MakeOperands, head_operands
 
 
@@ -14,13 +13,11 @@ class Rule:
         operands: what the scan over chunks meets, of the rule's decays.
         channels: g is [B, T, Hv, Dk], and not [B, T, Hv].
         sigmoid: the gated norm behind the rule has sigmoid(z), and not silu(z).
-        make: of decays per channel, what the kernel takes of each chunk.
     """
 
     operands: MakeOperands
     channels: bool = False
     sigmoid: bool = False
-    make: Make | None = None
 
 
 GATED = Rule(head_operands)

@@ -10,7 +10,6 @@ import pytest
 from jaxattn import kda
 from jaxattn.kernels.gdn_prefill import state_pass
 from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic
-from jaxattn.ops.kda.rule import KIMI
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
     BOUND,
@@ -62,6 +61,15 @@ def test_equal_keys_without_decay(implementation):
 
 
 @both_devices
+def test_keys_that_are_no_unit_vectors_and_a_negative_scale(implementation):
+    case = make([70], value_heads=1, gates=0.2)
+    case.k = case.k * 0.125
+    options = {"use_qk_l2norm": False, "scale": -0.3}
+    out, states = run(case, implementation, **options)
+    assert_matches(case, out, states, l2norm=False, scale=-0.3)
+
+
+@both_devices
 def test_states_by_slot_beside_padding(implementation):
     pooled = on_a_pool(
         make([66, 3, 0, 1], padding=3), [5, -1, 2, 0], [3, 4, 2, 0],
@@ -69,6 +77,28 @@ def test_states_by_slot_beside_padding(implementation):
     )  # fmt: skip
     step = functools.partial(kda.kda_prefill, implementation=implementation, split_tokens=64)
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
+
+
+@pytest.mark.parametrize(
+    "lens, heads, interpret",
+    [
+        ([70, 3], 1, True),
+        pytest.param([70, 0, 2000, 1000], 32, False, marks=pytest.mark.gpu),
+        pytest.param([8192], 32, False, marks=pytest.mark.gpu),
+    ],
+)
+def test_chunks_made_beside_the_pass_change_no_bit(lens, heads, interpret):
+    case = make(lens, key_heads=heads, value_heads=heads, gates=0.1)
+    apart, together = (
+        jax.jit(
+            functools.partial(
+                gdn_prefill_mosaic, together=together, segment=0, scale=0.1, use_qk_l2norm=True,
+                interpret=interpret,
+            )
+        )(*case.args, **case.packed)
+        for together in (False, True)
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, together, apart)
 
 
 def test_no_race_in_the_interpreter(monkeypatch):
@@ -84,7 +114,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
         out, new = jax.block_until_ready(
             at_once(
                 gdn_prefill_mosaic, *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens,
-                pool=pool, segment=64, scale=128**-0.5, use_qk_l2norm=True, make=KIMI.make,
+                pool=pool, segment=64, scale=128**-0.5, use_qk_l2norm=True,
                 interpret=True, detect_races=True,
             )
         )  # fmt: skip

@@ -1,0 +1,143 @@
+"""What Kimi's delta rule's prefill needs of each chunk of 64 tokens alone, on tensor cores.
+
+Every channel of the key decays by itself. With `G` [64, 128] the running sums of the log decays in
+a chunk, and rows i, j of it,
+
+    A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)       for i > j, else 0
+    X    = (I + A)^-1 diag(beta)                         by inverse.py
+    P_ij = scale sum_d q_id k_jd exp(G_id - G_jd)        for i >= j, else 0
+
+and q exp(G), k exp(G), k exp(G_last - G), which meet the state. The chunk is cut in halves again
+and again: a row of a second half and a column of a first one meet at the place between them, with
+a decay up to the row and one behind the column, both at most 1.
+
+Limits: those of launch.py. Reference: `jaxattn.ops.kda.channel_decay`; tests:
+tests/kernels/gdn_prefill/test_channels.py.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.kernels.gdn_prefill.channel_body import (
+    SCALING,
+    WARPGROUPS,
+    Block,
+    Cut,
+    Refs,
+    scratch_types,
+)
+from jaxattn.kernels.gdn_prefill.tiles import CHUNK, DIM, TRIANGLE, compiler_params
+from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import NUM_SMS
+
+# By the names of `Refs`, in the order of `ChannelChunks`.
+OUTPUTS = ("q_read_ref", "k_read_ref", "k_written_ref", "x_ref", "p_ref", "ends_ref")
+
+
+class ChannelChunks(NamedTuple):
+    """What the passes take in the place of tokens and of `chunk_matrices`."""
+
+    q: jax.Array  # [N, Hv, 64, 128], times scale exp(G)
+    k: jax.Array  # times -exp(G)
+    written: jax.Array  # keys times exp(G_last - G)
+    x: jax.Array  # [N, Hv, *TRIANGLE], as p
+    p: jax.Array
+    ends: jax.Array  # float32 [N, Hv, 2, 64], exp(G_last) in halves
+
+
+def channel_chunks(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunks: jax.Array,
+    count: int,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> ChannelChunks:
+    """The operands of the chunks of a plan.
+
+    Args:
+        q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
+        g: float32 [T, Hv, 128], log decays; beta: float32 [T, Hv]; likewise.
+        chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
+            and in column N how many chunks from the first are to be done.
+        count: N.
+    """
+    launched = prepared(
+        q, k, g, beta, chunks, count, scale=scale, use_qk_l2norm=use_qk_l2norm, interpret=interpret
+    )
+    out = launch(
+        lambda **refs: Block(launched.cut, Refs(**refs)).run(),
+        name="kda_prefill_chunk",
+        grid={"block": launched.cut.blocks},
+        inputs=launched.inputs,
+        outputs=launched.outputs,
+        scratch=scratch_types(q.dtype, interpret=interpret),
+        warpgroups=WARPGROUPS,
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return ChannelChunks(*(out[name] for name in OUTPUTS))
+
+
+class Launched(NamedTuple):
+    """A launch of the kernel: what it works on, by the names of `Refs`."""
+
+    cut: Cut
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+
+
+def prepared(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunks: jax.Array,
+    count: int,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    blocks: int = NUM_SMS,
+    last_first: bool = True,
+    interpret: bool,
+) -> Launched:
+    """For the arguments of `channel_chunks`, with at most so many blocks."""
+    value_heads, dtype = beta.shape[1], q.dtype
+    cut = Cut(
+        count=count,
+        group=value_heads // k.shape[1],
+        blocks=min(count * value_heads, blocks),
+        scale=scale,
+        l2norm=use_qk_l2norm,
+        last_first=last_first,
+        dtype=dtype,
+        interpret=interpret,
+    )
+    inputs = {
+        "q_ref": q,
+        "k_ref": k,
+        "g_ref": g,
+        "beta_ref": _by_chunk(beta, chunks, count),
+        "chunks_ref": chunks,
+    }
+    rows = jax.ShapeDtypeStruct((count, value_heads, CHUNK, DIM), dtype)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
+    ends = jax.ShapeDtypeStruct((count, value_heads, SCALING, 64), jnp.float32)
+    made = (rows, rows, rows, matrix, matrix, ends)
+    return Launched(cut, inputs, dict(zip(OUTPUTS, made, strict=True)))
+
+
+def _by_chunk(beta: jax.Array, chunks: jax.Array, count: int) -> jax.Array:
+    """[T, Hv] -> [N, Hv, 64], 0 outside of the chunk."""
+    place = jnp.arange(CHUNK, dtype=jnp.int32)
+    inside = place < chunks[1, :count, None]
+    token = jnp.where(inside, chunks[0, :count, None] + place, beta.shape[0])
+    return jnp.swapaxes(beta.at[token].get(mode="fill", fill_value=0), 1, 2)
