@@ -9,8 +9,8 @@ products of a decode step, `python -m jaxattn.bench host` what the engine's host
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
-have both times too, where they are installed. Every row says what fraction it is of the copy and
-matmul ceilings of the same run.
+have both times too, where they are installed. Every row says what fraction its `us` is of what a
+burst of copies, reads and products reaches in the same run.
 `python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored, and `python -m
 jaxattn.bench compare A.json B.json` holds two of them side by side.
 """
@@ -51,10 +51,10 @@ from jaxattn.bench import (
     step,
     triton_peers,
 )
+from jaxattn.bench.ceilings import ceilings, of_ceilings
 from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import ceilings, of_ceilings
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -216,7 +216,7 @@ def measure(
     for shape in shapes_of(module, args):
         xla = not (args.no_peers or args.no_xla or args.implementation == "xla")
         row = module.measure(shape, args.implementation, xla=xla)
-        if "copy_GB_s" in facts:
+        if "burst" in facts:
             row |= of_ceilings(row, facts)
         unit = plot.unit(row)
         for who, times in others.items():

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.bench import record
+from jaxattn.bench.ceilings import copy_bandwidth
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import copy_bandwidth, launches, rotation, seconds
+from jaxattn.bench.timing import launches, rotation, seconds
 from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.models.base import compiler_options

@@ -19,7 +19,8 @@ all-reduce:
 FUSION,COLLECTIVES
 
 `--one-launch` times steps whose all-reduces, residual sums and norms are launches of
-`all_reduce_norm_layer` too; their rows have `one launch` True.
+`jaxattn.ops.all_reduce_norm` too; their rows have `one launch` True. Data groups of one GPU have
+them too, and of the others those of one group.
 
 `roof ms` is what the bytes of a step take, read once at the card's rate (`bench model` says which).
 `collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
@@ -82,8 +83,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--one-launch",
         action="store_true",
-        help=f"time steps of up to {MOST_TOKENS} rows whose sums, residuals and norms are one "
-        "launch each too; it needs --data 1",
+        help=f"time steps of up to {MOST_TOKENS} rows of a data group whose sums, residuals and "
+        "norms are one launch each too",
     )
     parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
@@ -182,14 +183,15 @@ def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
     wanted = [] if args.not_alone else [(ALONE, False)]
     for parallel in args.layouts:
         wanted.append((parallel, False))
-        if args.one_launch and parallel.data == 1 < parallel.tensor:
+        own: Any = divided(args.model.with_fused_sums(), parallel)
+        if args.one_launch and own.spec.sums_fused:
             wanted.append((parallel, True))
     return list(dict.fromkeys(wanted))
 
 
 def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout | None:
     """The layout with those rows that its groups share and that it has room for."""
-    most = MOST_TOKENS if fused else max(args.rows)
+    most = MOST_TOKENS * parallel.data if fused else max(args.rows)
     rows = sorted(count for count in args.rows if count % parallel.data == 0 and count <= most)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     while rows:

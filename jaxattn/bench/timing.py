@@ -1,4 +1,4 @@
-"""Times on one device, with one meaning in every bench, and the two ceilings of the same run.
+"""Times on one device, with one meaning in every bench.
 
 `us` or `ms`: GPU time of an op's kernels, from a profile: all that its executable runs, but copies
 from the host.
@@ -316,41 +316,3 @@ def gpu_launches(call: Callable[[], Any]) -> dict[Launch, list[tuple[float, floa
                         launch = Launch(event.name, op)
                         events[launch].append((event.start_ns, event.duration_ns))
     return events
-
-
-# Operations of a ceiling at a time: what starts one, up to a millisecond, hides behind the others.
-AT_A_TIME = 32
-
-
-def copy_bandwidth(size: int = 2**29) -> float:
-    """Bytes read plus written per second, by device-to-device copies of `size` bfloat16 numbers."""
-    x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
-    copy = jax.jit(jnp.copy)
-
-    def call():
-        for _ in range(AT_A_TIME):
-            y = copy(x)  # 32 GiB at most, if none makes room for the next
-        return y
-
-    return AT_A_TIME * 2 * x.nbytes / seconds(call)
-
-
-def matmul_rate(n: int = 8192) -> float:
-    """FLOP per second of n^3 bfloat16 products of random matrices, float32 accumulation."""
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / n**0.5 for i in (0, 1))
-    matmul = jax.jit(lambda a, b: jax.lax.fori_loop(0, AT_A_TIME, lambda _, a: a @ b, a))
-    return AT_A_TIME * 2 * n**3 / seconds(lambda: matmul(a, b))
-
-
-def ceilings() -> dict[str, float]:
-    """What this GPU reaches in this run: copying, and multiplying matrices."""
-    return {"copy_GB_s": copy_bandwidth() / 1e9, "matmul_TFLOP_s": matmul_rate() / 1e12}
-
-
-def of_ceilings(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A row's GB/s and TFLOP/s as fractions of the run's ceilings, and the share of its roof: the
-    greater of the two is the one that binds."""
-    copy = row["GB/s"] / facts["copy_GB_s"]
-    matmul = row["TFLOP/s"] / facts["matmul_TFLOP_s"]
-    binds = "copy" if copy > matmul else "matmul"
-    return {"of copy": copy, "of matmul": matmul, "% of roof": f"{max(copy, matmul):.1%} {binds}"}

@@ -27,6 +27,9 @@ PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # is there. For shapes alone: what was traced so can run on such a GPU only. JAX knows of it, and
 # takes no trace from outside.
 traced_for_hopper = jax.make_user_context(default_value=False)
+# With `kernels_untraced(True)`, a kernel that is traced is its operands and results, without its
+# body: for what a step takes, and nothing that runs. Bodies are three quarters of a trace's time.
+kernels_untraced = jax.make_user_context(default_value=False)
 
 
 class Refusal(NotImplementedError):

@@ -16,6 +16,7 @@ import jax
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.devices import arguments, group_of, jitted_step
 from jaxattn.engine.kept import Kept, UnknownError, folder_of_cache
+from jaxattn.engine.lowered import Lowered
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
@@ -89,6 +90,8 @@ def _compile(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
     own = next(each for each in devices if each.process_index == jax.process_index())
+    backend = devices[0].platform
+    lowered = Lowered(model, limits, shapes, implementation, backend) if group is None else None
 
     def build(step: Step) -> jax.stages.Compiled:
         if on_compile:
@@ -96,9 +99,10 @@ def _compile(
         start = time.perf_counter()
         executable = kept.load(str(step)) if kept else None
         if executable is None:
-            backend = devices[0].platform
-            jitted = jitted_step(step, model, limits, tree, implementation, backend, group)
             with jax.default_device(own):
+                jitted = jitted_step(
+                    step, model, limits, tree, implementation, backend, group, lowered
+                )
                 given = arguments(step, model, limits, shapes, group)
                 executable = jitted.lower(*given).compile()
             if kept:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.lowered import Lowered, decode_of
 from jaxattn.engine.model_steps import EntryPoint, Round
 from jaxattn.engine.row_steps import Copy, Mask, Sample
 from jaxattn.engine.rows import Rows
@@ -99,12 +100,17 @@ def jitted_step(
     implementation: Implementation | None,
     backend: str,
     group: Group | None = None,
+    lowered: Lowered | None = None,
 ) -> Any:
     """The step's function, jitted as the engine compiles it.
 
     Args:
         tree: the structure of the packed parameters.
+        lowered: gives decode steps that are lowered; on one device alone.
     """
+    if lowered is not None and (decode := decode_of(step)):
+        call = lowered(decode)
+        return jit_step(step.behind(call) if isinstance(step, Round) else call, backend=backend)
     function = step.function(model, limits, tree)
     if isinstance(step, EntryPoint | Round):
         entry = step.decode if isinstance(step, Round) else step

@@ -181,7 +181,7 @@ class Engine(Lifecycle):
             on_finish: called when a request is done or refused.
 
         Raises:
-            TypeError: one of them is no `Request`.
+            TypeError: `requests` is one request, or something in it is none.
             ValueError: two requests have the same id.
             GenerationInterrupted: Ctrl-C, at any time. It holds what was generated, and the engine
                 stays usable.

@@ -14,8 +14,11 @@ def all_numbered(requests: Iterable[Any]) -> list[Request]:
     """Requests with ids of their own: a place in the list, or a number that is free.
 
     Raises:
+        TypeError: it is one request, or something in it is none.
         ValueError: two requests were given the same id; the message has both places.
     """
+    if isinstance(requests, Request):
+        raise TypeError("requests must be a list of jaxattn.Request; write [request]")
     found = list(requests)
     taken: dict[int, int] = {}
     for place, request in enumerate(found):

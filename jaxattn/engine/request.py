@@ -113,6 +113,7 @@ class Request:
             value = getattr(self, name)
             if value is not None or name in ("max_tokens", "top_k", "priority"):
                 _check_integer(name, value)
+                object.__setattr__(self, name, operator.index(value))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in (
             "temperature",

@@ -17,7 +17,7 @@ process. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla"); tests:
 tests/parallel/test_two_gpus_norm.py.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,10 @@ from jaxattn.kernels.hopper.registers import (
 from jaxattn.kernels.rms_norm import MOST_FEATURES, THREADS, norms_features
 
 MOST_GPUS = 8
+# What a call does. "sum" adds the parts of all GPUs, which have the same tokens. Where each has
+# tokens of its own, "norm" adds the GPU's own part and gives the norms of all, and "own" adds the
+# parts that all GPUs have of its tokens.
+type Meeting = Literal["sum", "norm", "own"]
 BYTES = 2  # of a number that is sent
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
@@ -58,11 +62,14 @@ def all_reduce_norm_mosaic(
     affine: tuple[int, int] = (1, 0),
     eps: float,
     dtype: Any,
+    meeting: Meeting = "sum",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(sum, its norm, inbox, counts), as `jaxattn.ops.all_reduce_norm` documents it.
 
-    `affine` (a, b): the layer is `a * layer + b`.
+    Args:
+        part: [T, F], or [N * T, F] of a meeting "own".
+        affine: (a, b): the layer is `a * layer + b`.
     """
     op = "all_reduce_norm_layer"
     if interpret:
@@ -81,6 +88,9 @@ def all_reduce_norm_mosaic(
     vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
 
+    if meeting == "own":
+        part = part.reshape(gpus, tokens, features)
+
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
@@ -90,22 +100,43 @@ def all_reduce_norm_mosaic(
         token, own = lax.axis_index("token"), lax.axis_index(axes)
         calls = counts_ref[1, token]
         side = lax.rem(calls, jnp.int32(2))
-        sent = load(part_ref.at[token]).astype(jnp.bfloat16)
-        send = plgpu.inline_mgpu(arg_types=(PLAIN, PLAIN, layout, SPLAT, SPLAT, SPLAT))(_send)
-        send(inbox_ref, counts_ref, sent, side, own, token)
-        # What needs no part of another GPU is read while those are on the way.
-        values = load(x_ref.at[token])
-        weight = load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
+
+        def weight() -> jax.Array:
+            return load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
+
+        def normed(values: jax.Array, weight: jax.Array) -> jax.Array:
+            factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
+            sum_ref.at[token][...] = values
+            return values * factor * weight
+
+        def parts() -> list[jax.Array]:
+            match meeting:
+                case "sum":
+                    return [load(part_ref.at[token])]
+                case "own":
+                    return [load(part_ref.at[gpu, token]) for gpu in range(gpus)]
+                case "norm":
+                    return [normed(load(x_ref.at[token]) + load(part_ref.at[token]), weight())]
+
+        sent = [each.astype(jnp.bfloat16) for each in parts()]
+        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT
+        send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(_send)
+        send(inbox_ref, counts_ref, side, own, token, *sent)
+        if meeting != "norm":  # read while parts of other GPUs are on the way
+            values, scales = load(x_ref.at[token]), weight()
         wait = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_wait)
         wait(counts_ref, token, (calls + 1) * gpus)
+        counts_ref[1, token] = calls + 1
+        if meeting == "norm":
+            for gpu in range(gpus):
+                out_ref.at[gpu, token][...] = load(inbox_ref.at[side, gpu, token]).astype(dtype)
+            return
         for gpu in range(gpus):
             values += load(inbox_ref.at[side, gpu, token])
-        counts_ref[1, token] = calls + 1
-        factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
-        sum_ref.at[token][...] = values
-        out_ref.at[token][...] = (values * factor * weight).astype(dtype)
+        out_ref.at[token][...] = normed(values, scales).astype(dtype)
 
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(counts)
+    all_of_them = (gpus,) if meeting == "norm" else ()
     out = launch(
         body,
         name="all_reduce_norm",
@@ -121,7 +152,7 @@ def all_reduce_norm_mosaic(
         },
         outputs={
             "sum_ref": jax.ShapeDtypeStruct(x.shape, jnp.float32),
-            "out_ref": jax.ShapeDtypeStruct(x.shape, dtype),
+            "out_ref": jax.ShapeDtypeStruct(all_of_them + x.shape, dtype),
         },
         # XLA would let all GPUs meet before the launch, as for semaphores that it has set to zero.
         compiler_params=plgpu.CompilerParams(
@@ -130,21 +161,26 @@ def all_reduce_norm_mosaic(
             lowering_semantics=plgpu.LoweringSemantics.Lane,  # where PTX can name a peer's memory
         ),
     )
-    return out["sum_ref"], out["out_ref"], jax.freeze(inbox_ref), jax.freeze(counts_ref)
+    normed = out["out_ref"].reshape(-1, features)
+    return out["sum_ref"], normed, jax.freeze(inbox_ref), jax.freeze(counts_ref)
 
 
-def _send(ctx: Any, inbox: Any, counts: Any, sent: Any, side: Any, own: Any, token: Any) -> None:
-    """Writes a token's part into the inbox on each GPU, and then counts one more there."""
+def _send(ctx: Any, inbox: Any, counts: Any, side: Any, own: Any, token: Any, *sent: Any) -> None:
+    """Writes a token's part into the inbox on each GPU, and then counts one more there.
+
+    Args:
+        sent: one for all GPUs, or one for each.
+    """
     side, own, token = (single(x) for x in (side, own, token))
     thread = Thread()
     _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
     row = plus(times(plus(times(side, gpus), own), tokens), token)
-    wide = ir.VectorType(sent.registers.flat[0].type).shape[0] * BYTES
+    wide = ir.VectorType(sent[0].registers.flat[0].type).shape[0] * BYTES
     place = plus(times(row, features * BYTES), times(thread.index, wide))
     everywhere = [mgpu.c(gpu, i32()) for gpu in range(gpus)]
-    for gpu in everywhere:
+    for number_of, gpu in enumerate(everywhere):
         there = ctx.to_remote(inbox, gpu)
-        for number, vector in enumerate(sent.registers.flat):
+        for number, vector in enumerate(sent[number_of % len(sent)].registers.flat):
             store(vector, there, place, number * THREADS * wide)
     utils.warpgroup_barrier()
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread.index, word(0))):

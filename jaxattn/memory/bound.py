@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from jaxattn.core.dispatch import kernels_untraced
+
 # cuBLAS on Hopper asks for 32 MiB, and XLA for 4 MiB more outside of loops.
 LIBRARY_WORKSPACE = 36 * 2**20
 
@@ -56,7 +58,8 @@ def temp_bound(step: Any, *args: Any, donated: int, axes: Mapping[str, int] | No
         axes: of the mesh over which the step is one device's, with their sizes.
     """
     traced = jax.make_jaxpr(step, axis_env=list((axes or {}).items()), return_shape=True)
-    closed, results = traced(*args)
+    with kernels_untraced(True):  # what a kernel takes of its own is no array of XLA's
+        closed, results = traced(*args)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     first = sum(counts[:donated])
     mine = set(range(first, first + counts[donated]))

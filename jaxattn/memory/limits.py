@@ -1,8 +1,9 @@
 """What an engine is asked to hold: batch, lengths, cache, buckets."""
 
 import dataclasses
+from typing import Any
 
-from jaxattn.core.checks import MOST, check_sizes
+from jaxattn.core.checks import MOST, check_sizes, is_integer
 from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.memory.budget import check_utilization
 
@@ -79,6 +80,8 @@ class Limits:
     groups: int = 1
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            object.__setattr__(self, name, _plain(value))
         if self.cache_format not in CACHE_FORMATS:
             raise ValueError(
                 f"cache_format must be one of {', '.join(CACHE_FORMATS)}; got "
@@ -109,7 +112,7 @@ class Limits:
                 check_utilization(value)
                 continue
             for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                if not is_integer(number) or number < 1:
                     raise ValueError(f"{name} must be a positive integer; got {number!r}")
                 if number > MOST:
                     raise ValueError(f"{name} must be at most {MOST:,}, an int32; got {number:,}")
@@ -182,6 +185,13 @@ class Limits:
         """Tokens of the prefill executables, ascending."""
         longest = min(self.prefill_chunk, self.max_model_len)
         return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
+
+
+def _plain(value: Any) -> Any:
+    """Python's integers and tuples for NumPy's integers and lists, so that equal limits are one."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return int(value) if is_integer(value) else value
 
 
 def larger_shares(utilization: float | None) -> tuple[float, ...]:

@@ -139,6 +139,10 @@ class Mixer(abc.ABC):
         """The small weights of one place in a pattern, a row for each repeat."""
         return None
 
+    def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
+        """Those matrices [repeats, in, out] that get columns of zeros, by their modules' names."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedForward(abc.ABC):
@@ -166,7 +170,8 @@ class FeedForward(abc.ABC):
         return ArenaSpec()
 
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
-        """Those parameters, [repeats, ...], that the steps read faster in another form."""
+        """Those parameters, [repeats, ...], that the steps read faster in another form, by their
+        names: "router", "gate_proj.weight"."""
         return {}
 
     def step(

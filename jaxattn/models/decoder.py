@@ -110,8 +110,11 @@ class DecoderModel(Model):
         """The same model that, on several GPUs, sums layers' outputs by a kernel of its own.
 
         Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
-        (`jaxattn.ops.all_reduce_norm`). It is for bfloat16, `data` 1 and one process; elsewhere the
-        steps stay as they are.
+        (`jaxattn.ops.all_reduce_norm`). It is for bfloat16 and one process, and for `data` 1 or
+        data groups of one GPU with experts over all; elsewhere the steps stay as they are.
+
+        Args:
+            tokens: of a data group.
         """
         return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
 

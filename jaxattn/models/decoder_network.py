@@ -38,6 +38,11 @@ from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.ops.all_reduce_norm import (
+    all_reduce_norm_layer,
+    norm_gather_layer,
+    own_sum_norm_layer,
+)
 from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
 
 LEAST_ROWS = 8  # of the head's product
@@ -183,7 +188,7 @@ class Decoder(nnx.Module):
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
         # What a layer adds to the stream waits for the norm of the next: they are one launch.
         added = x.dtype if fused else self._added_dtype(x)
-        y = jnp.zeros_like(x, added)
+        y = self._part(jnp.zeros_like(x, added), fused)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -203,7 +208,7 @@ class Decoder(nnx.Module):
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     add_norm, add_mlp_norm = self._norms_of(
-                        layer, norms, segment, place, following, fused, implementation
+                        block, layer, norms, segment, place, following, fused, implementation
                     )
                     x, normed, state = add_norm(x, y, state)
                     y, arrays, arena = block.mixer.decode(
@@ -229,14 +234,14 @@ class Decoder(nnx.Module):
                         following,
                         arena,
                         implementation,
-                        summed=not fused,
+                        fused=fused,
                     )
                     state = state.replace(name, arrays, after)
                 return x, y.astype(added), state
 
             carry = x, y, state
             x, y, state = loop(segment.repeats, body, carry, (params,))
-        return self._head(x + (self._total(y) if fused else y)), state
+        return self._head(x + (self._own_total(y) if fused else y)), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
         """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
@@ -294,6 +299,23 @@ class Decoder(nnx.Module):
         """Whether a step of so many tokens sums over the GPUs where it norms."""
         return self.spec.sums_fused and tokens <= self.spec.fused_tokens
 
+    def _meets(self, block: Block) -> bool:
+        """Whether the tokens of all data groups meet at a layer's feed-forward."""
+        return block.feed_forward.summed_over == "experts" and self.spec.parallel.experts_meet
+
+    def _part(self, y: Array, fused: bool) -> Array:
+        """What one GPU adds to the tokens of all; of tokens of its own, between zeros."""
+        parallel = self.spec.parallel
+        if not (fused and self.spec.tokens_meet):
+            return y
+        whole = jnp.zeros((parallel.gpus * len(y), *y.shape[1:]), y.dtype)
+        first = jnp.asarray(rank(parallel, "data"), jnp.int32) * len(y)
+        return lax.dynamic_update_slice_in_dim(whole, y, first, axis=0)
+
+    def _own_total(self, y: Array) -> Array:
+        """The sum of the GPUs' parts of this GPU's tokens."""
+        return own_part(self._total(y, "all"), self.spec.parallel, "data")
+
     def _everyones(self, valid: Array) -> Array:
         """Whether tokens are no padding, of all data groups where their tokens meet."""
         parallel = self.spec.parallel
@@ -310,27 +332,30 @@ class Decoder(nnx.Module):
         following: Array,
         arena: Arena | None,
         implementation: Implementation | None,
-        summed: bool = True,
+        fused: bool = False,
     ) -> tuple[Array, Arena | None]:
         """A layer's feed-forward; tokens of all data groups meet where experts do.
 
         Args:
             everyones: `valid` of all those tokens.
             following: the repeat after the layer's.
-            summed: over the GPUs; else one GPU's part.
+            fused: the tokens have met, and the output is one GPU's part, see `_part`.
         """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
-        meets = over == "experts" and parallel.experts_meet
+        meets = self._meets(block)
         if meets:
-            x, valid = met(x, parallel, "data"), everyones
+            x, valid = x if fused else met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
             module, x, valid, stacks, in_repeat(following), arena, implementation
         )
-        y = self._total(y, over) if summed else y
+        if fused:
+            return (y if meets else self._part(y, fused)), arena
+        y = self._total(y, over)
         return (own_part(y, parallel, "data") if meets else y), arena
 
     def _norms_of(
         self,
+        block: Block,
         layer: Layer,
         norms: Array | None,
         segment: Segment[Block],
@@ -350,18 +375,23 @@ class Decoder(nnx.Module):
             return apart(layer.norm), apart(layer.mlp_norm)
         stream = self.spec.stream
         of_all: dict[str, Any] = dict(weights=norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype))
-        norm: Callable
+        chosen = implementation if norms_features(stream.hidden_size) else "xla"
+        norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
+        mlp_norm = norm
         if fused:
-            axes = self.spec.parallel.axes("tensor")
-            chosen = "xla" if implementation in ONLY_BY_NAME else implementation
-            norm = partial(sum_add_norm, axes=axes, implementation=chosen, **of_all)
-        else:
-            chosen = implementation if norms_features(stream.hidden_size) else "xla"
-            norm = partial(add_norm_in_stack, implementation=chosen, **of_all)
+            by_name = "xla" if implementation in ONLY_BY_NAME else implementation
+            axes = self.spec.parallel.axes("all")
+            meets = partial(sum_add_norm, axes=axes, implementation=by_name, **of_all)
+            if not self.spec.tokens_meet:
+                norm = mlp_norm = partial(meets, meet=all_reduce_norm_layer)
+            else:
+                norm = partial(meets, meet=own_sum_norm_layer)
+                if self._meets(block):
+                    mlp_norm = partial(meets, meet=norm_gather_layer)
         step, first = 2 * len(segment.pattern), 2 * (segment.first + place)
         return (
             partial(norm, layer=LayerOf(following, step, first - step)),
-            partial(norm, layer=LayerOf(following, step, first + 1 - step)),
+            partial(mlp_norm, layer=LayerOf(following, step, first + 1 - step)),
         )
 
     def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:

@@ -75,18 +75,24 @@ class DecoderSpec:
         layers = Counter(block.mixer.cache_name for block in self.blocks)
         caches = [mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items()]
         if self.sums_fused:
-            features, gpus = self.stream.hidden_size, self.parallel.tensor
+            features, gpus = self.stream.hidden_size, self.parallel.gpus
             caches.append(Mailboxes(gpus=gpus, tokens=self.fused_tokens, features=features))
         return tuple(caches)
 
     @property
     def sums_fused(self) -> bool:
-        """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and all GPUs
-        have to be one group: `data` is 1."""
+        """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
+        are one tensor group, or data groups of one GPU each whose tokens meet at experts."""
         parallel, stream = self.parallel, self.stream
-        one_group = parallel.data == 1 < parallel.tensor
         fits = stream.dtype == "bfloat16" and norms_features(stream.hidden_size)
-        return bool(self.fused_tokens) and one_group and fits
+        divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
+        return bool(self.fused_tokens) and divided and fits
+
+    @property
+    def tokens_meet(self) -> bool:
+        """Whether all GPUs have tokens of their own, which meet at experts."""
+        parallel = self.parallel
+        return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
 
     def layer_of(self, segment: Segment[Block], place: int, following: Array) -> LayerOf:
         """The number, within its cache, of the layer at a place of a segment's pattern, in the

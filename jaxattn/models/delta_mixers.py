@@ -12,6 +12,7 @@ from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.linear_block import STEP
 from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import RecurrentState
@@ -155,6 +156,14 @@ class GDN(DeltaMixer):
 
     def pack(self, params: Any) -> Float[Array, "repeats W"]:
         return gdn.pack_gdn_weights(*_small_weights(params))
+
+    def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
+        """The gates' columns, so that one launch has them and the other projections."""
+        gates = params["in_proj_ba"]["weight"][...]
+        more = -gates.shape[-1] % STEP
+        if stream.dtype != "bfloat16" or not more:
+            return {}
+        return {"in_proj_ba.weight": jnp.pad(gates, ((0, 0), (0, 0), (0, more)))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

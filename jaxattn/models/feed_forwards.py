@@ -12,6 +12,7 @@ from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.linear_block import STEP
 from jaxattn.models.base import Arrays
 from jaxattn.models.block import FeedForward, Stream
 from jaxattn.nn import GatedMLP, MixtureOfExperts
@@ -29,6 +30,22 @@ class MLP(FeedForward):
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedMLP:
         return GatedMLP(stream.hidden_size, self.intermediate_size, **stream.dtypes, rngs=rngs)
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        """Columns of zeros up to a multiple of the kernels' step, whose products add exactly 0.
+
+        XLA's products copy a layer's matrices out of their stacks; the kernel reads them there.
+        """
+        if stream.dtype != "bfloat16" or self.intermediate_size % STEP == 0:
+            return {}
+
+        def padded(name: str, axis: int) -> Array:
+            weight = params[name]["weight"][...]
+            more = -weight.shape[axis] % STEP
+            return jnp.pad(weight, [(0, more if i == axis else 0) for i in range(weight.ndim)])
+
+        axes = {"gate_proj": 2, "up_proj": 2, "down_proj": 1}
+        return {f"{name}.weight": padded(name, axis) for name, axis in axes.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from jaxattn.models.base import DecodeState
 from jaxattn.models.mailbox import NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
-from jaxattn.ops.all_reduce_norm import all_reduce_norm_layer
 from jaxattn.ops.norm import add_rms_norm_layer
 from jaxattn.parallel.compiled import SCOPE
 
@@ -70,19 +69,20 @@ def add_norm_in_stack(
 
 
 def sum_add_norm(
-    x: Array, part: Array, state: DecodeState, **options: Any
+    x: Array, part: Array, state: DecodeState, *, meet: Callable, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
-    """As `add_norm_in_stack`, where each GPU has a part of what is added."""
+    """As `add_norm_in_stack`, where GPUs send each other parts or norms: `meet` is one of
+    `jaxattn.ops.all_reduce_norm`."""
     features = x.shape[-1]
     with jax.named_scope(SCOPE):
-        total, normed, mailbox = all_reduce_norm_layer(
+        total, normed, mailbox = meet(
             x.reshape(-1, features),
             part.reshape(-1, features),
             mailbox=opened(state.caches[NAME]),
             **options,
         )
     state = state.replace(NAME, closed(mailbox))
-    return total.reshape(x.shape), normed.reshape(x.shape), state
+    return total.reshape(x.shape), normed.reshape(-1, *x.shape[1:]), state
 
 
 def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:

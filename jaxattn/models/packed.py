@@ -1,7 +1,9 @@
 """Parameters as a decoder's steps read them fastest: the small ones together, made on loading."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,11 +67,19 @@ def pack_params(
     }
     for s, segment in enumerate(segments):
         for place, block in enumerate(segment.pattern):
-            mlp: Any = empty[s]["layers"][place]["mlp"]
-            for name, packed in block.feed_forward.pack(stream, mlp).items():
-                mlp[name] = mlp[name].replace(packed)
+            layer: Any = empty[s]["layers"][place]
+            _replace(layer["mlp"], block.feed_forward.pack(stream, layer["mlp"]))
+            _replace(layer["mixer"], block.mixer.widened(stream, layer["mixer"]))
     rest = nnx.State({**params, "segments": type(stacks)(empty)})
     return PackedParams(rest, vectors, _mixer_weights(stacks, segments), _norms(stacks, segments))
+
+
+def _replace(module: Any, packed: Mapping[str, Array]) -> None:
+    """Puts parameters in the place of those with these names, as in "gate_proj.weight"."""
+    for name, array in packed.items():
+        *inner, last = name.split(".")
+        holder = functools.reduce(operator.getitem, inner, module)
+        holder[last] = holder[last].replace(array)
 
 
 def is_vector(path: Any, leaf: Any, segment: Segment[Block]) -> bool:

@@ -137,6 +137,7 @@ class GatedDeltaNet(DeltaLayer):
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
             qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba)
+            ba = ba[..., : 2 * self.num_v_heads]  # zeros of packed parameters may follow
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
             qkvz,
             ba,
@@ -161,7 +162,7 @@ class GatedDeltaNet(DeltaLayer):
 
     def _project(self, x: Array) -> Projected:
         with jax.named_scope("gdn_in_proj"):
-            b, a = jnp.split(self.in_proj_ba(x), 2, axis=-1)
+            b, a = jnp.split(self.in_proj_ba(x)[..., : 2 * self.num_v_heads], 2, axis=-1)
             qkvz = self.in_proj_qkvz(x).astype(self.dtype)
             return Projected(qkvz[..., : self.conv_dim], a, b, qkvz)
 

@@ -1,5 +1,9 @@
 """Between two layers on several GPUs: the sum of their parts, the residual sum, and its RMS norm.
 
+    all_reduce_norm_layer    GPUs have the same tokens, and a part each of what is added
+    norm_gather_layer        GPUs have tokens of their own; each is given the norms of all
+    own_sum_norm_layer       and then the parts of all of what is added to its own
+
 It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does all of it in one
 launch; elsewhere XLA's all-reduce runs, and a norm after it. A model asks for it by
 `DecoderModel.with_fused_sums`.
@@ -18,7 +22,7 @@ from jaxattn.core.checks import FLOATS, Arguments, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
-from jaxattn.kernels.all_reduce_norm import all_reduce_norm_mosaic
+from jaxattn.kernels.all_reduce_norm import Meeting, all_reduce_norm_mosaic
 
 
 @jax.tree_util.register_dataclass
@@ -79,13 +83,85 @@ def all_reduce_norm_layer(
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    op = "all_reduce_norm_layer"
-    arguments = Arguments(op)
+    return _met("sum", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
+
+
+def norm_gather_layer(
+    x: Float[Array, "T F"],
+    added: Float[Array, "T F"],
+    weights: Float[Array, "L F"],
+    mailbox: Mailbox,
+    *,
+    axes: Sequence[str],
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T F"], Float[Array, "NT F"], Mailbox]:
+    """(x + added, float32; the RMS norms of all tokens, one GPU's after another; the mailbox).
+
+    Each of N GPUs has T tokens of its own. Norms are sent in bfloat16.
+
+    Args:
+        added: what is added to x, this GPU's too.
+
+    Other arguments, limits and errors are those of `all_reduce_norm_layer`.
+    """
+    return _met("norm", x, added, weights, mailbox, axes, layer, eps, dtype, implementation)
+
+
+def own_sum_norm_layer(
+    x: Float[Array, "T F"],
+    part: Float[Array, "NT F"],
+    weights: Float[Array, "L F"],
+    mailbox: Mailbox,
+    *,
+    axes: Sequence[str],
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Mailbox]:
+    """(x + the sum of all GPUs' parts of its tokens; its RMS norm; the mailbox).
+
+    Each of N GPUs has T tokens of its own, and a part of what is added to the tokens of all.
+
+    Args:
+        part: of all tokens, one GPU's after another.
+
+    Other arguments, limits and errors are those of `all_reduce_norm_layer`.
+    """
+    return _met("own", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
+
+
+def _met(
+    meeting: Meeting,
+    x: Array,
+    part: Array,
+    weights: Array,
+    mailbox: Mailbox,
+    axes: Sequence[str],
+    layer: int | Array | LayerOf,
+    eps: float,
+    dtype: DTypeLike | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array, Mailbox]:
+    op = {
+        "sum": "all_reduce_norm_layer",
+        "norm": "norm_gather_layer",
+        "own": "own_sum_norm_layer",
+    }[meeting]
+    arguments, names = Arguments(op), tuple(axes)
+    gpus = lax.axis_size(names)
     x = arguments.check("x", x, "T F", ("float32",))
-    part = arguments.check("part", part, "T F", FLOATS)
+    part = arguments.check("part", part, "NT F" if meeting == "own" else "T F", FLOATS)
     weights = arguments.check("weights", weights, "L F", FLOATS)
-    eps, names = finite(op, "eps", eps), tuple(axes)
-    tokens, gpus = x.shape[0], lax.axis_size(names)
+    eps, tokens = finite(op, "eps", eps), x.shape[0]
+    if meeting == "own" and len(part) != gpus * tokens:
+        raise ValueError(
+            f"{op}: part {part.shape} must have the tokens of {gpus} GPUs, and x {x.shape} has "
+            f"those of one"
+        )
     _, parts, most, features = mailbox.inbox.shape
     if parts != gpus or most < tokens or features != x.shape[1]:
         raise ValueError(
@@ -99,13 +175,25 @@ def all_reduce_norm_layer(
     def mosaic(interpret: bool) -> tuple[Array, Array, Mailbox]:
         total, normed, *kept = all_reduce_norm_mosaic(
             x, part, weights, mailbox.inbox, mailbox.counts,
-            axes=names, layer=first, affine=affine, eps=eps, dtype=out_dtype, interpret=interpret,
+            axes=names, layer=first, affine=affine, eps=eps, dtype=out_dtype, meeting=meeting,
+            interpret=interpret,
         )  # fmt: skip
         return total, normed, Mailbox(*kept)
 
     def xla() -> tuple[Array, Array, Mailbox]:
-        total = x + lax.psum(part.astype(jnp.bfloat16), names)
-        return total, rms_norm(total, weights[number], eps).astype(out_dtype), mailbox
+        sent = part.astype(jnp.bfloat16)
+        match meeting:
+            case "sum":
+                added = lax.psum(sent, names)
+            case "own":
+                added = lax.psum_scatter(sent, names, tiled=True)
+            case "norm":
+                added = part
+        total = x + added
+        normed = rms_norm(total, weights[number], eps)
+        if meeting == "norm":
+            normed = lax.all_gather(normed.astype(jnp.bfloat16), names, tiled=True)
+        return total, normed.astype(out_dtype), mailbox
 
     with jax.named_scope(op):
         return dispatch_kernel(op, implementation, mosaic, xla)

@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxattn.core.checks import is_integer
+
 # "experts": all GPUs that a token's experts are spread over. "columns": those of them that share
 # whole experts, and have columns of each.
 type Dimension = Literal[
@@ -47,8 +49,9 @@ class Parallel:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not is_integer(value):
                 raise TypeError(f"{name} must be an integer; got {value!r}")
+            object.__setattr__(self, name, int(value))
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
         if self.tensor % self.context:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxattn.core.checks import is_integer
 from jaxattn.engine import memory_plan
 from jaxattn.memory.budget import Item
 from jaxattn.memory.limits import Limits
@@ -39,7 +40,7 @@ class Placement:
     cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
+        if not is_integer(self.gpus) or self.gpus < 1:
             raise ValueError(f"gpus must be a positive integer; got {self.gpus!r}")
         if self.attention not in ("data", "tensor"):
             raise ValueError(f"attention must be 'data' or 'tensor'; got {self.attention!r}")

@@ -126,6 +126,22 @@ TABLES: dict[str, Callable[[], str]] = {
             "faster in loops": faster("call us", "fa3 call us", "FlashAttention-3"),
         },
     ),
+    "gqa-turbo": Table(
+        run="gqa-turbo",
+        missing="Not timed yet beside vLLM's kernels: `python -m jaxattn.bench gqa` does.",
+        columns={
+            "B,H/Hk,D,T": text("B,H/Hk,D,T"),
+            "cache": text("cache"),
+            "us": US,
+            "GB/s": RATES["GB/s"],
+            "equal bits us": number("invariant us"),
+            "vLLM us": number("vllm us"),
+            "call us": number("call us"),
+            "vLLM call us": number("vllm call us"),
+            "faster in bursts": faster("us", "vllm us", "vLLM"),
+            "faster in loops": faster("call us", "vllm call us", "vLLM"),
+        },
+    ),
     "gqa-prefill": Table(
         run="gqa-prefill",
         columns={

@@ -1,12 +1,17 @@
 """Other packages' kernels in our process: named where they are missing, refused where they err."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxattn import gdn
-from jaxattn.bench import timing, triton_peers
+from jaxattn.bench import mla, timing, triton_peers
+from jaxattn.ops.mla.decode import mla_decode
 
 SHAPE = (2, 1, 2, 1, "float32")
+LATENT = (2, 3, 70, 1)
 
 
 def xla(factor=1.0):
@@ -20,39 +25,68 @@ def xla(factor=1.0):
     return call
 
 
+def xla_latent(factor=1.0):
+    def call(given, layer):
+        out, _ = mla_decode(*given, scale=mla.SCALE, layer=layer, implementation="xla")
+        return out[:, 0] * jnp.asarray(factor, out.dtype)
+
+    return call
+
+
 @pytest.fixture
 def small(monkeypatch):
     """As on a GPU with all packages, and with one set of inputs."""
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
-    monkeypatch.setattr(triton_peers, "missing", lambda: [])
+    monkeypatch.setattr(triton_peers.Peer, "missing", lambda self: [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing.Op, "time", lambda self: 3e-6)
 
 
-def test_a_right_kernel_has_a_time_and_a_wrong_one_is_refused(small, monkeypatch):
-    monkeypatch.setattr(triton_peers, "call", xla())
-    assert triton_peers.times("gdn_decode", SHAPE) == {triton_peers.COLUMN: pytest.approx(3)}
-    monkeypatch.setattr(triton_peers, "call", xla(1.05))
+@pytest.mark.parametrize(
+    "bench, shape, kernel, stand_in",
+    [
+        ("gdn_decode", SHAPE, "step_states", xla),
+        ("mla", LATENT, "attend", xla_latent),
+    ],
+)
+def test_a_right_kernel_has_a_time_and_a_wrong_one_is_refused(
+    bench, shape, kernel, stand_in, small, monkeypatch
+):
+    column = triton_peers.PEERS[bench].column
+    monkeypatch.setattr(triton_peers, kernel, stand_in())
+    assert triton_peers.times(bench, shape) == {column: pytest.approx(3)}
+    monkeypatch.setattr(triton_peers, kernel, stand_in(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
-        triton_peers.times("gdn_decode", SHAPE)
+        triton_peers.times(bench, shape)
 
 
-def test_other_states_and_other_benches_have_no_time(small):
-    assert triton_peers.times("gdn_decode", (*SHAPE[:4], "bfloat16")) == {triton_peers.COLUMN: ""}
-    assert triton_peers.times("mla", SHAPE) == {}
-    assert triton_peers.said("mla") == []
+def test_other_shapes_and_other_benches_have_no_time(small):
+    for bench, shape in (("gdn_decode", (*SHAPE[:4], "bfloat16")), ("mla", (2, 3, 70, 2))):
+        assert triton_peers.times(bench, shape) == {triton_peers.PEERS[bench].column: ""}
+    assert triton_peers.times("mla_fp8", SHAPE) == {}
+    assert triton_peers.said("mla_fp8") == []
 
 
 def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
-    monkeypatch.setattr(triton_peers, "PACKAGES", {"jax": "jax", "no_such_module": "some-package"})
-    [line] = triton_peers.said("gdn_decode")
+    packages = {"jax": "jax", "no_such_module": "some-package"}
+    peer = dataclasses.replace(triton_peers.PEERS["mla"], packages=packages)
+    monkeypatch.setitem(triton_peers.PEERS, "mla", peer)
+    [line] = triton_peers.said("mla")
     assert line.endswith("not installed (python3 -m pip install some-package)")
-    assert triton_peers.times("gdn_decode", SHAPE) == {}
+    assert triton_peers.times("mla", LATENT) == {}
 
 
 @pytest.mark.gpu
-def test_fla_s_recurrence_is_right_on_a_gpu():
-    if lacking := triton_peers.missing():
+@pytest.mark.parametrize(
+    "bench, shapes",
+    [
+        ("gdn_decode", [(3, 2, 4, 1), (3, 2, 4, 4)]),
+        ("mla", [(3, 20, 130, 1), (2, 128, 300, 1)]),
+    ],
+)
+def test_it_is_right_on_a_gpu(bench, shapes):
+    peer = triton_peers.PEERS[bench]
+    if lacking := peer.missing():
         pytest.skip(f"not installed: {', '.join(lacking)}")
-    for tokens in (1, 4):
-        assert triton_peers.check(triton_peers.recurrence(3, 2, 4, tokens)) < 1e-2
+    for shape in shapes:
+        assert peer.error(peer.op(shape)) < 1e-2

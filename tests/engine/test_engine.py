@@ -14,8 +14,9 @@ from jaxattn.engine.request import Completion, GenerationInterrupted, Request
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.memory.limits import Limits
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.parallel import Parallel
 from jaxattn.plan import PlanError
-from tests.helpers.engine_cases import CONFIG, LIMITS
+from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps
 
 PROMPTS = (
     b"class Stack:\n",
@@ -28,14 +29,15 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def engine():
+    kept_steps(LIMITS)
     live = sum(array.nbytes for array in jax.live_arrays())
-    params = Hybrid(CONFIG).init_params(jax.random.key(0))
+    params = Hybrid(SMALLEST).init_params(jax.random.key(0))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    packed = Hybrid(CONFIG).pack(params)
+    packed = Hybrid(SMALLEST).pack(params)
     small = jax.tree.leaves((packed.vectors, packed.copies))
     vectors = sum(array.nbytes for array in small)
     del packed, small
-    engine = Engine(Hybrid(CONFIG), params, LIMITS)
+    engine = Engine(Hybrid(SMALLEST), params, LIMITS)
     # Compiled and planned, and beyond the weights nothing is allocated.
     assert sum(array.nbytes for array in jax.live_arrays()) - live <= weights + vectors + 1024
     return engine
@@ -300,7 +302,7 @@ def test_two_requests_cannot_share_an_id(engine):
 def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled(engine):
     with pytest.raises(PlanError, match="does not fit is the .*kv cache"):
         Engine(
-            Hybrid(CONFIG),
+            Hybrid(SMALLEST),
             engine._params,
             dataclasses.replace(LIMITS, num_pages=10**9),
             on_compile=lambda name, seconds: pytest.fail("compiled"),
@@ -309,7 +311,7 @@ def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled(en
 
 def test_a_model_length_beyond_the_models_is_refused(engine):
     with pytest.raises(ValueError, match="max_model_len=257 is longer than .*=256"):
-        Engine(Hybrid(CONFIG), engine._params, Limits(max_model_len=257))
+        Engine(Hybrid(SMALLEST), engine._params, Limits(max_model_len=257))
 
 
 @pytest.mark.parametrize("field", ["batch", "max_model_len", "num_pages", "prefill_chunk"])
@@ -317,6 +319,19 @@ def test_a_model_length_beyond_the_models_is_refused(engine):
 def test_limits_are_positive_integers(field, value):
     with pytest.raises(ValueError, match=f"{field} must be a positive integer; got {value}"):
         Limits(**{field: value})
+
+
+def test_limits_of_numpy_and_lists_are_those_of_python():
+    given = Limits(batch=np.int64(2), max_model_len=np.int32(64), decode_buckets=[1, np.int8(2)])
+    wanted = Limits(batch=2, max_model_len=64, decode_buckets=(1, 2))
+    assert given == wanted and hash(given) == hash(wanted)
+    assert type(given.batch) is int and type(given.decode_buckets[1]) is int
+    assert Parallel(tensor=np.int64(2)) == Parallel(tensor=2)
+
+
+def test_one_request_is_no_list_of_requests(engine):
+    with pytest.raises(TypeError, match=r"requests must be a list of jaxattn.Request; write \[req"):
+        engine.generate(Request(b"x"))
 
 
 @pytest.mark.parametrize(

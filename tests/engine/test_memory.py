@@ -197,7 +197,9 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
 
 
 @devices
-@stacks
+@pytest.mark.parametrize(
+    "gdn_per_repeat", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["mla", "hybrid"]
+)
 @depths
 def test_many_steps_stay_in_the_same_buffers(device, gdn_per_repeat, depth):
     config, step = config_of(device, gdn_per_repeat, depth), compiled(device, gdn_per_repeat, depth)

@@ -15,7 +15,15 @@ from jaxattn.engine.engine import EngineBusyError
 from jaxattn.engine.prepare import prepare
 from jaxattn.engine.request import FinishEvent, FinishReason, GenerationInterrupted, TokenEvent
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, prompts, with_steps
+from tests.helpers.engine_cases import (
+    LIMITS,
+    SMALLEST,
+    WHOLE,
+    kept_steps,
+    params_of,
+    prompts,
+    with_steps,
+)
 
 MODEL = Hybrid(SMALLEST)
 
@@ -117,8 +125,8 @@ def test_without_detokenize_a_stop_string_is_refused_with_words(params):
 def test_length_says_which_limit_it_was(engine):
     [short] = engine.generate([Request(b"a", max_tokens=3)])
     assert (short.finish_reason, short.detail) == ("length", "max_tokens")
-    longest = dataclasses.replace(LIMITS, max_model_len=20)
-    [cut] = Engine(MODEL, engine._params, longest).generate([Request(b"a" * 15, max_tokens=99)])
+    kept_steps(WHOLE)
+    [cut] = Engine(MODEL, engine._params, WHOLE).generate([Request(b"a" * 251, max_tokens=99)])
     assert (len(cut.tokens), cut.detail) == (5, "max_model_len")
 
 

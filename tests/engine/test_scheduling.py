@@ -11,7 +11,7 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.engine.request import FinishEvent, TokenEvent
 from jaxattn.engine.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, with_steps
+from tests.helpers.engine_cases import LIMITS, SMALLEST, TWO, kept_steps, params_of, with_steps
 
 MODEL = Hybrid(SMALLEST)
 # A row that is computed again reads in chunks what it had decoded: the same only up to rounding.
@@ -296,10 +296,10 @@ def test_more_stop_tokens_than_the_device_knows_end_a_row_all_the_same(engine):
 
 
 def test_a_row_that_ends_late_gives_no_token_of_its_own_to_the_next(params):
-    """One row and its slot, handed over where stop strings end rows: each text is its own."""
-    limits = dataclasses.replace(LIMITS, batch=1)
+    """Rows and their slots, handed over where stop strings end rows: each text is its own."""
+    kept_steps(TWO)
     text_of = lambda tokens: bytes(tokens).decode("latin-1")  # noqa: E731
-    engine = Engine(MODEL, params, limits, detokenize=text_of, strict=True)
+    engine = Engine(MODEL, params, TWO, detokenize=text_of, strict=True)
     requests = [Request(bytes([70 + i] * 3), max_tokens=20) for i in range(5)]
     whole = [alone(engine, request) for request in requests]
     stops = [text_of(tokens[5 : 7 + i]) for i, tokens in enumerate(whole)]
@@ -346,7 +346,7 @@ def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
         assert id in aborted or completion.tokens == wanted[id]
 
 
-@pytest.mark.parametrize("rounds", [2000, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [800, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_random_faults_leave_nothing_behind_and_each_request_ends_once(tight, rounds):
     """Requests that come, are aborted, share prefixes and fail in a step: 40,000 rounds have more
     than 10,000 such events."""
@@ -395,5 +395,5 @@ def test_random_faults_leave_nothing_behind_and_each_request_ends_once(tight, ro
         for event in tight.step():
             if isinstance(event, FinishEvent):
                 ended[event.completion.request.id] += 1
-    assert set(ended.values()) == {1} and served > 100
+    assert set(ended.values()) == {1} and served > rounds // 20
     assert tight.plan == before and not tight.scheduler.waiting

@@ -32,6 +32,7 @@ from tests.helpers.engine_cases import (
     LIMITS,
     SMALLEST,
     TRIAL,
+    TWO,
     WHOLE,
     kept_steps,
     params_of,
@@ -144,21 +145,6 @@ def test_buckets_write_the_same_text_and_nothing_is_compiled(bucketed, plain):
     requests = prompts(6, length=17)
     assert tokens(bucketed, requests) == tokens(plain, requests)
     assert not bucketed.seal.counts and not plain.seal.counts
-
-
-def test_executables_are_compiled_in_parallel_to_the_same_effect(params, plain):
-    events, lock = [], threading.Lock()
-
-    def on_compile(name, seconds):
-        with lock:
-            events.append((name, seconds is None))
-
-    limits = dataclasses.replace(LIMITS, num_pages=5)
-    engine = Engine(Hybrid(SMALLEST), params, limits, workers=2, on_compile=on_compile)
-    assert sorted(name for name, begins in events if begins) == sorted(engine.executables)
-    assert list(engine.executables) == [str(step) for step in all_steps(limits)]
-    requests = prompts(4)
-    assert tokens(engine, requests) == tokens(plain, requests)
 
 
 def test_the_plan_has_the_largest_executable_and_the_code_of_all(bucketed):
@@ -446,32 +432,43 @@ def test_a_callback_may_compile(bucketed):
 # Exactly once -------------------------------------------------------------------------------------
 
 
-def test_layers_threads_and_engines_compile_once(params, monkeypatch):
-    compiled = []
+def test_layers_threads_and_engines_compile_once(monkeypatch):
+    """Two steps at a time, which are told of by name and come in their order."""
+    compiled, events, lock = [], [], threading.Lock()
     real = jax.stages.Lowered.compile
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda self, *a, **k: compiled.append(1) or real(self)
     )
+    config = dataclasses.replace(SMALLEST, num_repeats=2)
     limits = dataclasses.replace(LIMITS, prefill_chunk=8)
     barrier, engines, errors = threading.Barrier(8), [], []
+
+    def on_compile(name, seconds):
+        with lock:
+            events.append((name, seconds))
 
     def build():
         try:
             barrier.wait()
-            engine = Engine(Hybrid(dataclasses.replace(SMALLEST, num_repeats=2)), deep, limits)
+            engine = Engine(Hybrid(config), deep, limits, workers=2, on_compile=on_compile)
             engine.start()
             engines.append(engine)
         except Exception as error:
             errors.append(error)
 
-    deep = params_of(dataclasses.replace(SMALLEST, num_repeats=2))
+    deep = params_of(config)
     threads = [threading.Thread(target=build) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not errors and len(engines) == 8
-    assert len(compiled) == len(all_steps(limits))
+    steps = [str(step) for step in all_steps(limits)]
+    assert len(compiled) == len(steps)
+    assert all(list(engine.executables) == steps for engine in engines)
+    assert sorted(name for name, seconds in events if seconds) == sorted(steps)
+    assert sorted(name for name, seconds in events if seconds is None) == sorted(8 * steps)
+    assert tokens(engines[0], prompts(4)) == tokens(engines[1], prompts(4))
     pointers = {engine.state.array("kv_cache").unsafe_buffer_pointer() for engine in engines}
     assert len(pointers) == 8
 
@@ -578,7 +575,7 @@ def test_a_second_engine_leaves_alone_what_the_first_holds(params, whole, alone,
 
 def test_a_row_of_two_pages_keeps_its_block_table_in_place(params):
     """What a step tells has the shape of these tables: a donated buffer must not go to it."""
-    limits = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
-    engine = Engine(Hybrid(SMALLEST), params, limits, strict=True)
+    kept_steps(TWO)
+    engine = Engine(Hybrid(SMALLEST), params, TWO, strict=True)
     engine.generate(prompts(3))
     assert engine.limits.table_width == 2 and not engine.seal.counts

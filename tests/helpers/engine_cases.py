@@ -48,6 +48,8 @@ LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16)
 BUCKETS = dataclasses.replace(
     LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_buckets=(4,), q_lens=(1, 3)
 )
+# Fewer rows than most tests have requests, so that rows and slots go from one to the next.
+TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
 # Of a device that is filled: all that rows can use, and the one row of the trial before it.
 WHOLE, TRIAL = (
     Limits(batch=3, max_model_len=256, prefill_chunk=16, num_pages=pages) for pages in (12, 4)

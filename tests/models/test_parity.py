@@ -208,4 +208,5 @@ def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):
     limits = Limits(batch=1, max_model_len=128, prefill_chunk=32)
     with Engine(model, params, limits) as engine:
         [done] = engine.generate([request])
+    assert done.finish_reason == "length", (done.finish_reason, done.detail)
     assert list(done.tokens) == wanted["greedy"].tolist()

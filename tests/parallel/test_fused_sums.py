@@ -24,8 +24,10 @@ LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("mla", "wide"))
 ROWS = len(SMALL.lengths)
 
 
-def plain(dtype: str = "bfloat16", hidden: int = 128) -> DecoderModel:
-    model = decoder(*LAYERS, dtype=dtype)
+def plain(
+    dtype: str = "bfloat16", hidden: int = 128, layers: tuple[tuple[str, str], ...] = LAYERS
+) -> DecoderModel:
+    model = decoder(*layers, dtype=dtype)
     stream = dataclasses.replace(model.spec.stream, hidden_size=hidden)
     return DecoderModel(dataclasses.replace(model.spec, stream=stream))
 
@@ -43,6 +45,26 @@ def test_a_step_gives_the_same_bits(layout):
 
 
 @on_virtual_devices
+def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
+    model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
+    tokens, logits = followed(model, parallel)
+    fused = Stepped(model.with_fused_sums(ROWS), parallel)
+    assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 128)
+    found, found_logits = followed(model, parallel, steps=fused)
+    np.testing.assert_array_equal(found_logits, logits)
+    np.testing.assert_array_equal(found, tokens)
+
+
+@on_virtual_devices
+def test_a_dense_layer_of_data_groups_is_rounded_once_more():
+    """What it adds is sent as the others' is, though no other GPU adds to it."""
+    model, parallel = plain(layers=(("mla", "mlp"), ("mla", "moe"))), Parallel(data=2, expert=2)
+    steps = [Stepped(each, parallel) for each in (model, model.with_fused_sums(ROWS))]
+    plain_tokens, fused_tokens = (followed(model, parallel, steps=each)[0] for each in steps)
+    assert (plain_tokens == fused_tokens).mean() > 0.8
+
+
+@on_virtual_devices
 def test_a_layer_still_has_two_sums_of_one_operand_and_nothing_is_copied():
     compiled = Stepped(plain().with_fused_sums(ROWS), Parallel(tensor=2)).compiled_decode
     sums = [each for each in all_reduces(compiled.as_text()) if each.of_layers]
@@ -57,7 +79,8 @@ def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 128), COUNTS: (2, 8)}
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
-    assert not caches(fused, data=2, expert=2)
+    assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 128)
+    assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
     assert not caches(plain(hidden=96).with_fused_sums(8), tensor=2)
 

@@ -156,6 +156,11 @@ class Steps:
     def __getitem__(self, key: Key) -> Fed:
         return self._begin(key).result()
 
+    def both(self, one: Key, other: Key) -> tuple[Fed, Fed]:
+        """Two of them, made at a time."""
+        begun = self._begin(one), self._begin(other)
+        return begun[0].result(), begun[1].result()
+
     def alone(self, model: DecoderModel) -> tuple[np.ndarray, np.ndarray]:
         """What one GPU gives."""
         if model not in self._alone:
@@ -168,7 +173,8 @@ class Steps:
 def steps(request) -> Iterator[Steps]:
     """Those of the selected tests. Each compiles for 15 s or more."""
     here = [item for item in request.session.items if item.module is request.module]
-    cases = [item.callspec.params["case"] for item in here if hasattr(item, "callspec")]
+    given = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    cases = [params["case"] for params in given if "case" in params]
     with ThreadPoolExecutor(len(CASES) + 2) as pool:
         yield Steps(pool, cases)
 
@@ -201,10 +207,12 @@ def test_all_reduces_in_command_buffers_give_the_same_bits(steps):
     np.testing.assert_array_equal(found_tokens, tokens)
 
 
-def test_sums_in_one_launch_give_near_logits_and_leave_one_all_reduce(steps):
-    """A layer's sum, residual and norm by a kernel; the sum behind the last layer is XLA's."""
-    _, expected = steps[CASES["latents, tensor"]].fed()
-    stepped = steps[LATENTS.with_fused_sums(len(SIZES.lengths)), TENSOR]
+@pytest.mark.parametrize("layout", [TENSOR, DATA], ids=lambda layout: layout.flags)
+def test_sums_in_one_launch_give_near_logits_and_leave_one_all_reduce(steps, layout):
+    """Sums, residuals and norms of layers by a kernel; the last layer's sum is XLA's."""
+    fused = LATENTS.with_fused_sums(len(SIZES.lengths))
+    plain, stepped = steps.both((LATENTS, layout), (fused, layout))
+    _, expected = plain.fed()
     _, found = stepped.fed()
     before = addresses(stepped)
     np.testing.assert_array_equal(stepped.fed()[1], found)

@@ -17,7 +17,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
-from jaxattn.ops.all_reduce_norm import Mailbox, all_reduce_norm_layer
+from jaxattn.ops.all_reduce_norm import (
+    Mailbox,
+    all_reduce_norm_layer,
+    norm_gather_layer,
+    own_sum_norm_layer,
+)
 from jaxattn.parallel import Group, Parallel
 from tests.parallel.test_all_reduce_norm import EPS, expected, inputs
 
@@ -82,6 +87,38 @@ def test_both_gpus_have_the_references_numbers_and_the_same_bits(group, tokens):
             np.testing.assert_allclose(norms[0, layer], normed, rtol=2**-7, atol=1e-3)
         assert before is None or (before == totals).all()
         before = totals
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_tokens_that_meet_and_sums_of_own_tokens_are_xlas(group, tokens):
+    """Norms of all tokens, and from them each GPU's part of all, as experts make one."""
+    axes = group.parallel.axes("tensor")
+    _, _, weights = inputs(1, FEATURES, 2)
+    random = np.random.default_rng(3)
+    x, y = (random.standard_normal((2 * tokens, FEATURES), np.float32) for _ in range(2))
+
+    def step(implementation: str, x: jax.Array, y: jax.Array, mailbox: Mailbox) -> Any:
+        options: Any = dict(axes=axes, eps=EPS, dtype=jnp.bfloat16, implementation=implementation)
+        x, all_norms, mailbox = norm_gather_layer(x, y, weights, mailbox, layer=1, **options)
+        part = all_norms * (1.5 + lax.axis_index(axes)).astype(jnp.float32)
+        x, own, mailbox = own_sum_norm_layer(x, part, weights, mailbox, layer=2, **options)
+        return x, own, all_norms, mailbox
+
+    own = PartitionSpec(axes)
+    found = {}
+    for implementation in ("xla", "mosaic_gpu"):
+        run = functools.partial(step, implementation)
+        jitted = jax.jit(group.step(run, (own, own, own), (own,) * 4), donate_argnums=2)
+        mailbox = mailboxes(group)
+        for _ in range(3):
+            *arrays, mailbox = jitted(x, y, mailbox)
+            arrays = [np.asarray(each, np.float32) for each in arrays]
+            before = found.setdefault(implementation, arrays)
+            assert all((a == b).all() for a, b in zip(before, arrays, strict=True))
+    for wanted, got in zip(found["xla"], found["mosaic_gpu"], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2**-6, atol=2**-5)
+    gathered = found["mosaic_gpu"][2].reshape(2, 2 * tokens, FEATURES)
+    np.testing.assert_array_equal(gathered[0], gathered[1])
 
 
 def chained(group: Group, implementation: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxattn.bench import plot, record
+from jaxattn.bench.ceilings import copy_bandwidth, matmul_rate
 from jaxattn.bench.model import roof, vllm
 from jaxattn.bench.model.experts import moe_layers
 from jaxattn.bench.model.kinds import Kind
@@ -26,7 +27,6 @@ from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import copy_bandwidth, matmul_rate
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.memory.budget import nbytes

@@ -58,6 +58,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
 )
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import swizzled
+from jaxattn.kernels.hopper.stores import store
 
 VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from
 
@@ -203,7 +204,8 @@ def _transition_body(
                     rest = state[half] - rounded.astype(jnp.float32)
                     for term, value in enumerate((rounded, rest.astype(jnp.bfloat16))):
                         rows = transitions_ref.at[run, head, term]
-                        rows.at[pl.ds(part * 64, 64), pl.ds(64 * half, 64)][...] = value
+                        target = rows.at[pl.ds(part * 64, 64), pl.ds(64 * half, 64)]
+                        store(target, value, interpret=interpret)
 
         @pl.when(wg == halves)
         def _memory():

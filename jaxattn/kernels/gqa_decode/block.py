@@ -25,7 +25,7 @@ from jaxattn.kernels.gqa_decode.pairs import Pairs
 from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
-from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E, MASKED
+from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -111,7 +111,8 @@ class Piece:
         length: tokens of the pair's row.
         begin: the first key that one of its query tokens sees, where `Block.first_key` gives it.
         visible: [N, 64], how many keys each score's packed row sees.
-        factor: of scores, a number or [N, 64].
+        least: how many the one that sees fewest does, of a row without padding; 0 of others.
+        factor: of scores, a number or [N, 64], of which `Block.softened` makes logarithms.
         queries_at: which of the two places in shared memory has the piece's queries.
     """
 
@@ -121,6 +122,7 @@ class Piece:
     length: jax.Array
     begin: jax.Array | None
     visible: jax.Array
+    least: jax.Array
     factor: Any
     queries_at: jax.Array
 
@@ -256,11 +258,15 @@ class Block[C: Cut, M]:
             self.rows.first + self.iota(0), length, queries,
             q_len=cut.q_len, num_heads=cut.group, layout=SCORES,
         )  # fmt: skip
+        least = length - (cut.q_len - 1)
+        if queries is not None:
+            least = jnp.where(queries == cut.q_len, least, 0)
         queries_at = lax.rem(number, QUERIES)
         plgpu.barrier_wait(self.epilogue.memory.queries_loaded.at[queries_at])
         return Piece(
             done=done, first=self.first_step(done), first_token=first_token, length=length,
-            begin=begin, visible=visible, factor=self.factor(pair, queries_at),
+            begin=begin, visible=visible, least=least,
+            factor=self.factor(pair, queries_at) * self.to_powers,
             queries_at=queries_at,
         )  # fmt: skip
 
@@ -295,19 +301,26 @@ class Block[C: Cut, M]:
         """Of a pair's scores, whose queries have come to that place."""
         return self.cut.scale
 
-    def softened(
-        self, scores: jax.Array, factor: Any, piece: Piece, token: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """(which scores count, log2 of their weights), of the 64 keys from `token` on."""
-        cut = self.cut
-        if cut.soft_cap is None:
-            scores = scores * (factor * LOG2E)
-        else:
-            # tanh, whose approximate instruction is off by 2**-11 of the cap.
-            power = jnp.exp2(scores * (factor * (2 * LOG2E / cut.soft_cap)))
-            scores = (1.0 - 2.0 / (power + 1.0)) * (cut.soft_cap * LOG2E)
-        seen = self.seen(piece, token)
-        return seen, jnp.where(seen, scores, MASKED)
+    @property
+    def to_powers(self) -> float:
+        """Of scores: as powers of 2, or where they are capped twice what the cap divides."""
+        soft_cap = self.cut.soft_cap
+        return LOG2E if soft_cap is None else 2 * LOG2E / soft_cap
+
+    def softened(self, scores: jax.Array, factor: Any) -> jax.Array:
+        """log2 of the weights of all 64 keys of a step; `factor` has `to_powers` in it."""
+        scores = scores * factor
+        if self.cut.soft_cap is None:
+            return scores
+        # tanh, whose approximate instruction is off by 2**-11 of the cap.
+        return (1.0 - 2.0 / (jnp.exp2(scores) + 1.0)) * (self.cut.soft_cap * LOG2E)
+
+    def all_seen(self, piece: Piece, token: jax.Array) -> jax.Array:
+        """Whether each packed row sees all of the 64 keys from `token` on."""
+        seen = token + PAGE <= piece.least
+        if self.cut.window is not None:
+            seen &= token >= piece.length - self.cut.window
+        return seen
 
     def seen(self, piece: Piece, token: jax.Array) -> jax.Array:
         """Which of the 64 keys from `token` on each packed row sees."""

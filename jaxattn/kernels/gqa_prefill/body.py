@@ -5,7 +5,8 @@
 A warpgroup's step begins scores i + 1 and then P_i V_i on the tensor cores, hands these on to the
 next warpgroup, and takes the softmax of scores i + 1 while P_i V_i still runs. So the tensor cores
 have another warpgroup's products to do during a softmax, and the rest of this one's own as well.
-P stays in registers. Only steps of which a row does not see all keys are masked.
+P stays in registers. The output is rescaled only by warps of which a row's maximum has grown much
+(hopper/online_softmax.py). Only steps of which a row does not see all keys are masked.
 """
 
 import dataclasses
@@ -24,11 +25,15 @@ from jaxattn.kernels.gqa_prefill.load import Loader, Sources
 from jaxattn.kernels.gqa_prefill.memory import ROWS, Config, Memory
 from jaxattn.kernels.gqa_prefill.tiles import FIRST, OFFSET, QUERIES, Step, Tile, Tiles
 from jaxattn.kernels.hopper.machine import asked_for
+from jaxattn.kernels.hopper.online_softmax import rescaled
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)
 CLEARED = 64  # dims of values that are cleared at a time
+# Powers of 2 by which a row's maximum may grow beyond its reference before that moves, which it
+# hardly does after a row's first steps. Sums of float32 and weights of 16 bits have room for 2**8.
+GROWN = 8
 
 
 class State(NamedTuple):
@@ -36,7 +41,8 @@ class State(NamedTuple):
 
     Attributes:
         p: [64, keys] the step's weights in the operands' dtype.
-        top, total: [64] largest log2 of the weights so far, and their sum divided by 2**that.
+        top, total: [64] the reference, at most GROWN below the largest log2 of a weight so far, and
+            the weights' sum divided by 2**that.
         out: float32 [64, D], the sum of values so far divided by 2**top.
     """
 
@@ -165,14 +171,15 @@ class Computer:
     def softmax(
         self, scores: jax.Array, tile: Tile, i: jax.Array, top: jax.Array, total: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(weights float32, maxima, sums, what rescales the output) with step i's scores."""
+        """(weights float32, references, sums, what rescales the output) with step i's scores."""
         step, keys = self.tiles.step(tile, i), self.config.keys
         whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
         scores = self.scores.capped(scores)
         mask = lambda s: jnp.where(self.seen(tile, step), s, -jnp.inf)  # noqa: E731
         scores = lax.cond(whole, lambda s: s, mask, scores)
         factor = self.scores.factor
-        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+        largest = jnp.maximum(top, scores.max(axis=1) * factor)
+        new_top = jnp.where(largest - top > GROWN, largest, top)
         rescale = jnp.exp2(top - new_top)
         p = jnp.exp2(scores * factor - over(new_top, keys))
         return p, new_top, total * rescale + p.sum(axis=1), rescale
@@ -214,7 +221,7 @@ class Computer:
             scores = self.first_scores(number + 1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
-            return State(p.astype(self.dtype), top, total, out * over(rescale, self.head_dim))
+            return State(p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=True))
 
         def products(scores_acc: Any, out_acc: Any) -> State:
             self.multiply_keys(scores_acc, number + 1)
@@ -227,7 +234,7 @@ class Computer:
             asked_for(interpret=False)  # or ptxas waits for the values before it begins to soften
             out = plgpu.wgmma_accumulator_load(out_acc)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
-            return State(p.astype(self.dtype), top, total, out * over(rescale, self.head_dim))
+            return State(p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=False))
 
         return pl.run_scoped(
             products,

@@ -32,6 +32,8 @@ class Words(Protocol):
 
     Attributes:
         warp, g, t: each thread's place: lane 4 g + t of a warp.
+
+    `held` is a constant that stays in a register, for an operand that may be no constant.
     """
 
     warp: Any
@@ -46,6 +48,7 @@ class Words(Protocol):
     def left(self, x: Any, by: int) -> Any: ...
     def permute(self, low: Any, high: Any, selectors: Any) -> Any: ...
     def constant(self, value: int) -> Any: ...
+    def held(self, value: int) -> Any: ...
     def choose(self, x: Any, equals: int, this: Any, that: Any) -> Any: ...
     def load(self, at: Any, fixed: int, count: int) -> list[Any]: ...
 
@@ -66,6 +69,11 @@ def value_table(bits: int) -> tuple[int, int]:
     return _table(np.arange(8) + 0.5 if bits == 4 else np.arange(8) - 3.5)
 
 
+def _held(on: Words, table: tuple[int, int]) -> tuple[Any, Any]:
+    """A table's words. One of a permute's may be a constant."""
+    return on.held(table[0]), on.constant(table[1])
+
+
 def middle(bits: int) -> float:
     """Of the codes of values."""
     return (2**bits - 1) / 2
@@ -83,7 +91,7 @@ def key_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
     if bits == 8:
         at = on.plus(group, on.times(lane, 16))
         return [x for c in range(2 * blocks) for x in on.load(at, 512 * c, 4)]
-    low, high = (on.constant(x) for x in key_table(bits))
+    low, high = _held(on, key_table(bits))
     if bits == 4:
         at = on.plus(group, on.times(lane, 16))
         some: list[Any] = []
@@ -106,7 +114,7 @@ def key_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
 def value_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
     """Of [D, 64 tokens]: of 64 dims after 64, of 16 tokens after 16, the dims g, then 8 + g."""
     blocks, bits = form.head_dim // 64, form.value_bits
-    low, high = (on.constant(x) for x in value_table(bits))
+    low, high = _held(on, value_table(bits))
     of_group: list[list[tuple[Any, Any]]] = []
     for number in range(GROUPS):
         first = number * pitch + GROUP * form.key_bytes

@@ -12,7 +12,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
 from jaxattn.core.turboquant import E4M3, TurboFormat, of_levels
-from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
+from jaxattn.kernels.gqa_turbo.codes import (
+    GROUPS,
+    key_registers,
+    key_table,
+    middle,
+    value_registers,
+    value_table,
+)
 from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
@@ -20,10 +27,12 @@ from jaxattn.kernels.hopper.registers import (
     asm_word,
     f32,
     fragmented,
+    held,
     joined,
     load,
     number,
     plus,
+    single,
     times,
     word,
 )
@@ -32,10 +41,11 @@ from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
 class _Registers:
-    """`codes.Words` of this thread; `ref` is a step's codes."""
+    """`codes.Words` of this thread; `ref` is a step's codes, and `low` the one constant held."""
 
-    def __init__(self, ref: Any):
+    def __init__(self, ref: Any, low: Any):
         place = Thread()
+        self.low = low
         self.ref, self.warp, self.g, self.t = ref, place.warp, place.g, place.t
 
     def plus(self, *terms: Any) -> Any:
@@ -59,6 +69,9 @@ class _Registers:
     def constant(self, value: int) -> Any:
         return word(value)
 
+    def held(self, value: int) -> Any:
+        return self.low
+
     def permute(self, low: Any, high: Any, selectors: Any) -> Any:
         return asm_word("prmt.b32 $0, $1, $2, $3;", low, high, selectors, movable=True)
 
@@ -81,6 +94,10 @@ class Fragments:
     def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool):
         self.form, self.pitch, self.interpret = form, pitch, interpret
         self.middle = middle(form.value_bits)
+        key_low = key_table(form.key_bits)[0] if form.rotated else 0
+        self.lows = [
+            0 if interpret else held(x) for x in (key_low, value_table(form.value_bits)[0])
+        ]
 
     def keys(self, codes: Any) -> jax.Array:
         """[64 tokens, D], without their norms."""
@@ -89,7 +106,7 @@ class Fragments:
             if not self.form.rotated:
                 return lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
             return of_levels(self.form.key_bits, stored.keys)
-        return self._operands(codes, key_registers, (PAGE, self.form.head_dim), 1)[0]
+        return self._operands(codes, key_registers, (PAGE, self.form.head_dim), 1, self.lows[0])[0]
 
     def values(self, codes: Any) -> tuple[jax.Array, ...]:
         """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""
@@ -97,7 +114,7 @@ class Fragments:
         if self.interpret:
             wide = (self._stored(codes).values.astype(jnp.float32) - self.middle).T
             return tuple(wide[i * PAGE : (i + 1) * PAGE] for i in range(blocks))
-        return self._operands(codes, value_registers, (PAGE, PAGE), blocks)
+        return self._operands(codes, value_registers, (PAGE, PAGE), blocks, self.lows[1])
 
     def numbers(self, codes: Any, scores: jax.Array) -> tuple[jax.Array | None, Any, Any]:
         """Each token's (norm or None, scale, value of the middle code), as `scores` [N, 64]."""
@@ -119,19 +136,19 @@ class Fragments:
         return unpack(self.form, ungroup(self.form, groups).reshape(PAGE, -1))
 
     def _operands(
-        self, codes: Any, made: Any, shape: tuple[int, int], count: int
+        self, codes: Any, made: Any, shape: tuple[int, int], count: int, low: Any
     ) -> tuple[jax.Array, ...]:
-        def run(ctx: Any, ref: Any) -> Any:
+        def run(ctx: Any, ref: Any, low: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-            words = made(_Registers(ref), self.form, self.pitch)
+            words = made(_Registers(ref, single(low)), self.form, self.pitch)
             registers = [vector.bitcast(four, joined([x])) for x in words]
             size = len(registers) // count
             parts = [registers[i * size : (i + 1) * size] for i in range(count)]
             return tuple(fragmented(some, shape, mgpu.WGMMA_LAYOUT_8BIT) for some in parts)
 
         out = plgpu.ShapeDtypeStruct(shape, E4M3, plgpu.Layout.WGMMA_8BIT)
-        types = (plgpu.RefType(),)
-        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes)
+        types = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes, low)
 
     def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
         """A thread has the same four tokens of each row."""

@@ -87,6 +87,22 @@ def require_hopper(op: str, *, interpret: bool) -> None:
         )
 
 
+# Of the PTX that CUDA 12.8's assembler takes, 12.6's 85. From here on it copies one piece of global
+# memory to shared memory as Mosaic asks for it: where no box of a tensor is wanted.
+PTX_OF_PLAIN_COPIES = 86
+
+
+@functools.cache
+def plain_copies() -> bool:
+    """Whether this machine's assembler knows them; where nothing is assembled, yes."""
+    try:
+        from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext
+    except ImportError:  # no plugin for a GPU
+        return True
+    version: int = _mosaic_gpu_ext._get_ptxas_isa_version()
+    return version >= PTX_OF_PLAIN_COPIES
+
+
 def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
     """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of `width` bytes."""
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
@@ -108,6 +124,23 @@ def meet(*, interpret: bool) -> None:
         utils.warpgroup_barrier()
 
     barrier()
+
+
+def shown(*, interpret: bool) -> None:
+    """What a thread stored in shared memory is seen by TMA and wgmma of whoever waits for the
+    barrier that the thread, as all of its warpgroup, arrives at next.
+
+    `plgpu.commit_smem` has the warpgroup's warps wait for each other as well.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any) -> None:
+        asm("fence.proxy.async.shared::cta;", [], [], "~{memory}")
+
+    fence()
 
 
 def asked_for(*, interpret: bool) -> None:

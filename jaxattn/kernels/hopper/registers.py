@@ -7,7 +7,10 @@ the thread has of it, each an MLIR value, mostly a vector of two numbers. A word
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils, vector
 
@@ -134,6 +137,27 @@ def asm(
     if len(results) <= 1:
         return [out] * len(results)
     return [llvm.extractvalue(of_one, out, [i]) for i, of_one in enumerate(results)]
+
+
+# $1 plus the upper bits of the lane's number, which are 0. Shuffles that move nothing hide that
+# they are 0, and that $1 is a constant.
+HELD = (
+    "{ .reg .b32 some; mov.u32 some, %laneid; shfl.sync.bfly.b32 some, some, 0, 0x1f, -1; "
+    "shr.u32 some, some, 5; add.u32 some, some, $1; shfl.sync.bfly.b32 $0, some, 0, 0x1f, -1; }"
+)
+
+
+def held(value: int) -> jax.Array:
+    """A constant word that stays in a register. ptxas makes a constant anew for each use that takes
+    none; of this word it does not see that it is one. To be called outside of loops."""
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(return_type=out)
+    def make(_: Any) -> Any:
+        (x,) = asm(HELD, [i32()], [word(value)], "=r,r", convergent=True)
+        return mgpu.FragmentedArray.splat(x, (), is_signed=True)
+
+    return make()
 
 
 def asm_word(code: str, *words: Any, movable: bool = False) -> Any:

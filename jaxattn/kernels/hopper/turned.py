@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.stores import store
+
 
 def store_turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
     """A product [M, N] to shared memory [N, M]."""
@@ -12,4 +14,4 @@ def store_turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
         target[...] = product.T
     else:
         product = plgpu.layout_cast(product, plgpu.Layout.WGMMA_TRANSPOSED)
-        target.transpose((1, 0))[...] = product
+        store(target.transpose((1, 0)), product, interpret=False)

@@ -20,7 +20,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.formats import LatentFormat
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.hopper.machine import plain_copies, require_hopper
 from jaxattn.kernels.mla_decode.columns_launch import (
     MOST_COLUMNS,
     mla_decode_columns,
@@ -43,7 +43,8 @@ def by_columns(q: Any, kv_cache: Any) -> bool:
     for as many as are one block's."""
     format, rows = LatentFormat(kv_cache.dtype), q.shape[1] * q.shape[2]
     if format.quantized:
-        return rows <= MOST_COLUMNS
+        # Columns take a block-scaled page as one piece of memory, rows as boxes of a tensor.
+        return rows <= MOST_COLUMNS and (plain_copies() or not format.block_scaled)
     return few_rows(*q.shape[1:3])
 
 

@@ -43,9 +43,9 @@ class Pages:
         self.half = half = block.wg - 1
         self.is_right = half == 1
         firsts, slots = self.places.firsts, self.places.slots
-        # Of the half's two quarters: the first one's place, and how many there are.
+        # Of the half's two quarters, for each half: the first one's place, and how many there are.
         self.first_slots = [jnp.where(self.is_right, firsts[2 + i], firsts[i]) for i in range(2)]
-        self.slots = [jnp.where(self.is_right, slots[2 + i], slots[i]) for i in range(2)]
+        self.slots = [(slots[i], slots[2 + i]) for i in range(2)]
         self.columns = [pl.ds(half * HALF + i * QUARTER, QUARTER) for i in range(2)]
         self.tokens = min(self.part.page_size, PAGE)  # of a copy
 
@@ -71,8 +71,9 @@ class Pages:
         """What can be done beside the products of the part's page `now` with P."""
 
     def wait_for_warps(self) -> None:
-        """All four warps have read what is there."""
-        plgpu.commit_smem()
+        """All four warps have read what is there: who waited for the products knows it."""
+        if self.cut.interpret:
+            plgpu.commit_smem()
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """The same where it does not go on. No select over what is read of the table here: it would
@@ -85,7 +86,8 @@ class Pages:
 
     def slot_of(self, quarter: int, page: jax.Array) -> jax.Array:
         """Where the part's page `page` has the quarter."""
-        return self.first_slots[quarter] + lax.rem(page, self.slots[quarter])
+        left, right = (lax.rem(page, slots) for slots in self.slots[quarter])
+        return self.first_slots[quarter] + jnp.where(self.is_right, right, left)
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
         """What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes 0
@@ -114,7 +116,8 @@ class Pages:
         self._load(1, at, i)
         if self.cut.rope:
             self._load_rope(at, i)
-        self._load(0, (page, there & (i < self.slots[0]), numbers), i)
+        slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
+        self._load(0, (page, there & (i < slots), numbers), i)
         return self.later(pages)
 
     def _load(self, quarter: int, at: Any, into: jax.Array) -> None:

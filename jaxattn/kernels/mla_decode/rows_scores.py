@@ -4,6 +4,7 @@ rows_body.py says what is where in shared memory, and in which order the tensor 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.machine import shown
 from jaxattn.kernels.hopper.narrow import store
+from jaxattn.kernels.hopper.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
@@ -25,9 +28,6 @@ from jaxattn.kernels.mla_decode.rows_memory import (
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
 
 LOG2E = math.log2(math.e)
-# The softmax's reference is moved, and what is summed so far rescaled, where a row's scores exceed
-# it by more than this, in powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
-SLACK = 8.0
 # A row's maximum before its first key, below any score but finite, and the score of what is not
 # seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
 EMPTY, MASKED = -3e38, -math.inf
@@ -37,6 +37,10 @@ BY_ROW = LAYOUT.reduce(1)
 
 def _over_keys(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (TILE, PAGE), [0])
+
+
+def _before(slot: jax.Array) -> jax.Array:
+    return jnp.where(slot == 0, PAGES - 1, slot - 1)
 
 
 def _iota(dimension: int) -> jax.Array:
@@ -96,7 +100,12 @@ class Scores:
             return ()
         row = self.part.some_row(row)
         quarters = [self._columns_of(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
-        return tuple(plgpu.load(x, layout=LAYOUT, optimized=False) for x in quarters)
+        # Loads of 8 bytes and a shuffle: 4 bytes a thread, as the products have them, touch twice
+        # as many lines.
+        loaded = [
+            plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False) for x in quarters
+        ]
+        return tuple(plgpu.layout_cast(x, LAYOUT) for x in loaded)
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         """Scores and P of a piece's pages."""
@@ -105,8 +114,7 @@ class Scores:
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
         pages = Pages(self, place.row, start, pages_before, others)
 
-        zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
-        top, total = lax.fori_loop(0, steps, pages.step, (zero_rows + EMPTY, zero_rows))
+        top, total = pages.run(steps)
         # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
         # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
         empty = total == 0
@@ -149,13 +157,25 @@ class Pages:
             q_len=cut.q_len, num_heads=cut.num_heads, layout=LAYOUT,
         )  # fmt: skip
 
-    def step(self, i: jax.Array, carry: Any) -> Any:
-        """Page i's P and rescaling, for warpgroups 1 and 2; its maxima and sums."""
-        top, total = carry
-        shared, slot = self.scores.shared, lax.rem(self.before + i, PAGES)
-        product = pl.run_scoped(
-            lambda acc: self._product(acc, i, slot), plgpu.ACC((TILE, PAGE), jnp.float32)
-        )
+    def run(self, steps: jax.Array) -> Any:
+        """P and rescaling of all pages, for warpgroups 1 and 2. Returns the rows' maxima and sums.
+
+        A page's P is handed over when the first products of the next page's scores are under way,
+        so that the tensor cores need not wait for what that takes.
+        """
+        zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
+        sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
+        slot = lax.rem(self.before, PAGES)
+        top, sums, slot = lax.fori_loop(0, steps, self._step, (zero + EMPTY, sums, slot))
+        self._hand_over(_before(slot))
+        return top, sums.sum(axis=1)
+
+    def _step(self, i: jax.Array, carry: Any) -> Any:
+        """Page i's P and rescaling stored, and the ones before handed over."""
+        top, sums, slot = carry
+        shared = self.scores.shared
+        last = lambda: pl.when(i > 0)(lambda: self._hand_over(_before(slot)))  # noqa: E731
+        scores = self._product(i, slot, last)
 
         if self.places.held_back:
 
@@ -163,52 +183,68 @@ class Pages:
             def _():
                 plgpu.barrier_arrive(shared.scores_done.at[slot])
 
-        new_top, p = self._softmax(product, i, top)
+        new_top, p, added = self._softmax(scores, i, top)
         rescale = jnp.exp2(top - new_top)
         # Over the keys' rope columns: a warp that has waited for its products knows that the
         # warpgroup's are done.
-        shared.rope[slot] = p.astype(self.scores.cut.dtype)
-        shared.rescale[slot] = rescale
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.p_written.at[slot])
-        return new_top, total * rescale + p.sum(axis=1)
+        shared.rope[slot], shared.rescale[slot] = p, rescale
+        sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
+        return new_top, sums, jnp.where(slot == PAGES - 1, 0, slot + 1)
 
-    def _product(self, acc: Any, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """Q K^T, each quarter once it is there."""
+    def _hand_over(self, slot: jax.Array) -> None:
+        shown(interpret=self.scores.cut.interpret)
+        plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
+
+    def _product(self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:
+        """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products.
+
+        `slot` is the page's remainder by PAGES: worked out here, the first product waited for it.
+        """
         shared, refs, places = self.scores.shared, self.scores.refs, self.places
 
-        def add(q: Any, columns: Any, loaded: Any) -> None:
-            plgpu.barrier_wait(loaded)
+        def add(acc: Any, quarter: int) -> None:
+            if quarter < 0:
+                at, q = slot, refs.q_rope_smem
+                columns, loaded = shared.rope.at[at], shared.rope_loaded
+            else:
+                number = places.slots[quarter]
+                at = slot if number == PAGES else lax.rem(self.before + i, number)
+                at += places.firsts[quarter]
+                q = self.others[quarter - 1] if quarter else refs.q_smem
+                columns, loaded = shared.kv.at[at], shared.kv_loaded
+            plgpu.barrier_wait(loaded.at[at])
             plgpu.wgmma(acc, q, columns.transpose((1, 0)))
 
-        for quarter in places.order:
-            if quarter < 0:
-                if self.scores.cut.rope:
-                    add(refs.q_rope_smem, shared.rope.at[slot], shared.rope_loaded.at[slot])
-                continue
-            at = places.firsts[quarter] + lax.rem(self.before + i, places.slots[quarter])
-            q = self.others[quarter - 1] if quarter else refs.q_smem
-            add(q, shared.kv.at[at], shared.kv_loaded.at[at])
-        return acc[...]
+        def run(acc: Any) -> jax.Array:
+            first, *others = [x for x in places.order if x >= 0 or self.scores.cut.rope]
+            add(acc, first)
+            meanwhile()
+            for quarter in others:
+                add(acc, quarter)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((TILE, PAGE), jnp.float32))
 
     def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
-        """The new maxima, and P; a mask is applied to pages that not every row sees whole."""
+        """The new maxima, P, and its sums; a mask is applied to pages that not every row sees
+        whole."""
         cut, factor, start = self.scores.cut, self.scores.factor, self.start
         if cut.latents.quantized:  # a traced scale may have any sign
             scores, factor = scores * factor, 1.0
 
-        def reference(largest: jax.Array) -> jax.Array:
-            return jnp.where(largest > top + SLACK, largest, top)
+        # Rounding and sums are in both branches: there they fill the time of the exponentials.
+        def finished(new_top: jax.Array, p: jax.Array) -> Any:
+            return new_top, p.astype(cut.dtype), partial_sums(p, interpret=cut.interpret)
 
         def plain(scores: jax.Array) -> Any:
-            new_top = reference(scores.max(axis=1) * factor)
-            return new_top, jnp.exp2(scores * factor - _over_keys(new_top))
+            new_top = reference(top, scores.max(axis=1) * factor)
+            return finished(new_top, jnp.exp2(scores * factor - _over_keys(new_top)))
 
         def masked(scores: jax.Array) -> Any:
             mask = _iota(1) + (start + i) * PAGE < self.visible
             scores = jnp.where(mask, scores * factor, MASKED)
-            new_top = reference(scores.max(axis=1))
-            return new_top, jnp.exp2(scores - _over_keys(new_top))
+            new_top = reference(top, scores.max(axis=1))
+            return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
 
         all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
         if self.queries is not None:

@@ -17,11 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.machine import wgmma
 from jaxattn.kernels.hopper.narrow import store
+from jaxattn.kernels.hopper.online_softmax import emptied, rescaled
 from jaxattn.kernels.mla_decode.part import Place
 from jaxattn.kernels.mla_decode.rows_fp8 import FP8Pages
 from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, PAGES, QUARTER, Block
 from jaxattn.kernels.mla_decode.rows_pages import Pages
-from jaxattn.kernels.mla_decode.rows_rescale import emptied, rescaled
 from jaxattn.kernels.mla_decode.schedule import PAGE, TILE
 
 

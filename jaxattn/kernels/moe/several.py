@@ -1,19 +1,19 @@
 """The list of work for some dozens of tokens, and the tokens sorted by it, in one launch.
 
-XLA takes ten kernels for it, 14 us of a layer on an H200. Here every block makes the whole list,
-a pair (token, expert) a thread, and then does what belongs to a few of the pairs: it copies their
-tokens to their rows, and writes the tiles of experts whose first pair is among them. The list is
+XLA takes ten kernels for it, 14 us of a layer on an H200. Here every block counts the pairs (token,
+expert) of each expert, and then does what belongs to a few of the pairs: it copies their tokens to
+their rows, and writes the tiles of experts whose first pair is among them. The list is
 `jaxattn.kernels.moe.work.work_list`'s. No one reads rows without a token.
 
     rank of a pair       pairs before it with its expert
     first row of it      the padded counts of experts with a lower number, summed
 
-Limits: 128 to 512 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_work.py.
+Limits: 128 to 1536 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_work.py.
 """
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, meet
+from jaxattn.kernels.hopper.mlir import ir, llvm
+from jaxattn.kernels.hopper.registers import asm, element, i32, pointer, times, word
 from jaxattn.kernels.moe.config import GROUP, most_tiles, padded_rows
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, Work, stay
 
 THREADS = 128
-MOST_PAIRS = 512
-TOGETHER = 8  # pairs that a step of a loop compares with
+MOST_PAIRS = 1536
+TILES = 2**16  # counts of tiles are times it, beside counts of rows in one number
 
 
 def sorts(tokens: int, top_k: int, features: int) -> bool:
@@ -63,7 +65,6 @@ def work_of_several(
         interpret=interpret,
     )
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
-    smem = plgpu.SMEM((cut.width,), jnp.int32)
     rows = padded_rows(tokens, top_k, experts, columns)
     out = launch(
         lambda **refs: Block(cut, Refs(**refs)).run(),
@@ -73,10 +74,14 @@ def work_of_several(
         outputs={
             "tiles": ints(4, most_tiles(tokens, top_k, experts, columns)),
             "total": ints(1),
-            "positions": ints(cut.width),
+            "positions": ints(pairs),
             "rows": jax.ShapeDtypeStruct((rows, features), x.dtype),
         },
-        scratch={name: smem for name in ("expert", "padded", "start", "before", "place")},
+        scratch={
+            "expert": plgpu.SMEM((cut.width,), jnp.int32),
+            "count": plgpu.SMEM((cut.experts_width,), jnp.int32),
+        },
+        warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         detect_races=detect_races,
@@ -106,6 +111,11 @@ class Cut:
         """Pairs, rounded up to the threads."""
         return -(-self.pairs // THREADS) * THREADS
 
+    @property
+    def experts_width(self) -> int:
+        """Experts, rounded up to the threads."""
+        return -(-self.experts // THREADS) * THREADS
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs:
@@ -117,11 +127,25 @@ class Refs:
     total: Any
     positions: Any
     rows: Any
-    expert: Any  # `experts` for none
-    padded: Any  # rows of the expert if the pair is its first, else 0
-    start: Any  # the expert's first row
-    before: Any  # tiles of experts with a lower number
-    place: Any  # the pair's row, -1 for none
+    expert: Any  # of each pair, `experts` for none
+    count: Any  # of each expert's pairs
+
+
+class Pair(NamedTuple):
+    """One of a block's pairs.
+
+    Attributes:
+        rank: pairs of its expert before it.
+        row, tile: the first of its expert.
+        someone: whether it has an expert.
+    """
+
+    number: jax.Array
+    expert: jax.Array
+    rank: jax.Array
+    row: jax.Array
+    tile: jax.Array
+    someone: jax.Array
 
 
 class Block:
@@ -130,108 +154,130 @@ class Block:
     def __init__(self, cut: Cut, refs: Refs):
         self.cut, self.refs = cut, refs
         self.number = lax.axis_index("block")
-        self.layout = plgpu.Layout.WG_STRIDED((cut.width,), vec_size=1)
 
     def run(self) -> None:
         cut, refs = self.cut, self.refs
         self._load()
-        mine = plgpu.load(refs.expert, layout=self.layout)
-        someone = mine < self._full(cut.experts)
-        none = self._full(0)
-        rank, count = self._each(self._ranked(mine), none, none)
-        padded = -(-count // GROUP) * GROUP
-        refs.padded[...] = jnp.where(someone & (rank == none), padded, none)
-        meet(interpret=cut.interpret)
-        start, before, total = self._each(self._placed(mine), none, none, jnp.int32(0))
-        place = jnp.where(someone, start + rank, self._full(-1))
-        for target, vector in ((refs.start, start), (refs.before, before), (refs.place, place)):
-            target[...] = vector
-        meet(interpret=cut.interpret)
+        experts = plgpu.load(refs.expert, layout=strided(cut.width))
+        self._count(experts)
+        counts = plgpu.load(refs.count, layout=strided(cut.experts_width))
+        rows = -(-counts // GROUP) * GROUP
+        both = rows + -(-rows // cut.columns) * TILES
+        mine = [
+            self._pair(self.number + first, experts, both)
+            for first in range(0, cut.pairs, cut.blocks)
+        ]
+        tokens = [self._token(pair) for pair in mine]  # all are on their way together
+        for pair, token in zip(mine, tokens, strict=True):
+            pl.when(pair.number < cut.pairs)(partial(self._finish, pair, token))
 
         @pl.when(self.number == 0)
         def _one_of_them():
-            refs.positions[...] = place
-            refs.total[0] = total
-
-        for pair in range(0, cut.pairs, cut.blocks):
-            mine_alone = self.number + pair
-            pl.when(mine_alone < cut.pairs)(partial(self._finish, mine_alone))
-
-    def _full(self, value: Any) -> jax.Array:
-        value = jnp.asarray(value, jnp.int32)
-        return plgpu.layout_cast(lax.broadcast_in_dim(value, (self.cut.width,), []), self.layout)
+            refs.total[0] = lax.div(jnp.sum(both), TILES)
 
     def _load(self) -> None:
         """The experts of all pairs; what is behind the last pair is nobody's."""
         cut, refs = self.cut, self.refs
-        layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-        refs.expert[...] = self._full(cut.experts)
+        refs.expert[...] = full(cut.experts, cut.width)
         meet(interpret=cut.interpret)
         # The last ones are read with some before them, which are written a second time, the same.
         firsts = [*range(0, cut.pairs - THREADS, THREADS), cut.pairs - THREADS]
         for first in firsts:
             some = pl.ds(first, THREADS)
-            given = plgpu.load(refs.ids.at[some], layout=layout, optimized=False)
-            nobody = plgpu.layout_cast(jnp.full((THREADS,), cut.experts, jnp.int32), layout)
-            valid = (given >= jnp.zeros_like(nobody)) & (given < nobody)
+            given = plgpu.load(refs.ids.at[some], layout=strided(THREADS), optimized=False)
+            nobody = full(cut.experts, THREADS)
+            valid = (given >= full(0, THREADS)) & (given < nobody)
             refs.expert.at[some][...] = jnp.where(valid, given, nobody)
             meet(interpret=cut.interpret)
 
-    def _each(self, function: Any, *sums: jax.Array) -> tuple[jax.Array, ...]:
-        """`function(pair, *sums)` -> sums, for all pairs."""
-
-        def some(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            for j in range(TOGETHER):
-                sums = function(i * TOGETHER + j, *sums)
-            return sums
-
-        return lax.fori_loop(0, -(-self.cut.pairs // TOGETHER), some, sums)
-
-    def _ranked(self, mine: jax.Array) -> Any:
-        pair = plgpu.broadcasted_iota(jnp.int32, (self.cut.width,), 0, layout=self.layout)
-        one, zero = self._full(1), self._full(0)
-
-        def function(p: jax.Array, rank: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
-            same = mine == self._full(self.refs.expert[p])
-            rank += jnp.where(same & (pair > self._full(p)), one, zero)
-            return rank, count + jnp.where(same, one, zero)
-
-        return function
-
-    def _placed(self, mine: jax.Array) -> Any:
-        zero, columns = self._full(0), self.cut.columns
-
-        def function(
-            p: jax.Array, start: jax.Array, before: jax.Array, total: jax.Array
-        ) -> tuple[jax.Array, ...]:
-            rows = self.refs.padded[p]
-            tiles = lax.div(rows + (columns - 1), columns)
-            lower = self._full(self.refs.expert[p]) < mine
-            start += jnp.where(lower, self._full(rows), zero)
-            before += jnp.where(lower, self._full(tiles), zero)
-            return start, before, total + tiles
-
-        return function
-
-    def _finish(self, pair: jax.Array) -> None:
-        """Copies a pair's token, and writes the tiles of an expert whose first pair it is."""
+    def _count(self, experts: jax.Array) -> None:
+        """How many pairs each expert has."""
         cut, refs = self.cut, self.refs
-        place, rows = refs.place[pair], refs.padded[pair]
-        features = refs.x.shape[1]
+        width = cut.experts_width
+        if cut.interpret:  # which runs no code of its own
+            number = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided(width))
+            known = number < full(cut.experts, width)
+
+            def another(p: jax.Array, sums: jax.Array) -> jax.Array:
+                return sums + jnp.where(known & (number == full(refs.expert[p], width)), 1, 0)
+
+            refs.count[...] = lax.fori_loop(0, cut.pairs, another, full(0, width))
+        else:
+            refs.count[...] = full(0, width)
+            meet(interpret=False)
+            count_each(experts, refs.count, cut.experts)
+        meet(interpret=cut.interpret)
+
+    def _pair(self, number: jax.Array, experts: jax.Array, both: jax.Array) -> Pair:
+        """Args:
+        both: of each expert its rows, and `TILES` times its tiles.
+        """
+        cut = self.cut
+        here = jnp.minimum(number, cut.pairs - 1)
+        expert = self.refs.expert[here]
+        others = plgpu.broadcasted_iota(jnp.int32, both.shape, 0, layout=strided(both.size))
+        before = jnp.where(others < full(expert, both.size), both, full(0, both.size))
+        sums = jnp.sum(before)
+        pairs = plgpu.broadcasted_iota(jnp.int32, experts.shape, 0, layout=strided(cut.width))
+        same = (experts == full(expert, cut.width)) & (pairs < full(here, cut.width))
+        rank = jnp.sum(jnp.where(same, full(1, cut.width), full(0, cut.width)))
+        tile = lax.div(sums, TILES)
+        someone = (number < cut.pairs) & (expert < cut.experts)
+        return Pair(number, expert, rank, sums - tile * TILES, tile, someone)
+
+    def _token(self, pair: Pair) -> jax.Array:
+        features = self.refs.x.shape[1]
         vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
         layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+        token = lax.div(jnp.minimum(pair.number, self.cut.pairs - 1), self.cut.top_k)
+        return plgpu.load(self.refs.x.at[token], layout=layout, optimized=False)
 
-        @pl.when(place >= 0)
-        def _copy():
-            row = refs.x.at[lax.div(pair, cut.top_k)]
-            refs.rows.at[place][...] = plgpu.load(row, layout=layout, optimized=False)
+    def _finish(self, pair: Pair, token: jax.Array) -> None:
+        """Stores a pair's token, and writes the tiles of an expert whose first pair it is."""
+        cut, refs = self.cut, self.refs
+        place = pair.row + pair.rank
+        refs.positions[pair.number] = jnp.where(pair.someone, place, -1)
 
-        for i in range(cut.most_of_expert):
+        @pl.when(pair.someone)
+        def _store():
+            refs.rows.at[place][...] = token
 
-            @pl.when(rows > i * cut.columns)
-            def _tile(i=i):
-                tile, row = refs.before[pair] + i, refs.start[pair] + i * cut.columns
-                groups = lax.div(jnp.minimum(rows - i * cut.columns, cut.columns), GROUP)
-                entries = {EXPERT: refs.expert[pair], FROM: row, TO: row, GROUPS: groups}
-                for entry, value in entries.items():
-                    refs.tiles[entry, tile] = value
+        @pl.when(pair.someone & (pair.rank == 0))
+        def _tiles():
+            count = refs.count[jnp.minimum(pair.expert, cut.experts - 1)]
+            rows = lax.div(count + (GROUP - 1), GROUP) * GROUP
+            for i in range(cut.most_of_expert):
+                pl.when(rows > i * cut.columns)(partial(self._tile, pair, rows, i))
+
+    def _tile(self, pair: Pair, rows: jax.Array, i: int) -> None:
+        tile, row = pair.tile + i, pair.row + i * self.cut.columns
+        groups = lax.div(jnp.minimum(rows - i * self.cut.columns, self.cut.columns), GROUP)
+        entries = {EXPERT: pair.expert, FROM: row, TO: row, GROUPS: groups}
+        for entry, value in entries.items():
+            self.refs.tiles[entry, tile] = value
+
+
+def strided(width: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=1)
+
+
+def full(value: Any, width: int) -> jax.Array:
+    value = lax.broadcast_in_dim(jnp.asarray(value, jnp.int32), (width,), [])
+    return plgpu.layout_cast(value, strided(width))
+
+
+def count_each(numbers: jax.Array, counts: Any, most: int) -> None:
+    """Adds 1 to the place of each number below `most` in int32 of shared memory."""
+    plgpu.inline_mgpu(arg_types=(strided(numbers.size), plgpu.RefType()))(
+        lambda _, numbers, counts: _count_each(numbers, counts, most)
+    )(numbers, counts)
+
+
+def _count_each(numbers: Any, counts: Any, most: int) -> None:
+    for register in numbers.registers.flat:
+        of_one = element(register, 0) if isinstance(register.type, ir.VectorType) else register
+        place = llvm.ptrtoint(i32(), pointer(counts, times(of_one, 4)))
+        asm(
+            "{ .reg .pred some; setp.lt.u32 some, $1, $2; @some red.shared.add.u32 [$0], 1; }",
+            [], [place, of_one, word(most)], "r,r,r,~{memory}",
+        )  # fmt: skip

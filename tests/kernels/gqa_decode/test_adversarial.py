@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gqa
+from jaxattn.bench.timing import kernel_seconds
 from jaxattn.core.formats import FP8, FP8_MAX
 from tests.helpers.gqa_cases import (
     GQACase,
@@ -228,13 +229,36 @@ def test_a_schedule_of_other_rows_is_refused():
 @pytest.mark.parametrize("order", ["up", "down", "random"])
 @pytest.mark.parametrize("scales", [None, [[0.05], [0.05]]])
 def test_one_long_row_among_255_short_ones(order, scales):
-    """131,072 tokens: by value here, by time in the bench."""
+    """131,072 tokens, by value."""
     lens = [*(1 + np.random.default_rng(0).integers(0, 64, 255)).tolist(), 131_072]
     if order == "random":
         lens = np.random.default_rng(1).permutation(lens).tolist()
     lens = lens[::-1] if order == "down" else lens
     case = gqa_case(lens, kv_heads=1, group=4, scales=scales, layers=1, layer=0)
     assert_gqa_close(case, *attend(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["up", "down"])
+def test_one_long_row_is_not_waited_for(order):
+    """Of 131,072 tokens among 255 short rows: all take less than twice its own time."""
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "q_len": 1, "page_size": 64}
+    long, short = 131_072, 1 + np.random.default_rng(0).integers(0, 64, 255).astype(np.int32)
+
+    def seconds(lens):
+        width = -(-int(lens.max()) // 64)
+        counts = -(-lens // 64)
+        table = np.zeros((len(lens), width), np.int32)
+        table[np.arange(width) < counts[:, None]] = np.arange(counts.sum())
+        cache = jnp.ones((1, counts.sum(), 2, 64, 8, 128), jnp.bfloat16)
+        q = jnp.ones((len(lens), 1, 32, 128), jnp.bfloat16)
+        schedule = gqa.decode_schedule(jnp.asarray(lens), max_pages=width, **heads)
+        call = jax.jit(functools.partial(gqa.gqa_decode, implementation="mosaic_gpu"))
+        args = q, cache, jnp.asarray(table), jnp.asarray(lens)
+        return kernel_seconds(lambda _: call(*args, layer=jnp.int32(0), schedule=schedule))
+
+    rows = np.array([*short, long] if order == "up" else [long, *short], np.int32)
+    assert seconds(rows) < 2 * seconds(np.array([long], np.int32))
 
 
 @pytest.mark.gpu

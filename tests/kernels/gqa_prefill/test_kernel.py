@@ -91,6 +91,20 @@ def test_heads_are_not_packed_where_tokens_are_many(
 
 
 @both_devices
+def test_maxima_that_grow_little_and_much(implementation):
+    """By up to 2**30 from a step of 64 keys to the next; a reference moves beyond 2**8 alone."""
+    case = prefill_case([500], [9], dim=256, group=1, kv_heads=1, scale=1.0)
+    keys = np.asarray(case.keys[0], np.float64)[:, 0]
+    scores = np.asarray(case.new[0], np.float64)[0, :, 0] @ keys[:491].T / np.log(2)
+    maxima = np.maximum.accumulate(
+        [part.max(-1) for part in np.split(scores, range(64, 491, 64), 1)]
+    )
+    grown = np.diff(maxima, axis=0)
+    assert ((grown > 0) & (grown < 8)).any() and (grown > 8).any()
+    run(case, implementation)
+
+
+@both_devices
 def test_float16_and_64_bit_numbers(implementation):
     with x64():
         run(prefill_case([50, 7], [20, 7], dtype=jnp.float16), implementation)

@@ -41,6 +41,8 @@ class Threads:
     def constant(self, value):
         return np.full(128, value, np.uint32)
 
+    held = constant
+
     def choose(self, x, equals, this, that):
         return np.where(x == equals, this, that)
 

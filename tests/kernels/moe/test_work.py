@@ -135,6 +135,12 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
         np.testing.assert_array_equal(rows[placed[here, k]], x[here])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, experts, top_k", [(128, 513, 11), (128, 66, 8), (39, 257, 9)])
+def test_the_kernel_sorts_as_many_as_it_has_registers_for(tokens, experts, top_k):
+    test_the_kernel_sorts_several_tokens_as_xla_does(tokens, experts, top_k, 16, None, "mosaic_gpu")
+
+
 def test_many_pairs_are_sorted_to_the_same_list(monkeypatch):
     ids = drawn(70, 9, 3)
     compared = at_once(work_list, jnp.asarray(ids), 9, 16)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gqa
+from jaxattn.core.formats import FP8
 from jaxattn.core.layers import LayerOf
 from tests.helpers.gqa_reference import normal
 
@@ -85,3 +86,34 @@ def test_what_does_not_fit_is_named(change, error, message):
     given = dict(kv_cache=dirty(), k=k, v=k, block_tables=TABLES[:1], seq_lens=[3], layer=1)
     with pytest.raises(error, match=f"gqa_cache_write: .*{message}|gqa_cache_write: {message}"):
         gqa.gqa_cache_write(**{**given, **change})
+
+
+@pytest.mark.parametrize("op", ["gqa_decode", "gqa_prefill", "gqa_cache_write"])
+@pytest.mark.parametrize(
+    "dtype, scale, error, message",
+    [
+        (FP8, None, ValueError, r"float8_e4m3fn needs kv_scale=.* \[2, Hk = 2\]"),
+        (
+            FP8,
+            jnp.ones((2, 3)),
+            TypeError,
+            r"kv_scale must be .* \[2, Hk = 2\], got float32 \(2, 3\)",
+        ),
+        (FP8, jnp.ones((1, 2)), TypeError, r"got float32 \(1, 2\)"),
+        (FP8, jnp.ones(2, jnp.bfloat16), TypeError, r"got bfloat16 \(2,\)"),
+        (FP8, True, TypeError, "got bool"),
+        (FP8, 0.0, ValueError, "kv_scale must be positive and finite, got 0.0"),
+        (jnp.bfloat16, 1.0, ValueError, "bfloat16 has none; drop kv_scale"),
+    ],
+    ids=str,
+)
+def test_scales_that_are_missing_or_do_not_fit_are_named(op, dtype, scale, error, message):
+    cache, new = dirty(dtype), normal(1, 1, KV_HEADS, DIM).astype(jnp.bfloat16)
+    addressing = TABLES[:1], [3]
+    given = {
+        "gqa_decode": (new, cache, *addressing),
+        "gqa_prefill": (new, new, new, cache, *addressing, [1]),
+        "gqa_cache_write": (cache, new, new, *addressing),
+    }[op]
+    with pytest.raises(error, match=f"{op}: .*{message}"):
+        getattr(gqa, op)(*given, layer=1, kv_scale=scale)

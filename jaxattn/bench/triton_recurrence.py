@@ -1,4 +1,4 @@
-"""Kernels of installed packages in Triton, in the order in which `jax_triton` gives arguments.
+"""FLA's recurrence, in the order in which `jax_triton` gives arguments.
 
 Inputs come first, then outputs: a kernel of its own calls the package's, which has them elsewhere.
 Imported only where triton and fla are installed. No code of theirs is here.

@@ -1,8 +1,12 @@
-"""Rows of an accumulator rescaled, by the warps that have something to rescale.
+"""A softmax that goes step by step, beside the tensor cores: what Pallas has no operation for.
 
-A softmax that goes page by page multiplies what it has summed whenever a row's reference moves.
-That is 128 multiplications a thread of `mla_decode`, a quarter of its instructions, between P and
-the product that waits for it; and after a row's first pages nearly all factors are 1.
+It multiplies what it has summed whenever a row's reference moves: 128 multiplications a thread of
+`mla_decode`, a quarter of its instructions, between P and the product that waits for it. So the
+reference moves only where a row's scores exceed it by SLACK, and a warp without such a row does
+nothing; after a row's first steps that is nearly all.
+
+A thread of a warpgroup has some columns of a row, and four threads share the row. The sum over
+steps wants no number of another thread: so they keep their own, and add them up at the end.
 """
 
 import functools
@@ -10,11 +14,55 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, scf
-from jaxattn.kernels.hopper.registers import asm_word, element, fragmented, i32, number, word
+from jaxattn.kernels.hopper.registers import (
+    asm_word,
+    element,
+    fragmented,
+    i32,
+    number,
+    tree,
+    word,
+)
+
+# In powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
+SLACK = 8.0
+PARTIAL = 8  # sums that are left of a row, two a thread
+
+
+def reference(top: jax.Array, largest: jax.Array) -> jax.Array:
+    """The rows' next reference, of the last one and the step's largest scores, in powers of 2.
+    A NaN does not move it: it shows in P."""
+    return jnp.where(largest > top + SLACK, largest, top)
+
+
+def partial_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Sums of every eighth column.
+
+    Args:
+        x: float32 [64, N] in the layout of products; N is 8 times a power of two.
+
+    Returns:
+        float32 [64, 8] in that layout.
+    """
+    rows, columns = x.shape
+    if interpret:
+        return x.reshape(rows, columns // PARTIAL, PARTIAL).sum(axis=1)
+    tile, shape = plgpu.Layout.WGMMA, (rows, PARTIAL)
+
+    def add(_: Any, x: Any) -> Any:
+        # Tiles of 8 columns: of each a thread has the same registers.
+        [axis] = [i for i, n in enumerate(x.registers.shape) if n == columns // PARTIAL]
+        pieces = [piece.flat for piece in np.split(x.registers, columns // PARTIAL, axis)]
+        sums = [tree(arith.addf, list(each)) for each in zip(*pieces, strict=True)]
+        return fragmented(sums, shape, x.layout)
+
+    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=tile)
+    return plgpu.inline_mgpu(arg_types=(tile,), return_type=out)(add)(x)
 
 
 def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:

@@ -1,0 +1,70 @@
+"""A decode step that is traced and lowered once, for all executables that hold it.
+
+To lower a kernel is work of Python, one thread at a time, and takes longer than all else of a start
+without kept executables. Decode alone, each round and rounds of several steps run the same decode
+step. So it is lowered once, and the others call what was lowered (`jax.export`).
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jax import export
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.model_steps import EntryPoint, Round, Speculate
+from jaxattn.engine.step import Step
+from jaxattn.memory.limits import Limits
+from jaxattn.models.base import Model
+
+# Calls that are compiled where they were lowered, by the same JAX.
+_OURS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
+_PLATFORMS: Mapping[str, str] = {"gpu": "cuda"}
+
+
+def decode_of(step: Step) -> EntryPoint | None:
+    """The decode step that an executable holds, from the rows on the device; None of others."""
+    if isinstance(step, Speculate):
+        return None
+    found = step.decode if isinstance(step, Round) else step
+    return found if isinstance(found, EntryPoint) and found.reads_rows else None
+
+
+class Lowered:
+    """The decode steps of one model on one device. Any thread may ask for them.
+
+    Args:
+        shapes: the packed parameters, as shapes.
+        implementation: of the decode kernels.
+        backend: "cpu" or "gpu".
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        shapes: Any,
+        implementation: Implementation | None,
+        backend: str,
+    ):
+        self._model, self._limits, self._shapes = model, limits, shapes
+        self._implementation, self._backend = implementation, backend
+        self._lock = threading.Lock()
+        self._calls: dict[EntryPoint, Callable[..., Any]] = {}
+
+    def __call__(self, entry: EntryPoint) -> Callable[..., Any]:
+        """(weights, state, batch) -> (logits, state)."""
+        with self._lock:
+            if entry not in self._calls:
+                self._calls[entry] = self._export(entry)
+            return self._calls[entry]
+
+    def _export(self, entry: EntryPoint) -> Callable[..., Any]:
+        model, limits = self._model, self._limits
+        function = entry.function(model, limits, jax.tree.structure(self._shapes))
+        jitted = jax.jit(partial(function, implementation=self._implementation))
+        platform = _PLATFORMS.get(self._backend, self._backend)
+        exporting = export.export(jitted, platforms=[platform], disabled_checks=_OURS)
+        return exporting(*entry.arguments(model, limits, self._shapes)).call

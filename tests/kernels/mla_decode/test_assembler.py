@@ -1,0 +1,53 @@
+"""Assemblers that cannot copy a piece of memory as Mosaic asks for it: which kernel runs then."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxattn.kernels.hopper import machine
+from jaxattn.kernels.mla_decode import launch
+from tests.helpers.kernel_cases import assert_mla_close
+from tests.kernels.mla_decode.test_columns import stored
+from tests.kernels.mla_decode.test_rows import kernel
+
+
+@pytest.mark.parametrize(
+    "format, heads, before, now",
+    [
+        ("uint8", 16, True, False),  # a page is one piece of memory there
+        ("uint8", 33, False, False),
+        ("float8_e4m3fn", 16, True, True),
+        ("bfloat16", 16, True, True),
+    ],
+)
+def test_only_block_scaled_caches_go_to_the_other_kernel(format, heads, before, now, monkeypatch):
+    q = jnp.zeros((1, 1, heads, 576), jnp.bfloat16)
+    cache = jnp.zeros((1, 64, 656 if format == "uint8" else 576), format)
+    monkeypatch.setattr(launch, "plain_copies", lambda: True)
+    assert launch.by_columns(q, cache) == before
+    monkeypatch.setattr(launch, "plain_copies", lambda: False)
+    assert launch.by_columns(q, cache) == now
+    launch.refuse(q, cache, 512)
+
+
+def test_the_other_kernel_is_right_for_few_rows_too(monkeypatch):
+    monkeypatch.setattr(launch, "plain_copies", lambda: False)
+    some = stored("uint8", [70, 0, 3], heads=5)
+    case = some.case
+    outs = kernel(case.q, *case.args[1:], scale=case.scale, interpret=True, layer=case.layer)
+    assert_mla_close(some.held, *outs)
+
+
+@pytest.mark.parametrize("version, there", [(85, False), (86, True), (90, True)])
+def test_it_is_asked_what_it_takes(version, there, monkeypatch):
+    import sys
+    import types
+
+    mosaic = types.SimpleNamespace(_get_ptxas_isa_version=lambda: version)
+    module = types.ModuleType("mosaic_gpu")
+    module._mosaic_gpu_ext = mosaic
+    monkeypatch.setitem(sys.modules, "jax._src.lib.mosaic_gpu", module)
+    machine.plain_copies.cache_clear()
+    try:
+        assert machine.plain_copies() == there
+    finally:
+        machine.plain_copies.cache_clear()

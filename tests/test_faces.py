@@ -1,0 +1,76 @@
+"""The public faces: each family has the same set of names by role, and none defines anything."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import jaxattn
+
+FAMILIES = ("mla", "gqa", "gdn", "kda")
+# What a model needs of a family, by the names that serve it. Roles that a family has not are said.
+ROLES = {
+    "decode": {
+        "mla": "mla_decode",
+        "gqa": "gqa_decode",
+        "gdn": "gated_delta_net_decode",
+        "kda": "kimi_delta_attention_decode",
+    },
+    "prefill": {
+        "mla": "mla_prefill",
+        "gqa": "gqa_prefill",
+        "gdn": "gated_delta_rule_prefill",
+        "kda": "kda_prefill",
+    },
+    "cache or states": {
+        "mla": "mla_cache_write",
+        "gqa": "gqa_cache_write",
+        "gdn": "state_write",
+        "kda": "state_write",
+    },
+    "weights of a layer": {
+        "mla": "pack_mla_weights",
+        "gqa": "pack_gqa_weights",
+        "gdn": "pack_gdn_weights",
+        "kda": "pack_kda_weights",
+    },
+    "scratch": dict.fromkeys(FAMILIES, "scratch"),
+    # States have no lengths, so a delta rule's decode has nothing to schedule.
+    "schedule": {"mla": "decode_schedule", "gqa": "decode_schedule"},
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_family_has_its_part_of_each_role(role):
+    for family, name in ROLES[role].items():
+        assert callable(getattr(importlib.import_module(f"jaxattn.{family}"), name))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "moe", "nn"])
+def test_a_face_defines_nothing(family):
+    module = importlib.import_module(f"jaxattn.{family}")
+    tree = ast.parse(Path(inspect.getfile(module)).read_text())
+    doc, *rest = tree.body
+    assert isinstance(doc, ast.Expr) and ast.get_docstring(tree)
+    for node in rest:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        assert all(alias.asname == alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "moe"])
+def test_each_name_says_what_it_is(family):
+    module = importlib.import_module(f"jaxattn.{family}")
+    names = [name for name in vars(module) if not name.startswith("_")]
+    assert names
+    for name in names:
+        assert inspect.getdoc(getattr(module, name)), f"jaxattn.{family}.{name}"
+
+
+def test_what_is_public_at_the_top_is_its_family_s():
+    for family in ("mla", "gdn"):
+        module = importlib.import_module(f"jaxattn.{family}")
+        for name in set(vars(module)) & set(vars(jaxattn)):
+            if not name.startswith("_"):
+                assert getattr(module, name) is getattr(jaxattn, name)
