@@ -120,7 +120,7 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_garbage_to_look_through() -> None:
-    """What files before have left in JAX's caches stays: a collection takes a second less.
+    """What earlier files left in JAX's caches stays: collections in tests take a second less.
 
     Gigabytes are there in the end, and tests collect to see that memory comes back.
     """

@@ -96,7 +96,7 @@ def test_writes_what_xla_writes_and_touches_nothing_else(
 ):
     """A row across pages, one without tokens, and one with fewer new tokens than places."""
     form, args = arguments(preset, dim, [PAGE + 1, 0, 1], **options)
-    config = RopeConfig(dim=rotated, interleaved=preset == "k3v4_nc")
+    config = RopeConfig(dim=rotated, interleaved="3" in preset[:2])
     query_lens = jnp.array([2, 2, 1], jnp.int32)
     found = append(form, args, config, implementation, query_lens)
     assert_alike(form, args, found, append(form, args, config, "xla", query_lens))
