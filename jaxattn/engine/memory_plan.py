@@ -382,7 +382,7 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...
     twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
     why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
     if twice:
-        why += f", {twice:,} of them once more for decoding,"
+        why += f", {twice:,} numbers more for decoding,"
     dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
     size = cache_size(limits)
     return (
