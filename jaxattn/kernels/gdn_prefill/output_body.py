@@ -51,6 +51,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.gdn_prefill.work_queue import Turns
+from jaxattn.kernels.hopper.stores import store
 
 # Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
 # that norms, if there is one: 512 for all four are all of the multiprocessor's. With fewer for the
@@ -322,7 +323,7 @@ class Chunks:
         @pl.when(target >= 0)
         def _():
             index = self.block.layer, target, self.head
-            store_state(state, self.refs.pool_ref, index, self.part)
+            store_state(state, self.refs.pool_ref, index, self.part, interpret=self.cut.interpret)
 
     def write_zeros(self) -> None:
         """The outputs of a run of which nothing is computed."""
@@ -351,7 +352,8 @@ class Chunks:
 
         @pl.when(left < CHUNK)
         def _():
-            block.o_plain.at[wg].transpose((1, 0))[...] = tile
+            target = block.o_plain.at[wg].transpose((1, 0))
+            store(target, tile, interpret=self.cut.interpret)
 
         plgpu.commit_smem()
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn_prefill.accumulator import Accumulator
 from jaxattn.kernels.gdn_prefill.tiles import BY_COLUMN, CHUNK, DECAY, TILE, iota, over_columns
+from jaxattn.kernels.hopper.stores import store
 
 STAGES = 3  # chunks in shared memory
 CHANNEL_STAGES = 2  # where keys come twice
@@ -55,9 +56,12 @@ def first_state(ref: Any, layer: Any, slot: Any, head: Any, part: Any) -> tuple[
     )
 
 
-def store_state(state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], part: Any) -> None:
+def store_state(
+    state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], part: Any, *, interpret: bool
+) -> None:
     for half in range(2):
-        state_at(ref, index, part, half)[...] = state[half].astype(ref.dtype)
+        stored = state[half].astype(ref.dtype)
+        store(state_at(ref, index, part, half), stored, interpret=interpret)
 
 
 def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
