@@ -17,6 +17,7 @@ from jaxattn import (
     gated_delta_rule_decode,
     gated_delta_rule_prefill,
     gqa,
+    kda,
     mla,
     mla_append,
     mla_decode,
@@ -169,14 +170,18 @@ def delta_rule(
     checkpoint_tokens: int = 0,
     split: int | None = None,
     norm: bool = False,
+    channels: bool = False,
 ) -> Case:
     """In a pool, `checkpoint_tokens` keeps the states after every so many tokens, and `norm` norms
-    the output."""
+    the output. With `channels` every channel of a key decays by itself."""
+    on_a_pool: Any = kda.kda_prefill if channels else gated_delta_rule_prefill
+    on_arrays: Any = kda.chunk_kda if channels else chunk_gated_delta_rule
 
     def case(implementation: Implementation) -> Any:
         count, tokens, starts = len(lens), sum(lens), np.cumsum([0, *lens])
         q, k = (normal(1, tokens, 2, 128) for _ in range(2))
-        v, g = normal(1, tokens, 4, 128), -np.abs(normal(1, tokens, 4, dtype=jnp.float32))
+        v, of_gate = normal(1, tokens, 4, 128), (4, 128) if channels else (4,)
+        g = -np.abs(normal(1, tokens, *of_gate, dtype=jnp.float32))
         beta = jax.device_put(np.full((1, tokens, 4), 0.5, np.float32))
         kept = max(lens) // checkpoint_tokens if checkpoint_tokens else 0
 
@@ -195,13 +200,13 @@ def delta_rule(
         ) -> Any:
             if pool:
                 every = checkpoint_tokens
-                return gated_delta_rule_prefill(
+                return on_a_pool(
                     q, k, v, g, beta, state, slots, cu_seqlens=starts, split_tokens=split,
                     checkpoints=Checkpoints(slots=kept, tokens=every) if every else None,
                     output_norm=OutputNorm(gate=gate, weight=weight) if norm else None,
                     implementation=implementation,
                 )  # fmt: skip
-            return chunk_gated_delta_rule(
+            return on_arrays(
                 q, k, v, g, beta, initial_state=state, output_final_state=True, cu_seqlens=starts,
                 use_qk_l2norm=True, split_tokens=split, implementation=implementation,
             )  # fmt: skip
@@ -376,6 +381,9 @@ CASES: dict[str, Case] = {
     "gdn_prefill_checkpoints_segments": delta_rule(
         [63, 0, 700], pool=True, checkpoint_tokens=64, split=128
     ),
+    "kda_prefill_short": delta_rule([63, 0, 1, 200], channels=True),
+    "kda_prefill_pool": delta_rule([63, 130], pool=True, checkpoint_tokens=64, channels=True),
+    "kda_prefill_split": delta_rule([700], split=128, channels=True),
     "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),
     "gdn_decode_few_states": delta_net("bfloat16"),
     "gdn_decode_few_states_float32": delta_net("float32"),

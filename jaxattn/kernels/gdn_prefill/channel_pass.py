@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels.gdn_prefill import channel_body, channel_chunk, output_body, state_pass
-from jaxattn.kernels.gdn_prefill.handover import Handover
+from jaxattn.kernels.gdn_prefill.handover import Handover, none_yet
 from jaxattn.kernels.gdn_prefill.tiles import CHUNK, compiler_params
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS
@@ -77,12 +77,12 @@ def channel_pass(
     makers = making.cut.blocks
     rows, x, p, vectors = (making.outputs[channel_chunk.OUTPUTS[i]] for i in (0, 3, 4, 5))
     passing = state_pass.prepared(
-        rows, rows, v, x, p, vectors, table, jnp.zeros(1, jnp.int32), written=rows, starts=starts,
-        layer=layer, finals=finals, kept=kept, norm=None, halves=halves, blocks=NUM_SMS - makers,
-        interpret=interpret,
+        rows, rows, v, x, p, vectors, table, none_yet(table, (1,)).astype(jnp.int32), written=rows,
+        starts=starts, layer=layer, finals=finals, kept=kept, norm=None, halves=halves,
+        blocks=NUM_SMS - makers, interpret=interpret,
     )  # fmt: skip
     heads = v.shape[1]
-    counts = jax.new_ref(jnp.zeros(count * heads, jnp.uint32))
+    counts = jax.new_ref(none_yet(table, (count * heads,)))
     of_pass = {name: x for name, x in passing.inputs.items() if name not in TAKEN}
     made = dict(zip(channel_chunk.OUTPUTS, TAKEN, strict=True))
     # Both have keys and queries: a maker's are tokens, the pass has those that were made.

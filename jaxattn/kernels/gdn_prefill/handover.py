@@ -16,6 +16,15 @@ from jaxattn.kernels.hopper.mlir import arith, ir, scf, utils
 from jaxattn.kernels.hopper.registers import Thread, asm, i32, pointer, single, times, word
 
 
+def none_yet(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint32 zeros in memory of their own: kernels count in it.
+
+    XLA does not know that no chunk of a plan begins below 0. A constant might share its memory
+    with another.
+    """
+    return jnp.broadcast_to(table[0, 0] < 0, shape).astype(jnp.uint32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handover:
     """
