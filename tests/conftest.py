@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from typing import Any
 
 # A job in the background ignores Ctrl-C, and so would every process that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -85,6 +86,36 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+
+
+# Seconds of CPU time that the suite is meant to take at most: ten minutes on two cores.
+MOST_CPU_SECONDS = 1100
+_WORKERS_SECONDS: list[float] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:  # of pytest-xdist: this is a worker, and tells its controller
+        output["cpu_seconds"] = sum(os.times()[:4])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _WORKERS_SECONDS.append(getattr(node, "workeroutput", {}).get("cpu_seconds", 0.0))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """How long the tests took, however busy the machine was."""
+    own = os.times()[:2] if _WORKERS_SECONDS else os.times()[:4]
+    seconds = sum(own) + sum(_WORKERS_SECONDS)
+    line = f"CPU time: {seconds:,.0f} s"
+    options = config.option
+    some = options.file_or_dir or options.keyword or options.markexpr or options.slow
+    if seconds > MOST_CPU_SECONDS and not some:
+        line += f", more than {MOST_CPU_SECONDS:,} s: docs/testing.md says what to leave to --slow"
+    terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module", autouse=True)

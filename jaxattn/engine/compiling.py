@@ -104,6 +104,8 @@ def _compile(
                     step, model, limits, tree, implementation, backend, group, lowered
                 )
                 given = arguments(step, model, limits, shapes, group)
+                if group is None:
+                    given = _placed(given, own)
                 executable = jitted.lower(*given).compile()
             if kept:
                 kept.store(str(step), executable)
@@ -116,6 +118,12 @@ def _compile(
         return Steps({str(step): build(step) for step in steps})
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return Steps(dict(zip(map(str, steps), pool.map(build, steps), strict=True)))
+
+
+def _placed(shapes: Any, device: jax.Device) -> Any:
+    """Shapes that lie on a device, so that what every step gives is bound to it alike."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
 def _kept(device: jax.Device, decides: tuple[Any, ...]) -> Kept | None:

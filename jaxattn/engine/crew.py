@@ -30,7 +30,8 @@ from jaxattn.engine.links import AGREED, ALIVE, END, FACTS, FAILED, HostError, L
 
 SILENT = 20.0  # seconds
 STUCK = 20.0  # seconds
-SAYS = 1.0  # seconds for a last word
+SAYS = 1.0  # seconds that a last word to one of the others may take
+PRINTS = 5.0  # seconds for the line that says why; on a busy machine its thread waits its turn
 CODE = 70  # EX_SOFTWARE
 
 
@@ -49,7 +50,7 @@ def end_process(message: str) -> NoReturn:
     try:
         speaks = threading.Thread(target=say, daemon=True)
         speaks.start()
-        speaks.join(SAYS)
+        speaks.join(PRINTS)
     finally:
         os._exit(CODE)
 

@@ -34,7 +34,6 @@ from jaxattn.engine.links import (
 )
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.sender import array_of
 from jaxattn.engine.steps import EntryPoint
 
 
@@ -98,7 +97,7 @@ class Leader(Runner):
         self._tell(DECODE, places, int(level), int(words is not None))
         self.crew.begin()
         masks = words and functools.partial(self._told, words)
-        told = array_of(super().decode(places, level, masks))
+        told = super().decode(places, level, masks)
         self.crew.sent(told)
         return told
 
@@ -155,7 +154,7 @@ def run_as_told(runner: Runner, crew: Crew) -> None:
         elif kind == DECODE:
             *_, level, masked = numbers
             words = (lambda lines: _masks(link)) if masked else None
-            told = array_of(runner.decode(array, Level(level), words))
+            told = runner.decode(array, Level(level), words)
         crew.sent(told)
 
 

@@ -95,7 +95,6 @@ class Lifecycle:
         with self._alone("state", nested=True):
             self._start()
             assert self._runner is not None
-            self._runner.wait()
             return self._runner.state
 
     # --- beginning and end

@@ -30,7 +30,6 @@ from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.scheduler import Scheduler
-from jaxattn.engine.sender import Sent, array_of
 from jaxattn.engine.stats import Stats
 from jaxattn.engine.step import sampled_rows
 from jaxattn.engine.steps import prompts_together
@@ -77,13 +76,13 @@ class Flight:
     """What a step in flight will tell.
 
     Attributes:
-        told: of `advance`, perhaps still to be sent, or logits that nobody samples.
+        told: of `advance`, or logits that nobody samples.
         rows: those that it is about, by their line; None is padding.
         running: of a decode step; None of a prefill step.
         steps: how many decode steps it is.
     """
 
-    told: jax.Array | Sent
+    told: jax.Array
     rows: Sequence[Row | None]
     running: Running | None = None
     steps: int = 1
@@ -364,11 +363,10 @@ class Loop:
         """
         tells = any(row is not None for row in flight.rows)
         before = time.perf_counter()
-        array = array_of(flight.told)
         if tells:
-            told = np.asarray(array)
+            told = np.asarray(flight.told)
         else:
-            array.block_until_ready()
+            flight.told.block_until_ready()
         now = time.perf_counter()
         self.stats.waited_seconds += now - before
         spent, self._read_at = now - self._read_at, now

@@ -335,9 +335,16 @@ def advice(
         if executables and left(changed, executables, of):
             return True
         # Tracing takes a second, so it comes after what weights and state alone say.
-        return left(changed, {}, of) and left(
-            changed, from_shapes(model, changed, params, None), of
-        )
+        return left(changed, {}, of) and left(changed, bounds(changed), of)
+
+    traced: dict[Any, dict[str, Executable]] = {}
+
+    def bounds(changed: Limits) -> dict[str, Executable]:
+        """More pages raise no bound, so shares that differ in them alone are traced once."""
+        shape = dataclasses.replace(changed, utilization=None, num_pages=None), changed.table_width
+        if shape not in traced:
+            traced[shape] = from_shapes(model, changed, params, None)
+        return traced[shape]
 
     found = []
     for larger in larger_shares(limits.utilization):
@@ -375,7 +382,7 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...
     twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
     why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
     if twice:
-        why += f", {twice:,} of them once more for decoding,"
+        why += f", {twice:,} numbers more for decoding,"
     dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
     size = cache_size(limits)
     return (

@@ -1,12 +1,7 @@
-"""The device's side of an engine: what its steps run on, and sending them without waiting.
-
-Rounds, which are most of the steps, are sent by a thread of their own (sender.py). State and rows
-are its own until it has done so: whatever else reads or changes them waits for it first.
-"""
+"""The device's side of an engine: what its steps run on, and sending them without waiting."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +13,6 @@ from jaxattn.engine.row_steps import Copy, Mask, Remember, Update, sample_of
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
-from jaxattn.engine.sender import Sender, Sent
 from jaxattn.engine.step import sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import DecodeState
@@ -52,33 +46,23 @@ class Runner:
         self._places: jax.Array | None = None
         self._placed: np.ndarray | None = None
         self._rounds: dict[tuple[int, Level, int], Round | None] = {}
-        self._sender = Sender(self.seal)
 
     @property
     def lost(self) -> bool:
         """Whether the buffers have to be allocated again.
 
-        An interrupt between a step's call and its return leaves donated ones behind. What a call
-        that is under way leaves behind is seen when its tokens are read.
+        An interrupt between a step's call and its return leaves donated ones behind.
         """
-        if self._sender.unsettled:
-            return False
         leaves = jax.tree.leaves((self.state, self.rows))
         return self.failed or any(leaf.is_deleted() for leaf in leaves)
 
-    def wait(self) -> None:
-        """Until state and rows are at rest."""
-        self._sender.wait()
-
     def update(self, packed: np.ndarray) -> None:
         """Rows that come, and pages: of `Deltas.drain`."""
-        self._sender.check()
         with self.seal.allowed():
             self.rows = self._sent(self._step(Update())(self.rows, packed))
 
     def copy(self, source: int, target: int) -> None:
         """Copies the states of one slot to another."""
-        self._sender.check()
         with self.seal.allowed():
             slots = np.array([source, target], np.int32)
             self.state = self._sent(self._step(Copy())(self.state, slots))
@@ -89,7 +73,6 @@ class Runner:
         Args:
             remember: some of the rows have a history.
         """
-        self._sender.check()
         with self.seal.allowed():
             logits, self.state = self._sent(self._step(entry)(self.weights, self.state, packed))
         if remember:
@@ -102,7 +85,6 @@ class Runner:
         Args:
             entry: a prefill step of the shape of `packed`.
         """
-        self._sender.check()
         with self.seal.allowed():
             step = self._step(Remember(entry.rows, entry.tokens))
             self.rows = self._sent(step(self.rows, packed))
@@ -116,7 +98,6 @@ class Runner:
             places: -1 for the logits of other rows.
             words: `masks` of these rows, if one has a grammar.
         """
-        self._sender.check()
         with self.seal.allowed():
             return self._sample(self._masked(logits, words), places, level)
 
@@ -126,7 +107,7 @@ class Runner:
         level: Level,
         words: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
-    ) -> jax.Array | Sent:
+    ) -> jax.Array:
         """Decodes the rows at `places`, and samples them. What comes back is on its way.
 
         Args:
@@ -136,7 +117,6 @@ class Runner:
         """
         if words is None and (step := self._round_of(len(places), level, steps)):
             return self._round(places, step)
-        self._sender.check()
         bucket = sampled_rows(self.limits, len(places))
         entry = EntryPoint("decode", bucket, 1)
         with self.seal.allowed():
@@ -148,13 +128,11 @@ class Runner:
             return self._sample(self._masked(logits, found), on_device, level)
 
     def forget(self) -> None:
-        """Lets go of what it holds beside state and rows, errors too."""
-        self._sender.forgive()
+        """Lets go of what it holds beside state and rows."""
         self._places = self._placed = None
 
     def check(self) -> None:
         """Compares the buffers with those that were sealed."""
-        self._sender.check()
         self.seal.check((self.state, self.rows))
 
     def delete(self) -> None:
@@ -171,20 +149,12 @@ class Runner:
             self._rounds[key] = round_of(self.limits, sampled_rows(self.limits, rows), level, steps)
         return self._rounds[key]
 
-    def _round(self, places: np.ndarray, step: Round) -> jax.Array | Sent:
+    def _round(self, places: np.ndarray, step: Round) -> jax.Array:
+        executable = self._step(step)
         with self.seal.allowed():
-            on_device = self._on_device(places, step.rows)
-            call = partial(self._call_round, self._step(step), on_device)
-            # What a strict seal allows, it allows this thread. A group's calls stay in the order of
-            # all its processes.
-            if self.seal.strict or self.group is not None:
-                return call()
-        return self._sender.send(call)
-
-    def _call_round(self, executable: Any, places: jax.Array) -> jax.Array:
-        held = self.state, self.rows
-        (self.state, self.rows), told = self._sent(executable(self.weights, held, places))
-        told.copy_to_host_async()
+            on_device, held = self._on_device(places, step.rows), (self.state, self.rows)
+            (self.state, self.rows), told = self._sent(executable(self.weights, held, on_device))
+            told.copy_to_host_async()
         return told
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:

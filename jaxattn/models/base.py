@@ -309,7 +309,8 @@ class Model(abc.ABC):
         return params
 
     def copies(self, params: Any) -> Any:
-        """Those leaves of packed parameters that `pack` holds a second time."""
+        """Arrays, or shapes, of what packed parameters have more numbers than the parameters: small
+        weights a second time, and zeros beside matrices of odd widths."""
         return ()
 
     # --- on several GPUs, of the model that `models.divided` returns

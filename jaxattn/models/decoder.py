@@ -130,7 +130,16 @@ class DecoderModel(Model):
         return pack_params(params, self.spec.segments, self.spec.stream)
 
     def copies(self, params: Any) -> Any:
-        return params.copies if isinstance(params, PackedParams) else ()
+        if not isinstance(params, PackedParams):
+            return ()
+        if self.spec.parallel.gpus > 1:
+            return params.copies
+        # Zeros that widen matrices; of several GPUs the arrays may be all shares together.
+        own, held = (
+            sum(leaf.size for leaf in jax.tree.leaves(each))
+            for each in (self.param_shapes(), (params.params, params.vectors))
+        )
+        return *params.copies, jax.ShapeDtypeStruct((held - own,), jnp.float32)
 
     def prefill(
         self,

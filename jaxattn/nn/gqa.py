@@ -15,19 +15,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, as_given, check_sizes
+from jaxattn.core.checks import Arguments, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
-from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation
+from jaxattn.core.rope import RopeConfig, Rotation, rope
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
+from jaxattn.nn.paged import Paged
 from jaxattn.ops.gqa.cache import check_cache
 from jaxattn.parallel import ALONE, Parallel, Spread
 from jaxattn.parallel.context import own_of_shared, prefix_of, written_places
 
 
-class GroupedQueryAttention(nnx.Module):
+class GroupedQueryAttention(Paged):
     """The causal self-attention of Qwen3, Qwen3-Next, Llama and gpt-oss, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -57,6 +58,8 @@ class GroupedQueryAttention(nnx.Module):
         ValueError: a size is not a positive integer, H is no multiple of Hk, or more dims would be
             rotated than there are.
     """
+
+    reads = ("k_proj", "[hidden, Hk * D]")
 
     def __init__(
         self,
@@ -156,11 +159,10 @@ class GroupedQueryAttention(nnx.Module):
             Refusal: the named implementation refuses, and says why.
         """
         arguments = self._check_tokens("GroupedQueryAttention.prefill", x, "B T hidden")
-        block_tables, seq_lens = self._check_paged(
-            arguments, kv_cache, block_tables, seq_lens, layer
+        self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens
         )
-        arguments.check_query_lens(query_lens, "x", x)
-        query_lens = as_given(query_lens)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         dtype, scale = self._dtype_beside(kv_cache), self._scale
         q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=dtype)
@@ -242,12 +244,10 @@ class GroupedQueryAttention(nnx.Module):
             Refusal: the named implementation refuses, and says why.
         """
         arguments = self._check_tokens("GroupedQueryAttention.decode", x, "B S hidden")
-        block_tables, seq_lens = self._check_paged(
-            arguments, kv_cache, block_tables, seq_lens, layer
+        self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
-        if query_lens is not None:
-            arguments.check_query_lens(query_lens, "x", x)
-            query_lens = as_given(query_lens)
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
         q, k, v = self._projected(x)
@@ -296,18 +296,6 @@ class GroupedQueryAttention(nnx.Module):
         y = self._output(out, kv_cache, *addressing, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
-    def decode_rotation(
-        self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
-    ) -> Rotation:
-        """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
-        layers of a model share them."""
-        arguments = Arguments("GroupedQueryAttention.decode_rotation")
-        seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
-        if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
-            query_lens = arguments.integers("query_lens", query_lens, "B")[1]
-        positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
-        return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
-
     def packed_weights(self) -> Float[Array, "W"] | None:
         """The norms of queries and keys for `decode`, as it reads them fastest; None without."""
         if not self.qk_norm:
@@ -332,22 +320,12 @@ class GroupedQueryAttention(nnx.Module):
     def _masking(self) -> dict[str, Any]:
         return {"window": self.window, "sinks": self.sinks[...] if self.has_sinks else None}
 
-    def _check_tokens(self, op: str, x: Any, axes: str) -> Arguments:
-        """The checks of a call's further arguments, after that of `x`."""
-        hidden = self.k_proj.weight.shape[0]
-        arguments = Arguments(op, {"hidden": (hidden, "k_proj [hidden, Hk * D]")})
-        arguments.check("x", x, axes)
-        return arguments
-
-    def _check_paged(
+    def _check_cache(
         self, arguments: Arguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
-    ) -> tuple[Any, Any]:
-        """The tables and lengths as they were given: the ops in here check what is known again,
-        and that of `jax.numpy` arrays is not, under jit."""
+    ) -> None:
         sizes = {"Hk": self.num_kv_heads, "D": self.head_dim}
         arguments.sizes |= {name: (size, "this module") for name, size in sizes.items()}
         check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
-        return as_given(block_tables), as_given(seq_lens)
 
     def _heads(
         self, x: Array, positions: Array | Rotation, dtype: DTypeLike | None = None

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.checks import as_given
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import Rotation
@@ -112,10 +111,9 @@ class TurboQuantAttention(GroupedQueryAttention):
         arguments = self._check_tokens(op, x, "B S hidden")
         arguments.sizes |= {"Hk": (self.num_kv_heads, "this module")}
         check_turbo_cache(arguments, kv_cache, block_tables, seq_lens, layer, self.form)
-        block_tables, seq_lens = as_given(block_tables), as_given(seq_lens)
-        if query_lens is not None:
-            arguments.check_query_lens(query_lens, "x", x)
-            query_lens = as_given(query_lens)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens, optional=True
+        )
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
         q, k, v = self._projected(x)

@@ -17,18 +17,19 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
-from jaxattn.core.checks import FLOATS, Arguments, as_given, check_sizes
+from jaxattn.core.checks import FLOATS, check_sizes
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation, softmax_scale
+from jaxattn.core.rope import RopeConfig, Rotation, rope, softmax_scale
 from jaxattn.nn.linear import InStack, Linear, linears, matmul, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
+from jaxattn.nn.paged import Paged
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 from jaxattn.parallel import ALONE, Parallel, Spread
 from jaxattn.parallel.context import prefix_of, written_places
 
 
-class MultiHeadLatentAttention(nnx.Module):
+class MultiHeadLatentAttention(Paged):
     """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -52,6 +53,7 @@ class MultiHeadLatentAttention(nnx.Module):
             number of dimensions than `qk_rope_head_dim`.
     """
 
+    reads = ("kv_a_proj", "[hidden, R + P]")
     # Its parameters that a step reads where they lie in their stacks, and what says where.
     stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
 
@@ -168,11 +170,10 @@ class MultiHeadLatentAttention(nnx.Module):
                 that is concrete; it is named.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
-        block_tables, seq_lens = self._check_paged(
-            arguments, kv_cache, block_tables, seq_lens, layer
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens
         )
-        arguments.check_query_lens(query_lens, "x", x)
-        query_lens = as_given(query_lens)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
         positions = jnp.maximum(positions, 0)
         latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
@@ -250,12 +251,10 @@ class MultiHeadLatentAttention(nnx.Module):
             Refusal: the named implementation refuses, and says why.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.decode", x, "B S hidden")
-        block_tables, seq_lens = self._check_paged(
-            arguments, kv_cache, block_tables, seq_lens, layer
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
-        if query_lens is not None:
-            arguments.check_query_lens(query_lens, "x", x)
-            query_lens = as_given(query_lens)
         new = x.shape[1] if query_lens is None else query_lens
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
@@ -337,37 +336,10 @@ class MultiHeadLatentAttention(nnx.Module):
         with jax.named_scope("absorb"):
             return place.of_heads(x, turned)
 
-    def decode_rotation(
-        self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
-    ) -> Rotation:
-        """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
-        layers of a model share them."""
-        arguments = Arguments("MultiHeadLatentAttention.decode_rotation")
-        seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
-        if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
-            query_lens = arguments.integers("query_lens", query_lens, "B")[1]
-        positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
-        return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
-
     def packed_weights(self) -> Float[Array, "*L W"]:
         """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
         q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
         return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
-
-    def _check_tokens(self, op: str, x: Any, axes: str) -> Arguments:
-        """The checks of a call's further arguments, after that of `x`."""
-        hidden = self.kv_a_proj.weight.shape[0]
-        arguments = Arguments(op, {"hidden": (hidden, "kv_a_proj [hidden, R + P]")})
-        arguments.check("x", x, axes)
-        return arguments
-
-    def _check_paged(
-        self, arguments: Arguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
-    ) -> tuple[Any, Any]:
-        """The tables and lengths as they were given: the ops in here check what is known again,
-        and that of `jax.numpy` arrays is not, under jit."""
-        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
-        return as_given(block_tables), as_given(seq_lens)
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
         """Of queries and latents: the cache's own, where it holds latents as they are."""

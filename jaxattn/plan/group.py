@@ -23,7 +23,8 @@ from jaxattn.plan.placement import Placement, caches, page_bytes, weight_items
 PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
 # Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
 DRIVER = 1 * GIB
-COLLECTIVES = 1 * GIB  # NCCL's channels and buffers, with more than one GPU
+# NCCL's channels and buffers and XLA's own kernels; two H100s take 1,342 MiB each.
+COLLECTIVES = 3 * GIB // 2
 
 
 def plan_group(

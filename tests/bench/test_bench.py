@@ -442,6 +442,7 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
         "flaggems-mla: flag_gems 5.0, by CUDA events around a graph",
         "flaggems-mla [1, 20, 130, 2]: ValueError: it takes one token a row, not 2",
         "vllm-flashmla: not installed (python3 -m pip install vllm torch)",
+        "flaggems by jax-triton: not installed (python3 -m pip install jax-triton triton)",
     ]
 
 

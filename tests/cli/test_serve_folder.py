@@ -81,7 +81,11 @@ class Numbers(Tokenizer):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("folder", [YOUTU, DEEPSEEK], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(YOUTU, marks=pytest.mark.slow), DEEPSEEK],
+    ids=lambda folder: folder.name,
+)
 def test_a_folder_writes_the_reference_tokens(folder, capsys, monkeypatch):
     monkeypatch.setattr(text, "load", lambda path: Numbers())
     reference = safetensors.numpy.load_file(folder / "reference.safetensors")

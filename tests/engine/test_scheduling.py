@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -247,25 +246,6 @@ def test_the_next_steps_are_sent_before_the_last_one_is_read(engine, monkeypatch
     # The first token is read with its prompt. Then so many decode steps are under way whenever one
     # is read, but for the last.
     assert log == [*["send"] * ahead, *["send", "read"] * (5 - ahead), *["read"] * ahead]
-
-
-@pytest.mark.parametrize("name", ["engine", "tight"])
-def test_another_thread_sends_rounds_unless_the_engine_is_strict(request, name):
-    engine = request.getfixturevalue(name)
-    engine.start()
-    real, threads = engine.executables, set()
-    step = f"round of {engine.limits.batch} rows: greedy"
-
-    def sent(*args):
-        threads.add(threading.get_ident())
-        return real[step](*args)
-
-    with_steps(engine, {**real, step: sent})
-    try:
-        engine.generate([Request(b"threads", max_tokens=8)])
-    finally:
-        with_steps(engine, real)
-    assert len(threads) == 1 and (threading.get_ident() in threads) == engine.seal.strict
 
 
 def test_a_first_token_does_not_wait_for_a_decode_step(engine):

@@ -46,18 +46,11 @@ def four(params):
     return Engine(MODEL, params, FOUR, detokenize=spelled, strict=True)
 
 
-@pytest.fixture(scope="module")
-def threaded(params):
-    """As `four`, with a thread that sends."""
-    return Engine(MODEL, params, FOUR, detokenize=spelled)
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left_in_use(four, threaded):
+def nothing_is_left_in_use(four):
     yield
-    for engine in (four, threaded):
-        assert engine.scheduler.pages.in_use == engine.scheduler.slots.in_use == 0
-        assert not engine.busy and not engine.seal.counts
+    assert four.scheduler.pages.in_use == four.scheduler.slots.in_use == 0
+    assert not four.busy and not four.seal.counts
 
 
 @pytest.fixture
@@ -101,7 +94,7 @@ def test_the_bits_are_those_of_single_steps(sent, one, four):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-def test_random_requests_say_the_same(one, four, threaded):
+def test_random_requests_say_the_same(one, four):
     """Rows that end anywhere in a call, beside rows that want single steps, in too few pages."""
     draw = random.Random(5)
 
@@ -126,7 +119,6 @@ def test_random_requests_say_the_same(one, four, threaded):
     found = compared(one, four, requests)
     assert {each.finish_reason for each in found} == {"length", "stop"}
     assert four.stats.preemptions > 0
-    compared(one, threaded, requests)
 
 
 def test_a_row_ends_at_its_limit_and_its_stop_token_inside_a_call(one, four):
@@ -143,7 +135,7 @@ def test_prefixes_of_the_cache_say_the_same(four):
     assert second.cached_tokens == 64 and second.tokens == first.tokens
 
 
-def test_comings_and_goings_leave_nothing(one, threaded):
+def test_comings_and_goings_leave_nothing(one, four):
     draw = random.Random(2)
     requests = [
         Request(
@@ -158,14 +150,14 @@ def test_comings_and_goings_leave_nothing(one, threaded):
     wanted = {request.id: one.generate([request])[0].tokens for request in requests}
     told = {request.id: [] for request in requests}
     aborted, done, waiting = set(), {}, list(requests)
-    while waiting or threaded.busy:
+    while waiting or four.busy:
         if waiting and draw.random() < 0.4:
-            threaded.add(waiting.pop())
+            four.add(waiting.pop())
         if draw.random() < 0.1:
             for id in list(told)[: draw.randint(0, 30)]:
-                if draw.random() < 0.1 and threaded.abort(id):
+                if draw.random() < 0.1 and four.abort(id):
                     aborted.add(id)
-        for event in threaded.step():
+        for event in four.step():
             if isinstance(event, TokenEvent):
                 assert event.request.id not in done
                 told[event.request.id].append(event.token)

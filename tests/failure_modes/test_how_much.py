@@ -164,7 +164,9 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
 # 10 -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("longest", [4096, 114_688, 262_144])
+@pytest.mark.parametrize(
+    "longest", [*(pytest.param(each, marks=pytest.mark.slow) for each in (4096, 114_688)), 262_144]
+)
 def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
     """TurboQuant's continuation asked for 2 x Hk x cached x D x 2 bytes that none had reserved."""
     config = dataclasses.replace(SMALLEST, max_position_embeddings=longest)

@@ -364,6 +364,35 @@ def test_a_dict_that_does_not_fit_names_the_field(change, message):
         HybridConfig.from_dict(values)
 
 
+def test_odd_widths_get_columns_of_zeros_that_change_nothing():
+    """In bfloat16, whose products have a kernel with steps of 64."""
+    config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")
+    params = params_of(config)
+    packed = Hybrid(config).pack(params)
+    layer = packed.params["segments"][0]["layers"][0]
+    widths = {
+        name: layer[part][name]["weight"].shape[axis]
+        for part, name, axis in (
+            ("mlp", "gate_proj", 2), ("mlp", "up_proj", 2), ("mlp", "down_proj", 1),
+            ("mixer", "in_proj_ba", 2),
+        )
+    }  # fmt: skip
+    assert set(widths.values()) == {64}
+    assert not np.asarray(layer["mlp"]["up_proj"]["weight"][..., 40:]).any()
+    batch = PrefillBatch(
+        TOKENS[:, :CHUNK], *2 * [np.full(2, CHUNK, np.int32)], TABLES[:2], INDICES[:2]
+    )
+    found = []
+    for given in (params, packed):
+        state = state_of(config, 2, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
+        logits, state = step_of("prefill", config)(given, state, batch)
+        lens = np.full(2, CHUNK + 1, np.int32)
+        after = DecodeBatch(TOKENS[:, CHUNK : CHUNK + 1], lens, TABLES[:2], INDICES[:2])
+        found.append((logits, step_of("decode", config)(given, state, after)[0]))
+    for plain, wide in zip(*found, strict=True):
+        np.testing.assert_allclose(wide, plain, atol=2e-2)
+
+
 def test_packed_vectors_give_the_same_bits():
     params = Hybrid(SMALL).init_params(jax.random.key(3))
     packed = Hybrid(SMALL).pack(params)

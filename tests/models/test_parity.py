@@ -28,7 +28,6 @@ from jaxattn.ops.router import choose_experts
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
-NEAR = ("deepseek_v3_fp8", "qwen3_next_fp8")  # checked in bfloat16 wherever the suite runs
 MADE = 8  # folders that are written here
 
 
@@ -62,6 +61,15 @@ def folder(request, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("made")
     make_checkpoints.write(checkpoint_variations.draw(request.param), made)
     return made
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    """These folders; the others with --slow alone, and on a GPU."""
+    each = [
+        name if name in names else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*FOLDERS, *range(MADE))
+    ]
+    return pytest.mark.parametrize("folder", each, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +170,9 @@ def every_expert(model: DecoderModel) -> DecoderModel:
     )
 
 
-def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(
-    loaded, wanted, folder, request
-):
+@of("deepseek_v3_fp8", "qwen3_next_fp8")
+def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(loaded, wanted, folder):
     """Without a choice no near-tie of a router falls to another expert."""
-    if folder.name not in NEAR and not request.config.getoption("--slow"):
-        pytest.skip("another folder of the same; --slow runs it")
     model, params = huggingface.load(folder)
     exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
     found = steps(every_expert(model), params, wanted)[0]
@@ -177,6 +182,7 @@ def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(
 
 
 @devices
+@of("deepseek_v3")
 def test_bfloat16_chooses_the_experts_of_the_reference_but_in_near_ties(
     folder, wanted, exact, device
 ):
@@ -202,6 +208,7 @@ def recurrent(model: DecoderModel) -> bool:
 
 
 @devices
+@of("kimi_k2_int4", "qwen3_next_fp8")  # the command's test has deepseek_v3
 def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):
     model, params = loaded
     request = Request(wanted["prompt"][0], max_tokens=len(wanted["greedy"]))

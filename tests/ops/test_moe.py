@@ -11,6 +11,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.ops.router import added_up, router_products, split_router
+from tests.helpers.at_once import at_once
 from tests.helpers.moe_cases import expected, moe_case
 
 V2_LITE = Router(experts=8, top_k=3, scores="softmax")
@@ -69,7 +70,8 @@ def case(tokens=7, experts=5, top=2, **options):
 @pytest.mark.parametrize("experts, top", [(5, 2), (8, 1), (3, 3)])
 def test_the_sum_over_the_chosen_experts(experts, top):
     args = case(experts=experts, top=top)
-    np.testing.assert_allclose(mixture_of_experts(*args), expected(*args), rtol=2e-5, atol=2e-5)
+    found = at_once(mixture_of_experts, *args)
+    np.testing.assert_allclose(found, expected(*args), rtol=2e-5, atol=2e-5)
 
 
 def test_of_fp8_weights_each_block_has_its_scale():
@@ -106,10 +108,11 @@ def test_a_nan_in_a_token_stays_in_that_token():
 
 
 def test_a_token_does_not_depend_on_the_others():
-    args = case(tokens=9)
-    together = mixture_of_experts(*args)
+    args = [np.asarray(each) for each in case(tokens=9)]
+    together = jax.jit(mixture_of_experts)(*args)
+    of_one = jax.jit(mixture_of_experts)
     for row in range(9):
-        alone = mixture_of_experts(*(each[row : row + 1] for each in args[:3]), *args[3:])
+        alone = of_one(*(each[row : row + 1] for each in args[:3]), *args[3:])
         np.testing.assert_allclose(alone[0], together[row], rtol=1e-6, atol=1e-6)
 
 
@@ -130,7 +133,8 @@ def test_the_gradient_is_that_of_the_dense_sum():
     operands = (args[0], *args[2:])
     with jax.default_matmul_precision("highest"):
         found, wanted = (
-            jax.grad(loss(f), argnums=range(4))(*operands) for f in (mixture_of_experts, dense)
+            jax.jit(jax.grad(loss(f), argnums=range(4)))(*operands)
+            for f in (mixture_of_experts, dense)
         )
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
@@ -138,28 +142,31 @@ def test_the_gradient_is_that_of_the_dense_sum():
 
 @pytest.mark.parametrize("shared", [6, 8])  # as wide as one and a half experts, and as two
 def test_a_module_routes_adds_the_shared_experts_and_trains(shared):
-    module = MixtureOfExperts(
-        6, 4, V3, shared_size=shared, dtype="float32", out_init_scale=0.5, rngs=nnx.Rngs(0)
-    )
-    x = jax.random.normal(jax.random.key(2), (2, 5, 6))
-    y = module(x)
-    flat = x.reshape(-1, 6)
-    logits = jnp.matmul(flat, module.router[...], precision="highest")
-    ids, weights = route(logits, module.correction_bias[...], V3)
-    gate_up, down = module.gate_up_proj[...], module.down_proj[...]
-    assert module.has_shared == (shared == 6) and len(down) == 16 + (0 if shared == 6 else 2)
-    with jax.default_matmul_precision("highest"):
-        wanted = dense(flat, ids, weights, gate_up, down)
-        if module.has_shared:
-            wanted += module.shared(flat)
-        else:  # the last two of the stack are one MLP of 8 columns
-            gate, up = gate_up[16:].reshape(2, 2, 4, 6).swapaxes(0, 1).reshape(2, 8, 6)
-            wide = down[16:].swapaxes(0, 1).reshape(6, 8)
-            wanted += (jax.nn.silu(flat @ gate.T) * (flat @ up.T)) @ wide.T
-    np.testing.assert_allclose(y, wanted.reshape(x.shape), rtol=1e-4, atol=1e-5)
-    grads = nnx.grad(lambda module: (module(x) ** 2).mean())(module)
-    assert np.any(grads["router"][...])
-    assert np.any(grads["down_proj"][...][-1])
+    def computed():
+        module = MixtureOfExperts(
+            6, 4, V3, shared_size=shared, dtype="float32", out_init_scale=0.5, rngs=nnx.Rngs(0)
+        )
+        x = jax.random.normal(jax.random.key(2), (2, 5, 6))
+        flat = x.reshape(-1, 6)
+        logits = jnp.matmul(flat, module.router[...], precision="highest")
+        ids, weights = route(logits, module.correction_bias[...], V3)
+        gate_up, down = module.gate_up_proj[...], module.down_proj[...]
+        assert module.has_shared == (shared == 6) and len(down) == 16 + (0 if shared == 6 else 2)
+        with jax.default_matmul_precision("highest"):
+            wanted = dense(flat, ids, weights, gate_up, down)
+            if module.has_shared:
+                wanted += module.shared(flat)
+            else:  # the last two of the stack are one MLP of 8 columns
+                gate, up = gate_up[16:].reshape(2, 2, 4, 6).swapaxes(0, 1).reshape(2, 8, 6)
+                wide = down[16:].swapaxes(0, 1).reshape(6, 8)
+                wanted += (jax.nn.silu(flat @ gate.T) * (flat @ up.T)) @ wide.T
+        grads = nnx.grad(lambda module: (module(x) ** 2).mean())(module)
+        trained = grads["router"][...], grads["down_proj"][...][-1]
+        return module(x), wanted.reshape(x.shape), trained
+
+    y, wanted, trained = at_once(computed)
+    np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+    assert all(map(np.any, trained))
 
 
 SOFTMAX = Router(experts=16, top_k=3, scores="softmax", normalize=True)
@@ -168,24 +175,29 @@ SOFTMAX = Router(experts=16, top_k=3, scores="softmax", normalize=True)
 @pytest.mark.parametrize("shared", [6, 8])
 def test_a_gate_opens_the_shared_experts_of_each_token(shared):
     """The module without them, and they alone, times a sigmoid of the token."""
-    sizes = dict(dtype="float32", rngs=nnx.Rngs(0))
-    module = MixtureOfExperts(6, 4, SOFTMAX, shared_size=shared, shared_gate=True, **sizes)
-    x = jax.random.normal(jax.random.key(2), (2, 5, 6))
-    flat, gate = x.reshape(-1, 6), module.shared_gate[...]
-    logits = jnp.matmul(flat, module.router[...], precision="highest")
-    ids, weights = route(logits, None, SOFTMAX)
-    gate_up, down = module.gate_up_proj[...], module.down_proj[...]
-    with jax.default_matmul_precision("highest"):
-        routed = dense(flat, ids, weights, gate_up, down)
-        if module.has_shared:
-            alone = module.shared(flat)
-        else:
-            both = jnp.broadcast_to(jnp.array([16, 17], ids.dtype), (10, 2))
-            alone = dense(flat, both, jnp.ones((10, 2)), gate_up, down)
-        wanted = routed + jax.nn.sigmoid(flat @ gate) * alone
-    np.testing.assert_allclose(module(x), wanted.reshape(x.shape), rtol=1e-4, atol=1e-5)
-    grads = nnx.grad(lambda module: (module(x) ** 2).mean())(module)
-    assert np.any(grads["shared_gate"][...])
+
+    def computed():
+        sizes = dict(dtype="float32", rngs=nnx.Rngs(0))
+        module = MixtureOfExperts(6, 4, SOFTMAX, shared_size=shared, shared_gate=True, **sizes)
+        x = jax.random.normal(jax.random.key(2), (2, 5, 6))
+        flat, gate = x.reshape(-1, 6), module.shared_gate[...]
+        logits = jnp.matmul(flat, module.router[...], precision="highest")
+        ids, weights = route(logits, None, SOFTMAX)
+        gate_up, down = module.gate_up_proj[...], module.down_proj[...]
+        with jax.default_matmul_precision("highest"):
+            routed = dense(flat, ids, weights, gate_up, down)
+            if module.has_shared:
+                alone = module.shared(flat)
+            else:
+                both = jnp.broadcast_to(jnp.array([16, 17], ids.dtype), (10, 2))
+                alone = dense(flat, both, jnp.ones((10, 2)), gate_up, down)
+            wanted = routed + jax.nn.sigmoid(flat @ gate) * alone
+        grads = nnx.grad(lambda module: (module(x) ** 2).mean())(module)
+        return module(x), wanted.reshape(x.shape), grads["shared_gate"][...]
+
+    y, wanted, trained = at_once(computed)
+    np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+    assert np.any(trained)
 
 
 def test_a_gate_without_shared_experts_is_refused():

@@ -1,6 +1,7 @@
 """`bench parallel` on virtual devices: rows of one GPU and of the group, and what a step sends."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from jaxattn.bench import parallel
 from tests.helpers.virtual_devices import on_virtual_devices
 
 YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
+COMMANDS = Path(__file__).parents[2] / "benchmarks" / "several-gpus.sh"
 
 
 @pytest.mark.slow
@@ -38,3 +40,14 @@ def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys)
         with pytest.raises(SystemExit):
             parallel.parse([str(YOUTU), *flags], "bench")
         assert message in capsys.readouterr().err
+
+
+def test_the_commands_for_2_4_and_8_gpus_name_models_and_layouts_that_there_are():
+    found = []
+    for line in COMMANDS.read_text().splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["bench"]:
+            args = parallel.parse([*words[1:], "--one-launch"], "bench")
+            [gpus] = {layout.gpus for layout in args.layouts}
+            found.append(gpus)
+    assert set(found) == {2, 4, 8}

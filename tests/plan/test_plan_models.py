@@ -10,6 +10,7 @@ from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.engine.memory_plan import from_shapes, packed_shapes, plan_engine
+from jaxattn.engine.several import with_steps
 from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.device import known_device
 from jaxattn.memory.limits import Limits
@@ -41,9 +42,10 @@ def test_one_gpu_is_planned_as_the_engine_plans_it():
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
+    limits = with_steps(ROWS, packed_shapes(model), gpu=True)
     with traced_for_hopper(True):
-        bounds = from_shapes(model, ROWS, packed_shapes(model), None)
-    assert traced_bounds(model, ROWS, True) == bounds
+        bounds = from_shapes(model, limits, packed_shapes(model), None)
+    assert traced_bounds(model, limits, True) == bounds
     assert made["xla temp"] == max(each.temp for each in bounds.values())
     parts = made.items[0].parts
     assert sum(part.nbytes for part in parts) == made["weights"]

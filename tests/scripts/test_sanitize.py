@@ -11,9 +11,20 @@ from scripts import sanitize
 NAMES = [name for name in sanitize.CASES if name != "out_of_bounds"]
 # Other cases' functions and kinds of inputs, in sizes that take XLA seconds on a CPU.
 LARGE = ("gdn_prefill_many", "mla_decode_many_rows")
+# One of each op; the kernels below are given the same inputs of all cases.
+OF_EACH_OP = ("mla_decode_few_rows", "mla_append", "mla_prefill", "gqa_prefill_window") + (
+    "gdn_prefill_short", "gdn_decode_few_states", "moe_sorted"
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LARGE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in OF_EACH_OP else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if name not in LARGE
+    ],
+)
 def test_the_ops_take_its_cases(name, capsys):
     sanitize.run(name, "xla")
     assert "nan" not in capsys.readouterr().out

@@ -71,7 +71,8 @@ class Pages:
         """What can be done beside the products of the part's page `now` with P."""
 
     def wait_for_warps(self) -> None:
-        """All four warps have read what is there: who waited for the products knows it."""
+        """All four warps have read what is there. Products are the whole warpgroup's: a warp that
+        waited for them knows it, as CUTLASS's pipelines count one arrival a warpgroup."""
         if self.cut.interpret:
             plgpu.commit_smem()
 

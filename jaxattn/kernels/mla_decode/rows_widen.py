@@ -124,7 +124,8 @@ def _widen(
     if of_block is not None:
         scales, inside = of_block
         first = plus(times(plus(times(eights, 8), token), SCALE_BYTES), inside)
-        of_eights = [load(scales, first, 8 * i * SCALE_BYTES, 1, f32())[0] for i in range(2)]
+        loaded = [load(scales, first, 8 * i * SCALE_BYTES, 1, f32())[0] for i in range(2)]
+        of_eights = [_twice(scale) for scale in loaded]
     units = [(eight, tile) for eight in range(2) for tile in range(tiles)]
 
     def read(unit: int) -> list[Any]:
@@ -149,17 +150,22 @@ def _widen(
                         store(joined([word(0)] * 4), target, at, to)
 
 
+def _twice(scale: Any) -> Any:
+    """A float32 number as two bfloat16 ones; of a power of two no bit is lost."""
+    code = "cvt.rn.bf16x2.f32 $0, $1, $1;"
+    return asm(code, [i32()], [scale], "=r,f", movable=True)[0]
+
+
 def _wide(four: Any, scale: Any = None) -> list[Any]:
-    """Four e4m3 numbers, a word, as two words of bfloat16."""
-    scaled = "" if scale is None else "".join(f"mul.f32 f{i}, f{i}, $3; " for i in range(4))
+    """Four e4m3 numbers, a word, as two words of bfloat16; times the scale, a pair of it."""
+    scaled = "" if scale is None else "mul.rn.bf16x2 $0, $0, $3; mul.rn.bf16x2 $1, $1, $3; "
     code = (
         "{ .reg .b16 x<2>, h<4>; .reg .b32 w<2>; .reg .f32 f<4>; mov.b32 {x0, x1}, $2; "
         "cvt.rn.f16x2.e4m3x2 w0, x0; cvt.rn.f16x2.e4m3x2 w1, x1; "
         "mov.b32 {h0, h1}, w0; mov.b32 {h2, h3}, w1; "
         "cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3; "
-        f"{scaled}"
-        "cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }"
+        f"cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; {scaled}}}"
     )
     operands = [four] if scale is None else [four, scale]
-    constraints = ",".join(["=r", "=r", "r", "f"][: 2 + len(operands)])
+    constraints = ",".join(["=&r", "=&r", "r", "r"][: 2 + len(operands)])
     return asm(code, [i32()] * 2, operands, constraints, movable=True)

@@ -104,7 +104,7 @@ def choose(
 
     def all_at_once(made: Product) -> Product:
         items = used * (hidden // (made.rows * made.parts))
-        if quantized or columns != GROUP or not NUM_SMS < items <= 2 * NUM_SMS:
+        if columns != GROUP or not NUM_SMS < items <= 2 * NUM_SMS:
             return made
         return dataclasses.replace(made, blocks=2 * NUM_SMS, together=2)
 

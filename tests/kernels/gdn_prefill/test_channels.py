@@ -20,13 +20,13 @@ from tests.helpers.gdn_prefill_cases import (
     oracle,
     run,
 )
-from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
 make = functools.partial(make_case, channels=True)
 
 
 @both_devices
-@pytest.mark.parametrize("split_tokens", [0, 64])
+@pytest.mark.parametrize("split_tokens", [slow(0), 64])
 def test_packed_sequences_before_nan(split_tokens, implementation):
     case = make([1, 0, 130])
     assert_matches(case, *run(case, implementation, split_tokens=split_tokens))

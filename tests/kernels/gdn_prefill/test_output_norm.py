@@ -103,6 +103,7 @@ def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun
 
 
 @both_devices
+@pytest.mark.slow
 def test_gated_norm_of_float16_and_of_gates_of_any_size(implementation, monkeypatch):
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
     pooled, arguments = gated_case([70], [0], dtype=jnp.float16)

@@ -17,6 +17,7 @@ from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch
 from jaxattn.kernels.mla_decode.schedule import Schedule
+from tests.helpers.at_once import at_once
 from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 
@@ -48,7 +49,7 @@ def cut_at(case, cuts):
 
 
 @both_devices
-@pytest.mark.parametrize("group, dim", [(1, 64), (5, 128), (16, 256)])
+@pytest.mark.parametrize("group, dim", [(1, 64), slow(5, 128), (16, 256)])
 def test_matches_float64(group, dim, implementation):
     case = gqa_case([70, 0, 1], group=group, kv_heads=2, dim=dim)
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, [(0, 0)])))
@@ -68,7 +69,7 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("window, page", [slow(1, 64), (64, 16), (100, 128)])
+@pytest.mark.parametrize("window, page", [slow(1, 64), slow(64, 16), (100, 128)])
 def test_what_lies_left_of_the_window_is_not_read(window, page, implementation):
     case = gqa_case(
         [300, 0, 64], group=8, kv_heads=2, dim=64, q_len=2, page=page, window=window, sinks=True,
@@ -102,7 +103,7 @@ def test_steps_of_a_ring_that_goes_round(implementation):
 def test_the_ops_own_schedule_and_an_arena_with_poison(implementation):
     case = gqa_case([130, 0, 700], group=4, kv_heads=2, dim=64)
     interpret = implementation == "mosaic_gpu_interpret"
-    schedule = decode_schedule(case.seq_lens, interpret=interpret, **expected_shape(case))
+    schedule = at_once(decode_schedule, case.seq_lens, interpret=interpret, **expected_shape(case))
     arena = Arena.allocate(scratch(batch=3, **expected_shape(case))).poison()
     out, lse, arena = decode(case, implementation, schedule=schedule, arena=arena)
     assert_gqa_close(case, out, lse)
@@ -116,7 +117,7 @@ SCALES = [[1.0, 0.01], [40.0, 0.5]]  # of two heads' keys, and values
 @pytest.mark.parametrize(
     "dim, options",
     [
-        (64, dict(group=5, page=128, window=70, sinks=True)),
+        slow(64, dict(group=5, page=128, window=70, sinks=True)),
         (128, dict(group=4, q_len=2, page=16, soft_cap=5.0, query_lens=[2, 0, 1])),
         (256, dict(group=8, gate=True, sinks=True, dtype=jnp.float16)),
     ],
@@ -159,7 +160,8 @@ def test_pairs_have_the_parts_that_their_steps_ask_for(window):
     """Every step of every pair is in one part, and none left of the window."""
     lens = np.array([4096, 0, 1, 70, 1000], np.int32)
     shape = dict(q_len=2, num_heads=32, num_kv_heads=4, head_dim=128, max_pages=64, page_size=64)
-    line = decode_schedule(jnp.asarray(lens), window=window, **shape).line
+    scheduled = jax.jit(functools.partial(decode_schedule, window=window, **shape))
+    line = scheduled(jnp.asarray(lens)).line
     begins = np.zeros_like(lens) if window is None else np.maximum(lens - 129, 0) // 64
     steps = np.repeat(-(-lens // 64) - begins, 4)
     places, inside = np.asarray(line.places), np.asarray(line.pages)

@@ -54,11 +54,10 @@ def test_keys_and_values_that_no_row_owns_are_not_met(poison, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("sink", [-np.inf, 30.0])
-def test_a_sink_at_its_ends(sink, implementation):
+def test_a_sink_at_its_ends(implementation):
     """The softmax without it, and one in which it has nearly all."""
     case = gqa_case([70, 200, 0], dim=64, group=4, sinks=True)
-    case.options["sinks"] = case.options["sinks"].at[::2].set(sink)
+    case.options["sinks"] = case.options["sinks"].at[::2].set(-np.inf).at[3].set(30.0)
     assert_gqa_close(case, *attend(case, implementation))
 
 
@@ -67,7 +66,7 @@ def test_one_arena_serves_batches_of_any_size_one_after_the_other(implementation
     """Poisoned before, and full of a larger batch's results then."""
     large = gqa_case([130, 0, 70, 5, 64], dim=64, group=4)
     arena = Arena.allocate(gqa.scratch(batch=5, **expected_shape(large))).poison()
-    for rows in ([0, 1, 2, 3, 4], [2], [3, 0]):
+    for rows in ([0, 1, 2, 3, 4], [3, 0]):
         case = rows_of(large, rows)
         out, lse, arena = attend(case, implementation, arena=arena)
         assert_gqa_close(case, out, lse)

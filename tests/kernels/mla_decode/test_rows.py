@@ -92,9 +92,9 @@ def even_cuts(lens, parts):
     [
         ([140, 0, 128], 1, 26),  # tail page, padding row, whole pages
         ([1, 63, 64, 65], 1, 3),  # heads as columns
-        ([65], 1, 20),  # 24 of them
+        slow([65], 1, 20),  # 24 of them
         slow([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
-        ([130], 2, 96),  # three tiles, the last one shared by both tokens
+        slow([130], 2, 96),  # three tiles, the last one shared by both tokens
     ],
 )
 def test_matches_float64(lens, q_len, heads, implementation):
@@ -105,7 +105,7 @@ def test_matches_float64(lens, q_len, heads, implementation):
 @both_devices
 @pytest.mark.parametrize(
     "lens, q_len, heads",
-    [([1, 0], 2, 64), pytest.param([66], 1, 128, marks=pytest.mark.gpu), ([3], 1, 28)],
+    [([1, 0], 2, 64), pytest.param([66], 1, 128, marks=pytest.mark.gpu), slow([3], 1, 28)],
 )
 def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implementation):
     case = mla_case(lens, q_len=q_len, heads=heads)
@@ -185,7 +185,7 @@ def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("heads", [8, 28])  # heads as columns, and as rows
+@pytest.mark.parametrize("heads", [slow(8), 28])  # heads as columns, and as rows
 def test_float16(heads, implementation):
     case = mla_case([70], heads=heads, dtype=jnp.float16)
     assert_mla_close(case, *decode(case, implementation))
@@ -195,11 +195,10 @@ def test_float16(heads, implementation):
 @pytest.mark.parametrize(
     "q_len, heads, dim, cuts",
     [
-        *(
-            (q_len, heads, 576, cuts)
-            for q_len, heads in ((2, 13), (1, 9))
-            for cuts in (None, [(0, 0), (0, 1), (0, 3)])
-        ),
+        (2, 13, 576, None),
+        slow(2, 13, 576, [(0, 0), (0, 1), (0, 3)]),
+        slow(1, 9, 576, None),
+        slow(1, 9, 576, [(0, 0), (0, 1), (0, 3)]),
         (1, 9, 512, [(0, 0), (0, 1), (0, 3)]),
     ],
 )
@@ -240,7 +239,7 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("heads", [26, pytest.param(8, marks=pytest.mark.gpu), 64])
+@pytest.mark.parametrize("heads", [slow(26), pytest.param(8, marks=pytest.mark.gpu), 64])
 def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     case = mla_case([1, 3], heads=heads)
     page = int(case.block_tables[0, 0])
@@ -286,7 +285,7 @@ def test_with_x64_enabled(cuts, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("q_len, heads", [(1, 9), (4, 7)])  # heads as columns, and as rows
+@pytest.mark.parametrize("q_len, heads", [slow(1, 9), (4, 7)])  # heads as columns, and as rows
 @pytest.mark.parametrize("padding", [3, pytest.param(127, marks=pytest.mark.gpu)])
 def test_one_real_row_among_padding(q_len, heads, padding, implementation):
     alone = mla_case([70], heads=heads, q_len=q_len)

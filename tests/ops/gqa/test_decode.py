@@ -91,7 +91,9 @@ def test_a_window_as_long_as_the_rows_changes_no_bit():
     jax.tree.map(assert_same_bits, plain, decode(q, pool.cache, pool.tables, pool.lens, window=64))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpret"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("mosaic_gpu_interpret", marks=pytest.mark.slow)]
+)
 def test_positions_plus_the_largest_window_do_not_wrap(implementation):
     pool = make_pool([0, 30, 7], page=16, kv_heads=1, dim=64)
     q = normal(3, 4, 4, 64).astype(jnp.bfloat16)

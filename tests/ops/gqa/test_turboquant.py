@@ -1,5 +1,7 @@
 """Attention over a TurboQuant cache in plain JAX, and its write, against float64."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from tests.helpers.turbo_cases import (
 )
 from tests.helpers.turbo_compiled import page_slots, slot_pages
 
+DATA = Path(__file__).parents[2] / "data"
 each_preset = pytest.mark.parametrize("preset", PRESETS)
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 
@@ -217,9 +220,34 @@ def test_slots_of_vllm_are_read(preset, dim):
         )
 
 
-@pytest.mark.gpu
 @each_preset
 def test_slots_that_vllms_own_store_wrote_are_read(preset):
+    """Bytes of its Triton kernel, made by tests/helpers/make_vllm_slots.py: they are what
+    `vllm_slots` says, and are read so. A key is zeros, one is long, and a value is constant."""
+    made = np.load(DATA / "vllm_slots.npz")
+    form = TurboFormat(preset=preset, head_dim=128)
+    k, v = (made[name][None].astype(np.float64) for name in "kv")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        slots, keys, values = (x[0, :, 0] for x in vllm_slots(preset, k, v))
+    (page,) = np.asarray(imported(jnp.asarray(made[preset]), form=form))[0]
+    zero = (k[0, :, 0] == 0).all(axis=-1)
+    assert zero.sum() == 1 and (read_page(form, page)[0][zero] == 0).all()
+    # A number that lies between two codes may become either.
+    same = slots == made[preset][0, :, 0]
+    assert same[~zero].mean() > 0.998
+    alike = same.all(axis=-1)
+    assert alike.sum() >= 12
+    for mine, theirs, most in zip(
+        read_page(form, page), (keys, values), (1e-9 if preset == "k8v4" else 0.02, 1e-6),
+        strict=True,
+    ):  # fmt: skip
+        lost = np.linalg.norm((mine - theirs)[alike], axis=-1)
+        assert (lost <= most * np.linalg.norm(theirs[alike], axis=-1)).all()
+
+
+@pytest.mark.gpu
+@each_preset
+def test_slots_of_vllms_store_on_a_gpu_are_read(preset):
     """vLLM's Triton kernel makes the bytes, where vLLM is installed."""
     torch = pytest.importorskip("torch")
     store = pytest.importorskip("vllm.v1.attention.ops.triton_turboquant_store")
@@ -228,21 +256,19 @@ def test_slots_that_vllms_own_store_wrote_are_read(preset):
     cache = torch.zeros((3, 16, 4, form.slot_bytes), dtype=torch.uint8, device="cuda")
     config = pytest.importorskip("vllm.model_executor.layers.quantization.turboquant.config")
     centroids = pytest.importorskip("vllm.model_executor.layers.quantization.turboquant.centroids")
-    key_bits, value_bits = PRESETS[preset]
     settings = config.TurboQuantConfig.from_cache_dtype(f"turboquant_{preset}", 128)
-    levels = centroids.get_centroids(128, min(key_bits, 4)).cuda()
+    levels = centroids.get_centroids(128, settings.centroid_bits).cuda()
     store.triton_turboquant_store(
         torch.from_numpy(k).cuda().half(),
         torch.from_numpy(v).cuda().half(),
         cache,
         torch.arange(48, device="cuda"),
         torch.from_numpy(hadamard64(128).astype(np.float32)).cuda(),
-        levels,
         (levels[1:] + levels[:-1]) / 2,
-        mse_bits=key_bits,
+        mse_bits=settings.key_mse_bits,
         key_packed_size=settings.key_packed_size,
-        value_quant_bits=value_bits,
-        key_fp8=key_bits == 8,
+        value_quant_bits=settings.effective_value_quant_bits,
+        key_fp8=settings.key_fp8,
     )
     pages = np.asarray(import_vllm_slots(jnp.asarray(cache.cpu().numpy()), form=form))
     expected = quantize64(preset, *(x.astype(np.float16).astype(np.float64) for x in (k, v)))
