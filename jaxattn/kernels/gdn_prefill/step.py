@@ -151,17 +151,13 @@ def next_slot(slot: Any, stages: int = STAGES) -> Any:
 
 def stream(
     loaded: Any, read: Any, before: Any, steps: Any, issue: Any, stages: int = STAGES,
-    ready: Any = None,
 ) -> jax.Array:  # fmt: skip
     """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free, after
-    so many chunks before. Returns how many it has copied in all. `ready(i)` waits until chunk i is
-    there, while slots are in use."""
+    so many chunks before. Returns how many it has copied in all."""
 
     @pl.loop(0, steps)
     def _(i):
         slot = lax.rem(before + i, jnp.int32(stages))
-        if ready is not None:
-            ready(i)
 
         @pl.when(before + i >= stages)
         def _():
