@@ -35,6 +35,8 @@ if jax.default_backend() == "cpu":
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
 use_numpy_callbacks()
+# All of it is read once, and most of it stays.
+gc.set_threshold(100_000, 20, 20)
 # XLA has read them: a process that a test starts is compiled as users compile it.
 os.environ["XLA_FLAGS"] = _GIVEN
 

@@ -50,6 +50,7 @@ from jaxattn.models.checkpoint import EMBEDDED, load
 
 PROMPT = b"def f("
 BURST = 4  # calls that no queue holds up
+CALLS = 200  # of which the median call is taken, and that are read
 WARM = 32  # rounds after the last prompt that do not count
 ROUNDS = {"name": "the wall clock of rounds", "version": 1}
 
@@ -150,9 +151,9 @@ def generated(rows: int, steps: int) -> int:
 
 
 def longest(rows: int, steps: int) -> int:
-    """Tokens of the longest row: of a run, or of calls in a queue and alone."""
-    calls = WARM + (50 + WARM) * BURST + 50
-    return len(PROMPT) + generated(rows, steps) + MOST_STEPS * calls
+    """Tokens of the longest row: of a run, of calls in a queue, or of others, `CALLS` at most."""
+    queue = MOST_STEPS * (WARM + 1) + steps
+    return len(PROMPT) + max(generated(rows, steps), queue, MOST_STEPS * CALLS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +184,12 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
     found = round_of(engine.limits, rows, Level.GREEDY, several)
     step, calls = engine.executables[str(found)], -(-steps // several)
     places = jax.device_put(np.arange(rows, dtype=np.int32))
-    held, kept = (runner.state, jax.device_put(begun(engine, rows))), runner.rows
+    held, kept = (runner.state, runner.rows), runner.rows
+
+    def begin() -> None:
+        """Rows that have nothing generated yet."""
+        nonlocal held
+        held = held[0], jax.device_put(begun(engine, rows))
 
     def run(count: int) -> tuple[float, float]:
         """Seconds until so many calls are sent, and until they have run."""
@@ -198,6 +204,7 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
     def read(count: int) -> float:
         """Seconds until so many calls are read."""
         nonlocal held
+        begin()
         start = time.perf_counter()
         flights: deque[jax.Array] = deque()
         for _ in range(count):
@@ -223,10 +230,13 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
         np.asarray(told)
         return asked, time.perf_counter() - start
 
+    begin()
     run(WARM)
     whole = run(calls)[1] / (calls * several)
-    reads = read(WARM * BURST) / (WARM * BURST * several)
-    sends = [run(BURST)[0] / BURST for _ in range(50)]
+    reads = read(CALLS) / (CALLS * several)
+    begin()
+    sends = [run(BURST)[0] / BURST for _ in range(CALLS // BURST)]
+    begin()
     copies, takes = zip(*(asked() for _ in range(50)), strict=True)
     runner.state, runner.rows = held[0], kept
     return Queued(whole, reads, *map(statistics.median, (sends, copies, takes)))

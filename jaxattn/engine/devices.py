@@ -108,8 +108,7 @@ def jitted_step(
         tree: the structure of the packed parameters.
         lowered: gives decode steps that are lowered; on one device alone.
     """
-    if lowered is not None and (decode := decode_of(step)):
-        call = lowered(decode)
+    if lowered and (decode := decode_of(step)) and (call := lowered(decode)):
         return jit_step(step.behind(call) if isinstance(step, Round) else call, backend=backend)
     function = step.function(model, limits, tree)
     if isinstance(step, EntryPoint | Round):

@@ -258,9 +258,9 @@ class Loop:
         ):
             known = self._running = self._found(places)
         steps = 1 if scheduler.reads else known.most
-        # Steps in which no row goes on, or whose tokens find no pages, are not worth a call.
+        # A call of several steps takes as long as a few of one: for the last tokens it is too much.
         if steps > 1 and (
-            2 * scheduler.left[places].max() <= steps or not scheduler.grow(places, steps)
+            4 * scheduler.left[places].max() <= steps or not scheduler.grow(places, steps)
         ):
             steps = 1
         self._steady = scheduler.steady(places) - steps

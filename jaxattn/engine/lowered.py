@@ -3,6 +3,9 @@
 To lower a kernel is work of Python, one thread at a time, and takes longer than all else of a start
 without kept executables. Decode alone, each round and rounds of several steps run the same decode
 step. So it is lowered once, and the others call what was lowered (`jax.export`).
+
+A model whose step calls what `jax.export` does not take, such as a callback or another package's
+kernel, is lowered anew for each of them.
 """
 
 import threading
@@ -52,19 +55,23 @@ class Lowered:
         self._model, self._limits, self._shapes = model, limits, shapes
         self._implementation, self._backend = implementation, backend
         self._lock = threading.Lock()
-        self._calls: dict[EntryPoint, Callable[..., Any]] = {}
+        self._calls: dict[EntryPoint, Callable[..., Any] | None] = {}
 
-    def __call__(self, entry: EntryPoint) -> Callable[..., Any]:
-        """(weights, state, batch) -> (logits, state)."""
+    def __call__(self, entry: EntryPoint) -> Callable[..., Any] | None:
+        """(weights, state, batch) -> (logits, state); None where it cannot be exported."""
         with self._lock:
             if entry not in self._calls:
                 self._calls[entry] = self._export(entry)
             return self._calls[entry]
 
-    def _export(self, entry: EntryPoint) -> Callable[..., Any]:
+    def _export(self, entry: EntryPoint) -> Callable[..., Any] | None:
         model, limits = self._model, self._limits
         function = entry.function(model, limits, jax.tree.structure(self._shapes))
         jitted = jax.jit(partial(function, implementation=self._implementation))
         platform = _PLATFORMS.get(self._backend, self._backend)
         exporting = export.export(jitted, platforms=[platform], disabled_checks=_OURS)
-        return exporting(*entry.arguments(model, limits, self._shapes)).call
+        arguments = entry.arguments(model, limits, self._shapes)
+        try:
+            return exporting(*arguments).call
+        except (ValueError, NotImplementedError):  # what is wrong with the step itself comes again
+            return None

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from jaxattn.bench import host
+from jaxattn.models import Hybrid
+from jaxattn.models.checkpoint import EMBEDDED, read_config
 
 
 def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
@@ -17,6 +19,13 @@ def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     assert result["steps"] == 20 and row["B"] == 2 and row["sealed"] == "yes"
     assert 0 < row["executable ms"] and 0 < row["host us"] <= row["round ms"] * 1e3
     assert row["tokens/s"] == pytest.approx(2e3 / row["round ms"])
+
+
+def test_the_rows_of_the_default_options_fit_the_embedded_model():
+    given = host.parse([], "bench")
+    model = Hybrid(read_config(EMBEDDED))
+    for rows in given.rows:
+        assert host.longest(rows, given.steps) <= model.max_position_embeddings
 
 
 def test_several_steps_of_a_call_count_one_by_one(tmp_path):
@@ -45,4 +54,4 @@ def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
     assert host.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
-    assert "4 rows of 9000 steps take 12,362 tokens" in capsys.readouterr().err
+    assert "4 rows of 9000 steps take 9,270 tokens" in capsys.readouterr().err

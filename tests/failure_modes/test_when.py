@@ -240,7 +240,7 @@ def test_eager_mode_does_not_run_unsealed(params):
     assert not engine.seal.counts
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=pytest.mark.slow)])
 def test_no_implementation_escapes_the_seal(params, implementation):
     kept_steps(BUCKETS)  # the best's; what is named has executables of its own
     limits = BUCKETS if implementation is None else LIMITS

@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
 from jaxattn.bench.model.roof import mixer_flops
@@ -115,6 +116,7 @@ def test_a_row_longer_than_its_block_table_is_nan_and_leaves_the_others_as_they_
     assert set(np.flatnonzero(written)) <= set(TABLES[1].tolist())
 
 
+@pytest.mark.slow
 def test_the_engine_says_what_the_training_forward_says():
     bound = jax.jit(lambda tokens: model().bind(params())(tokens))
 

@@ -138,6 +138,7 @@ def test_every_shape_of_model_decodes_what_it_trains(changes):
     check(rows, rows.decode(1, 1))
 
 
+@pytest.mark.slow
 def test_bfloat16_follows_its_training_forward_loosely():
     config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16", gdn_per_repeat=1)
     rows = Rows(config)

@@ -64,8 +64,13 @@ QWEN_NEXT, QWEN = "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"
         # `published`: all of the checkpoint's numbers as the hub lists them; `text`: without the
         # prediction layers, which the named size of the model leaves out.
         ("DeepSeek-V2-Lite", 15_706_484_224, 15_706_484_224, 0),
-        (QWEN_NEXT, 79_674_391_296, 81_324_862_720, prediction_layer(QWEN_NEXT)),
-        (QWEN, 34_660_610_688, 35_951_822_704, vision_tower() + prediction_layer(QWEN)),
+        (QWEN_NEXT, 79_674_391_296, 81_324_862_720, lambda: prediction_layer(QWEN_NEXT)),
+        (
+            QWEN,
+            34_660_610_688,
+            35_951_822_704,
+            lambda: vision_tower() + prediction_layer(QWEN),
+        ),
         ("Qwen3-32B", 32_762_123_264, 32_762_123_264, 0),
         # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
         ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
@@ -80,7 +85,7 @@ QWEN_NEXT, QWEN = "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"
 def test_models_have_their_published_parameters(name, text, published, beside):
     model = known.load(name.lower())
     assert model.total_parameters() == text
-    assert text + beside == published
+    assert text + (beside() if callable(beside) else beside) == published
 
 
 def test_every_shipped_configuration_names_its_source():
@@ -193,10 +198,9 @@ def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
 # How GPUs divide it -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "model", [Hybrid(CONFIG), *(known.load(name).model for name in BUILT)], ids=["hybrid", *BUILT]
-)
-def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(model):
+@pytest.mark.parametrize("name", ["hybrid", *BUILT])
+def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(name):
+    model = Hybrid(CONFIG) if name == "hybrid" else known.load(name).model
     half = divided(model, 2) if _heads_are_even(model) else None
     shapes = dict(nnx.to_flat_state(model.param_shapes()))
     halves = dict(nnx.to_flat_state(half.param_shapes())) if half else {}

@@ -32,7 +32,14 @@ def plain(
     return DecoderModel(dataclasses.replace(model.spec, stream=stream))
 
 
-@pytest.mark.parametrize("layout", [dict(tensor=2), dict(tensor=4, context=2, expert=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(tensor=2),
+        pytest.param(dict(tensor=4, context=2, expert=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @on_virtual_devices
 def test_a_step_gives_the_same_bits(layout):
     model, parallel = plain(), Parallel(**layout)
@@ -55,6 +62,7 @@ def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
     np.testing.assert_array_equal(found, tokens)
 
 
+@pytest.mark.slow
 @on_virtual_devices
 def test_a_dense_layer_of_data_groups_is_rounded_once_more():
     """What it adds is sent as the others' is, though no other GPU adds to it."""

@@ -56,8 +56,6 @@ class Cut:
         group: value heads of a key head.
         blocks: of the launch.
         l2norm: whether q and k become unit vectors.
-        last_first: whether the last chunks come first: what was written last is still in L2 where
-            it is read first by the next launch.
     """
 
     count: int
@@ -65,7 +63,6 @@ class Cut:
     blocks: int
     scale: float
     l2norm: bool
-    last_first: bool
     dtype: Any
     interpret: bool
 
@@ -144,9 +141,8 @@ def _views(union: Any, *, interpret: bool) -> tuple[Any, Any, Any]:
 class Block:
     """Walks over items, a value head of a chunk each; its warpgroups work on different ones."""
 
-    def __init__(self, cut: Cut, refs: Refs, done: Any = None):
-        """`done(chunk, head)` tells others that a warpgroup's part of an item is in memory."""
-        self.cut, self.refs, interpret, self.done = cut, refs, cut.interpret, done
+    def __init__(self, cut: Cut, refs: Refs):
+        self.cut, self.refs, interpret = cut, refs, cut.interpret
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         self.k_copied, self.k_smem, self.k_plain = _views(refs.k_union, interpret=interpret)
         self.q_copied, self.q_smem, self.q_plain = _views(refs.q_union, interpret=interpret)
@@ -165,14 +161,14 @@ class Block:
             for slot in range(SLOTS):
                 wait = lambda slot=slot: plgpu.barrier_wait(self.refs.empty.at[slot])  # noqa: E731
                 pl.when(self.steps > 0)(wait)
-            self._end()
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.wg == SCALING)
         def _():
             self._clear_own()
             pl.when(self.steps > 0)(lambda: self._issue(jnp.int32(0)))
             lax.fori_loop(0, self.steps, self._multiply, None)
-            self._end()
+            plgpu.wait_smem_to_gmem(0)
 
     def _clear_own(self) -> None:
         """Nobody writes the diagonal and what is right of it."""
@@ -182,25 +178,12 @@ class Block:
             own.at[which][...] = zeros
         plgpu.commit_smem()
 
-    def _end(self) -> None:
-        plgpu.wait_smem_to_gmem(0)
-        if self.done is not None:
-            pl.when(self.steps > 0)(lambda: self.done(*self._place(self.steps - 1)))
-
-    def _before_writing(self, i: jax.Array) -> None:
-        """Until what was copied out before has left shared memory; and a barrier."""
-        if self.done is None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return
-        # By now it has reached memory, or is about to.
-        plgpu.wait_smem_to_gmem(0)
-        pl.when(i > 0)(lambda: self.done(*self._place(i - 1)))
-
     def _place(self, i: Any) -> tuple[jax.Array, jax.Array]:
-        """Chunk and value head of item i."""
-        item = self.block + i * self.cut.blocks
-        if self.cut.last_first:
-            item = self.items - 1 - item
+        """Chunk and value head of item i.
+
+        The last chunks come first: what was written last is still in L2 where it is read first.
+        """
+        item = self.items - 1 - self.block - i * self.cut.blocks
         return lax.div(item, jnp.int32(self.heads)), lax.rem(item, jnp.int32(self.heads))
 
     def _issue(self, i: Any) -> None:
@@ -235,7 +218,8 @@ class Block:
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.full.at[slot])
         plgpu.barrier_wait(refs.measured)
-        self._before_writing(i)
+        # What was copied out before.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         q_read, k_read, k_written = (
             self.outs_plain.at[out, half] for out in (Q_READ, K_READ, K_WRITTEN)
         )
@@ -286,7 +270,7 @@ class Block:
         of_keys, of_queries = self._scores(own[0])
         row_of_key, row_of_query = own[1:]
         beta = refs.beta_smem.at[parity]
-        self._before_writing(i)  # and a barrier: the lengths are read
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and a barrier: the lengths are read
         by_row = lax.broadcast_in_dim(row_of_query, (CHUNK, 16), [0])
         a_by_row = -row_of_key * _load(beta, BY_ROW)
         a_by_row = lax.broadcast_in_dim(a_by_row, (CHUNK, 16), [0])

@@ -106,7 +106,6 @@ def prepared(
     scale: float,
     use_qk_l2norm: bool,
     blocks: int = NUM_SMS,
-    last_first: bool = True,
     interpret: bool,
 ) -> Launched:
     """For the arguments of `channel_chunks`, with at most so many blocks."""
@@ -117,7 +116,6 @@ def prepared(
         blocks=min(count * value_heads, blocks),
         scale=scale,
         l2norm=use_qk_l2norm,
-        last_first=last_first,
         dtype=dtype,
         interpret=interpret,
     )

@@ -2,7 +2,6 @@
 
     chunk.py         of every chunk of 64 tokens alone: its inverse, its masked scores
     channel_chunk.py the same where every channel of the key decays by itself
-    channel_pass.py  of such chunks, the making and the pass over them in one launch
     segments.py      if sequences are few and long: the states inside them, in parallel
     state_pass.py    the pass over the chunks of each sequence, state in registers
 
@@ -21,7 +20,6 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.core.slots import checkpoint_slots
 from jaxattn.kernels.gdn_prefill.channel_chunk import channel_chunks
-from jaxattn.kernels.gdn_prefill.channel_pass import channel_pass, shares
 from jaxattn.kernels.gdn_prefill.chunk import chunk_matrices
 from jaxattn.kernels.gdn_prefill.output_norm import Norm
 from jaxattn.kernels.gdn_prefill.segments import segment_starts, transition_pass
@@ -221,7 +219,6 @@ def gdn_prefill_mosaic(
     cu_seqlens: jax.Array | None = None,
     use_qk_l2norm: bool = False,
     segment: int | None = None,
-    together: bool | None = None,
     norm: Norm | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -231,7 +228,6 @@ def gdn_prefill_mosaic(
     With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`: output and the pool's states.
     For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
-    `together` has chunks of decays per channel made in the launch that passes over them.
     A g of [B, T, Hv, Dk] has a decay for every channel of the key.
     """
     batch, length = v.shape[:2]
@@ -268,36 +264,27 @@ def gdn_prefill_mosaic(
         "finals": count if pool is None else pool.states,
         "kept": table.kept,
     }
-    if together is None:
-        together = channels and not segment and not inside and not detect_races
-    if together:
-        makers, halves = shares(tokens, count, v.shape[1])
-        o, states = channel_pass(
-            q, k, v, g, beta, table.table, table.num_chunks, makers=makers, halves=halves,
-            interpret=interpret, **of_chunks, **of_states,
-        )  # fmt: skip
-    else:
-        with jax.named_scope("chunks"):
-            chunks, drawn, written = table.table, jnp.zeros(1, jnp.int32), None
-            if channels:
-                q, k, written, x, p, vectors = channel_chunks(
-                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
-                )
-            else:
-                x, p, vectors, drawn = chunk_matrices(
-                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
-                )
-        if segment:
-            ends, transitions = transition_pass(
-                k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
+    with jax.named_scope("chunks"):
+        chunks, drawn, written = table.table, jnp.zeros(1, jnp.int32), None
+        if channels:
+            q, k, written, x, p, vectors = channel_chunks(
+                q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
             )
-            of_states["starts"] = segment_starts(
-                ends, transitions, table.sequences, slots.states, slots.layer, **mode
+        else:
+            x, p, vectors, drawn = chunk_matrices(
+                q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
             )
-        o, states = output_pass(
-            q, k, v, x, p, vectors, table.table, drawn, written=written,
-            norm=norm if inside else None, busy=busy, **of_states, **mode,
-        )  # fmt: skip
+    if segment:
+        ends, transitions = transition_pass(
+            k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
+        )
+        of_states["starts"] = segment_starts(
+            ends, transitions, table.sequences, slots.states, slots.layer, **mode
+        )
+    o, states = output_pass(
+        q, k, v, x, p, vectors, table.table, drawn, written=written,
+        norm=norm if inside else None, busy=busy, **of_states, **mode,
+    )  # fmt: skip
     o = o[:tokens]
     if afterwards != 1.0:
         o = o * jnp.asarray(afterwards, o.dtype)

@@ -51,6 +51,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.gdn_prefill.work_queue import Turns
+from jaxattn.kernels.hopper.stores import store
 
 # Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
 # that norms, if there is one: 512 for all four are all of the multiprocessor's. With fewer for the
@@ -149,11 +150,9 @@ def scratch_types(cut: Cut) -> dict[str, Any]:
 class Block:
     """The runs that a block draws, a value head of each, both halves of its state or one."""
 
-    def __init__(self, cut: Cut, refs: Refs, others: int = 0, ready: Any = None):
-        """`others` blocks come before those that pass states; `ready(chunk, head)` waits for what
-        they make."""
-        self.cut, self.refs, interpret, self.ready = cut, refs, cut.interpret, ready
-        self.wg, block = lax.axis_index("wg"), lax.axis_index("block") - others
+    def __init__(self, cut: Cut, refs: Refs):
+        self.cut, self.refs, interpret = cut, refs, cut.interpret
+        self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
         self.turns = Turns(
             refs.drawn_ref, refs.turns, block,
             blocks=cut.blocks, items=cut.items, interpret=interpret,
@@ -230,10 +229,8 @@ class Block:
             vectors = refs.vectors_ref.at[chunk, head]
             plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
 
-        steps, ready = refs.runs_ref[STEPS, run], None
-        if self.ready is not None:
-            ready = lambda i: self.ready(first_chunk + i, head)  # noqa: E731
-        return stream(refs.loaded, refs.read, copied, steps, issue, self.cut.stages, ready)
+        steps = refs.runs_ref[STEPS, run]
+        return stream(refs.loaded, refs.read, copied, steps, issue, self.cut.stages)
 
     def _finish(self, norm: GatedNorm, item: jax.Array, carry: Any) -> Any:
         """The norming warpgroup's item."""
@@ -322,7 +319,7 @@ class Chunks:
         @pl.when(target >= 0)
         def _():
             index = self.block.layer, target, self.head
-            store_state(state, self.refs.pool_ref, index, self.part)
+            store_state(state, self.refs.pool_ref, index, self.part, interpret=self.cut.interpret)
 
     def write_zeros(self) -> None:
         """The outputs of a run of which nothing is computed."""
@@ -351,7 +348,8 @@ class Chunks:
 
         @pl.when(left < CHUNK)
         def _():
-            block.o_plain.at[wg].transpose((1, 0))[...] = tile
+            target = block.o_plain.at[wg].transpose((1, 0))
+            store(target, tile, interpret=self.cut.interpret)
 
         plgpu.commit_smem()
 

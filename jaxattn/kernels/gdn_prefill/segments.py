@@ -195,7 +195,7 @@ def _transition_body(
 
             @pl.when(inner & (kind == VALUES))
             def _():
-                store_state(state, ends_ref, (run, head), part)
+                store_state(state, ends_ref, (run, head), part, interpret=interpret)
 
             @pl.when(inner & (kind == IDENTITY))
             def _():
@@ -292,7 +292,7 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
             plgpu.set_max_registers(240, action="increase")
 
             def write_start(segment, state):
-                store_state(state, starts_ref, (0, segment, head), rows)
+                store_state(state, starts_ref, (0, segment, head), rows, interpret=interpret)
 
             def segment_step(i, state):
                 slot = lax.rem(i, jnp.int32(STAGES))

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn_prefill.accumulator import Accumulator
 from jaxattn.kernels.gdn_prefill.tiles import BY_COLUMN, CHUNK, DECAY, TILE, iota, over_columns
+from jaxattn.kernels.hopper.stores import store
 
 STAGES = 3  # chunks in shared memory
 CHANNEL_STAGES = 2  # where keys come twice
@@ -55,9 +56,12 @@ def first_state(ref: Any, layer: Any, slot: Any, head: Any, part: Any) -> tuple[
     )
 
 
-def store_state(state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], part: Any) -> None:
+def store_state(
+    state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], part: Any, *, interpret: bool
+) -> None:
     for half in range(2):
-        state_at(ref, index, part, half)[...] = state[half].astype(ref.dtype)
+        stored = state[half].astype(ref.dtype)
+        store(state_at(ref, index, part, half), stored, interpret=interpret)
 
 
 def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
@@ -147,17 +151,13 @@ def next_slot(slot: Any, stages: int = STAGES) -> Any:
 
 def stream(
     loaded: Any, read: Any, before: Any, steps: Any, issue: Any, stages: int = STAGES,
-    ready: Any = None,
 ) -> jax.Array:  # fmt: skip
     """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free, after
-    so many chunks before. Returns how many it has copied in all. `ready(i)` waits until chunk i is
-    there, while slots are in use."""
+    so many chunks before. Returns how many it has copied in all."""
 
     @pl.loop(0, steps)
     def _(i):
         slot = lax.rem(before + i, jnp.int32(stages))
-        if ready is not None:
-            ready(i)
 
         @pl.when(before + i >= stages)
         def _():

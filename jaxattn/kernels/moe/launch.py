@@ -1,6 +1,7 @@
 """`jaxattn.ops.moe.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum.
 
-    few.py, work.py    who has work: of few tokens in one launch, of many by a sort
+    few.py, several.py, work.py
+                       who has work: of few tokens and of some hundred pairs in one launch, else XLA
     product.py         gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 

@@ -79,28 +79,6 @@ def test_states_by_slot_beside_padding(implementation):
     assert_pool_matches(pooled, *jax.jit(step)(**pooled.arguments))
 
 
-@pytest.mark.parametrize(
-    "lens, heads, interpret",
-    [
-        ([70, 3], 1, True),
-        pytest.param([70, 0, 2000, 1000], 32, False, marks=pytest.mark.gpu),
-        pytest.param([8192], 32, False, marks=pytest.mark.gpu),
-    ],
-)
-def test_chunks_made_beside_the_pass_change_no_bit(lens, heads, interpret):
-    case = make(lens, key_heads=heads, value_heads=heads, gates=0.1)
-    apart, together = (
-        jax.jit(
-            functools.partial(
-                gdn_prefill_mosaic, together=together, segment=0, scale=0.1, use_qk_l2norm=True,
-                interpret=interpret,
-            )
-        )(*case.args, **case.packed)
-        for together in (False, True)
-    )  # fmt: skip
-    jax.tree.map(np.testing.assert_array_equal, together, apart)
-
-
 def test_no_race_in_the_interpreter(monkeypatch):
     """With a checkpoint over the slot that the sequence started from, and blocks that draw more
     runs than one."""

@@ -50,7 +50,7 @@ def cut_at(case, cuts):
 
 @both_devices
 @pytest.mark.parametrize(
-    "preset, group, dim", [("k8v4", 5, 64), ("4bit_nc", 16, 256), ("3bit_nc", 4, 128)]
+    "preset, group, dim", [("k8v4", 5, 64), ("4bit_nc", 16, 256), slow("3bit_nc", 4, 128)]
 )
 @each_step
 def test_matches_float64(lean, preset, group, dim, implementation):

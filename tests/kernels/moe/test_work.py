@@ -21,7 +21,7 @@ from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.several import work_of_several
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, work_list
 from tests.helpers.at_once import at_once
-from tests.helpers.kernel_cases import both_devices, no_races
+from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 make = jax.jit(work_list, static_argnums=(1, 2))
 
@@ -108,7 +108,12 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
 @both_devices
 @pytest.mark.parametrize(
     "tokens, experts, top_k, columns, some",
-    [(32, 64, 5, 8, None), (33, 12, 4, 16, 9), (17, 256, 9, 8, None), (43, 3, 3, 8, None)],
+    [
+        slow(32, 64, 5, 8, None),
+        (33, 12, 4, 16, 9),
+        (17, 256, 9, 8, None),
+        slow(43, 3, 3, 8, None),
+    ],
 )
 def test_the_kernel_sorts_several_tokens_as_xla_does(
     tokens, experts, top_k, columns, some, implementation
