@@ -1,10 +1,12 @@
 """Loading beside compiling: the plan's numbers are those of the one after the other."""
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import gc
 import io
+import math
 import threading
 import time
 import weakref
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -20,6 +23,7 @@ from jaxattn.cli.options import InputError
 from jaxattn.cli.progress import Display
 from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import Loading, Stopped, start_engine
+from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.prepare import prepare
 from jaxattn.memory import device as memory_device
 from jaxattn.memory.budget import nbytes
@@ -84,6 +88,16 @@ def hold_compiling(monkeypatch, until: threading.Event) -> list[bool]:
     return came
 
 
+def made_anew(model) -> int:
+    """Bytes of the parameters that are not among the packed ones as they are."""
+    given, packed = (
+        collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+        for shapes in (model.param_shapes(), packed_shapes(model))
+    )
+    left = given - packed
+    return sum(math.prod(s) * np.dtype(d).itemsize * count for (s, d), count in left.items())
+
+
 @pytest.mark.parametrize("limits", [WHOLE, FILLED], ids=["pages", "utilization"])
 def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypatch):
     """The whole model is on the device before the first step compiles."""
@@ -101,8 +115,9 @@ def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypat
         assert came and all(came)
         assert engine.limits == alone.limits
         plans = [{i.name: i.nbytes for i in plan.items} for plan in (engine.plan, alone.plan)]
-        # The vectors that `pack` stacks anew are there twice, while `start` runs.
-        assert plans[0].pop("others", 0) < nbytes(MODEL.param_shapes()) // 50
+        # What `pack` makes anew is there twice while `start` runs: vectors in stacks, and matrices
+        # that get columns of zeros, of which this model of 16 features has many.
+        assert plans[0].pop("others", 0) <= made_anew(MODEL)
         assert plans[0] == plans[1] and plans[0]["weights"] >= nbytes(MODEL.param_shapes())
 
 
