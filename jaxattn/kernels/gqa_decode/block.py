@@ -25,7 +25,7 @@ from jaxattn.kernels.gqa_decode.pairs import Pairs
 from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.part import Place, visible_keys
-from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
+from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -112,7 +112,7 @@ class Piece:
         begin: the first key that one of its query tokens sees, where `Block.first_key` gives it.
         visible: [N, 64], how many keys each score's packed row sees.
         least: how many the one that sees fewest does, of a row without padding; 0 of others.
-        factor: of scores, a number or [N, 64], of which `Block.softened` makes logarithms.
+        factor: of scores, a number or [N, 64].
         queries_at: which of the two places in shared memory has the piece's queries.
     """
 
@@ -266,7 +266,7 @@ class Block[C: Cut, M]:
         return Piece(
             done=done, first=self.first_step(done), first_token=first_token, length=length,
             begin=begin, visible=visible, least=least,
-            factor=self.factor(pair, queries_at) * self.to_powers,
+            factor=self.factor(pair, queries_at),
             queries_at=queries_at,
         )  # fmt: skip
 
@@ -301,19 +301,19 @@ class Block[C: Cut, M]:
         """Of a pair's scores, whose queries have come to that place."""
         return self.cut.scale
 
-    @property
-    def to_powers(self) -> float:
-        """Of scores: as powers of 2, or where they are capped twice what the cap divides."""
-        soft_cap = self.cut.soft_cap
-        return LOG2E if soft_cap is None else 2 * LOG2E / soft_cap
-
-    def softened(self, scores: jax.Array, factor: Any) -> jax.Array:
-        """log2 of the weights of all 64 keys of a step; `factor` has `to_powers` in it."""
-        scores = scores * factor
-        if self.cut.soft_cap is None:
-            return scores
-        # tanh, whose approximate instruction is off by 2**-11 of the cap.
-        return (1.0 - 2.0 / (jnp.exp2(scores) + 1.0)) * (self.cut.soft_cap * LOG2E)
+    def softened(
+        self, scores: jax.Array, factor: Any, piece: Piece, token: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """(which scores count, log2 of their weights), of the 64 keys from `token` on."""
+        cut = self.cut
+        if cut.soft_cap is None:
+            scores = scores * (factor * LOG2E)
+        else:
+            # tanh, whose approximate instruction is off by 2**-11 of the cap.
+            power = jnp.exp2(scores * (factor * (2 * LOG2E / cut.soft_cap)))
+            scores = (1.0 - 2.0 / (power + 1.0)) * (cut.soft_cap * LOG2E)
+        seen = self.seen(piece, token)
+        return seen, jnp.where(seen, scores, MASKED)
 
     def all_seen(self, piece: Piece, token: jax.Array) -> jax.Array:
         """Whether each packed row sees all of the 64 keys from `token` on."""

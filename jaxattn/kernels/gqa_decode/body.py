@@ -31,7 +31,6 @@ from jaxattn.kernels.gqa_decode.products import products_of
 from jaxattn.kernels.gqa_decode.queries import GatheredQueries
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
-from jaxattn.kernels.mla_decode.rows_scores import MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
@@ -137,8 +136,7 @@ class Body(Block[DecodeCut, Memory]):
         store_turned(self.scores_smem, scores, interpret=self.cut.interpret)
         plgpu.commit_smem()
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
-        scores = self.softened(scores, piece.factor)
-        scores = jnp.where(self.seen(piece, token), scores, MASKED)
+        scores = self.softened(scores, piece.factor, piece, token)[1]
         # A power of two by which P is larger than its sum says, beside the sum of such P.
         room = P_EXPONENT if self.cut.fp8 else 0
         new_top = jnp.maximum(top, scores.max(axis=1) - room)

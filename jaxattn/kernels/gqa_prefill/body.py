@@ -5,8 +5,9 @@
 A warpgroup's step begins scores i + 1 and then P_i V_i on the tensor cores, hands these on to the
 next warpgroup, and takes the softmax of scores i + 1 while P_i V_i still runs. So the tensor cores
 have another warpgroup's products to do during a softmax, and the rest of this one's own as well.
-P stays in registers. The output is rescaled only by warps of which a row's maximum has grown much
-(hopper/online_softmax.py). Only steps of which a row does not see all keys are masked.
+P stays in registers. Only steps of which a row does not see all keys are masked. With
+`Config.lazy` the output is rescaled only by warps of which a row's maximum has grown much
+(hopper/online_softmax.py).
 """
 
 import dataclasses
@@ -25,15 +26,12 @@ from jaxattn.kernels.gqa_prefill.load import Loader, Sources
 from jaxattn.kernels.gqa_prefill.memory import ROWS, Config, Memory
 from jaxattn.kernels.gqa_prefill.tiles import FIRST, OFFSET, QUERIES, Step, Tile, Tiles
 from jaxattn.kernels.hopper.machine import asked_for
-from jaxattn.kernels.hopper.online_softmax import rescaled
+from jaxattn.kernels.hopper.online_softmax import reference, rescaled
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)
 CLEARED = 64  # dims of values that are cleared at a time
-# Powers of 2 by which a row's maximum may grow beyond its reference before that moves, which it
-# hardly does after a row's first steps. Sums of float32 and weights of 16 bits have room for 2**8.
-GROWN = 8
 
 
 class State(NamedTuple):
@@ -41,8 +39,8 @@ class State(NamedTuple):
 
     Attributes:
         p: [64, keys] the step's weights in the operands' dtype.
-        top, total: [64] the reference, at most GROWN below the largest log2 of a weight so far, and
-            the weights' sum divided by 2**that.
+        top, total: [64] the reference, the largest log2 of a weight so far or, with `Config.lazy`,
+            at most SLACK below it; and the weights' sum divided by 2**that.
         out: float32 [64, D], the sum of values so far divided by 2**top.
     """
 
@@ -179,10 +177,15 @@ class Computer:
         scores = lax.cond(whole, lambda s: s, mask, scores)
         factor = self.scores.factor
         largest = jnp.maximum(top, scores.max(axis=1) * factor)
-        new_top = jnp.where(largest - top > GROWN, largest, top)
+        new_top = reference(top, largest) if self.config.lazy else largest
         rescale = jnp.exp2(top - new_top)
         p = jnp.exp2(scores * factor - over(new_top, keys))
         return p, new_top, total * rescale + p.sum(axis=1), rescale
+
+    def rescaled(self, out: jax.Array, factors: jax.Array) -> jax.Array:
+        if self.config.lazy:
+            return rescaled(out, factors, interpret=self.interpret)
+        return out * over(factors, self.head_dim)
 
     def clear(self, tile: Tile, i: jax.Array, number: jax.Array) -> None:
         """0 * NaN is NaN: what no query of the tile may see becomes 0 as a value. The warpgroups
@@ -221,7 +224,7 @@ class Computer:
             scores = self.first_scores(number + 1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
-            return State(p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=True))
+            return State(p.astype(self.dtype), top, total, self.rescaled(out, rescale))
 
         def products(scores_acc: Any, out_acc: Any) -> State:
             self.multiply_keys(scores_acc, number + 1)
@@ -234,7 +237,7 @@ class Computer:
             asked_for(interpret=False)  # or ptxas waits for the values before it begins to soften
             out = plgpu.wgmma_accumulator_load(out_acc)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
-            return State(p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=False))
+            return State(p.astype(self.dtype), top, total, self.rescaled(out, rescale))
 
         return pl.run_scoped(
             products,

@@ -29,6 +29,7 @@ class Config:
             three, and 512 of four.
         blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
         l2_bytes: keys and values of the heads that are worked on at one time.
+        lazy: whether rows are rescaled only where their maximum has grown much. No GPU has run it.
     """
 
     keys: int
@@ -39,6 +40,7 @@ class Config:
     memory_registers: int
     blocks: int | None = None
     l2_bytes: int = 24 * 2**20
+    lazy: bool = False
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,6 @@ load.py: a step's place is free as soon as all warps have its codes in registers
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,24 +24,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_decode.block import Block, Cut, Piece, Refs
-from jaxattn.kernels.gqa_decode.fp8 import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import over_out
 from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms
-from jaxattn.kernels.gqa_turbo.memory import FEW, TERMS, Memory, Room
+from jaxattn.kernels.gqa_turbo.memory import TERMS, Memory, Room
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
 from jaxattn.kernels.gqa_turbo.queries import TurnedQueries
 from jaxattn.kernels.gqa_turbo.terms import store_terms
-from jaxattn.kernels.hopper.machine import asked_for, meet
+from jaxattn.kernels.hopper.machine import meet
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_COLUMN, BY_ROW, SCORES
-from jaxattn.kernels.mla_decode.rows_scores import MASKED
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
-# s P is less than 2**8 once it is divided by its unit, a power of two. 2**-111 is the least that
-# the largest of s is taken for; numbers of float16 are above it.
-P_EXPONENT, LEAST_EXPONENT = 7, 16
-EXPONENT = 0xFF << EXPONENT_AT
+# What the largest that a row's s P can be becomes; and what that is at least taken for, so that no
+# float32 number is divided by 0.
+LARGEST_P, SMALLEST = 256.0, 1e-35
 FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output
 MINIMA = 2  # in `Memory.units`, behind two steps' units
 
@@ -112,43 +108,29 @@ class Body(Block[CodedCut, Memory]):
         codes = memory.codes.at[self.wg, slot]
         places = self.iota(0).astype(jnp.float32)
         norm, scale, middle = self.fragments.numbers(codes, places)
-        whole = self.all_seen(piece, token)
         # Selected: 0 times the NaN of a token that a row does not see would be NaN.
-        scale, middle = lax.cond(
-            whole,
-            lambda *both: list(both),
-            lambda *both: [jnp.where(self.seen(piece, token), x, 0.0) for x in both],
-            scale,
-            middle,
-        )  # fmt: skip
-        scale, unit = self._divided(scale)
+        scale, unit = self._divided(jnp.where(self.seen(piece, token), scale, 0.0))
         # Of two places, since other warps may still read the last step's; and before the warps
         # meet, so that the lanes' exchange is not put off until the scores are there.
         units_smem = memory.units.at[lax.rem(i, 2), self.wg]
         units_smem[...] = unit
-        (product,), values = self._multiply(
-            (self.fragments.keys(codes),), memory.queries.at[piece.queries_at],
-            lambda: self.fragments.values(codes),
-        )  # fmt: skip
+        keys = (self.fragments.keys(codes),)
+        (product,) = self._multiply(keys, memory.queries.at[piece.queries_at])
+        values = self.fragments.values(codes)
         store_turned(self.scores_smem, product, interpret=cut.interpret)
         meet(interpret=cut.interpret)
         # All four warps have the step's codes, as they met to exchange their scores.
         plgpu.barrier_arrive(memory.codes_read.at[self.wg, slot])
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
         by = piece.factor if norm is None else piece.factor * norm
-        scores = lax.cond(
-            whole,
-            lambda x: x,
-            lambda x: jnp.where(self.seen(piece, token), x, MASKED),
-            self.softened(scores, by),
-        )  # fmt: skip
+        seen, scores = self.softened(scores, by, piece, token)
         old, top = top, jnp.maximum(top, scores.max(axis=1))
         p, rescale = jnp.exp2(scores - self.over_keys(top)), jnp.exp2(old - top)
         total = total * self.over_keys(rescale) + p
-        minima = minima * self.over_keys(rescale) + p * middle
+        minima = minima * self.over_keys(rescale) + jnp.where(seen, p * middle, 0.0)
         self._store_weights(p * scale, rescale)
         by, unit = (self._of_columns(x) for x in (self.rescale_smem, units_smem))
-        products, _ = self._multiply(values, self.p_smem)
+        products = self._multiply(values, self.p_smem)
         accs = [acc * by + x * unit for acc, x in zip(accs, products, strict=True)]
         return top, total, minima, tuple(accs)
 
@@ -158,14 +140,8 @@ class Body(Block[CodedCut, Memory]):
         No p is above 1, so the largest scale says what s P can be at most. It needs no score: lanes
         tell each other of it before the first product is waited for.
         """
-        largest = lax.bitcast_convert_type(jnp.abs(scale).max(axis=1), jnp.int32) & EXPONENT
-        largest = jnp.maximum(largest, LEAST_EXPONENT << EXPONENT_AT)
-
-        def power(biased: jax.Array) -> jax.Array:
-            return lax.bitcast_convert_type(biased, jnp.float32)
-
-        up = ((2 * FLOAT_BIAS + P_EXPONENT) << EXPONENT_AT) - largest
-        return scale * self.over_keys(power(up)), power(largest - (P_EXPONENT << EXPONENT_AT))
+        largest = jnp.maximum(jnp.abs(scale).max(axis=1), SMALLEST)
+        return scale * self.over_keys(LARGEST_P / largest), largest * (1 / LARGEST_P)
 
     def _store_weights(self, weights: jax.Array, rescale: jax.Array) -> None:
         """s P as two terms, and the rescaling, for all to read."""
@@ -175,36 +151,23 @@ class Body(Block[CodedCut, Memory]):
         self.rescale_smem[...] = rescale
         plgpu.commit_smem()
 
-    def _multiply(
-        self,
-        left: tuple[jax.Array, ...],
-        right: Any,
-        beside: Callable[[], tuple[jax.Array, ...]] = tuple,
-    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-        """Blocks [64, K] times both terms [2 N, K] in shared memory: blocks [64, N]; and what
-        `beside` returns, which is made while the tensor cores multiply, if registers are enough."""
+    def _multiply(self, left: tuple[jax.Array, ...], right: Any) -> list[jax.Array]:
+        """Blocks [64, K] times both terms [2 N, K] in shared memory: blocks [64, N]."""
         columns = self.cut.columns
         if self.cut.interpret:
             both = right[...].astype(jnp.float32).T
-            products = [joined_terms(jnp.dot(block, both), interpret=True) for block in left]
-            return products, beside()
+            return [joined_terms(jnp.dot(block, both), interpret=True) for block in left]
         if columns > FEW_COLUMNS and len(left) > 1:  # one block's sums at a time
-            return [self._multiply((block,), right)[0][0] for block in left], beside()
+            return [product for block in left for product in self._multiply((block,), right)]
 
-        def run(*refs: Any) -> Any:
+        def run(*refs: Any) -> list[jax.Array]:
             for ref, block in zip(refs, left, strict=True):
                 plgpu.wgmma(ref, block, right.transpose((1, 0)))
-            if beside is tuple or columns * self.cut.head_dim > FEW:
-                return [ref[...] for ref in refs], beside()
-            # Between two of these, or ptxas makes it before or after all that the tensor cores do.
-            asked_for(interpret=False)
-            made = beside()
-            asked_for(interpret=False)
-            return [ref[...] for ref in refs], made
+            return [ref[...] for ref in refs]
 
         out_type = plgpu.ACC((PAGE, TERMS * columns), jnp.float32)
-        products, made = pl.run_scoped(run, *[out_type] * len(left))
-        return [joined_terms(product, interpret=False) for product in products], made
+        products = pl.run_scoped(run, *[out_type] * len(left))
+        return [joined_terms(product, interpret=False) for product in products]
 
     def _of_columns(self, ref: Any) -> jax.Array:
         """A number of each packed row, for its sums of 64 dims."""

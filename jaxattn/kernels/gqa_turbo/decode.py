@@ -22,7 +22,9 @@ from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
 from jaxattn.kernels.gqa_decode.results import Packing, Results
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
+from jaxattn.kernels.gqa_turbo.lean import REGISTERS_OF_FOUR, LeanBody
 from jaxattn.kernels.gqa_turbo.memory import (
+    MOST_CONSUMERS,
     REGISTERS,
     Memory,
     coded_view,
@@ -66,11 +68,12 @@ def turbo_decode_mosaic(
     gate: jax.Array | None = None,
     arena: Arena | None = None,
     schedule: PairSchedule | None = None,
+    lean: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """`turbo_attention` on a Hopper GPU; arguments and results are documented there, the arena and
-    the schedule at `gqa_decode`."""
+    the schedule at `gqa_decode`. `lean` takes the steps of lean.py, which no GPU has run."""
     require_hopper("turbo_attention", interpret=interpret)
     refuse(q, kv_cache, form)
     q, sinks, gate = without_gradient("turbo_attention", (q, sinks, gate))
@@ -91,14 +94,17 @@ def turbo_decode_mosaic(
     results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
     room = room_of(form, columns, page_size)
+    registers = REGISTERS[room.consumers]
+    if lean and room.consumers == MOST_CONSUMERS:
+        registers = REGISTERS_OF_FOUR
     cut = CodedCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
         window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
-        registers=REGISTERS[room.consumers], interpret=interpret, form=form, room=room,
+        registers=registers, interpret=interpret, form=form, room=room,
     )  # fmt: skip
     written = launch(
-        lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
+        lambda **refs: (LeanBody if lean else Body)(cut, *refs_of(refs, Memory)).run(),
         name=f"turbo_decode_{form.preset}",
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid={"part": line.parts, "tile": packing.tiles},

@@ -41,9 +41,9 @@ from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
 class _Registers:
-    """`codes.Words` of this thread; `ref` is a step's codes, and `low` the one constant held."""
+    """`codes.Words` of this thread; `ref` is a step's codes, `low` the constant held, if any is."""
 
-    def __init__(self, ref: Any, low: Any):
+    def __init__(self, ref: Any, low: Any = None):
         place = Thread()
         self.low = low
         self.ref, self.warp, self.g, self.t = ref, place.warp, place.g, place.t
@@ -70,7 +70,7 @@ class _Registers:
         return word(value)
 
     def held(self, value: int) -> Any:
-        return self.low
+        return word(value) if self.low is None else self.low
 
     def permute(self, low: Any, high: Any, selectors: Any) -> Any:
         return asm_word("prmt.b32 $0, $1, $2, $3;", low, high, selectors, movable=True)
@@ -89,14 +89,16 @@ class Fragments:
         form: the cache's format.
         pitch: bytes from a group of 16 tokens to the next.
         interpret: whether the interpreter runs; its operands are float32, and its products plain.
+        holds: whether a table's word is held in a register, from here on.
     """
 
-    def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool):
+    def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool, holds: bool = False):
         self.form, self.pitch, self.interpret = form, pitch, interpret
         self.middle = middle(form.value_bits)
         key_low = key_table(form.key_bits)[0] if form.rotated else 0
         self.lows = [
-            0 if interpret else held(x) for x in (key_low, value_table(form.value_bits)[0])
+            held(x) if holds and not interpret else None
+            for x in (key_low, value_table(form.value_bits)[0])
         ]
 
     def keys(self, codes: Any) -> jax.Array:
@@ -138,17 +140,18 @@ class Fragments:
     def _operands(
         self, codes: Any, made: Any, shape: tuple[int, int], count: int, low: Any
     ) -> tuple[jax.Array, ...]:
-        def run(ctx: Any, ref: Any, low: Any) -> Any:
+        def run(ctx: Any, ref: Any, *lows: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-            words = made(_Registers(ref, single(low)), self.form, self.pitch)
+            words = made(_Registers(ref, *map(single, lows)), self.form, self.pitch)
             registers = [vector.bitcast(four, joined([x])) for x in words]
             size = len(registers) // count
             parts = [registers[i * size : (i + 1) * size] for i in range(count)]
             return tuple(fragmented(some, shape, mgpu.WGMMA_LAYOUT_8BIT) for some in parts)
 
         out = plgpu.ShapeDtypeStruct(shape, E4M3, plgpu.Layout.WGMMA_8BIT)
-        types = plgpu.RefType(), plgpu.Layout.WG_SPLAT
-        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes, low)
+        lows = () if low is None else (low,)
+        types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(lows)
+        return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes, *lows)
 
     def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
         """A thread has the same four tokens of each row."""

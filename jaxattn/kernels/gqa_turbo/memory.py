@@ -24,7 +24,7 @@ LINE = 128  # and what copies and their places in shared memory are multiples of
 # longer than they take to come, and four wait for each other's latencies less than three; more
 # than FEW numbers of queries do not fit into the registers of four.
 MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 4, 2, 1024
-REGISTERS = {4: (32, 112), 3: (40, 152), 2: (40, 232)}
+REGISTERS = {4: (40, 104), 3: (40, 152), 2: (40, 232)}
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 

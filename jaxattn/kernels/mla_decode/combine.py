@@ -23,7 +23,7 @@ from jaxattn.kernels.mla_decode.schedule import Schedule
 AHEAD = 8  # partial results that are read at a time, of a row
 # Most rows that are cut have two. Where there are no more than FEW of them, four rows are merged
 # side by side and share AHEAD; of more, two rows, each with as many.
-FEW, FEW_BESIDE, MANY_BESIDE = 4, 4, 2
+FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
 # Blocks without work cost more the more there are, and those with work more the longer they are.
 BLOCKS, LONGEST = 512, 16
 LAYOUT = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)

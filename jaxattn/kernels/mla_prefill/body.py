@@ -5,7 +5,7 @@ its three warpgroups two own 64 queries each and the third issues the TMA copies
 `stages` tiles. The keys come in two pieces, 128 dims of the head and 64 that all heads may share,
 and are never joined in memory. A compute warpgroup's step i is
 
-    softmax    P = exp2(scores i - reference), o *= rescaling         on the CUDA cores
+    softmax    P = exp2(scores i - row maxima), o *= rescaling        on the CUDA cores
     products   o += P V_i ; scores i + 1 = Q K_{i+1}^T                on the tensor cores
 
 and a barrier that goes back and forth lets one warpgroup's products run during the other's softmax.
@@ -24,9 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from jaxattn.kernels.hopper.machine import made_here
-from jaxattn.kernels.hopper.online_softmax import PARTIAL, partial_sums, reference, rescaled
 
 LOG2E = math.log2(math.e)
 NOPE, ROPE, VALUES = 128, 64, 128
@@ -212,7 +209,6 @@ class Attention:
         self.block, self.cut, self.refs, self.wg = block, block.cut, block.refs, block.wg
         self.factor = block.cut.scale * LOG2E
         self.zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
-        self.zero_sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
         self.zero_out = plgpu.layout_cast(jnp.zeros((TILE, VALUES), jnp.float32), LAYOUT)
 
     def run(self) -> None:
@@ -255,22 +251,19 @@ class Attention:
 
         pl.when(steps > 0)(tile.attend)
         if not self.cut.merge:
-            nothing = self.zero_out, self.zero_rows, self.zero_sums
+            nothing = self.zero_out, self.zero_rows, self.zero_rows
             pl.when(steps == 0)(lambda: tile.write(*nothing))
         if rounds > 1:
             self._load_q(following)
         return done + steps, following
 
-    def softmax(self, s: jax.Array, top: jax.Array, sums: jax.Array, o: jax.Array) -> Any:
-        """P, and the state with the rows rescaled to the new reference."""
-        interpret = self.cut.interpret
-        new_top = reference(top, s.max(axis=1) * self.factor)
+    def softmax(self, s: jax.Array, top: jax.Array, total: jax.Array, o: jax.Array) -> Any:
+        """P, and the state with the rows rescaled to the new maxima."""
+        new_top = jnp.maximum(top, s.max(axis=1) * self.factor)
         rescale = jnp.exp2(top - new_top)
         p = jnp.exp2(s * self.factor - _over_rows(new_top, KEYS))
-        sums = sums * _over_rows(rescale, PARTIAL) + partial_sums(p, interpret=interpret)
-        # Before this warpgroup's turn comes, and with them the exponentials.
-        sums = made_here(sums, LAYOUT, interpret=interpret)
-        return p.astype(self.cut.dtype), new_top, sums, rescaled(o, rescale, interpret=interpret)
+        total = total * rescale + p.sum(axis=1)
+        return p.astype(self.cut.dtype), new_top, total, o * _over_rows(rescale, VALUES)
 
     def _multiply_keys(self, acc: Any, slot: jax.Array) -> None:
         refs, wg = self.refs, self.wg
@@ -367,35 +360,35 @@ class Tile:
         # Steps whose keys all of this warpgroup's queries see; the last is masked.
         whole = lax.div(jnp.maximum(jnp.minimum(self.mine + 1 + offset, keys), 0), KEYS)
         whole = jnp.where(first > 0, 0, jnp.minimum(whole, steps - 1))
-        carry = (s, attention.zero_rows + EMPTY, attention.zero_sums, attention.zero_out)
+        carry = (s, attention.zero_rows + EMPTY, attention.zero_rows, attention.zero_out)
         carry = lax.fori_loop(0, whole, functools.partial(self._step, masked=False), carry)
         masked = functools.partial(self._step, masked=True)
-        s, top, sums, o = lax.fori_loop(whole, steps - 1, masked, carry)
+        s, top, total, o = lax.fori_loop(whole, steps - 1, masked, carry)
 
         slot = lax.rem(self.done + steps - 1, stages)
-        p, top, sums, o = attention.softmax(self._mask(s, steps - 1), top, sums, o)
+        p, top, total, o = attention.softmax(self._mask(s, steps - 1), top, total, o)
         plgpu.barrier_wait(refs.v_loaded.at[slot])
         attention.clear_tail(slot, keys - (item.low + steps - 1) * KEYS)
         plgpu.barrier_wait(refs.turn.at[wg])
         o = attention.add_values(o, p, slot)
         plgpu.barrier_arrive(refs.turn.at[1 - wg])
         plgpu.barrier_arrive(refs.v_read.at[slot])
-        self.write(o, top, sums)
+        self.write(o, top, total)
 
     def _step(self, i: jax.Array, carry: Any, *, masked: bool) -> Any:
         """Step i's softmax and values, and step i + 1's scores."""
         attention, refs, stages = self.attention, self.attention.refs, self._stages
-        s, top, sums, o = carry
+        s, top, total, o = carry
         slot, next_slot = lax.rem(self.done + i, stages), lax.rem(self.done + i + 1, stages)
         if masked:
             s = self._mask(s, i)
-        p, top, sums, o = attention.softmax(s, top, sums, o)
+        p, top, total, o = attention.softmax(s, top, total, o)
         plgpu.barrier_wait(refs.v_loaded.at[slot])
         plgpu.barrier_wait(refs.k_loaded.at[next_slot])
         plgpu.barrier_wait(refs.turn.at[attention.wg])
         o, s = attention.products(o, p, slot, next_slot)
         plgpu.barrier_arrive(refs.k_read.at[next_slot])
-        return s, top, sums, o
+        return s, top, total, o
 
     @property
     def _stages(self) -> int:
@@ -407,10 +400,10 @@ class Tile:
         last = jnp.minimum(self.mine + _iota(0) + offset, keys - 1)
         return jnp.where((key >= first) & (key <= last), s, -jnp.inf)
 
-    def write(self, o: jax.Array, top: jax.Array, sums: jax.Array) -> None:
+    def write(self, o: jax.Array, top: jax.Array, total: jax.Array) -> None:
         """The queries' output and LSE, or what merges them into earlier ones."""
         cut, refs, wg, item = self.attention.cut, self.attention.refs, self.attention.wg, self.item
-        at, queries, total = pl.ds(self.mine, TILE), item.bounds[1], sums.sum(axis=1)
+        at, queries = pl.ds(self.mine, TILE), item.bounds[1]
         # A NaN total is not 0: a NaN among a row's own keys shows in its output.
         row_iota = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=BY_ROW)
         sees = (self.mine + row_iota < queries) & (total != 0)

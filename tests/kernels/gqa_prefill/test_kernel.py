@@ -92,8 +92,9 @@ def test_heads_are_not_packed_where_tokens_are_many(
 
 
 @both_devices
-def test_maxima_that_grow_little_and_much(implementation):
-    """By up to 2**30 from a step of 64 keys to the next; a reference moves beyond 2**8 alone."""
+@pytest.mark.parametrize("lazy", [False, True])
+def test_maxima_that_grow_little_and_much(lazy, implementation, traced_anew, monkeypatch):
+    """By up to 2**30 from a step of 64 keys to the next; a lazy reference moves beyond 2**8."""
     case = prefill_case([500], [9], dim=256, group=1, kv_heads=1, scale=1.0)
     keys = np.asarray(case.keys[0], np.float64)[:, 0]
     scores = np.asarray(case.new[0], np.float64)[0, :, 0] @ keys[:491].T / np.log(2)
@@ -102,6 +103,7 @@ def test_maxima_that_grow_little_and_much(implementation):
     )
     grown = np.diff(maxima, axis=0)
     assert ((grown > 0) & (grown < 8)).any() and (grown > 8).any()
+    monkeypatch.setitem(CONFIGS, 256, dataclasses.replace(CONFIGS[256], lazy=lazy))
     run(case, implementation)
 
 
