@@ -39,7 +39,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.machine import swizzled
+from jaxattn.kernels.hopper.machine import shown, swizzled
 
 SCALING = 2  # warpgroups, and halves of the channels
 WARPGROUPS = SCALING + 1
@@ -240,6 +240,7 @@ class Block:
             self.k_plain.at[half], self.q_plain.at[half], refs.g_smem.at[half],
             interpret=interpret,
         )  # fmt: skip
+        shown(interpret=interpret)
         plgpu.barrier_arrive(refs.taken)
         given = (k, q, jnp.exp2(g * LOG2E))
 
@@ -263,9 +264,10 @@ class Block:
         own, lengths = self._measure(length), refs.lengths_smem.at[parity]
         for row, factor in zip((KEYS, QUERIES), own[1:], strict=True):
             lengths[row, :] = factor
-        plgpu.barrier_arrive(refs.measured)
+        shown(interpret=cut.interpret)
         plgpu.barrier_arrive(refs.taken)
         plgpu.barrier_wait(refs.taken)
+        plgpu.barrier_arrive(refs.measured)
         pl.when(i + 1 < self.steps)(lambda: self._issue(i + 1))
         of_keys, of_queries = self._scores(own[0])
         row_of_key, row_of_query = own[1:]

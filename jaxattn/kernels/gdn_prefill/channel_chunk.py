@@ -105,7 +105,6 @@ def prepared(
     *,
     scale: float,
     use_qk_l2norm: bool,
-    blocks: int = NUM_SMS,
     interpret: bool,
 ) -> Launched:
     """For the arguments of `channel_chunks`, with at most so many blocks."""
@@ -113,7 +112,7 @@ def prepared(
     cut = Cut(
         count=count,
         group=value_heads // k.shape[1],
-        blocks=min(count * value_heads, blocks),
+        blocks=min(count * value_heads, NUM_SMS),
         scale=scale,
         l2norm=use_qk_l2norm,
         dtype=dtype,

@@ -57,7 +57,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import swizzled
+from jaxattn.kernels.hopper.machine import shown, swizzled
 from jaxattn.kernels.hopper.stores import store
 
 VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from
@@ -182,6 +182,7 @@ def _transition_body(
                     return tuple(acc.read() for acc in accs)
 
                 state = with_accumulators(with_refs, 4, interpret=interpret)
+                shown(interpret=interpret)
                 plgpu.barrier_arrive(read.at[slot])
                 return state, next_slot(slot)
 

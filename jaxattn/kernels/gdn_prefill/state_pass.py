@@ -131,7 +131,6 @@ def prepared(
     kept: jax.Array | None,
     norm: Norm | None,
     halves: int,
-    blocks: int = NUM_SMS,
     interpret: bool,
 ) -> Launched:
     """For the arguments of `output_pass`: a block has so many `halves` of a state, and there are
@@ -140,7 +139,7 @@ def prepared(
     # The heads of a run share keys in L2.
     items = (runs.shape[1] - first_run(x)) * value_heads * 2 // halves
     cut = Cut(
-        blocks=min(items, blocks),
+        blocks=min(items, NUM_SMS),
         items=items,
         halves=halves,
         heads=value_heads,

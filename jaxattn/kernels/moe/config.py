@@ -62,9 +62,9 @@ class Config:
 def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1]) -> int:
     """Tokens of a tile: what most experts get, a few more included.
 
-    `pairs` (token, expert) fall on the experts like rain. Where they have 8 tokens at most, one
-    tile of 8 has them all. A larger tile than needed costs reads of tokens, which come from L2; a
-    smaller one reads weights again, also from L2.
+    `pairs` (token, expert) are spread over the experts by chance. Where they have 8 tokens at most,
+    one tile of 8 has them all. A larger tile than needed costs reads of tokens, which come from L2;
+    a smaller one reads weights again, also from L2.
     """
     if tokens <= GROUP:
         return GROUP
@@ -86,9 +86,8 @@ def choose(
 
     Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
     multiprocessors, two are worked on at a time by each: else a second round of them has few. Many
-    share a read of tokens
-    between two warpgroups. To widen FP8 weights keeps one warpgroup busy, so there are two as soon
-    as nearly every multiprocessor has an item of 128 rows.
+    share a read of tokens between two warpgroups. To widen FP8 weights keeps one warpgroup busy,
+    so there are two as soon as nearly every multiprocessor has an item of 128 rows.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)

@@ -278,10 +278,13 @@ class Block:
         cut, refs = self.cut, self.refs
         begin, end = (lax.div((self.part + more) * cut.steps, PARTS) for more in (0, 1))
         if refs.bias is not None:
-            refs.bias_smem[...] = cut.choice.full(jnp.float32(0))
-            plgpu.commit_smem()
-            of_bias = refs.bias.at[self.layer, pl.ds(0, EXPERTS)]
-            plgpu.copy_gmem_to_smem(of_bias, refs.bias_smem.at[pl.ds(0, EXPERTS)], refs.biased)
+
+            @pl.when(self.part == 0)  # which chooses, and waits for the copy
+            def _bias():
+                refs.bias_smem[...] = cut.choice.full(jnp.float32(0))
+                plgpu.commit_smem()
+                of_bias = refs.bias.at[self.layer, pl.ds(0, EXPERTS)]
+                plgpu.copy_gmem_to_smem(of_bias, refs.bias_smem.at[pl.ds(0, EXPERTS)], refs.biased)
 
         def accumulate(acc: Any) -> jax.Array:
             def weights(some: Any) -> list[Any]:

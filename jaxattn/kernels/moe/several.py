@@ -3,7 +3,7 @@
 XLA takes ten kernels for it, 14 us of a layer on an H200. Here every block counts the pairs (token,
 expert) of each expert, and then does what belongs to a few of the pairs: it copies their tokens to
 their rows, and writes the tiles of experts whose first pair is among them. The list is
-`jaxattn.kernels.moe.work.work_list`'s. No one reads rows without a token.
+`jaxattn.kernels.moe.work.work_list`'s. Rows without a token are read, and nobody uses them.
 
     rank of a pair       pairs before it with its expert
     first row of it      the padded counts of experts with a lower number, summed
@@ -60,7 +60,6 @@ def work_of_several(
         top_k=top_k,
         experts=experts,
         columns=columns,
-        most_of_expert=-(-tokens // columns),
         blocks=min(blocks or (2 if interpret else NUM_SMS), pairs),
         interpret=interpret,
     )
@@ -95,14 +94,12 @@ class Cut:
 
     Attributes:
         columns: most rows of a tile.
-        most_of_expert: most tiles of an expert, which all tokens may take.
     """
 
     pairs: int
     top_k: int
     experts: int
     columns: int
-    most_of_expert: int
     blocks: int
     interpret: bool
 
@@ -246,8 +243,10 @@ class Block:
         def _tiles():
             count = refs.count[jnp.minimum(pair.expert, cut.experts - 1)]
             rows = lax.div(count + (GROUP - 1), GROUP) * GROUP
-            for i in range(cut.most_of_expert):
-                pl.when(rows > i * cut.columns)(partial(self._tile, pair, rows, i))
+
+            @pl.loop(0, lax.div(rows + (cut.columns - 1), cut.columns))
+            def _each(i):
+                self._tile(pair, rows, i)
 
     def _tile(self, pair: Pair, rows: jax.Array, i: int) -> None:
         tile, row = pair.tile + i, pair.row + i * self.cut.columns

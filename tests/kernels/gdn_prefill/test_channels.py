@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn import kda
-from jaxattn.kernels.gdn_prefill import state_pass
+from jaxattn.kernels.gdn_prefill import channel_chunk, state_pass
 from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
@@ -83,6 +83,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
     """With a checkpoint over the slot that the sequence started from, and blocks that draw more
     runs than one."""
     monkeypatch.setattr(state_pass, "NUM_SMS", 3)
+    monkeypatch.setattr(channel_chunk, "NUM_SMS", 2)
     pooled = on_a_pool(make([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
     live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
     pool = Pool(

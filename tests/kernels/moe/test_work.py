@@ -140,6 +140,19 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
         np.testing.assert_array_equal(rows[placed[here, k]], x[here])
 
 
+@both_devices
+def test_a_token_may_name_an_expert_more_than_once(implementation):
+    ids = jnp.full((32, 4), 2, jnp.int32)
+    x = jax.random.normal(jax.random.key(0), (32, 256), jnp.bfloat16)
+    interpret = implementation == "mosaic_gpu_interpret"
+    work, _ = at_once(
+        work_of_several, ids, x, 6, 16, blocks=4 if interpret else None, interpret=interpret
+    )
+    listed = make(ids, 6, 16)
+    assert int(work.total[0]) == int(listed.total[0]) == 8
+    np.testing.assert_array_equal(work.tiles[:, :8], listed.tiles[:, :8])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens, experts, top_k", [(128, 513, 11), (128, 66, 8), (39, 257, 9)])
 def test_the_kernel_sorts_as_many_as_it_has_registers_for(tokens, experts, top_k):
