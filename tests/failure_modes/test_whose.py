@@ -119,7 +119,10 @@ def test_models_of_several_shapes_in_one_arena_do_not_read_each_others_rows():
 
 
 # Of an extra, at the top of the module.
-NEEDS = {"jaxattn.bench.triton_kernels": ("triton", "fla")}
+NEEDS = {
+    "jaxattn.bench.triton_recurrence": ("triton", "fla"),
+    "jaxattn.bench.triton_latent": ("triton", "flag_gems"),
+}
 
 
 def modules():
