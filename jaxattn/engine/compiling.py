@@ -56,7 +56,9 @@ def compiled_steps(
     avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
     leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
     x64 = bool(jax.config.jax_enable_x64)
-    shape = dataclasses.replace(limits, utilization=None, num_pages=limits.pages)
+    shape = dataclasses.replace(
+        limits, utilization=None, num_pages=limits.pages, steps_per_round=limits.round_steps
+    )
     key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
     with PROCESS.lock(key):
         steps = PROCESS.steps.get(key)

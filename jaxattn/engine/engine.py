@@ -142,7 +142,8 @@ class Engine(Lifecycle):
         return self.scheduler.busy or bool(self._endings.events) or flying
 
     def step(self) -> list[Event]:
-        """Sends a round: at most one prefill step, and one token for each row that decodes.
+        """Sends a round: at most one prefill step, and a call of decode steps: one token for each
+        row that decodes, or up to `Limits.round_steps`.
 
         Returns:
             What an earlier round told, and first tokens of this one. Up to two rounds that are sent

@@ -243,7 +243,7 @@ class Loop:
         are no rows."""
         scheduler, known = self.scheduler, self._running
         if known and known.changes == scheduler.changes:
-            steps = 1 if scheduler.reads else known.most
+            steps = self._steps(known)
             if self._steady >= steps:
                 self._steady -= steps
                 return known, steps
@@ -257,7 +257,7 @@ class Loop:
             or not np.array_equal(known.places, places)
         ):
             known = self._running = self._found(places)
-        steps = 1 if scheduler.reads else known.most
+        steps = self._steps(known)
         # A call of several steps takes as long as a few of one: for the last tokens it is too much.
         if steps > 1 and (
             4 * scheduler.left[places].max() <= steps or not scheduler.grow(places, steps)
@@ -265,6 +265,16 @@ class Loop:
             steps = 1
         self._steady = scheduler.steady(places) - steps
         return known, steps
+
+    def _steps(self, running: Running) -> int:
+        """The steps of the next call. A row that ends within it leaves its place empty until it is
+        over: where requests wait for places, such a call has one step."""
+        scheduler = self.scheduler
+        if scheduler.reads:
+            return 1
+        if scheduler.waiting and scheduler.left[running.places].min() < running.most:
+            return 1
+        return running.most
 
     def _found(self, places: np.ndarray) -> Running:
         scheduler, lines = self.scheduler, self._lines(places)

@@ -56,7 +56,7 @@ class Prepared:
         plan: what memory the engine will take and why.
         params: the packed parameters, as shapes.
         devices: that will run the steps.
-        wanted: the limits as they were given.
+        wanted: the limits as they were given, with the steps of a call and the layout.
         trial: with `utilization`, the same steps beside a cache of one row. They run before the
             cache exists, so that what drivers and libraries take is measured.
     """

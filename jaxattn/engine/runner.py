@@ -117,6 +117,7 @@ class Runner:
         """
         if words is None and (step := self._round_of(len(places), level, steps)):
             return self._round(places, step)
+        assert steps == 1, f"no round of {steps} steps of {len(places)} rows: {level.name}"
         bucket = sampled_rows(self.limits, len(places))
         entry = EntryPoint("decode", bucket, 1)
         with self.seal.allowed():

@@ -5,8 +5,8 @@ call runs one step or several. So where a step is shorter than that, one call ru
 the device has something to do while the host is at work. Rows are on the device, and one that ends
 is padding in the steps behind.
 
-Nothing is compiled yet when the number is chosen, so it follows from the weights alone: a step
-reads them, and takes no less time than that.
+Nothing is compiled yet when the number is chosen, so it follows from the weights alone: a step of
+a dense model reads them. One with experts reads fewer, and takes single steps sooner than it must.
 """
 
 import dataclasses

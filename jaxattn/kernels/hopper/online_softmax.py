@@ -44,7 +44,7 @@ def partial_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Sums of every eighth column.
 
     Args:
-        x: float32 [64, N] in the layout of products; N is 8 times a power of two.
+        x: float32 [64, N] in the layout of products; N is a power of two from 32 on.
 
     Returns:
         float32 [64, 8] in that layout.

@@ -5,7 +5,7 @@ the GPU runs at a time; a block goes through the pieces of rows that its part ho
 in rows_body.py; schedule.py makes the parts, and combine.py merges the rows that were cut.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
-any H and S; FP8 caches and few packed rows are handed to columns_launch.py.
+any H and S; few packed rows, and FP8 caches of up to 32, are handed to columns_launch.py.
 Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla_decode/test_rows.py.
 """
@@ -98,9 +98,9 @@ def mla_decode_mosaic(
     """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
 
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
-    takes it for FP8 caches, which this one does not read, and for so few packed rows that it is the
-    faster, by a twentieth to a sixth.
-    `output_by_tma` (see rows_body.py) is the faster by up to 8 us where most rows are whole, and
+    takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
+    32 of an FP8 cache.
+    `output_by_tma` (see rows_memory.py) is the faster by up to 8 us where most rows are whole, and
     by 3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
@@ -184,8 +184,8 @@ def mla_decode_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # row reductions stay inside a warp
-            # The body says itself where a warpgroup's warps wait for each other: only before a
-            # copy takes the place of what they have read. More costs a tenth of the softmax.
+            # The body says itself where a warpgroup's warps wait for each other: before what
+            # another has stored is read. More costs a tenth of the softmax.
             unsafe_no_auto_barriers=True,
         ),
         interpret=interpret,

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxattn.kernels.hopper.machine import plain_copies
+
 TILE = 64  # packed rows (query token, head) of a block
 PAGE = 64  # tokens that a block takes at a time; what is called a page here, whatever the cache has
 
@@ -151,8 +153,9 @@ def few_rows(q_len: int, num_heads: int) -> bool:
 
 
 def packed_rows(q_len: int, num_heads: int) -> int:
-    """Rows that results keep of a request: S * H, and what a kernel writes beside them."""
-    if few_rows(q_len, num_heads):
+    """Rows that results keep of a request: S * H, and what a kernel writes beside them. Where the
+    assembler lacks plain copies, few rows of a block-scaled cache take the kernel of tiles."""
+    if few_rows(q_len, num_heads) and plain_copies():
         return -(-q_len * num_heads // 8) * 8
     return num_tiles(q_len, num_heads) * TILE
 

@@ -1,10 +1,13 @@
 """Assemblers that cannot copy a piece of memory as Mosaic asks for it: which kernel runs then."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxattn import mla
+from jaxattn.arena import Arena
 from jaxattn.kernels.hopper import machine
-from jaxattn.kernels.mla_decode import launch
+from jaxattn.kernels.mla_decode import launch, schedule
 from tests.helpers.kernel_cases import assert_mla_close
 from tests.kernels.mla_decode.test_columns import stored
 from tests.kernels.mla_decode.test_rows import kernel
@@ -51,3 +54,24 @@ def test_it_is_asked_what_it_takes(version, there, monkeypatch):
         assert machine.plain_copies() == there
     finally:
         machine.plain_copies.cache_clear()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_arena_holds_what_either_kernel_writes(plain, monkeypatch):
+    for module in (launch, schedule):
+        monkeypatch.setattr(module, "plain_copies", lambda: plain)
+    case = stored("uint8", [3], heads=5).case
+    batch, tokens, heads, _ = case.q.shape
+    pages, page_size = case.block_tables.shape[1], case.kv_cache.shape[-2]
+    spec = mla.scratch(
+        batch=batch, q_len=tokens, num_heads=heads, max_pages=pages, page_size=page_size
+    )
+    arena = jax.eval_shape(lambda: Arena.allocate(spec))
+    out, lse, _ = jax.eval_shape(
+        lambda arena: launch.mla_decode_mosaic(
+            case.q, *case.args[1:], scale=case.scale, interpret=True, layer=case.layer, arena=arena
+        ),
+        arena,
+    )
+    assert out.shape == (batch, tokens, heads, 512)
+    assert lse.shape == (batch, tokens, heads)
