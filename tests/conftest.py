@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import zlib
 from typing import Any
 
 # A job in the background ignores Ctrl-C, and so would every process that it starts.
@@ -56,6 +57,26 @@ def _is_interpreted(item: pytest.Item) -> bool:
     return callspec is not None and "mosaic_gpu_interpret" in callspec.params.values()
 
 
+SAMPLE = 3  # of the cases of a test that is `sampled`, one in so many runs without --slow
+
+
+def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What is marked `slow`, and most cases of what is `sampled`. A case stays in the sample, or
+    out of it, whichever others there are. A GPU takes seconds for all of them."""
+    found, begun = set(), set()
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            continue
+        if item.get_closest_marker("slow"):
+            found.add(item)
+        elif item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if test in begun and zlib.crc32(item.nodeid.encode()) % SAMPLE:
+                found.add(item)
+            begun.add(test)
+    return found
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run what is slow on a CPU too")
 
@@ -68,12 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=none)
         items[:] = [item for item in items if item not in none]
     if not config.getoption("--slow"):
-        # Slow in the interpreter: a GPU takes seconds for all of them.
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        none = [item for item in slow if not item.get_closest_marker("gpu")]
-        if none:
-            config.hook.pytest_deselected(items=none)
-            items[:] = [item for item in items if item not in none]
+        slow = _left_to_slow(items)
+        if slow:
+            config.hook.pytest_deselected(items=list(slow))
+            items[:] = [item for item in items if item not in slow]
     # What fills the whole GPU from a process of its own, before this one holds any of it.
     items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -261,6 +261,7 @@ def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
     assert 0.5 < np.std(np.asarray(conv, np.float32)) < 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("module", "shape"),
     [

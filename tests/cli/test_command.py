@@ -61,6 +61,7 @@ def test_a_reader_that_left():
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_no_room_for_the_output():
     with open("/dev/full", "w") as full:

@@ -98,6 +98,7 @@ def made_anew(model) -> int:
     return sum(math.prod(s) * np.dtype(d).itemsize * count for (s, d), count in left.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limits", [WHOLE, FILLED], ids=["pages", "utilization"])
 def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypatch):
     """The whole model is on the device before the first step compiles."""

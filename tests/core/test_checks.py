@@ -40,6 +40,7 @@ OPS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPS)
 def test_the_arguments_that_the_others_change(name):
     op, arguments = OPS[name]
@@ -135,6 +136,7 @@ def test_it_is_refused_by_name(names, change, error, message):
             op(**arguments | change)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["chunk", "recurrent", "prefill", "decode", "layer"])
 def test_a_scale_that_is_known_may_be_an_array(name):
     op, arguments = OPS[name]

@@ -14,6 +14,7 @@ def numbers_of(*shape: int, seed: int = 0) -> np.ndarray:
     return bits.view(jnp.float8_e4m3fn.dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(128, 128), (576, 130), (1, 1), (129, 127), (2, 200, 300)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_number_is_multiplied_by_its_blocks_scale_and_rounded_once(shape, dtype):

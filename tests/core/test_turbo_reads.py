@@ -13,6 +13,7 @@ from tests.helpers.turbo_cases import read_page
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_any_bytes_give_the_numbers_of_their_slots(preset, dim):

@@ -59,6 +59,7 @@ def test_qwen3_32b_has_the_published_bytes_of_a_token():
     assert 598_784 * 110_464 / 2**30 < 61.61  # the published tokens take what was published
 
 
+@pytest.mark.sampled
 @each_format
 @each_preset
 def test_every_byte_is_read_as_the_documents_say(preset, dim):
@@ -90,6 +91,7 @@ def test_a_byte_of_a_group_is_one_tokens(preset, dim):
     np.testing.assert_array_equal(grouped[at], slots)
 
 
+@pytest.mark.sampled
 @each_format
 @each_preset
 def test_quantization_agrees_with_float64(preset, dim):
@@ -114,6 +116,7 @@ def test_levels_lose_what_lloyd_and_max_do_on_normal_numbers(bits, error):
     assert abs(np.mean((table[codes] / unit - x) ** 2) / error - 1) < 0.02
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "preset, key_error, value_errors",
     [("4bit_nc", 0.0093, (0.0081, 0.0100, 0.0119)), ("3bit_nc", 0.0340, (0.0371, 0.0458, 0.0545))],

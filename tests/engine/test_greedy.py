@@ -57,6 +57,7 @@ def test_the_stored_texts_are_those_of_the_default_prompts():
     assert all(len(stored["gaps"]) == TOKENS for stored in STORED)
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
     limits = Limits(batch=len(BYTES), max_model_len=512)
     config, params = model

@@ -196,6 +196,7 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
 # Addresses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @devices
 @pytest.mark.parametrize(
     "gdn_per_repeat", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["mla", "hybrid"]

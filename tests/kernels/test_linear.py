@@ -41,6 +41,7 @@ def close(found, expected, limit=2e-3):
         assert np.linalg.norm(one - other) <= limit * np.linalg.norm(other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "tokens, inner, sizes, config",
     [
@@ -103,6 +104,7 @@ def check_turned(tokens, heads, inner, size, interleaved, implementation):
     np.testing.assert_allclose(found[..., size:], rotated, rtol=2**-8, atol=2**-8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpret"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotated_dims_follow_a_heads_product(implementation, interleaved):
@@ -205,6 +207,7 @@ SHAPES = [  # DeepSeek-V2-Lite's, and the largest of Qwen3-Next and DeepSeek-V3
 real = pytest.mark.parametrize("inner, sizes, gated", SHAPES)
 
 
+@pytest.mark.sampled
 @real
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypatch):

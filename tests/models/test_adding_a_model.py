@@ -75,6 +75,7 @@ def test_it_is_prepared_planned_and_sealed():
         check_aliasing(step, slack=0)
 
 
+@pytest.mark.slow
 def test_beside_attention_it_makes_a_prefix_and_a_repeated_pattern():
     names = program()
     attention = MLA(

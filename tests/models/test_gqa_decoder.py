@@ -62,6 +62,7 @@ def forward() -> np.ndarray:
     return np.asarray(jax.jit(lambda tokens: bound(tokens))(TOKENS))
 
 
+@pytest.mark.slow
 def test_chunks_and_decode_continue_the_training_forward_over_dirty_caches():
     held = model().pack(params())
     prefill, decode = jit_step(model().prefill), jit_step(model().decode)

@@ -117,6 +117,7 @@ def test_prefill_chunks_and_decode_continue_the_training_forward():
     check(rows, rows.decode(1, 1, count=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -286,6 +287,7 @@ def test_the_structure_of_a_large_model_costs_no_memory():
 # --- training and configuration
 
 
+@pytest.mark.slow
 def test_the_scanned_decoder_trains():
     config = dataclasses.replace(SMALL, dtype="bfloat16", gdn_per_repeat=1)
     optimizer = optax.adam(3e-3)

@@ -286,6 +286,7 @@ class Published:
         return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("values", [KIMI, LING], ids=["kimi", "ling"])
 def test_a_checkpoint_gives_the_logits_of_its_published_tensors(values, tmp_path):
     tensors = tensors_of(values)

@@ -160,6 +160,7 @@ def test_shapes_and_the_count_by_hand_agree(name, quantized):
         assert model.whole_fp8_bytes == sum((stored | {"router": expected["router"]}).values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
     model = known.load(str(FOLDERS[folder]))

@@ -33,6 +33,7 @@ def loaded(folder: Path, platform: str, readers: int = READERS) -> dict[str, Any
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_the_host_holds_a_few_blocks(tmp_path):
     written = write_folder(tmp_path, 600 * MIB, sparse=True)

@@ -87,6 +87,7 @@ def relative(actual, expected) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.sampled
 def test_the_training_forward_gives_the_reference_logits(loaded, wanted):
     model, params = loaded
     logits = jax.jit(lambda tokens: model.bind(params)(tokens))(wanted["prompt"])
@@ -207,6 +208,7 @@ def recurrent(model: DecoderModel) -> bool:
     return any(isinstance(block.mixer, DeltaMixer) for block in model.spec.blocks)
 
 
+@pytest.mark.sampled
 @devices
 @of("qwen3_next_fp8")  # the command's test has deepseek_v3
 def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):

@@ -80,6 +80,7 @@ def test_it_is_the_published_layer(variant):
     np.testing.assert_allclose(found, published(module, x), atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "variant, stack", [("qwen3", True), ("qwen3_next", True), ("gpt_oss", False)]
 )
@@ -139,6 +140,7 @@ def test_narrow_dtypes_follow_loosely_and_norms_may_stay_float32(dtype):
     assert cache.dtype == dtype and y.dtype == jnp.float32 and arena is None
 
 
+@pytest.mark.sampled
 @variants
 def test_every_parameter_gets_a_gradient(variant):
     module, x = make(variant), jnp.asarray(normal(2, 9, HIDDEN))

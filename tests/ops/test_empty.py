@@ -48,6 +48,7 @@ REFUSED["values"] = [
 POOLS = ("state", "kv_cache", "conv_state", "ssm_state", "pool")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis", REFUSED)
 @pytest.mark.parametrize("name", OPS)
 def test_an_empty_axis_works_or_is_refused_by_name(name, axis):

@@ -41,6 +41,7 @@ NOT_OF_FLOATS = (
 IN_BOTH = [name for name in OPS if name not in NOT_OF_FLOATS]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", IN_BOTH)
 def test_the_docstring_says_which_op_has_reverse_mode_only(name):
     given = arguments(name)

@@ -37,6 +37,7 @@ def cases(names):
     return [(name, given) for name in OPS for given in arguments(name) if given in names]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, given", cases(INTEGERS))
 def test_integers_of_any_kind(name, given):
     numbers = arguments(name)[given]
@@ -49,6 +50,7 @@ def test_integers_of_any_kind(name, given):
         OPS[name](**(arguments(name) | {given: numbers.astype(np.float32)}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, given", cases(NUMBERS))
 def test_numbers_of_any_kind(name, given):
     number = arguments(name)[given]
@@ -65,6 +67,7 @@ def test_numbers_of_any_kind(name, given):
                 OPS[name](**(arguments(name) | {given: wrong}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPS)
 def test_64_bits(name):
     """Of float32 arguments every result is what it is without; integers may be int64, traced."""

@@ -44,6 +44,7 @@ def routed(logits, bias, router):
     return np.array(ids), np.array(weights)
 
 
+@pytest.mark.sampled
 @routers
 def test_tokens_choose_as_a_loop_over_them_does(router):
     keys = jax.random.split(jax.random.key(1), 2)

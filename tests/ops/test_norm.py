@@ -24,6 +24,7 @@ def expected(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "implementation",
     ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],

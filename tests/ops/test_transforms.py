@@ -110,6 +110,7 @@ def loss_of(op, arrays, path, wrap=lambda f: f):
     return loss, leaf
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some_slow(OF_ARRAYS, MODULES))
 def test_vmap_of_xla_is_each_alone(name):
     arrays, op = parts(name)
@@ -120,6 +121,7 @@ def test_vmap_of_xla_is_each_alone(name):
             np.testing.assert_allclose(each, one, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OF_ARRAYS)
 def test_an_exported_op_of_xla_has_its_results(name):
     arrays, op = parts(name)
@@ -129,6 +131,7 @@ def test_an_exported_op_of_xla_has_its_results(name):
     assert exported.platforms == ("cpu", "cuda")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OF_ARRAYS)
 def test_remat_of_xla_has_a_gradient(name):
     arrays, op = parts(name)
@@ -141,6 +144,7 @@ def test_the_table_has_every_op_with_a_kernel():
     assert set(ROWS) == set(every_kernel.OPS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", every_kernel.OPS)
 def test_a_kernel_has_the_gradient_of_the_table_or_refuses_by_name(name):
     arrays, op = kernel(name, "mosaic_gpu")
@@ -170,6 +174,7 @@ def test_a_refused_gradient_is_no_fallback():
             jax.eval_shape(jax.grad(of, argnums=1), arrays["x"], 1.0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some_slow(every_kernel.OPS, SLOWLY_LOWERED))
 def test_a_kernel_is_exported_for_a_gpu_under_vmap(name):
     arrays, op = kernel(name, "mosaic_gpu")
@@ -182,6 +187,7 @@ def test_a_kernel_is_exported_for_a_gpu_under_vmap(name):
     assert "mosaic_gpu" in exported.mlir_module()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", every_kernel.OPS)
 def test_a_kernel_has_the_same_results_with_64_bits(name):
     arrays, op = kernel(name, "mosaic_gpu")
@@ -208,6 +214,7 @@ def test_fp8_queries_are_the_same_with_64_bits():
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some_slow(every_kernel.OPS, SLOWLY_INTERPRETED))
 def test_vmap_of_a_kernel_is_each_alone(name):
     (one, op), (other, _) = (kernel(name, "mosaic_gpu_interpret", seed) for seed in (0, 1))

@@ -85,6 +85,7 @@ def check(op, option, lens, new, tokens, poison, tail=-1):
     np.testing.assert_array_equal(block_scales(out), block_scales(clean[0]))
 
 
+@pytest.mark.sampled
 @every_poison
 @options
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -92,6 +93,7 @@ def test_one_real_row_among_127_of_padding(poison, option, tokens):
     check("decode", option, [600] + [0] * 127, [tokens] * 128, tokens, poison)
 
 
+@pytest.mark.sampled
 @every_poison
 @options
 @pytest.mark.parametrize("op", ["decode", "prefill"])
@@ -101,6 +103,7 @@ def test_ragged_rows_and_tokens(op, option, poison):
     check(op, option, lens, new, 4, poison)
 
 
+@pytest.mark.sampled
 @options
 @pytest.mark.parametrize("op", ["decode", "prefill"])
 @pytest.mark.parametrize("tail", NO_PAGE)

@@ -125,6 +125,7 @@ def check_decode(lens, dims, poison, *, tail=-1, **options):
 # The reproducer of the pull requests: one real row, all others padding.
 
 
+@pytest.mark.sampled
 @devices
 @every_poison
 @pytest.mark.parametrize("q_len", [1, 4])
@@ -132,6 +133,7 @@ def test_one_real_row_among_127_of_padding(q_len, poison, device):
     check_decode([512] + [0] * 127, DIMS[device], poison, q_len=q_len)
 
 
+@pytest.mark.sampled
 @devices
 @every_poison
 def test_one_real_row_among_1023_of_padding(poison, device):
@@ -363,6 +365,7 @@ def test_a_padding_tokens_latent_is_written_nowhere(poison, tail):
 # Prefill ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @every_poison
 @pytest.mark.parametrize("chunk", [1, 7, 8, 9])
 def test_a_chunks_tail_and_its_prefix_pages(poison, chunk):
@@ -530,6 +533,7 @@ def delta_step(dims):
     return jax.jit(step)
 
 
+@pytest.mark.sampled
 @devices
 @every_poison
 @pytest.mark.parametrize(
@@ -574,6 +578,7 @@ def packed(op):
     return jax.jit(functools.partial(function, output_final_state=True, **options))
 
 
+@pytest.mark.sampled
 @every_poison
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
 @pytest.mark.parametrize("op", ["chunk", "recurrent", "conv"])

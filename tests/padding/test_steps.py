@@ -141,6 +141,7 @@ LENS = [0, 70, 0, 0, 1, 61, 0, 0]
 IN_USE = [-1, 0, -1, -1, 4, 2, -1, -1]  # slot 0 and the last one are live
 
 
+@pytest.mark.sampled
 @devices
 @every_poison
 @pytest.mark.parametrize("q_len", [1, 4])
@@ -149,6 +150,7 @@ def test_decode_with_padding_all_around(q_len, poison, device):
     check(decode_case, device, lens, IN_USE, q_len, poison=poison)
 
 
+@pytest.mark.sampled
 @devices
 @every_poison
 @pytest.mark.parametrize("padding", [127, 1023])

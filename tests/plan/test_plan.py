@@ -207,6 +207,7 @@ def test_an_unknown_device_is_refused_with_those_that_are_known(name):
         known_device(name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["hybrid", "DeepSeek-V2-Lite"])
 def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
     model, gib, limits = (
@@ -382,6 +383,7 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
     assert plan(Hybrid(CONFIG), device, smaller).reserve >= 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "model, limits, device, share, advised",
     [

@@ -267,6 +267,7 @@ def test_a_nested_text_config_is_the_model(tmp_path):
 # Claims about kernels -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ways", [1, 8])
 @pytest.mark.parametrize("cache_dtype", [None, *sorted(CACHE_DTYPES)])
 @pytest.mark.parametrize("name", [n for n in known.NAMES if "Qwen" not in n])

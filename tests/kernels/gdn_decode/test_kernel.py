@@ -90,6 +90,7 @@ def test_a_key_of_zeros_adds_nothing(implementation):
     assert_matches(case, *decode(case, implementation), bound=1e-5)
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("q_len", [1, slow(2)])
 @pytest.mark.parametrize(

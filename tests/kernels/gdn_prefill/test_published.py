@@ -107,6 +107,7 @@ def test_packed_sequences(lens, value_heads, masked):
     assert_matches(case, out, states)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", BOUND)])
 @pytest.mark.parametrize(
     "rows, length, heads, dim, gates",

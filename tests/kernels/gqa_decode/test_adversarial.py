@@ -85,6 +85,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "implementation, options",
     [

@@ -47,6 +47,7 @@ def grouped_case(dim: int, group: int, kv_heads: int) -> PrefillCase:
     return prefill_case([37, 21, 9, 0], [9, 5, 9, 0], group=group, kv_heads=kv_heads, dim=dim)
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "dim, group, kv_heads",
@@ -63,6 +64,7 @@ def test_every_group_from_1_to_16(dim):
         run(grouped_case(dim, group, 2), "mosaic_gpu")
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "options",

@@ -81,6 +81,7 @@ def assert_alike(form, args, found, expected):
         assert (error <= 0.05 * np.linalg.norm(other, axis=-1) + 1e-6).all()
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "preset, dim, rotated, options",

@@ -59,6 +59,7 @@ class Threads:
         return list(some.T)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_thread_has_its_part_of_the_operands(preset, dim):

@@ -30,6 +30,7 @@ def merged_exactly(partial, lse):
     return out, found
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "sharers, rows_of_a_block, rows, used",

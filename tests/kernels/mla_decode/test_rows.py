@@ -191,6 +191,7 @@ def test_float16(heads, implementation):
     assert_mla_close(case, *decode(case, implementation))
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "q_len, heads, dim, cuts",
@@ -315,6 +316,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
     assert_mla_close(case, *outs)
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("q_len", [slow(1), 2])
 def test_more_rows_than_parts(q_len, implementation):

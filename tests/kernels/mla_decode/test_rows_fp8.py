@@ -38,6 +38,7 @@ def decode(some: Stored, implementation, *, q=None, **arguments):
         return jax.block_until_ready(outs)
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "format, page, output_by_tma", [("float8_e4m3fn", 16, True), ("uint8", 64, False)]

@@ -163,6 +163,7 @@ def test_equal_pieces_do_not_depend_on_the_other_rows(lens, parts, max_pages):
     assert may_split(len(lens), parts) or most == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows, pages", [(1, 1024), (16, 128), (40, 64), (8, 48)])
 @pytest.mark.parametrize("wider", [1, 16])
 def test_equal_pieces_keep_every_part_busy_however_wide_the_table(rows, pages, wider):
@@ -253,6 +254,7 @@ def test_a_batch_of_many_rows_a_part_is_not_split(batch, splits):
     assert sum(end - start for _, start, end in held[0]) == 8 * 2 + 8 * 32
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "rows, tokens, number, longest", [(1, 4096, 32, 2), (2, 4096, 32, 2), (8, 4096, 16, 4)]
 )

@@ -95,6 +95,7 @@ def run(case: Case, implementation, **kwargs) -> None:
     assert_close(*attend(case, implementation, **kwargs), *oracle(case))
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
     "tokens, keys, heads, bounds",

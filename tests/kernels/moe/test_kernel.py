@@ -60,6 +60,7 @@ def few_stages(monkeypatch):
     monkeypatch.setattr("jaxattn.kernels.moe.launch.choose", cut_short)
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("name", ["one token", "sorted", "float16", slow("fp8")])
 def test_matches_float64_and_reads_no_other_weights(name, implementation, request):

@@ -34,6 +34,7 @@ def drawn(router, tokens):
     return logits, bias if router.scores == "sigmoid" else None
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_same_experts_as_by_sorting(name, implementation):
@@ -47,6 +48,7 @@ def test_the_same_experts_as_by_sorting(name, implementation):
     np.testing.assert_allclose(weights, wanted, rtol=1e-5)
 
 
+@pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("name", ["v2-lite", "v3"])
 @pytest.mark.parametrize("always, gated", [(0, False), (2, False), (1, True)])

@@ -68,6 +68,7 @@ def check_list(work, ids, experts, columns):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "tokens, experts, top_k, columns, some",
     [

@@ -87,6 +87,7 @@ def test_scale_and_l2norm(op):
     assert relative(out, expected) < 1e-5
 
 
+@pytest.mark.sampled
 @OPS
 @pytest.mark.parametrize("gates", ["logsigmoid", "slow", "some_cleared"])
 def test_bfloat16(op, gates):
@@ -249,6 +250,7 @@ def assert_gradients_close(actual, expected, bound):
         assert relative(x, y) < bound, name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gates", ["none", "logsigmoid", "strong", "all_cleared", "some_cleared"])
 def test_chunk_gradients_equal_recurrent_gradients(gates):
     weights, inputs, state = gradient_case(2, 75, 2, gates)
@@ -367,6 +369,7 @@ def test_gates():
     assert relative(beta, expected_beta) < 1e-6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("layer", [None, 1, "traced"])
 def test_decode_on_a_pool_with_padding_rows(tokens, layer):

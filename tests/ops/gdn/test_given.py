@@ -132,6 +132,7 @@ def test_unsigned_numbers_are_compared_as_what_they_are(dtype):
     np.testing.assert_array_equal(*(state for _, state in kept))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", [chunk, recurrent, prefill, conv])
 def test_offsets_given_as_a_list_equal_those_of_a_device(op):
     ends = [0, 10, 40]

@@ -189,6 +189,7 @@ def assert_matches(case: Case, results, *, writes=None, bound=1e-5):
         np.testing.assert_array_equal(bits(after)[~written], bits(before)[~written])
 
 
+@pytest.mark.sampled
 @implementations
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_shuffled_slots_beside_padding(q_len, implementation):
@@ -209,6 +210,7 @@ def test_nothing_is_read_where_nobody_wrote(poison, implementation):
     np.testing.assert_array_equal(bits(results[0]), bits(clean[0]))
 
 
+@pytest.mark.sampled
 @implementations
 @pytest.mark.parametrize("key_heads, value_heads", [(2, 2), (1, 3), (2, 4)])
 def test_groups_of_value_heads(key_heads, value_heads, implementation):
@@ -222,6 +224,7 @@ def test_eight_tokens(implementation):
     assert_matches(case, decode(case, implementation))
 
 
+@pytest.mark.sampled
 @implementations
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_inputs(dtype, implementation):
@@ -253,6 +256,7 @@ def test_bfloat16_state_is_rounded_when_it_is_stored_only(implementation):
     assert (np.asarray(state[1, 1]) == np.asarray(rounded)).mean() > 0.99
 
 
+@pytest.mark.sampled
 @implementations
 @pytest.mark.parametrize("g", [0.0, -1e-3, -20.0, -1000.0])
 @pytest.mark.parametrize("beta", [0, 1])
@@ -388,6 +392,7 @@ def test_a_nan_in_a_row_stays_in_that_row(implementation):
         np.testing.assert_array_equal(after, before[1] if before.ndim == 3 else before[1, 1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parts, stages, tile", [(1, 2, 64), (2, 3, 32), (1, 2, 128)])
 @pytest.mark.parametrize("keep", [False, True])
 def test_no_race_in_the_interpreter(parts, stages, tile, keep):
@@ -406,6 +411,7 @@ def test_no_race_in_the_interpreter(parts, stages, tile, keep):
     assert_matches(case, results, writes=writes if keep else None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "value_heads, dtype, keep",
     [(1, jnp.float32, True), (1, jnp.bfloat16, False), (2, jnp.float32, False)],

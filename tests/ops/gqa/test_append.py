@@ -64,6 +64,7 @@ anywhere = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @anywhere
 @pytest.mark.parametrize(
     "dim, config, options",

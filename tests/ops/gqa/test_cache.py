@@ -18,6 +18,7 @@ def dirty(dtype="float32"):
     return jnp.full((2, PAGES, 2, PAGE, KV_HEADS, DIM), 0.25, dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layer", ["int", "traced", "LayerOf"])
 def test_each_token_is_written_to_its_place_and_nothing_else_is(dtype, layer):

@@ -28,6 +28,7 @@ POISONS = (np.nan, np.inf, -np.inf, 3e38)
 # values
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "heads, kv_heads, q_len, page",
     [
@@ -47,6 +48,7 @@ def test_decode_is_attention_of_each_group_to_its_own_head(heads, kv_heads, q_le
     assert_close(found, attend_numpy(q, pool.keys, pool.values))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 0.01), ("float16", 2e-3)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_decode_in_each_dtype(dtype, atol, dim):
@@ -71,6 +73,7 @@ def test_rows_longer_than_a_block_of_pages():
         assert_close(found, attend_numpy(q, pool.keys, pool.values, window=window), atol=3e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 40, 200])
 def test_a_window_counts_the_token_itself_and_nothing_left_of_it_is_read(window, q_len):

@@ -33,6 +33,7 @@ def new_tokens(pool, query_lens, tokens, fill=np.nan):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (4, 1), (28, 4)])
 @pytest.mark.parametrize("options", [{}, {"window": 5}, EVERYTHING], ids=["plain", "window", "all"])
 def test_new_tokens_see_themselves_and_their_cached_prefix(heads, kv_heads, options):
@@ -56,6 +57,7 @@ def test_new_tokens_see_themselves_and_their_cached_prefix(heads, kv_heads, opti
     assert np.isneginf(np.asarray(found[1])[6, :2]).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 40}])
 def test_queries_in_several_blocks(options, monkeypatch):
     monkeypatch.setattr(prefill_module, "QUERY_BLOCK", 16)

@@ -33,6 +33,7 @@ def attend(case):
     return traced(*case.args, form=case.form, layer=case.layer, **case.options)
 
 
+@pytest.mark.sampled
 @each_preset
 @pytest.mark.parametrize(
     "options",
@@ -49,6 +50,7 @@ def test_matches_float64(preset, options):
     assert_turbo_close(case, *attend(case))
 
 
+@pytest.mark.sampled
 @each_preset
 def test_what_is_written_is_read(preset):
     """Tokens in chunks of 1, 15 and 17 over pages of 16, padding among them; other bytes stay."""
@@ -200,6 +202,7 @@ def vllm_slots(preset, k, v):
     return np.concatenate(parts, axis=-1), k, v
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @each_preset
 def test_slots_of_vllm_are_read(preset, dim):

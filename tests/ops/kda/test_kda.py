@@ -25,6 +25,7 @@ def assert_matches(found, expected, bound=1e-5):
         assert relative(ours, theirs) < bound
 
 
+@pytest.mark.sampled
 @OPS
 @pytest.mark.parametrize("length", [1, 63, 75])
 def test_every_gate_gives_the_recurrence(op, length):
@@ -36,6 +37,7 @@ def test_every_gate_gives_the_recurrence(op, length):
         assert_matches(found, oracle(*inputs, initial_state=state))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk_size", [16, 32, 128])
 def test_chunk_size_does_not_change_the_result(chunk_size):
     inputs = make(1, 150, 3, 3, 60, 20, "some_cleared")
@@ -84,6 +86,7 @@ def test_scale_and_l2norm(op):
     assert relative(out, oracle(*inputs, scale=0.3, l2norm=True)[0]) < 1e-5
 
 
+@pytest.mark.sampled
 @OPS
 @pytest.mark.parametrize("gates", GATES)
 def test_bfloat16(op, gates):
@@ -109,6 +112,7 @@ def test_packed_sequences_with_poison_behind_them(op):
     np.testing.assert_array_equal(final[1], state[1])
 
 
+@pytest.mark.sampled
 @OPS
 @pytest.mark.parametrize("gates", ["none", "some_cleared", "minus_infinity", "strong"])
 def test_gradients_are_those_of_the_recurrence_and_finite(op, gates):

@@ -141,6 +141,7 @@ def assert_matches(case, found, *, bound=1e-5, writes=None, lower_bound=None):
         np.testing.assert_array_equal(new[untouched], np.asarray(old, np.float64)[untouched])
 
 
+@pytest.mark.sampled
 @implementations
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_shuffled_slots_beside_padding(lower_bound, implementation):

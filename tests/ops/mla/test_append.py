@@ -65,6 +65,7 @@ anywhere = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @anywhere
 @pytest.mark.parametrize(
     "lens, q_len, query_rank, page, config",
@@ -172,6 +173,7 @@ def test_an_fp8_cache_holds_no_inf(kv_scale):
     np.testing.assert_array_equal(found[~nan], expected[~nan])
 
 
+@pytest.mark.sampled
 @anywhere
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
 def test_padding_tokens_leave_nothing_behind(poison, implementation):

@@ -413,6 +413,7 @@ def write_three_tokens(cache, latent, angles, kv_scale, *, rotated_before):
     return mla.mla_cache_write(cache, latent, tables, lens, kv_scale=kv_scale, **kwargs)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8"])
 def test_rotation_on_the_way_is_rotation_before(dtype):

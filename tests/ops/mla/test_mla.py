@@ -32,6 +32,7 @@ decode = functools.partial(mla.mla_decode, implementation="xla")
 # mla_decode: values
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "heads, q_len, page",
     [
@@ -153,6 +154,7 @@ def padded_run(q, pool, *, rows, fill, beyond, width):
     return decode(queries, cache, tables, lens, scale=0.3, kv_lora_rank=32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("real", [1, 64])
 def test_padding_rows_are_zero_and_real_rows_keep_their_bits(real, q_len):
@@ -741,6 +743,7 @@ def new_latents(latents, query_lens, tokens):
     return latent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block, layer", [(1, None), (32, 1), (1024, None)])
 def test_prefill_sees_the_cached_prefix_and_its_own_tokens(layer, block):
     lens, query_lens = [7, 16, 40, 0, 33, 70, 20], [7, 1, 5, 3, 8, 6, 0]
