@@ -9,6 +9,7 @@ from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED, read_config
 
 
+@pytest.mark.slow
 def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "20", "--repeats", "2", "--json", str(file)]

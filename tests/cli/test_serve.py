@@ -476,6 +476,7 @@ def test_a_picture_without_a_plan(capsys):
     assert "--plot draws a plan: give --plan too" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )

@@ -251,6 +251,7 @@ def shapes(config, *, rows, chunk, pages, held):
     return state, ((Hybrid(config).decode, decode), (Hybrid(config).prefill, prefill))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change, rows, chunk",
     [({}, 4, 64), ({"num_repeats": 3, "gdn_per_repeat": 0}, 3, 200), ({"vocab_size": 5000}, 1, 16)],
@@ -383,7 +384,7 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
     assert plan(Hybrid(CONFIG), device, smaller).reserve >= 0
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, limits, device, share, advised",
     [

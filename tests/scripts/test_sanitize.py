@@ -30,7 +30,7 @@ def test_the_ops_take_its_cases(name, capsys):
     assert "nan" not in capsys.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_take_its_cases(name, monkeypatch):
     """Traced, which is what finds what a kernel does not serve; lowered they are elsewhere."""

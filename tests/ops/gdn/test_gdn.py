@@ -303,6 +303,7 @@ def test_gradients_equal_differences_of_the_recurrence():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_backward_pass_keeps_no_state_a_token(dtype):
     """One a chunk: of the token recurrence, which keeps one a token, the same measure says so."""
