@@ -152,7 +152,7 @@ def _little_garbage_to_look_through() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: a GPU has room for one process, and four take some 3 GB each of a CPU's memory.
-    Tests wait for processes and clocks a sixth of their time: one more than cores, where it fits."""
+    Tests wait a sixth of their time for processes and clocks: one more than cores where it fits."""
     if jax.default_backend() == "gpu":
         return 0
     cores = os.cpu_count() or 1
