@@ -151,10 +151,5 @@ def _little_garbage_to_look_through() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: a GPU has room for one process, and four take some 3 GB each of a CPU's memory.
-    Tests wait a sixth of their time for processes and clocks: one more than cores where it fits."""
-    if jax.default_backend() == "gpu":
-        return 0
-    cores = os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(cores + (memory > (cores + 1) * 6 * 2**30), 4)
+    """Of `-n auto`: a GPU has room for one process, and four take some 3 GB each of a CPU's."""
+    return 0 if jax.default_backend() == "gpu" else min(os.cpu_count() or 1, 4)
