@@ -133,7 +133,6 @@ def main() -> None:
         for name in ("ready s", "ready with kept executables s"):
             server = Server(kept, options)
             found[name] = server.seconds
-            print(f"{name}: {server.seconds:.2f}", flush=True)
             try:
                 if name == "ready s":
                     found |= first_tokens(server, args.requests)

@@ -33,9 +33,15 @@ def read(size: int) -> tuple[Callable[[int], jax.Array], float]:
     return lambda i: largest(x), x.nbytes
 
 
+def factors(n: int) -> tuple[jax.Array, jax.Array]:
+    """Two random bfloat16 matrices [n, n]."""
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / n**0.5 for i in (0, 1))
+    return a, b
+
+
 def multiplied(n: int) -> tuple[Callable[[int], jax.Array], float]:
     """An n^3 bfloat16 product of random matrices, float32 accumulation, and its FLOP."""
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / n**0.5 for i in (0, 1))
+    a, b = factors(n)
     product = jax.jit(jnp.matmul)
     return lambda i: product(a, b), 2.0 * n**3
 
@@ -54,7 +60,7 @@ def copy_bandwidth(size: int = 2**29) -> float:
 
 def matmul_rate(n: int = 8192) -> float:
     """FLOP per second of products in a long loop."""
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) / n**0.5 for i in (0, 1))
+    a, b = factors(n)
     matmul = jax.jit(lambda a, b: jax.lax.fori_loop(0, AT_A_TIME, lambda _, a: a @ b, a))
     return AT_A_TIME * 2 * n**3 / seconds(lambda: matmul(a, b))
 

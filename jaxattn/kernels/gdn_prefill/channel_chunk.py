@@ -15,7 +15,7 @@ Limits: those of launch.py. Reference: `jaxattn.ops.kda.channel_decay`; tests:
 tests/kernels/gdn_prefill/test_channels.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,45 +69,6 @@ def channel_chunks(
             and in column N how many chunks from the first are to be done.
         count: N.
     """
-    launched = prepared(
-        q, k, g, beta, chunks, count, scale=scale, use_qk_l2norm=use_qk_l2norm, interpret=interpret
-    )
-    out = launch(
-        lambda **refs: Block(launched.cut, Refs(**refs)).run(),
-        name="kda_prefill_chunk",
-        grid={"block": launched.cut.blocks},
-        inputs=launched.inputs,
-        outputs=launched.outputs,
-        scratch=scratch_types(q.dtype, interpret=interpret),
-        warpgroups=WARPGROUPS,
-        compiler_params=compiler_params(),
-        interpret=interpret,
-        detect_races=detect_races,
-    )
-    return ChannelChunks(*(out[name] for name in OUTPUTS))
-
-
-class Launched(NamedTuple):
-    """A launch of the kernel: what it works on, by the names of `Refs`."""
-
-    cut: Cut
-    inputs: dict[str, Any]
-    outputs: dict[str, Any]
-
-
-def prepared(
-    q: jax.Array,
-    k: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    chunks: jax.Array,
-    count: int,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    interpret: bool,
-) -> Launched:
-    """For the arguments of `channel_chunks`, with at most so many blocks."""
     value_heads, dtype = beta.shape[1], q.dtype
     cut = Cut(
         count=count,
@@ -118,18 +79,28 @@ def prepared(
         dtype=dtype,
         interpret=interpret,
     )
-    inputs = {
-        "q_ref": q,
-        "k_ref": k,
-        "g_ref": g,
-        "beta_ref": _by_chunk(beta, chunks, count),
-        "chunks_ref": chunks,
-    }
     rows = jax.ShapeDtypeStruct((count, value_heads, CHUNK, DIM), dtype)
     matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
     ends = jax.ShapeDtypeStruct((count, value_heads, SCALING, 64), jnp.float32)
-    made = (rows, rows, rows, matrix, matrix, ends)
-    return Launched(cut, inputs, dict(zip(OUTPUTS, made, strict=True)))
+    out = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="kda_prefill_chunk",
+        grid={"block": cut.blocks},
+        inputs={
+            "q_ref": q,
+            "k_ref": k,
+            "g_ref": g,
+            "beta_ref": _by_chunk(beta, chunks, count),
+            "chunks_ref": chunks,
+        },
+        outputs=dict(zip(OUTPUTS, (rows, rows, rows, matrix, matrix, ends), strict=True)),
+        scratch=scratch_types(dtype, interpret=interpret),
+        warpgroups=WARPGROUPS,
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return ChannelChunks(*(out[name] for name in OUTPUTS))
 
 
 def _by_chunk(beta: jax.Array, chunks: jax.Array, count: int) -> jax.Array:

@@ -258,12 +258,7 @@ def gdn_prefill_mosaic(
     inside = (
         norm is not None and afterwards == 1.0 and norms_inside(norm, v.dtype, busy * v.shape[1])
     )
-    of_states: dict[str, Any] = {
-        "starts": None if pool is not None else slots.states,
-        "layer": slots.layer,
-        "finals": count if pool is None else pool.states,
-        "kept": table.kept,
-    }
+    starts = None if pool is not None else slots.states
     with jax.named_scope("chunks"):
         chunks, drawn, written = table.table, jnp.zeros(1, jnp.int32), None
         if channels:
@@ -278,12 +273,13 @@ def gdn_prefill_mosaic(
         ends, transitions = transition_pass(
             k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
         )
-        of_states["starts"] = segment_starts(
+        starts = segment_starts(
             ends, transitions, table.sequences, slots.states, slots.layer, **mode
         )
     o, states = output_pass(
-        q, k, v, x, p, vectors, table.table, drawn, written=written,
-        norm=norm if inside else None, busy=busy, **of_states, **mode,
+        q, k, v, x, p, vectors, table.table, drawn, written=written, starts=starts,
+        layer=slots.layer, finals=count if pool is None else pool.states, kept=table.kept,
+        norm=norm if inside else None, busy=busy, **mode,
     )  # fmt: skip
     o = o[:tokens]
     if afterwards != 1.0:

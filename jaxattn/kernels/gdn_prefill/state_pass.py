@@ -15,7 +15,7 @@ The left operand of every product is made of the product before it and stays in 
 the vectors come from chunk.py. Nothing passes between those two warpgroups.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,66 +80,13 @@ def output_pass(
     Returns:
         o [T, Hv, 128] in v's dtype, and the pool.
     """
-    launched = prepared(
-        q, k, v, x, p, vectors, runs, drawn, written=written, starts=starts, layer=layer,
-        finals=finals, kept=kept, norm=norm, halves=halves_in_a_block(busy * v.shape[1]),
-        interpret=interpret,
-    )  # fmt: skip
-    cut = launched.cut
-    out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
-        name="gdn_prefill_output",
-        grid={"block": cut.blocks},
-        inputs=launched.inputs,
-        outputs=launched.outputs,
-        scratch=scratch_types(cut),
-        warpgroups=cut.halves + 1 + (norm is not None),
-        compiler_params=compiler_params(),
-        interpret=interpret,
-        detect_races=detect_races,
-    )
-    return launched.results(out)
-
-
-class Launched(NamedTuple):
-    """A launch of the pass: what it works on, by the names of `Refs`."""
-
-    cut: Cut
-    inputs: dict[str, Any]
-    outputs: dict[str, Any]
-
-    def results(self, out: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """o and the pool."""
-        pool = self.inputs.get("pool_ref")
-        return out["o_ref"], out["pool_ref"] if pool is None else jax.freeze(pool)
-
-
-def prepared(
-    q: Any,
-    k: Any,
-    v: jax.Array,
-    x: Any,
-    p: Any,
-    vectors: Any,
-    runs: jax.Array,
-    drawn: jax.Array,
-    *,
-    written: Any,
-    starts: jax.Array | None,
-    layer: jax.Array,
-    finals: jax.Array | int,
-    kept: jax.Array | None,
-    norm: Norm | None,
-    halves: int,
-    interpret: bool,
-) -> Launched:
-    """For the arguments of `output_pass`: a block has so many `halves` of a state, and there are
-    at most `blocks` of them."""
     value_heads, dtype = v.shape[1], v.dtype
+    halves, normed = halves_in_a_block(busy * value_heads), norm is not None
     # The heads of a run share keys in L2.
     items = (runs.shape[1] - first_run(x)) * value_heads * 2 // halves
+    blocks = min(items, NUM_SMS)
     cut = Cut(
-        blocks=min(items, NUM_SMS),
+        blocks=blocks,
         items=items,
         halves=halves,
         heads=value_heads,
@@ -151,6 +98,11 @@ def prepared(
         dtype=dtype,
         interpret=interpret,
     )
+    pool, new = None, None
+    if isinstance(finals, int):
+        new = jax.ShapeDtypeStruct((1, finals, value_heads, DIM, DIM), jnp.float32)
+    else:
+        pool = jax.new_ref(finals)
     if starts is None:
         starts = jnp.zeros((1, 0, value_heads, DIM, DIM), jnp.float32)
     if kept is None:
@@ -172,7 +124,16 @@ def prepared(
         **output_norm.operands(norm, interpret=interpret),
     }
     o_type = jax.ShapeDtypeStruct(v.shape, dtype)
-    if isinstance(finals, int):
-        new = jax.ShapeDtypeStruct((1, finals, value_heads, DIM, DIM), jnp.float32)
-        return Launched(cut, inputs, {"pool_ref": new, "o_ref": o_type})
-    return Launched(cut, {**inputs, "pool_ref": jax.new_ref(finals)}, {"o_ref": o_type})
+    out = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="gdn_prefill_output",
+        grid={"block": blocks},
+        inputs=inputs if pool is None else {**inputs, "pool_ref": pool},
+        outputs={"o_ref": o_type} if pool is not None else {"pool_ref": new, "o_ref": o_type},
+        scratch=scratch_types(cut),
+        warpgroups=halves + 1 + normed,
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return out["o_ref"], out["pool_ref"] if pool is None else jax.freeze(pool)

@@ -101,10 +101,7 @@ class Body(Block[CodedCut, Memory]):
 
     def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
         (top, total, minima, accs), memory, cut = state, self.memory, self.cut
-        step = piece.first + cut.consumers * i
-        slot = lax.rem(place_of(piece.done + step, cut.consumers)[1], cut.room.steps)
-        token = piece.first_token + step * PAGE
-        plgpu.barrier_wait(memory.codes_loaded.at[self.wg, slot])
+        slot, token = self._loaded(piece, i)
         codes = memory.codes.at[self.wg, slot]
         places = self.iota(0).astype(jnp.float32)
         norm, scale, middle = self.fragments.numbers(codes, places)
@@ -129,10 +126,23 @@ class Body(Block[CodedCut, Memory]):
         total = total * self.over_keys(rescale) + p
         minima = minima * self.over_keys(rescale) + jnp.where(seen, p * middle, 0.0)
         self._store_weights(p * scale, rescale)
+        return top, total, minima, self._added(accs, values, units_smem)
+
+    def _loaded(self, piece: Piece, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(the place in the ring of this warpgroup's codes of a step, which are there; the step's
+        first token)."""
+        memory, cut = self.memory, self.cut
+        step = piece.first + cut.consumers * i
+        slot = lax.rem(place_of(piece.done + step, cut.consumers)[1], cut.room.steps)
+        token = piece.first_token + step * PAGE
+        plgpu.barrier_wait(memory.codes_loaded.at[self.wg, slot])
+        return slot, token
+
+    def _added(self, accs: Any, values: tuple[jax.Array, ...], units_smem: Any) -> Any:
+        """The rescaled sums, and the step's values times its weights in shared memory."""
         by, unit = (self._of_columns(x) for x in (self.rescale_smem, units_smem))
         products = self._multiply(values, self.p_smem)
-        accs = [acc * by + x * unit for acc, x in zip(accs, products, strict=True)]
-        return top, total, minima, tuple(accs)
+        return tuple(acc * by + x * unit for acc, x in zip(accs, products, strict=True))
 
     def _divided(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The scales of tokens, divided so that s P has room in e4m3; and by what, for each row.

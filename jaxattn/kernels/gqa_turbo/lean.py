@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa_decode.block import Piece, Refs
 from jaxattn.kernels.gqa_decode.fp8 import EXPONENT_AT, FLOAT_BIAS
-from jaxattn.kernels.gqa_decode.load import place_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
 from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms
 from jaxattn.kernels.gqa_turbo.memory import FEW, TERMS, Memory
@@ -49,10 +48,7 @@ class LeanBody(Body):
 
     def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
         (top, total, minima, accs), memory, cut = state, self.memory, self.cut
-        step = piece.first + cut.consumers * i
-        slot = lax.rem(place_of(piece.done + step, cut.consumers)[1], cut.room.steps)
-        token = piece.first_token + step * PAGE
-        plgpu.barrier_wait(memory.codes_loaded.at[self.wg, slot])
+        slot, token = self._loaded(piece, i)
         codes = memory.codes.at[self.wg, slot]
         places = self.iota(0).astype(jnp.float32)
         norm, *numbers = self.fragments.numbers(codes, places)
@@ -80,10 +76,7 @@ class LeanBody(Body):
         total = total * self.over_keys(rescale) + p
         minima = minima * self.over_keys(rescale) + p * middle
         self._store_weights(p * scale, rescale)
-        by, unit = (self._of_columns(x) for x in (self.rescale_smem, units_smem))
-        products = self._multiply(values, self.p_smem)
-        accs = [acc * by + x * unit for acc, x in zip(accs, products, strict=True)]
-        return top, total, minima, tuple(accs)
+        return top, total, minima, self._added(accs, values, units_smem)
 
     def _powers(self, scores: jax.Array) -> jax.Array:
         """log2 of weights, of scores times `factor`."""
