@@ -10,7 +10,15 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.engine.request import FinishEvent, TokenEvent
 from jaxattn.engine.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import LIMITS, SMALLEST, TWO, kept_steps, params_of, with_steps
+from tests.helpers.engine_cases import (
+    LIMITS,
+    SMALLEST,
+    TWO,
+    kept_steps,
+    params_of,
+    random_requests,
+    with_steps,
+)
 
 MODEL = Hybrid(SMALLEST)
 # A row that is computed again reads in chunks what it had decoded: the same only up to rounding.
@@ -293,16 +301,7 @@ def test_a_row_that_ends_late_gives_no_token_of_its_own_to_the_next(params):
 
 def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
     draw = random.Random(1)
-    requests = [
-        Request(
-            bytes(draw.randrange(256) for _ in range(draw.randint(1, 60))),
-            max_tokens=draw.randint(1, 60),
-            temperature=draw.choice([0, 0, 0.8]),
-            seed=i,
-            id=i,
-        )
-        for i in range(30)
-    ]
+    requests = random_requests(draw, 30)
     wanted = {request.id: alone(tight, request) for request in requests}
     aborted, found, done = set(), {}, {}
     waiting = list(requests)

@@ -16,7 +16,7 @@ from jaxattn.engine.steps import all_steps
 from jaxattn.memory.limits import MOST_STEPS
 from jaxattn.models import Hybrid
 from jaxattn.parallel import Parallel
-from tests.helpers.engine_cases import SMALLEST, params_of
+from tests.helpers.engine_cases import SMALLEST, params_of, random_requests
 
 # What is computed again after a preemption is the same only up to rounding.
 EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
@@ -137,16 +137,7 @@ def test_prefixes_of_the_cache_say_the_same(four):
 
 def test_comings_and_goings_leave_nothing(one, four):
     draw = random.Random(2)
-    requests = [
-        Request(
-            bytes(draw.randrange(256) for _ in range(draw.randint(1, 60))),
-            max_tokens=draw.randint(1, 60),
-            temperature=draw.choice([0, 0, 0.8]),
-            seed=id,
-            id=id,
-        )
-        for id in range(30)
-    ]
+    requests = random_requests(draw, 30)
     wanted = {request.id: one.generate([request])[0].tokens for request in requests}
     told = {request.id: [] for request in requests}
     aborted, done, waiting = set(), {}, list(requests)

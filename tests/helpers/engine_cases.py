@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import random
 from typing import Any
 
 import jax
@@ -118,3 +119,17 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *memories: DeviceMemory) -> None:
         return left.pop(0) if len(left) > 1 else left[0]
 
     monkeypatch.setattr(memory_device, "device_memory", next_memory)
+
+
+def random_requests(draw: random.Random, count: int) -> list[Request]:
+    """Requests with short prompts and texts, two of three of them greedy, numbered from 0."""
+    return [
+        Request(
+            bytes(draw.randrange(256) for _ in range(draw.randint(1, 60))),
+            max_tokens=draw.randint(1, 60),
+            temperature=draw.choice([0, 0, 0.8]),
+            seed=number,
+            id=number,
+        )
+        for number in range(count)
+    ]
