@@ -22,13 +22,14 @@ def no_gpu_needed(monkeypatch):
     monkeypatch.setattr(rms_norm, "require_hopper", lambda *args, **kwargs: None)
 
 
-def norm(x, weights, layer, eps=1e-6, **options):
-    return rms_norm_layer(x, weights, layer=layer, eps=eps, implementation="mosaic_gpu", **options)
+def norm(x, weights, layer, eps=1e-6):
+    return rms_norm.rms_norm_mosaic(x, weights, layer=layer, eps=eps, dtype=x.dtype)[1]
 
 
 def kernels(step):
     """How many kernels a step is lowered to."""
-    text = jax.jit(step).trace(X, WEIGHTS).lower(lowering_platforms=("cuda",)).as_text()
+    anew = jax.jit(lambda *given: step(*given))  # JAX keeps the trace of a function
+    text = anew.trace(X, WEIGHTS).lower(lowering_platforms=("cuda",)).as_text()
     return len(re.findall("custom_call @mosaic_gpu", text))
 
 
