@@ -33,7 +33,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
-from jaxattn.ops.moe import Router, route
+from jaxattn.ops.moe_route import Router, route
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
 from jaxattn.ops.opening import open_experts
 from jaxattn.ops.router import choose_experts

@@ -11,11 +11,12 @@ from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.hosts import Leader, run_as_told
 from jaxattn.engine.links import HostError
 from jaxattn.engine.loop import Loop
+from jaxattn.engine.outcome import FinishReason
 from jaxattn.engine.owner import Owner
 from jaxattn.engine.prefix import Counts
 from jaxattn.engine.prepare import Prepared, checked_params, of_this_process, packed_params
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.request import FinishReason, Request
+from jaxattn.engine.request import Request
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.seal import Seal

@@ -17,7 +17,7 @@ from jaxattn.models.base import Arrays
 from jaxattn.models.block import FeedForward, Stream
 from jaxattn.nn import GatedMLP, MixtureOfExperts
 from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 from jaxattn.ops.router import split_router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
 

@@ -28,7 +28,8 @@ from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.cli.values import size
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine import memory_plan
-from jaxattn.engine.request import Completion, GenerationInterrupted, Request, Stats
+from jaxattn.engine.outcome import Completion, GenerationInterrupted
+from jaxattn.engine.request import Request, Stats
 from jaxattn.memory.bound import Bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.memory.limits import Limits

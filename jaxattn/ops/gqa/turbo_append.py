@@ -13,7 +13,7 @@ from jaxattn.core.turboquant import TurboFormat
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_turbo.append import turbo_append_mosaic
 from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
-from jaxattn.ops.gqa.turboquant import check_head_dim, check_turbo_cache, turbo_cache_write
+from jaxattn.ops.gqa.turbo_cache import check_head_dim, check_turbo_cache, turbo_cache_write
 
 
 def turbo_append(
