@@ -30,7 +30,8 @@ from jaxattn.engine.outcome import (
     GenerationInterrupted,
 )
 from jaxattn.engine.owner import EngineBusyError as EngineBusyError
-from jaxattn.engine.prepare import Prepared, packed_params, prepare
+from jaxattn.engine.parameters import packed_params
+from jaxattn.engine.prepare import Prepared, prepare
 from jaxattn.engine.request import Request
 from jaxattn.engine.start import check_arrays
 from jaxattn.engine.stats import Clock, Stats

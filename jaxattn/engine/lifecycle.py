@@ -13,8 +13,9 @@ from jaxattn.engine.links import HostError
 from jaxattn.engine.loop import Loop
 from jaxattn.engine.outcome import FinishReason
 from jaxattn.engine.owner import Owner
+from jaxattn.engine.parameters import checked_params, packed_params
 from jaxattn.engine.prefix import Counts
-from jaxattn.engine.prepare import Prepared, checked_params, of_this_process, packed_params
+from jaxattn.engine.prepare import Prepared, of_this_process
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.request import Request
 from jaxattn.engine.runner import Runner

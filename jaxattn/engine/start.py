@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jaxattn.engine.devices import group_of, new_rows_over, new_state_over, put_given
-from jaxattn.engine.prepare import Prepared, on_device, smallest_memory
+from jaxattn.engine.parameters import on_device
+from jaxattn.engine.prepare import Prepared, smallest_memory
 from jaxattn.engine.rows import Rows
 from jaxattn.engine.state import new_rows, new_state
 from jaxattn.engine.steps import all_steps

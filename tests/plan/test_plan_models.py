@@ -9,7 +9,8 @@ import pytest
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
-from jaxattn.engine.memory_plan import from_shapes, packed_shapes, plan_engine
+from jaxattn.engine.executable_memory import from_shapes
+from jaxattn.engine.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.several import with_steps
 from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.device import known_device
