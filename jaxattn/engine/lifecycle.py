@@ -27,7 +27,8 @@ from jaxattn.engine.stats import Stats
 from jaxattn.engine.steps import entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import DecodeState
 
 
 class Lifecycle:

@@ -29,7 +29,8 @@ from jaxattn.engine.state import (
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, nbytes, solve
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
-from jaxattn.models.base import CacheSize, LayerCache, Model, overlaid
+from jaxattn.models.base import Model, overlaid
+from jaxattn.models.layer_cache import CacheSize, LayerCache
 
 # JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
 # for it if less than REST would be left over (and the piece is less than twice as large).

@@ -31,7 +31,8 @@ from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models import divided
-from jaxattn.models.base import Model, check_caches
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import check_caches
 from jaxattn.parallel import ALONE, Parallel
 from jaxattn.parallel.probe import collectives_bytes
 

@@ -14,7 +14,8 @@ from jaxattn.engine.state import new_rows, new_state
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model, line_name
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import DecodeState, line_name
 from jaxattn.parallel import Group
 
 

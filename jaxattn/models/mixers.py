@@ -16,9 +16,10 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import TURBOQUANT, KVFormat, LatentFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
-from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
+from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import CodedPages, KeyValuePages, LatentPages
+from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GroupedQueryAttention, MultiHeadLatentAttention, TurboQuantAttention
 from jaxattn.parallel import ALONE, Parallel, Spread
 
