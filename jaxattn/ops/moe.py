@@ -15,13 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import (
-    FLOATS,
-    Arguments,
-    check_arena,
-    check_array,
-    check_layer,
-)
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS, check_arena, check_array, check_layer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.fp8_blocks import BLOCK, dequantize
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart

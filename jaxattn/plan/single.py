@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxattn.core.checks import MOST
+from jaxattn.core.arguments import MOST
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.engine.executable_memory import Executable, bound_of
 from jaxattn.engine.memory_plan import check_row, fill, packed_shapes, plan_engine

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxattn.core.checks import Arguments
+from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.rope import RopeConfig, Rotation

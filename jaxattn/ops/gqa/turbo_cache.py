@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxattn.core.checks import Arguments
+from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.turbo_slots import GROUP, pack, places

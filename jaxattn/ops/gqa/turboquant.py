@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_arena
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.pages import Unfold, attend_pages
