@@ -8,7 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.checks import Arguments, check_sizes, check_window
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_decode.arrivals import none_yet
 from jaxattn.kernels.gqa_decode.memory import block_columns, blocks_together

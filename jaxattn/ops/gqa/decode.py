@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_arena
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.formats import KVFormat
 from jaxattn.core.layers import LayerOf, taken_apart
