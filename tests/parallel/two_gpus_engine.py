@@ -36,22 +36,30 @@ def main(text: str, share: float | None = None) -> None:
 
 
 def served(parallel: Parallel, pages: int) -> dict[str, Any]:
-    model, params = embedded()
     devices = jax.devices()[: parallel.gpus]
-    limits = Limits(batch=4, max_model_len=512, num_pages=pages, decode_buckets=())
-    with Engine(model, params, limits, parallel=parallel, strict=True, workers=16) as engine:
-        engine.start()
+    with engine(parallel, pages) as made:
+        made.start()
         sealed = [in_use(device) for device in devices]
-        done = engine.generate([Request(prompt, max_tokens=TOKENS) for prompt in PROMPTS])
+        done = made.generate(requests())
         return {
             "tokens": [list(each.tokens) for each in done],
-            "planned_inside": engine.plan.inside,
-            "items": {item.name: item.nbytes for item in engine.plan.items},
+            "planned_inside": made.plan.inside,
+            "items": {item.name: item.nbytes for item in made.plan.items},
             "peaks": [(device.memory_stats() or {})["peak_bytes_in_use"] for device in devices],
             "in_use_when_sealed": sealed,
             "in_use_at_the_end": [in_use(device) for device in devices],
-            "after_seal": dict(engine.seal.counts),
+            "after_seal": dict(made.seal.counts),
         }
+
+
+def engine(parallel: Parallel, pages: int = FEW) -> Engine:
+    model, params = embedded()
+    limits = Limits(batch=4, max_model_len=512, num_pages=pages, decode_buckets=())
+    return Engine(model, params, limits, parallel=parallel, strict=True, workers=16)
+
+
+def requests() -> list[Request]:
+    return [Request(prompt, max_tokens=TOKENS) for prompt in PROMPTS]
 
 
 def embedded() -> tuple[Hybrid, Any]:
