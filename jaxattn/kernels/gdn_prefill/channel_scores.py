@@ -70,7 +70,8 @@ class Scores(NamedTuple):
 
 
 def between_warps(size: int, k_tile: Any, q_tile: Any) -> list[jax.Array]:
-    """Products of keys and of queries [64, size] with keys of the first half of each row's block."""
+    """Products of keys and of queries with the keys of the first half of each row's block,
+    [64, size]."""
     width = CHUNK - size
     lower = iota((CHUNK, size), 0) >= CHUNK // 2
 
