@@ -109,8 +109,8 @@ class Factors:
 
 
 def load_half(k: Any, q: Any, g: Any, *, interpret: bool) -> tuple[jax.Array, ...]:
-    """Keys, queries and decays [64, 64] of keys, queries and log decays in shared memory. The rows of
-    128 bytes that keys and queries have are swizzled."""
+    """Keys, queries and decays [64, 64], of keys, queries and log decays in shared memory. Keys and
+    queries have swizzled rows of 128 bytes there."""
     if interpret:
         return k[...], q[...], jnp.exp2(g[...] * LOG2E)
     out = (_typed(k.dtype), _typed(q.dtype), _typed(jnp.float32))
@@ -164,7 +164,7 @@ class Place:
     """Where a thread's tokens and channels are, in rows of 128 and of 256 bytes."""
 
     def __init__(self) -> None:
-        # Read anew each time: places would else be kept for all tiles, in registers that are needed.
+        # Read anew each time: places would else be kept for all tiles, in registers of other use.
         (thread,) = asm("mov.u32 $0, %tid.x;", [i32()], [], "=r")
         self.warp = arith.andi(arith.shrui(thread, word(5)), word(3))
         self.lane = arith.andi(thread, word(31))
