@@ -20,7 +20,8 @@ from jaxattn.engine.rows import Rows
 from jaxattn.engine.state import new_rows, new_state
 from jaxattn.engine.step import Step
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model, compiler_options, jit_step
+from jaxattn.models.base import Model, compiler_options, jit_step
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.parallel import Group
 
 WHOLE = PartitionSpec()

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.models.base import Arrays, CacheSize, LayerCache
+from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
 from jaxattn.ops.all_reduce_norm import Mailbox
 
 NAME = "mailbox"

@@ -18,7 +18,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments, check_layer, finite
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm

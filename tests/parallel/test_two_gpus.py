@@ -24,7 +24,7 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.models import DecoderModel, DecoderSpec
 from jaxattn.models.base import jit_step
 from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, Stream
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 from jaxattn.parallel import ALONE, Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.parallel.cases import Sizes, Stepped, prompts

@@ -79,6 +79,7 @@ class Refs:
     layer_ref: Any
     table_ref: Any
     lens_ref: Any
+    made_of_ref: Any  # None: the schedule is the call's own
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
     query_lens_ref: Any  # None: every row has all S tokens
@@ -194,6 +195,7 @@ class Block[C: Cut, M]:
             kv_ref=refs.kv_ref, layer=layer, index=self.index,
             order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
             q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
+            made_of_ref=refs.made_of_ref,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -217,18 +219,20 @@ class Block[C: Cut, M]:
         self.part.each_piece(self._piece, nothing)
 
     def write_empty_rows(self) -> None:
-        """What the rows without keys are answered: the blocks take these rows in turns."""
+        """What the rows without keys are answered, and NaN to those of which the schedule knows
+        another length: the blocks take these rows in turns."""
         rows, kv_heads = self.refs.lens_ref.shape[0], self.cut.kv_heads
 
         @pl.loop(self.index, rows, step=self.cut.parts)
         def _each(row):
             first = row * kv_heads
+            known = self.part.known(first)
 
             @pl.when(self.part.pages_of(first) <= 0)
             def _():
                 @pl.loop(first, first + kv_heads)
                 def _each_pair(pair):
-                    write_nothing(self.epilogue.outputs, pair)
+                    write_nothing(self.epilogue.outputs, pair, known)
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         """The steps that are this warpgroup's, and one result of all warpgroups."""

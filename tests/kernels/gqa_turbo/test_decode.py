@@ -157,6 +157,7 @@ def test_real_shapes(lean, lens, group, kv_heads, dim, options, preset):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_offsets_beyond_2_to_the_31_bytes():
     """The last pages of a pool of more bytes give what those of a small one do."""
     small = turbo_case([300, 65], "4bit_nc", kv_heads=8, dim=128, layers=1, layer=0)
