@@ -20,6 +20,7 @@ from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import CodedPages, KeyValuePages, LatentPages
 from jaxattn.nn import GroupedQueryAttention, MultiHeadLatentAttention, TurboQuantAttention
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import ALONE, Parallel, Spread
 
 
@@ -97,6 +98,7 @@ class MLA(PagedMixer):
     lora_norm_eps: float | None = None
     gated: bool = False
 
+    norms = True
     cache_name = "latents"
     kernels = {"mla_decode": "mla_decode"}
     cache_formats = ("bfloat16", "fp8_block")
@@ -163,7 +165,7 @@ class MLA(PagedMixer):
     def decode(
         self,
         module: MultiHeadLatentAttention,
-        x: Array,
+        x: Array | Unnormed,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
@@ -241,6 +243,7 @@ class GQA(PagedMixer):
     cache_format: str | None = None
     apart: bool = False
 
+    norms = True
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
     read_apart = ("sinks", "kv_scale")
 
@@ -360,7 +363,7 @@ class GQA(PagedMixer):
     def decode(
         self,
         module: GroupedQueryAttention,
-        x: Array,
+        x: Array | Unnormed,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,

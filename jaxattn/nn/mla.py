@@ -25,6 +25,7 @@ from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
+from jaxattn.ops.norm_linear import Unnormed, tokens_of
 from jaxattn.parallel import ALONE, Parallel, Spread
 from jaxattn.parallel.context import prefix_of, written_places
 
@@ -206,7 +207,7 @@ class MultiHeadLatentAttention(Paged):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"],
+        x: Float[Array, "B S hidden"] | Unnormed,
         kv_cache: Float[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
@@ -258,6 +259,8 @@ class MultiHeadLatentAttention(Paged):
         new = x.shape[1] if query_lens is None else query_lens
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
+        if self.g_proj is not None:  # which reads x too
+            x = tokens_of(x)
         with jax.named_scope("mla_down_proj"):
             q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
             q, latents = linears(x, q_proj, self.kv_a_proj)
