@@ -131,9 +131,9 @@ def test_places_of_the_ring_are_used_again_for_fp8(split):
     assert error_of(jax.jit(run)(*args), args, scales) < 1e-3
 
 
-def test_a_token_of_few_fp8_experts_has_a_warpgroup_for_up():
+def test_up_of_a_few_tokens_fp8_experts_has_a_warpgroup():
     sizes = dict(top_k=11, experts=513, hidden=2048, expert_size=512, quantized=True)
-    few, many = choose(tokens=1, **sizes).gate_up, choose(tokens=32, **sizes).gate_up
+    few, many = choose(tokens=32, **sizes).gate_up, choose(tokens=1024, **sizes).gate_up
     assert few.split and few.warpgroups == 2 and few.rows == 64
     assert not many.split and many.warpgroups == 2 and many.rows == 128
     assert not choose(tokens=1, **sizes | {"quantized": False}).gate_up.split
