@@ -26,7 +26,7 @@ from jaxattn.core.rope import YarnConfig as YarnConfig
 from jaxattn.core.rope import rotation as rotation
 from jaxattn.core.rope import softmax_scale as softmax_scale
 from jaxattn.engine.engine import Engine as Engine
-from jaxattn.engine.request import Completion as Completion
+from jaxattn.engine.outcome import Completion as Completion
 from jaxattn.engine.request import Request as Request
 from jaxattn.memory.limits import Limits as Limits
 from jaxattn.ops.gdn.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule

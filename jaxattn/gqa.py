@@ -31,6 +31,6 @@ from jaxattn.ops.gqa.decode import gqa_decode as gqa_decode
 from jaxattn.ops.gqa.prefill import gqa_attention as gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as gqa_prefill
 from jaxattn.ops.gqa.turbo_append import turbo_append as turbo_append
+from jaxattn.ops.gqa.turbo_cache import turbo_cache_write as turbo_cache_write
 from jaxattn.ops.gqa.turboquant import turbo_attention as turbo_attention
-from jaxattn.ops.gqa.turboquant import turbo_cache_write as turbo_cache_write
 from jaxattn.ops.gqa.turboquant_vllm import import_vllm_slots as import_vllm_slots

@@ -19,7 +19,8 @@ import jax
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scripts.lowered import EXTRA, HOPPER
+from scripts.lowered import HOPPER
+from scripts.lowered_cases import EXTRA
 from scripts.sanitize_cases import CASES
 
 # What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. Without the

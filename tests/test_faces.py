@@ -1,6 +1,7 @@
 """The public faces: each family has the same set of names by role, and none defines anything."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxattn
+from jaxattn import gdn
 
 FAMILIES = ("mla", "gqa", "gdn", "kda")
 # What a model needs of a family, by the names that serve it. Roles that a family has not are said.
@@ -66,6 +68,36 @@ def test_each_name_says_what_it_is(family):
     assert names
     for name in names:
         assert inspect.getdoc(getattr(module, name)), f"jaxattn.{family}.{name}"
+
+
+def ops():
+    for family in (*FAMILIES, "moe"):
+        module = importlib.import_module(f"jaxattn.{family}")
+        yield from ((name, op) for name, op in vars(module).items() if inspect.isfunction(op))
+
+
+def test_what_a_call_may_leave_out_is_named():
+    """docs/architecture.md says which parameters of an op are in groups, and which are not."""
+    for name, op in ops():
+        given = inspect.signature(op).parameters.values()
+        required = [p for p in given if p.default is p.empty]
+        assert len(required) <= 10, name
+        if len(given) > 5:
+            by_name = [p.kind is p.KEYWORD_ONLY for p in given if p.default is not p.empty]
+            assert all(by_name), name
+
+
+def test_two_parameters_that_need_each_other_are_one():
+    """No field of a group is a parameter of an op beside it."""
+    groups = {"checkpoints": gdn.Checkpoints, "output_norm": gdn.OutputNorm}
+    seen = set()
+    for name, op in ops():
+        given = set(inspect.signature(op).parameters)
+        for group in groups.keys() & given:
+            fields = {f"{group}_{field.name}" for field in dataclasses.fields(groups[group])}
+            assert not given & (fields | {"gate", "norm_weight", "checkpoint_indices"}), name
+            seen.add(group)
+    assert seen == groups.keys()
 
 
 def test_what_is_public_at_the_top_is_its_family_s():

@@ -39,7 +39,8 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.loop import ROUNDS_AHEAD
 from jaxattn.engine.model_steps import round_of
-from jaxattn.engine.request import Completion, FinishReason, Request
+from jaxattn.engine.outcome import Completion, FinishReason
+from jaxattn.engine.request import Request
 from jaxattn.engine.rows import INTEGERS, STOPS, Rows
 from jaxattn.engine.sampling import Level
 from jaxattn.engine.state import row_shapes

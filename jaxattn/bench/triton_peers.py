@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxattn import gdn
 from jaxattn.bench import gdn_decode, mla, reference
@@ -123,7 +124,7 @@ def step_states(
     batch, tokens, value_heads, dim = v.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, state))
     return jax_triton.triton_call(
-        q, k, v, g, beta, state, dim**-0.5, tokens,
+        q, k, v, g, beta, state, np.float32(dim**-0.5), tokens,  # a float would be fp64
         kernel=kernels.recurrence,
         out_shape=shapes,
         grid=(dim // COLUMNS * batch * value_heads,),
@@ -167,7 +168,7 @@ def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
     pages, page = cache.shape[1:3]
     # A layer's pages lie behind those of the layers before it: nothing is sliced out.
     return jax_triton.triton_call(
-        q, cache, tables + layer * pages, lens, mla.SCALE,
+        q, cache, tables + layer * pages, lens, np.float32(mla.SCALE),  # a float would be fp64
         kernel=kernels.attention,
         out_shape=jax.ShapeDtypeStruct((batch, heads, mla.RANK), q.dtype),
         grid=(-(-heads // HEADS), batch),

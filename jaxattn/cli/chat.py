@@ -15,13 +15,8 @@ from jaxattn.cli.command import code_of, interrupts_raised
 from jaxattn.cli.inputs import Requests, in_template, user
 from jaxattn.cli.stream import Printer
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import (
-    Completion,
-    FinishReason,
-    GenerationInterrupted,
-    Request,
-    Stats,
-)
+from jaxattn.engine.outcome import Completion, FinishReason, GenerationInterrupted
+from jaxattn.engine.request import Request, Stats
 
 
 def turns(stdin: TextIO, *, asks: bool) -> Iterator[str]:

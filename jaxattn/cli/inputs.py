@@ -15,7 +15,7 @@ from jaxattn.cli.options import (
     in_options,
 )
 from jaxattn.cli.prompts import PROMPTS
-from jaxattn.core.checks import MOST
+from jaxattn.core.arguments import MOST
 from jaxattn.engine.request import Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model

@@ -11,7 +11,8 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Completion, FinishReason, Stats
+from jaxattn.engine.outcome import Completion, FinishReason
+from jaxattn.engine.request import Stats
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.text import Tokenizer
 

@@ -43,7 +43,8 @@ from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import choose_device, start_engine
 from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import GenerationInterrupted, Request
+from jaxattn.engine.outcome import GenerationInterrupted
+from jaxattn.engine.request import Request
 from jaxattn.engine.seal import SealError
 from jaxattn.memory.limits import Limits
 from jaxattn.text import Tokenizer

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jaxattn.cli.inputs import Prompt
-from jaxattn.engine.request import Completion, Request
+from jaxattn.engine.outcome import Completion
+from jaxattn.engine.request import Request
 from jaxattn.text import Tokenizer, TokenStream
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from jaxattn.core.checks import CACHES, FLOATS, check_sizes, is_integer
+from jaxattn.core.arguments import CACHES
+from jaxattn.core.checks import FLOATS, check_sizes, is_integer
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
 

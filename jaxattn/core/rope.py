@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import MOST
+from jaxattn.core.arguments import MOST
 from jaxattn.core.fields import Flag, Integer, Nested, Number, OrNone, check_fields
 
 MOST_ROPE_DIMS = 2**16

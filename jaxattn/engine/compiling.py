@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.devices import arguments, group_of, jitted_step
+from jaxattn.engine.devices import arguments, group_of, jitted_step, model_step
 from jaxattn.engine.kept import Kept, UnknownError, folder_of_cache
 from jaxattn.engine.lowered import Lowered
+from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
@@ -93,7 +94,12 @@ def _compile(
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
     own = next(each for each in devices if each.process_index == jax.process_index())
     backend = devices[0].platform
-    lowered = Lowered(model, limits, shapes, implementation, backend) if group is None else None
+
+    def decode(entry: EntryPoint) -> tuple[Callable, tuple[Any, ...]]:
+        function = model_step(entry, model, limits, tree, implementation, group)
+        return function, arguments(entry, model, limits, shapes, group)
+
+    lowered = Lowered(decode, backend)
 
     def build(step: Step) -> jax.stages.Compiled:
         if on_compile:

@@ -5,6 +5,7 @@ states. Rows and what the host sends are whole on every device. Logits stay divi
 by rows between data groups: XLA divides the sampling after them, and sends sums and maxima.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ from jaxattn.engine.rows import Rows
 from jaxattn.engine.state import new_rows, new_state
 from jaxattn.engine.step import Step
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model, compiler_options, jit_step
+from jaxattn.models.base import Model, compiler_options, jit_step
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.parallel import Group
 
 WHOLE = PartitionSpec()
@@ -106,30 +108,26 @@ def jitted_step(
 
     Args:
         tree: the structure of the packed parameters.
-        lowered: gives decode steps that are lowered; on one device alone.
+        lowered: gives decode steps that are lowered.
     """
-    if lowered and (decode := decode_of(step)) and (call := lowered(decode)):
-        return jit_step(step.behind(call) if isinstance(step, Round) else call, backend=backend)
-    function = step.function(model, limits, tree)
-    if isinstance(step, EntryPoint | Round):
-        entry = step.decode if isinstance(step, Round) else step
-        chosen = implementation_of(entry, implementation)
-        if group is None:
+    call = lowered(entry) if lowered and (entry := decode_of(step)) else None
+    if isinstance(step, EntryPoint):
+        call = call or model_step(step, model, limits, tree, implementation, group)
+        return jit_step(call, backend=backend)
+    if isinstance(step, Round):
+        if group is None and not call:  # some do more than decode and sample
+            chosen = implementation_of(step.decode, implementation)
+            function = step.function(model, limits, tree)
             return jit_step(function, implementation=chosen, backend=backend)
-        specs = _specs(model)
-        out_specs = (logits_spec(model), specs[1])
-        of_one = partial(entry.function(model, limits, tree), implementation=chosen)
-        over = group.step(of_one, specs, out_specs)
-        if isinstance(step, EntryPoint):
-            return jit_step(over, backend=backend)
+        call = call or model_step(step.decode, model, limits, tree, implementation, group)
         whole = everywhere(group)
         return jax.jit(
-            step.behind(over),
+            step.behind(call),
             donate_argnums=step.donated,
             compiler_options=compiler_options(backend),
-            out_shardings=((None, whole), whole),
+            out_shardings=None if group is None else ((None, whole), whole),
         )
-    out = everywhere(group)
+    function, out = step.function(model, limits, tree), everywhere(group)
     if group is not None and isinstance(step, Mask):
         out = group.sharding(logits_spec(model))
     elif group is not None and isinstance(step, Copy):
@@ -144,6 +142,23 @@ def jitted_step(
         compiler_options=compiler_options(backend),
         out_shardings=out,
     )
+
+
+def model_step(
+    entry: EntryPoint,
+    model: Model,
+    limits: Limits,
+    tree: Any,
+    implementation: Implementation | None,
+    group: Group | None,
+) -> Callable:
+    """A step of the model as a function, over the group where there is one."""
+    chosen = implementation_of(entry, implementation)
+    of_one = partial(entry.function(model, limits, tree), implementation=chosen)
+    if group is None:
+        return of_one
+    specs = _specs(model)
+    return group.step(of_one, specs, (logits_spec(model), specs[1]))
 
 
 def implementation_of(

@@ -8,15 +8,15 @@ import numpy as np
 
 from jaxattn.engine.advance import End
 from jaxattn.engine.logprobs import told
-from jaxattn.engine.request import (
+from jaxattn.engine.outcome import (
     Completion,
     Event,
     FinishEvent,
     FinishReason,
     Logprobs,
-    Request,
     TokenEvent,
 )
+from jaxattn.engine.request import Request
 from jaxattn.engine.row import Queued, Row
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.stats import Clock, Stats

@@ -22,16 +22,17 @@ from jaxattn.engine.compiling import OnCompile
 from jaxattn.engine.endings import Detokenize
 from jaxattn.engine.lifecycle import Lifecycle
 from jaxattn.engine.numbering import MOST_IDS, all_numbered, numbered
-from jaxattn.engine.owner import EngineBusyError as EngineBusyError
-from jaxattn.engine.prepare import Prepared, packed_params, prepare
-from jaxattn.engine.request import (
+from jaxattn.engine.outcome import (
     Completion,
     Event,
     FinishEvent,
     FinishReason,
     GenerationInterrupted,
-    Request,
 )
+from jaxattn.engine.owner import EngineBusyError as EngineBusyError
+from jaxattn.engine.parameters import packed_params
+from jaxattn.engine.prepare import Prepared, prepare
+from jaxattn.engine.request import Request
 from jaxattn.engine.start import check_arrays
 from jaxattn.engine.stats import Clock, Stats
 from jaxattn.memory.limits import Limits

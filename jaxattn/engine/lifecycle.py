@@ -11,11 +11,13 @@ from jaxattn.engine.endings import Detokenize, Endings
 from jaxattn.engine.hosts import Leader, run_as_told
 from jaxattn.engine.links import HostError
 from jaxattn.engine.loop import Loop
+from jaxattn.engine.outcome import FinishReason
 from jaxattn.engine.owner import Owner
+from jaxattn.engine.parameters import checked_params, packed_params
 from jaxattn.engine.prefix import Counts
-from jaxattn.engine.prepare import Prepared, checked_params, of_this_process, packed_params
+from jaxattn.engine.prepare import Prepared, of_this_process
 from jaxattn.engine.process import PROCESS
-from jaxattn.engine.request import FinishReason, Request
+from jaxattn.engine.request import Request
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.seal import Seal
@@ -25,7 +27,8 @@ from jaxattn.engine.stats import Stats
 from jaxattn.engine.steps import entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import DecodeState
 
 
 class Lifecycle:

@@ -6,7 +6,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.engine.request import MOST_LOGPROBS, Logprobs
+from jaxattn.engine.outcome import Logprobs
+from jaxattn.engine.request import MOST_LOGPROBS
 
 
 @jax.named_scope("logprobs")

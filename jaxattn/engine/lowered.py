@@ -10,17 +10,13 @@ kernel, is lowered anew for each of them.
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
 from jax import export
 
-from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.model_steps import EntryPoint, Round, Speculate
 from jaxattn.engine.step import Step
-from jaxattn.memory.limits import Limits
-from jaxattn.models.base import Model
 
 # Calls that are compiled where they were lowered, by the same JAX.
 _OURS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
@@ -36,24 +32,18 @@ def decode_of(step: Step) -> EntryPoint | None:
 
 
 class Lowered:
-    """The decode steps of one model on one device. Any thread may ask for them.
+    """The decode steps of one model on its devices. Any thread may ask for them.
 
     Args:
-        shapes: the packed parameters, as shapes.
-        implementation: of the decode kernels.
+        step_of: the function of a decode step, and what it is called with, as shapes. Over a group
+            these say where they lie.
         backend: "cpu" or "gpu".
     """
 
     def __init__(
-        self,
-        model: Model,
-        limits: Limits,
-        shapes: Any,
-        implementation: Implementation | None,
-        backend: str,
+        self, step_of: Callable[[EntryPoint], tuple[Callable, tuple[Any, ...]]], backend: str
     ):
-        self._model, self._limits, self._shapes = model, limits, shapes
-        self._implementation, self._backend = implementation, backend
+        self._step_of, self._platform = step_of, _PLATFORMS.get(backend, backend)
         self._lock = threading.Lock()
         self._calls: dict[EntryPoint, Callable[..., Any] | None] = {}
 
@@ -65,12 +55,10 @@ class Lowered:
             return self._calls[entry]
 
     def _export(self, entry: EntryPoint) -> Callable[..., Any] | None:
-        model, limits = self._model, self._limits
-        function = entry.function(model, limits, jax.tree.structure(self._shapes))
-        jitted = jax.jit(partial(function, implementation=self._implementation))
-        platform = _PLATFORMS.get(self._backend, self._backend)
-        exporting = export.export(jitted, platforms=[platform], disabled_checks=_OURS)
-        arguments = entry.arguments(model, limits, self._shapes)
+        function, arguments = self._step_of(entry)
+        exporting = export.export(
+            jax.jit(function), platforms=[self._platform], disabled_checks=_OURS
+        )
         try:
             return exporting(*arguments).call
         except (ValueError, NotImplementedError):  # what is wrong with the step itself comes again

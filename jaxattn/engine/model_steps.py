@@ -18,7 +18,8 @@ from jaxattn.engine.speculate import draft, draft_batch, verify
 from jaxattn.engine.state import kept_checkpoints, new_state, recurrent, row_shapes
 from jaxattn.engine.step import Step, int32, on_device, sampled_rows
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeBatch, DecodeState, Model
+from jaxattn.models.base import DecodeBatch, Model
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.parallel import own_part
 
 # Levels that a decode step has in one executable with it. Each is one more compilation of the

@@ -19,28 +19,21 @@ from typing import Any, get_args
 import jax
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.compiling import OnCompile, Steps, compiled_steps
+from jaxattn.engine.compiling import OnCompile, Steps
 from jaxattn.engine.devices import group_of
-from jaxattn.engine.memory_plan import (
-    Executable,
-    advice,
-    check_row,
-    fill,
-    from_compiled,
-    from_shapes,
-    packed_shapes,
-    plan_engine,
-)
+from jaxattn.engine.executable_memory import Executable
+from jaxattn.engine.fitting import Compiler
+from jaxattn.engine.parameters import checked_params, on_device
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.several import with_steps
-from jaxattn.engine.steps import all_steps
 from jaxattn.memory import device
-from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes, nbytes_each
+from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models import divided
-from jaxattn.models.base import Model, check_caches, check_params
-from jaxattn.parallel import ALONE, Group, Parallel
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import check_caches
+from jaxattn.parallel import ALONE, Parallel
 from jaxattn.parallel.probe import collectives_bytes
 
 
@@ -71,119 +64,6 @@ class Prepared:
     wanted: Limits
     compiler: "Compiler"
     trial: "tuple[Limits, Steps] | None" = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiler:
-    """What is compiled, for limits that are still open.
-
-    Attributes:
-        implementation: of the decode kernels; None is the best for the device.
-        on_compile: called with each executable's name and None before it is compiled, and with the
-            seconds that it took after that.
-        workers: executables that are compiled at a time.
-        collectives: bytes of each device that NCCL and XLA's collective kernels have taken.
-    """
-
-    model: Model
-    params: Any
-    devices: tuple[jax.Device, ...]
-    implementation: Implementation | None = None
-    on_compile: OnCompile | None = None
-    workers: int = 1
-    collectives: int = 0
-
-    def compile(self, limits: Limits) -> Steps:
-        return compiled_steps(
-            self.model,
-            limits,
-            self.params,
-            self.devices,
-            implementation=self.implementation,
-            on_compile=self.on_compile,
-            workers=self.workers,
-        )
-
-    def known(self, limits: Limits, steps: Steps) -> dict[str, Executable]:
-        """What XLA says of each executable's memory."""
-        return {
-            str(step): from_compiled(
-                steps.executables[str(step)], nbytes(step.given(self.model, limits))
-            )
-            for step in all_steps(limits)
-        }
-
-    def plan(
-        self,
-        limits: Limits,
-        known: dict[str, Executable],
-        memory: DeviceMemory | None,
-        own: int,
-        *,
-        wanted: Limits,
-    ) -> MemoryPlan:
-        """The plan of these limits.
-
-        Args:
-            own: bytes in the device's pool that the plan counts in other lines.
-            wanted: the limits as they were asked for.
-
-        Raises:
-            PlanError: it does not fit, or the cache holds no row at full length.
-        """
-        beside = others(memory, known, own, self.collectives)
-        made = plan_engine(self.model, limits, memory, self.params, known, **beside)
-
-        def helps() -> tuple[str, ...]:
-            if memory is None:
-                return ()
-            bounds = known or from_shapes(self.model, limits, self.params, self.implementation)
-            return advice(self.model, limits, memory, self.params, bounds, **beside)
-
-        if wanted.utilization is None:
-            made.check(helps)
-        else:
-            check_row(made, limits, helps, wanted=wanted.num_pages)
-        return made
-
-    def fill(
-        self,
-        wanted: Limits,
-        known: dict[str, Executable],
-        memory: DeviceMemory,
-        own: int,
-    ) -> Limits:
-        """The limits with the pages that the device has room for."""
-        beside = others(memory, known, own, self.collectives)
-        return fill(self.model, wanted, memory, self.params, known, **beside)
-
-    def fit(
-        self,
-        wanted: Limits,
-        known: dict[str, Executable],
-        memory: DeviceMemory,
-        own: int,
-    ) -> tuple[Limits, Steps, dict[str, Executable]]:
-        """Limits with the most pages that fit, and their executables.
-
-        Args:
-            known: of the same steps beside another number of pages.
-
-        Raises:
-            PlanError: too little is left, or XLA's temp grows with the pages again and again.
-        """
-        for _ in range(3):
-            limits = self.fill(wanted, known, memory, own)
-            self.plan(limits, known, memory, own, wanted=wanted)
-            steps = self.compile(limits)
-            found = self.known(limits, steps)
-            if all(found[name].temp <= known[name].temp for name in known):
-                return limits, steps, found
-            known = found
-        raise PlanError(
-            "XLA's temp grows with the pages, so `utilization` finds no number of them; give "
-            "num_pages instead"
-        )
 
 
 def prepare(
@@ -322,41 +202,6 @@ def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
         )
 
 
-def checked_params(model: Model, params: Any) -> Any:
-    """The packed parameters as shapes.
-
-    Raises:
-        ValueError: `params` are neither the model's parameters nor its packed ones.
-    """
-    packed = packed_shapes(model)
-    if str(jax.tree.structure(params)) == str(jax.tree.structure(packed)):
-        check_params(packed, params)
-    elif not is_placed(model, params):
-        check_params(model.whole.param_shapes(), params)
-    return packed
-
-
-def is_placed(model: Model, params: Any) -> bool:
-    """Whether the parameters are over a group already, each GPU's share on its device."""
-    if model.parallel.gpus == 1:
-        return False
-    local = model.param_shapes()
-    if str(jax.tree.structure(params)) != str(jax.tree.structure(local)):
-        return False
-    return all(
-        isinstance(leaf, jax.Array)
-        and len(leaf.sharding.device_set) == model.parallel.gpus
-        and leaf.sharding.shard_shape(leaf.shape) == own.shape
-        for leaf, own in zip(jax.tree.leaves(params), jax.tree.leaves(local), strict=True)
-    )
-
-
-def on_device(params: Any, devices: Sequence[jax.Device]) -> int:
-    """Bytes, on each device, of the arrays among them that lie on these: shapes take none."""
-    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    return nbytes_each([leaf for leaf in leaves if leaf.devices() & set(devices)])
-
-
 def of_this_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
     """Those of the devices that this process holds."""
     return [each for each in devices if each.process_index == jax.process_index()]
@@ -371,41 +216,6 @@ def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
     return min(known, key=lambda memory: (memory.free or memory.total) - memory.in_use)
 
 
-def packed_params(model: Model, params: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """The parameters on the engine's devices, as its steps read them.
-
-    Raises:
-        ValueError: see `placed_params`.
-    """
-    if len(devices) == 1:
-        return model.pack(placed_params(params, devices))
-    group = Group(model.parallel, devices)
-    if not is_placed(model, params):
-        params = model.place_params(params, group)
-    return group.join([model.pack(own) for own in group.split(params)], model.packed_specs())
-
-
-def placed_params(params: Any, devices: Sequence[jax.Device]) -> Any:
-    """The parameters on the engine's devices: NumPy arrays are put there.
-
-    Raises:
-        ValueError: an array lies on another device; it would be copied in every step.
-    """
-
-    def placed(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return jax.device_put(leaf, devices[0])
-        if not leaf.devices() <= set(devices):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise ValueError(
-                f"parameter {name!r} lies on {', '.join(map(str, leaf.devices()))}, and the engine "
-                f"runs on {devices[0]}; move the parameters with jax.device_put"
-            )
-        return leaf
-
-    return jax.tree.map_with_path(placed, params)
-
-
 def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
     """Bytes of each device that collectives have taken; they run for the first time here.
 
@@ -418,29 +228,6 @@ def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
     if devices not in PROCESS.collectives:
         PROCESS.collectives[devices] = collectives_bytes(group)
     return PROCESS.collectives[devices]
-
-
-def others(
-    memory: DeviceMemory | None, known: dict[str, Executable], own: int, collectives: int = 0
-) -> dict[str, Any]:
-    """Bytes that a plan has to leave alone: the driver's, and those of other arrays and engines.
-
-    Args:
-        known: executables whose code lies among what the driver holds.
-        own: bytes in the device's pool that the plan counts in other lines.
-        collectives: bytes among the driver's that have a line of their own.
-    """
-    if memory is None or memory.outside is None:
-        return {"outside": 0, "others": 0}
-    code = sum(each.code for each in known.values())
-    stepping = sum(engine.plan["xla temp"] for engine in PROCESS.engines)
-    outside = max(memory.outside - code, 0)
-    collectives = min(collectives, outside)  # other processes may have begun while they ran
-    return {
-        "outside": outside - collectives,
-        "collectives": collectives,
-        "others": max(memory.in_use - own, 0) + stepping,
-    }
 
 
 def _devices(devices: Any, parallel: Parallel) -> tuple[jax.Device, ...]:

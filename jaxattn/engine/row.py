@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jaxattn.engine.outcome import Logprobs
 from jaxattn.engine.prefix import Entering
-from jaxattn.engine.request import Logprobs, Request
+from jaxattn.engine.request import Request
 from jaxattn.engine.sampling import Level
 
 

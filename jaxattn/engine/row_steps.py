@@ -18,7 +18,8 @@ from jaxattn.engine.sampling import Level
 from jaxattn.engine.state import new_state, row_shapes
 from jaxattn.engine.step import Step, int32, on_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import DecodeState
 
 
 @dataclasses.dataclass(frozen=True)

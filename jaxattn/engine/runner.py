@@ -15,7 +15,7 @@ from jaxattn.engine.sampling import Level
 from jaxattn.engine.seal import Seal
 from jaxattn.engine.step import sampled_rows
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.parallel import Group
 
 

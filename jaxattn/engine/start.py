@@ -7,13 +7,15 @@ from typing import Any
 import jax
 
 from jaxattn.engine.devices import group_of, new_rows_over, new_state_over, put_given
-from jaxattn.engine.prepare import Prepared, on_device, smallest_memory
+from jaxattn.engine.parameters import on_device
+from jaxattn.engine.prepare import Prepared, smallest_memory
 from jaxattn.engine.rows import Rows
 from jaxattn.engine.state import new_rows, new_state
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model, line_name
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import DecodeState, line_name
 from jaxattn.parallel import Group
 
 

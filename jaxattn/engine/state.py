@@ -7,7 +7,8 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.engine import rows as device_rows
 from jaxattn.engine.rows import Rows
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import CacheSize, DecodeState, Model, init_state, overlaid
+from jaxattn.models.base import Model, init_state, overlaid
+from jaxattn.models.layer_cache import CacheSize, DecodeState
 
 
 def recurrent(model: Model) -> bool:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxattn.engine.rows import Rows
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import DecodeState, Model
+from jaxattn.models.base import Model
+from jaxattn.models.layer_cache import DecodeState
 
 
 class Step(abc.ABC):

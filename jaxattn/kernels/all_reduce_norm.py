@@ -1,16 +1,17 @@
 """Sum over GPUs, residual sum and RMS norm in one launch: a warpgroup a token, over peer memory.
 
 XLA's own all-reduce is a launch that no CUDA graph holds, between two that convert and one that
-norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included, counts
-on there, and waits for as many as there are GPUs. Then it adds them in the order of the GPUs, so
-that all have the same bits.
+norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included, and
+behind it the number of the call. Then it waits for that number of every GPU, and adds the parts in
+the order of the GPUs, so that all have the same bits.
 
     inbox   bfloat16 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
-    counts  int32 [2, T]            of each token: parts that came, and calls that it was in
+    counts  int32 [N, T]            of each token: the calls whose parts have come, from each GPU
 
 A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
-one of these has read the side before. Counts go on from call to call, so that nothing is reset.
-A token whose peer never runs is waited for without end.
+one of these has read the side before. A count has one writer: of a sum over GPUs it could not be
+told whether a late GPU's part is in it, or one of the next call of a fast one. Counts go on from
+call to call, so that nothing is reset. A token whose peer never runs is waited for without end.
 
 Limits: 128 to 8192 features, a multiple of 128; 2 to 8 GPUs, which are all of the mesh, in one
 process. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla"); tests:
@@ -27,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
-from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, scf, utils
+from jaxattn.kernels.hopper.mlir import arith, ir, scf, utils
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -98,8 +99,8 @@ def all_reduce_norm_mosaic(
         x_ref, part_ref, weights_ref, layer_ref, inbox_ref, counts_ref, sum_ref, out_ref
     ) -> None:
         token, own = lax.axis_index("token"), lax.axis_index(axes)
-        calls = counts_ref[1, token]
-        side = lax.rem(calls, jnp.int32(2))
+        call = counts_ref[own, token] + 1
+        side = call & 1  # of negative numbers, which follow the largest, too
 
         def weight() -> jax.Array:
             return load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
@@ -119,14 +120,13 @@ def all_reduce_norm_mosaic(
                     return [normed(load(x_ref.at[token]) + load(part_ref.at[token]), weight())]
 
         sent = [each.astype(jnp.bfloat16) for each in parts()]
-        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT
+        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
         send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(_send)
-        send(inbox_ref, counts_ref, side, own, token, *sent)
+        send(inbox_ref, counts_ref, call, side, own, token, *sent)
         if meeting != "norm":  # read while parts of other GPUs are on the way
             values, scales = load(x_ref.at[token]), weight()
         wait = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_wait)
-        wait(counts_ref, token, (calls + 1) * gpus)
-        counts_ref[1, token] = calls + 1
+        wait(counts_ref, call, token)
         if meeting == "norm":
             for gpu in range(gpus):
                 out_ref.at[gpu, token][...] = load(inbox_ref.at[side, gpu, token]).astype(dtype)
@@ -165,42 +165,51 @@ def all_reduce_norm_mosaic(
     return out["sum_ref"], normed, jax.freeze(inbox_ref), jax.freeze(counts_ref)
 
 
-def _send(ctx: Any, inbox: Any, counts: Any, side: Any, own: Any, token: Any, *sent: Any) -> None:
-    """Writes a token's part into the inbox on each GPU, and then counts one more there.
+def _send(
+    ctx: Any, inbox: Any, counts: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any
+) -> None:
+    """Writes a token's part into the inbox on each GPU, and then the call's number there.
 
     Args:
         sent: one for all GPUs, or one for each.
     """
-    side, own, token = (single(x) for x in (side, own, token))
+    call, side, own, token = (single(x) for x in (call, side, own, token))
     thread = Thread()
     _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
     row = plus(times(plus(times(side, gpus), own), tokens), token)
     wide = ir.VectorType(sent[0].registers.flat[0].type).shape[0] * BYTES
     place = plus(times(row, features * BYTES), times(thread.index, wide))
-    everywhere = [mgpu.c(gpu, i32()) for gpu in range(gpus)]
-    for number_of, gpu in enumerate(everywhere):
-        there = ctx.to_remote(inbox, gpu)
-        for number, vector in enumerate(sent[number_of % len(sent)].registers.flat):
+    for gpu in range(gpus):
+        there = ctx.to_remote(inbox, word(gpu))
+        for number, vector in enumerate(sent[gpu % len(sent)].registers.flat):
             store(vector, there, place, number * THREADS * wide)
     utils.warpgroup_barrier()
-    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread.index, word(0))):
-        for gpu in everywhere:
-            count = pointer(ctx.to_remote(counts, gpu), times(token, 4))
-            asm("red.release.sys.global.add.u32 [$0], 1;", [], [count], "l,~{memory}")
+    with _each(thread, gpus):
+        count = pointer(
+            ctx.to_remote(counts, thread.index), times(plus(times(own, tokens), token), 4)
+        )
+        asm("st.release.sys.global.u32 [$0], $1;", [], [count, call], "l,r,~{memory}")
 
 
-def _wait(ctx: Any, counts: Any, token: Any, wanted: Any) -> None:
-    """Until so many parts of a token have come; what came with them is seen by the warpgroup."""
+def _wait(ctx: Any, counts: Any, call: Any, token: Any) -> None:
+    """Until each GPU's part of a token has come; what came with them is seen by the warpgroup."""
     del ctx
-    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
-        place, target = pointer(counts, times(single(token), 4)), single(wanted)
+    call, token, thread = single(call), single(token), Thread()
+    gpus, tokens = ir.MemRefType(counts.type).shape
+    with _each(thread, gpus):
+        place = pointer(counts, times(plus(times(thread.index, tokens), token), 4))
         loop = scf.WhileOp([], [])
         with ir.InsertionPoint(loop.before.blocks.append()):
             acquire = "ld.acquire.sys.global.u32 $0, [$1];"
             (come,) = asm(acquire, [i32()], [place], "=r,l,~{memory}")
-            # Counts begin again at 0 behind the largest: their difference is small.
-            missing = arith.cmpi(arith.CmpIPredicate.slt, plus(come, times(target, -1)), word(0))
+            # Numbers go on behind the largest at the smallest: their difference is small.
+            missing = arith.cmpi(arith.CmpIPredicate.slt, plus(come, times(call, -1)), word(0))
             scf.condition(missing, [])
         with ir.InsertionPoint(loop.after.blocks.append()):
             scf.yield_([])
     utils.warpgroup_barrier()
+
+
+def _each(thread: Thread, gpus: int) -> Any:
+    """Where thread number g is at work for GPU g."""
+    return utils.when(arith.cmpi(arith.CmpIPredicate.ult, thread.index, word(gpus)))

@@ -144,7 +144,7 @@ def linears_mosaic(
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> list[jax.Array]:
     """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
 
     Args:
@@ -244,4 +244,4 @@ def linears_mosaic(
         y if size == width else y[:, :width]
         for y, size, width in zip(out["out_refs"], sizes, widths, strict=True)
     )
-    return *products, *(out[each] for each in ("total_ref", "normed_ref") if each in out)
+    return [*products, *(out[each] for each in ("total_ref", "normed_ref") if each in out)]

@@ -125,13 +125,13 @@ class Block:
         if refs.apart_ref is not None:
             refs.apart_ref[self.part, self.number] = refs.sums_smem[...]
         self._meet()
-        factor = None
+        factor: jax.Array | None = None
         if self.norm:
             first, *others = self._rows_of(0, cut.tokens)
             factor = self.norm.factor(sum(others, first))
         for result, (_, first) in enumerate(self.places):
             self._when_in(result, partial(self._store, result, first, factor))
-        if self.norm:
+        if self.norm and factor is not None:
             pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
             self._meet()  # no block ends before the others have read its sums

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxattn.core.checks import MOST, check_sizes, is_integer
+from jaxattn.core.arguments import MOST
+from jaxattn.core.checks import check_sizes, is_integer
 from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.memory.budget import check_utilization
 

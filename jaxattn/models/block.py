@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
-from jaxattn.models.base import Arrays, DecodeBatch, LayerCache, PrefillBatch
+from jaxattn.models.base import DecodeBatch, PrefillBatch
+from jaxattn.models.layer_cache import Arrays, LayerCache
 from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import Dimension
 

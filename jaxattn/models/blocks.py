@@ -12,5 +12,5 @@ from jaxattn.models.delta_mixers import KDA as KDA
 from jaxattn.models.delta_mixers import DeltaMixer as DeltaMixer
 from jaxattn.models.feed_forwards import MLP as MLP
 from jaxattn.models.feed_forwards import MoE as MoE
-from jaxattn.models.mixers import GQA as GQA
-from jaxattn.models.mixers import MLA as MLA
+from jaxattn.models.gqa_mixer import GQA as GQA
+from jaxattn.models.mla_mixer import MLA as MLA

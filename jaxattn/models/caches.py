@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.turboquant import TurboFormat
-from jaxattn.models.base import CacheSize, LayerCache
+from jaxattn.models.layer_cache import CacheSize, LayerCache
 from jaxattn.parallel import Parallel
 
 

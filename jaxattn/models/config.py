@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 import jax.numpy as jnp
 
-from jaxattn.core.checks import MOST
+from jaxattn.core.arguments import MOST
 from jaxattn.core.fields import (
     Flag,
     Integer,

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxattn.models.placing import Change, Key, Placed
+from jaxattn.models.changes import Change
+from jaxattn.models.placing import Key, Placed
 from jaxattn.models.shards import Found
 from jaxattn.models.stored import Stored
 

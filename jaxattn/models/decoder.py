@@ -12,10 +12,11 @@ from jaxtyping import Array, Float
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.models.base import DecodeBatch, DecodeState, LayerCache, Model, PrefillBatch
+from jaxattn.models.base import DecodeBatch, Model, PrefillBatch
 from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.decoder_network import Decoder, abstract
 from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.layer_cache import DecodeState, LayerCache
 from jaxattn.models.mailbox import MOST_TOKENS
 from jaxattn.models.packed import PackedParams, pack_params
 from jaxattn.parallel import Parallel, Vocabulary

@@ -22,9 +22,10 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.rms_norm import norms_features
-from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch
+from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.models.looped import (
     add_norm_in_stack,
     apart,

@@ -8,8 +8,8 @@ from jaxtyping import Array
 
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.rms_norm import norms_features
-from jaxattn.models.base import LayerCache, check_caches
 from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.layer_cache import LayerCache, check_caches
 from jaxattn.models.mailbox import Mailboxes
 from jaxattn.models.segments import Segment, derive
 from jaxattn.parallel import ALONE, Parallel

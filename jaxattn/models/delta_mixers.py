@@ -13,9 +13,10 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.linear_block import STEP
-from jaxattn.models.base import Arrays, DecodeBatch, PrefillBatch
+from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import RecurrentState
+from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
 from jaxattn.ops.norm_linear import Unnormed
 

@@ -13,11 +13,11 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.linear_block import STEP
-from jaxattn.models.base import Arrays
 from jaxattn.models.block import FeedForward, Stream
+from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
 from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.ops.router import split_router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank

@@ -23,9 +23,10 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from jaxattn.models import cutting
+from jaxattn.models.changes import Change
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.cutting import Block, Shapes, Span, Weight, cut
-from jaxattn.models.placing import Change, Key
+from jaxattn.models.placing import Key
 from jaxattn.models.stored import Stored
 
 READERS = 8

@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.models.base import LayerCache
+from jaxattn.models.layer_cache import LayerCache
 from jaxattn.models.parts import Split
 
 

@@ -18,10 +18,10 @@ from flax import nnx
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.fp8_blocks import BLOCK, block_counts
 from jaxattn.memory.budget import nbytes
-from jaxattn.models.base import LayerCache
 from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.known_model import KnownModel, Sizes, Weights
+from jaxattn.models.layer_cache import LayerCache
 from jaxattn.models.parts import divided, part_of
 from jaxattn.models.quantization import Quantization
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
-from jaxattn.models.base import DecodeState
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.models.mailbox import NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.models.base import Arrays, CacheSize, LayerCache
+from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
 from jaxattn.ops.all_reduce_norm import Mailbox
 
 NAME = "mailbox"
@@ -19,7 +19,7 @@ INBOX, COUNTS = "peer_inbox", "peer_counts"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mailboxes(LayerCache):
-    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F] and `peer_counts` [2, T].
+    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F] and `peer_counts` [N, T].
 
     Attributes:
         gpus: N.
@@ -39,7 +39,7 @@ class Mailboxes(LayerCache):
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         if array == COUNTS:
-            return f"parts and steps of {self.tokens} tokens, for sums over GPUs in one launch"
+            return f"calls of {self.gpus} GPUs x {self.tokens} tokens, for sums in one launch"
         return (
             f"2 x {self.gpus} GPUs' parts of {self.tokens} tokens x {self.features} "
             f"{jnp.dtype(shape.dtype).name}, for sums over GPUs in one launch"

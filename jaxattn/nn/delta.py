@@ -13,7 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.checks import Arguments, as_given, check_array, check_features, check_integers
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import as_given, check_array, check_features, check_integers
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import number_to_check
 from jaxattn.core.slots import check_pool, state_read, state_write

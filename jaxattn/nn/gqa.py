@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation, rope

@@ -12,7 +12,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import Rotation
 from jaxattn.nn.gqa import GroupedQueryAttention
 from jaxattn.nn.overlong import nan_beyond_table
-from jaxattn.ops.gqa.turboquant import check_turbo_cache
+from jaxattn.ops.gqa.turbo_cache import check_turbo_cache
 from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import ALONE, Parallel, Spread
 

@@ -314,7 +314,7 @@ class MultiHeadLatentAttention(Paged):
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
-    def _latent_queries(self, x: Array, given: Array, rotation: Rotation) -> list[Array]:
+    def _latent_queries(self, x: Array | Unnormed, given: Array, rotation: Rotation) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
         array of both where a kernel makes it.
 
@@ -357,7 +357,7 @@ class MultiHeadLatentAttention(Paged):
         """
         return self._turned(self._heads(x, given), positions)
 
-    def _heads(self, x: Array, given: Array | None) -> Array:
+    def _heads(self, x: Array | Unnormed, given: Array | None) -> Array:
         """The heads' queries before rotation, [B, T, H, nope + P]."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
@@ -385,7 +385,7 @@ class MultiHeadLatentAttention(Paged):
 
     def _output(
         self,
-        x: Array,
+        x: Array | Unnormed,
         out: Array,
         kv_cache: Array,
         block_tables: Any,
@@ -397,7 +397,7 @@ class MultiHeadLatentAttention(Paged):
         most = block_tables.shape[1] * kv_cache.shape[-2]
         return nan_beyond_table(y, seq_lens, most, query_lens)
 
-    def _project_out(self, x: Array, out: Array) -> Array:
+    def _project_out(self, x: Array | Unnormed, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
             if self.g_proj is not None:
                 # A select: whatever a padding token's gate is, its output stays 0.

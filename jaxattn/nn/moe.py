@@ -16,7 +16,8 @@ from jaxattn.core.fp8_blocks import BLOCK, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.moe import Listed, Router, mixture_of_experts, route_serves
+from jaxattn.ops.moe import Listed, mixture_of_experts
+from jaxattn.ops.moe_route import Router, route_serves
 from jaxattn.ops.norm_linear import Unnormed, tokens_of
 from jaxattn.ops.opening import open_experts, opens
 from jaxattn.ops.router import added_up, choose_experts, router_products
@@ -170,7 +171,7 @@ class MixtureOfExperts(nnx.Module):
                 )
             x = tokens_of(x)
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        if alone and self._opens(tokens, stacks):
+        if arena is not None and alone and self._opens(tokens, stacks):
             ids, weights, listed, arena = self.open(
                 tokens, stacks, layer, valid, arena, implementation
             )

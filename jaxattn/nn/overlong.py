@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import MOST, Within
+from jaxattn.core.arguments import MOST
+from jaxattn.core.checks import Within
 
 
 def nan_beyond_table(

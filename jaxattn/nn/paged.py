@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxattn.core.checks import Arguments, as_given
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import as_given
 from jaxattn.core.rope import RopeConfig, Rotation, rotation
 
 

@@ -18,7 +18,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments, check_layer, finite
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
@@ -34,11 +35,11 @@ class Mailbox:
 
     Attributes:
         inbox: bfloat16 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
-        counts: int32 [2, T], of each token the parts that came, and the calls that it was in.
+        counts: int32 [N, T], of each token the calls whose parts have come, from each GPU.
     """
 
     inbox: BFloat16[Array, "2 N T F"]
-    counts: Int[Array, "2 T"]
+    counts: Int[Array, "N T"]
 
     @classmethod
     def empty(cls, gpus: int, tokens: int, features: int) -> "Mailbox":
@@ -48,7 +49,7 @@ class Mailbox:
         the kernel waits for it without end.
         """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.bfloat16)
-        return cls(inbox, jnp.zeros((2, tokens), jnp.int32))
+        return cls(inbox, jnp.zeros((gpus, tokens), jnp.int32))
 
 
 def all_reduce_norm_layer(

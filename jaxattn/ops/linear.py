@@ -19,7 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments, check_features, check_layer
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS, check_features, check_layer
 from jaxattn.core.dispatch import (
     Implementation,
     Refusal,

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments, check_array, check_features, check_layer, finite
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS, check_array, check_features, check_layer, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm

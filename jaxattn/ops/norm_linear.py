@@ -92,10 +92,10 @@ class Unnormed:
         """
         first, affine, _ = taken_apart(layer)
         _, of_norm, _ = taken_apart(self._layer)
-        shape, dtypes = (1, self.shape[-1]), tuple(map(jnp.dtype, out_dtypes))
+        shape, dtypes = (1, self.shape[-1]), [jnp.dtype(each) for each in out_dtypes]
         operands = self._x.reshape(shape), self._added.reshape(shape), self._norms, *weights
 
-        def kernel(interpret: bool) -> tuple[Array, ...]:
+        def kernel(interpret: bool) -> list[Array]:
             x, added, norms, *stacks = without_gradient(OP, operands)
             norm = Normed(added=added, weights=norms, affine=of_norm, eps=self._eps, gives=give)
             return linears_mosaic(
@@ -103,7 +103,7 @@ class Unnormed:
                 interpret=interpret,
             )  # fmt: skip
 
-        def xla() -> tuple[Array, ...]:
+        def xla() -> list[Array]:
             x, added, norms, *stacks = operands
             total = x + added
             row = lax.dynamic_index_in_dim(norms, self._layer.index, keepdims=False)
@@ -111,7 +111,7 @@ class Unnormed:
             here = partial(lax.dynamic_index_in_dim, index=layer.index, keepdims=False)
             product = partial(jnp.matmul, normed, preferred_element_type=jnp.float32)
             ys = (product(here(w)).astype(d) for w, d in zip(stacks, dtypes, strict=True))
-            return *ys, total, normed
+            return [*ys, total, normed]
 
         with jax.named_scope("norm_linear_layer"):
             found = dispatch_kernel(OP, self._implementation, kernel, xla)

@@ -16,7 +16,7 @@ from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.kernels.moe.opening import opening_mosaic, refusal
 from jaxattn.kernels.moe.route import Listed
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 from jaxattn.ops.router import choose_experts, router_products
 
 

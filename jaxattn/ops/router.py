@@ -24,7 +24,7 @@ from jaxattn.core.rounding import rounded
 from jaxattn.kernels.moe.few import copies, lists
 from jaxattn.kernels.moe.route import Listed, route_mosaic
 from jaxattn.ops.linear import kernel_serves, linear_layer
-from jaxattn.ops.moe import Router, route
+from jaxattn.ops.moe_route import Router, route
 
 # The kernel of the product wants columns by 64, and two halves are side by side.
 HALF = 32

@@ -6,7 +6,8 @@
 An `Engine` makes the same plan, with what XLA says of its executables in place of upper bounds.
 """
 
-from jaxattn.engine.memory_plan import Executable, advice, packed_shapes
+from jaxattn.engine.executable_memory import Executable
+from jaxattn.engine.memory_plan import advice, packed_shapes
 from jaxattn.engine.prepare import check_arguments
 from jaxattn.memory.budget import Budget as Budget
 from jaxattn.memory.budget import Item as Item

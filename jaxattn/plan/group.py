@@ -14,8 +14,9 @@ from jaxattn.memory.bound import LIBRARY_WORKSPACE
 from jaxattn.memory.budget import Budget, Item, MemoryPlan, Solution, solve
 from jaxattn.memory.device import GIB, MIB, DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import CacheSize, LayerCache, overlaid
+from jaxattn.models.base import overlaid
 from jaxattn.models.known_model import KnownModel
+from jaxattn.models.layer_cache import CacheSize, LayerCache
 from jaxattn.plan.activations import activations
 from jaxattn.plan.notes import notes, title
 from jaxattn.plan.placement import Placement, caches, page_bytes, weight_items

@@ -9,10 +9,10 @@ from jaxattn.kernels.mla_decode import launch as mla_decode
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import CacheSize
 from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.models.layer_cache import CacheSize
 from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches
 
 

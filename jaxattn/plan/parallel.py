@@ -7,7 +7,8 @@ bounded by tracing the step that one of them runs.
 import dataclasses
 from typing import Any
 
-from jaxattn.engine.memory_plan import Executable, advice, packed_shapes
+from jaxattn.engine.executable_memory import Executable
+from jaxattn.engine.memory_plan import advice, packed_shapes
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device import DeviceMemory
 from jaxattn.memory.limits import Limits

@@ -5,16 +5,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxattn.core.checks import MOST
+from jaxattn.core.arguments import MOST
 from jaxattn.core.dispatch import traced_for_hopper
-from jaxattn.engine.memory_plan import (
-    Executable,
-    bound_of,
-    check_row,
-    fill,
-    packed_shapes,
-    plan_engine,
-)
+from jaxattn.engine.executable_memory import Executable, bound_of
+from jaxattn.engine.memory_plan import check_row, fill, packed_shapes, plan_engine
 from jaxattn.engine.model_steps import EntryPoint, Round, Speculate
 from jaxattn.engine.row_steps import Sample
 from jaxattn.engine.several import with_steps

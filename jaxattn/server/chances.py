@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxattn.engine.request import Logprobs
+from jaxattn.engine.outcome import Logprobs
 
 LEAST = -9999.0  # JSON has no infinity
 

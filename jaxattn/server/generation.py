@@ -10,14 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
-from jaxattn.engine.request import (
-    Completion,
-    Event,
-    FinishEvent,
-    FinishReason,
-    Request,
-    TokenEvent,
-)
+from jaxattn.engine.outcome import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.request import Request
 from jaxattn.server.chances import Chance
 from jaxattn.server.errors import ApiError
 from jaxattn.server.stop import StopStrings

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxattn.engine.request import Completion, FinishReason
+from jaxattn.engine.outcome import Completion, FinishReason
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.server.worker import Report, Snapshot

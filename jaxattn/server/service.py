@@ -14,13 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from jaxattn import __version__
-from jaxattn.engine.request import (
-    Completion,
-    Event,
-    FinishEvent,
-    FinishReason,
-    TokenEvent,
-)
+from jaxattn.engine.outcome import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.memory.limits import Limits
 from jaxattn.server.admission import Admission, Ticket
 from jaxattn.server.errors import ApiError, bad

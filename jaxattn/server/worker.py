@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from jaxattn.engine.request import Completion, Event, FinishEvent, FinishReason, Request
+from jaxattn.engine.outcome import Completion, Event, FinishEvent, FinishReason
+from jaxattn.engine.request import Request
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxattn import gdn
@@ -58,6 +59,27 @@ def test_a_right_kernel_has_a_time_and_a_wrong_one_is_refused(
     monkeypatch.setattr(triton_peers, kernel, stand_in(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
         triton_peers.times(bench, shape)
+
+
+@pytest.mark.parametrize("bench, shape", [("gdn_decode", SHAPE), ("mla", LATENT)])
+def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
+    """jax-triton takes a float for fp64: the kernel's products would be, or do not compile."""
+    calls = []
+
+    class Module:
+        def __getattr__(self, name):
+            return None
+
+        @staticmethod
+        def triton_call(*args, out_shape, **options):
+            calls.append(args)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    monkeypatch.setattr(triton_peers.importlib, "import_module", lambda name: Module())
+    triton_peers.PEERS[bench].op(shape)(0)
+    scalars = [x for args in calls for x in args if not isinstance(x, jax.Array)]
+    assert scalars
+    assert all(isinstance(x, (np.float32, int)) for x in scalars)
 
 
 def test_other_shapes_and_other_benches_have_no_time(small):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn.cli.command import Terminated, code_of, exit_code
 from jaxattn.cli.options import InputError
-from jaxattn.engine.request import GenerationInterrupted
+from jaxattn.engine.outcome import GenerationInterrupted
 
 
 def of(error):

@@ -27,8 +27,9 @@ from jaxattn.cli.serve_options import parser
 from jaxattn.cli.stream import Printer, TextStream
 from jaxattn.cli.values import size
 from jaxattn.core.rope import RopeConfig
-from jaxattn.engine import memory_plan
-from jaxattn.engine.request import Completion, GenerationInterrupted, Request, Stats
+from jaxattn.engine import executable_memory
+from jaxattn.engine.outcome import Completion, GenerationInterrupted
+from jaxattn.engine.request import Request, Stats
 from jaxattn.memory.bound import Bound
 from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.memory.limits import Limits
@@ -393,7 +394,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
         traced.extend([step] if donated == 1 else [])
         return Bound(0, arguments[donated])
 
-    monkeypatch.setattr(memory_plan, "temp_bound", counted)
+    monkeypatch.setattr(executable_memory, "temp_bound", counted)
     said = []
     for extra in ([], ["--plan"]):
         assert main(["--model", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2

@@ -10,7 +10,8 @@ import pytest
 
 from jaxattn.aliasing.check import check_aliasing
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Completion, GenerationInterrupted, Request
+from jaxattn.engine.outcome import Completion, GenerationInterrupted
+from jaxattn.engine.request import Request
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.memory.limits import Limits
 from jaxattn.models.hybrid import Hybrid

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxattn.engine import compiling
-from jaxattn.engine.devices import jitted_step
+from jaxattn.engine.devices import jitted_step, model_step
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.lowered import Lowered, decode_of
 from jaxattn.engine.memory_plan import packed_shapes
@@ -52,9 +52,14 @@ def test_every_executable_with_a_decode_step_names_the_same_one():
 def test_it_is_traced_once_where_it_can_be_exported(model, times):
     """Else once for each executable, behind the attempt."""
     made, packed = model(SMALLEST), packed_shapes(Hybrid(SMALLEST))
-    model.traced, lowered = 0, Lowered(made, LIMITS, packed, None, "cpu")
+    tree = jax.tree.structure(packed)
+
+    def step_of(entry):
+        function = model_step(entry, made, LIMITS, tree, None, None)
+        return function, entry.arguments(made, LIMITS, packed)
+
+    model.traced, lowered = 0, Lowered(step_of, "cpu")
     for step in decodes(LIMITS):
-        tree = jax.tree.structure(packed)
         jitted = jitted_step(step, made, LIMITS, tree, None, "cpu", None, lowered)
         jitted.trace(*step.arguments(made, LIMITS, packed))
     assert model.traced == times

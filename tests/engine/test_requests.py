@@ -12,8 +12,8 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.engine import EngineBusyError
+from jaxattn.engine.outcome import FinishEvent, FinishReason, GenerationInterrupted, TokenEvent
 from jaxattn.engine.prepare import prepare
-from jaxattn.engine.request import FinishEvent, FinishReason, GenerationInterrupted, TokenEvent
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
     LIMITS,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.engine.request import FinishEvent, TokenEvent
+from jaxattn.engine.outcome import FinishEvent, TokenEvent
 from jaxattn.engine.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (

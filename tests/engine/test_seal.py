@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from jaxattn.engine import compiling as compiling_module
+from jaxattn.engine import fitting
 from jaxattn.engine import loop as loop_module
-from jaxattn.engine import prepare as prepare_module
 from jaxattn.engine import start as start_module
 from jaxattn.engine import state as state_module
 from jaxattn.engine.engine import Engine, EngineBusyError
@@ -272,7 +272,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         return engine
 
     monkeypatch.setattr(start_module, "new_state", counted)
-    monkeypatch.setattr(prepare_module, "advice", lambda *args, **beside: ("something smaller",))
+    monkeypatch.setattr(fitting, "advice", lambda *args, **beside: ("something smaller",))
     for total, compiles in ((beside - temp + 3 * page, False), (beside + 7 * page // 2, True)):
         with pytest.raises(
             PlanError, match=r"[123] pages are left, and one row of 256 .* takes 4"

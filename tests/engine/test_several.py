@@ -9,8 +9,8 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
+from jaxattn.engine.outcome import FinishEvent, TokenEvent
 from jaxattn.engine.prepare import prepare
-from jaxattn.engine.request import FinishEvent, TokenEvent
 from jaxattn.engine.several import with_steps
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.limits import MOST_STEPS

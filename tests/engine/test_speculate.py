@@ -6,7 +6,7 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.check import check_aliasing
-from jaxattn.engine.request import FinishEvent
+from jaxattn.engine.outcome import FinishEvent
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.state import cache_size
 from jaxattn.engine.steps import all_steps

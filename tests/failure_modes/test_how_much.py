@@ -18,7 +18,8 @@ from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine import start as start_module
 from jaxattn.engine.batches import prefill_width
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.memory_plan import from_shapes, packed_shapes
+from jaxattn.engine.executable_memory import from_shapes
+from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.request import Request
 from jaxattn.engine.state import arena_spec, new_state, op_specs
 from jaxattn.engine.steps import entry_points

@@ -22,9 +22,10 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.request import Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models import checkpoint
-from jaxattn.models.base import DecodeBatch, DecodeState, PrefillBatch, jit_step
+from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.layer_cache import DecodeState
 from tests.helpers.model_cases import state_of
 
 FILE = Path(__file__).parents[1] / "data" / "greedy_cpu.json"

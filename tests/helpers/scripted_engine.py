@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxattn.engine.outcome import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.prefix import Counts
-from jaxattn.engine.request import Completion, Event, FinishEvent, FinishReason, Request, TokenEvent
+from jaxattn.engine.request import Request
 from jaxattn.memory.budget import Item, MemoryPlan
 from jaxattn.memory.limits import Limits
 

@@ -13,7 +13,8 @@ import jax
 
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import GenerationInterrupted, Request
+from jaxattn.engine.outcome import GenerationInterrupted
+from jaxattn.engine.request import Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.config import HybridConfig
 from jaxattn.models.hybrid import Hybrid

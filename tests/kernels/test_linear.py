@@ -327,3 +327,45 @@ def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
         detect_races=all(n % 128 == 0 for n in sizes),
     )  # fmt: skip
     check_normed(found, x, added, norms, weights, 1, gated=gated)
+
+
+NORMED = [(2048, (3072, 576)), (2048, (12288, 64)), (2048, (1088,)), (5120, (2048,))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner, sizes", NORMED)
+def test_a_norm_comes_before_a_product_on_a_gpu(inner, sizes):
+    x, added, norms, weights = normed_case(inner, *sizes, layers=3)
+    run = jax.jit(
+        lambda layer, *weights: linears_mosaic(
+            x,
+            weights,
+            layer=layer,
+            out_dtypes=[jnp.float32] * len(sizes),
+            norm=Normed(added=added, weights=norms, affine=(2, 1), eps=1e-5, gives=True),
+        )  # fmt: skip
+    )
+    for layer in range(3):
+        found = run(layer, *weights)
+        check_normed(found, x, added, norms, weights, layer)
+        jax.tree.map(np.testing.assert_array_equal, found, run(layer, *weights))
+
+
+@pytest.mark.parametrize("inner, sizes", NORMED)
+def test_blocks_that_norm_have_room_for_the_token(inner, sizes):
+    tiles = sum(-(-n // 128) for n in sizes)
+    config = choose(tiles=tiles, steps=inner // 64, columns=8, gated=False, normed=True)
+    mine = inner // 64 // config.parts
+    total = config.stages * 64 * 128 * 2 + mine * 1024 + 8 * 128 * 4
+    assert total <= 75 * 1024  # three share a multiprocessor
+
+
+@pytest.mark.parametrize(
+    "tokens, inner, message", [(2, 2048, "norms one token"), (1, 192, "a multiple of 128; got 192")]
+)
+def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):
+    x, added = jnp.zeros((2, tokens, inner))
+    norm = Normed(added=added, weights=jnp.zeros((2, inner)), affine=(1, 0), eps=1e-6)
+    weights = [jnp.zeros((1, inner, 128), jnp.bfloat16)]
+    with pytest.raises(NotImplementedError, match=message):
+        linears_mosaic(x, weights, layer=0, out_dtypes=[jnp.float32], norm=norm, interpret=True)

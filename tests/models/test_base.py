@@ -11,10 +11,11 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.formats import LatentFormat
 from jaxattn.engine.memory_plan import page_bytes
 from jaxattn.models import CacheSize, Hybrid, LayerCache
-from jaxattn.models.base import check_caches, check_params, init_state, scratch_spec
+from jaxattn.models.base import check_params, init_state, scratch_spec
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches import LatentPages, RecurrentState
 from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.layer_cache import check_caches
 from tests.helpers.engine_cases import SMALLEST
 
 LATENTS = LatentPages(name="latents", layers=2, format=LatentFormat("bfloat16", 64, 16))

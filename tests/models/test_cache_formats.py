@@ -15,19 +15,13 @@ from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.serve import main as serve_main
 from jaxattn.core.formats import CACHE_FORMATS, TURBOQUANT, KVFormat
 from jaxattn.models import known
-from jaxattn.models.base import (
-    CacheSize,
-    DecodeBatch,
-    PrefillBatch,
-    init_state,
-    jit_step,
-    scratch_spec,
-)
+from jaxattn.models.base import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
 from jaxattn.models.blocks import GQA, Block
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.layer_cache import CacheSize
 from jaxattn.models.loading import load
 from jaxattn.plan import plan
 from tests.helpers.safetensors_files import read_file, write_file

@@ -9,18 +9,12 @@ import pytest
 from jaxattn import Engine, Limits, Request
 from jaxattn.core.rope import RopeConfig
 from jaxattn.core.turboquant import TurboFormat, _warn_of_three_bits
-from jaxattn.models.base import (
-    CacheSize,
-    DecodeBatch,
-    PrefillBatch,
-    init_state,
-    jit_step,
-    scratch_spec,
-)
+from jaxattn.models.base import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
 from jaxattn.models.block import Block, Stream
 from jaxattn.models.blocks import GQA, MLP
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.layer_cache import CacheSize
 from jaxattn.models.sharding import divided
 from jaxattn.models.sharding.cut import CannotDivide
 from jaxattn.parallel import Parallel

@@ -12,7 +12,7 @@ from jaxattn.bench.model.experts import Choices, WatchedExperts
 from jaxattn.core.layers import LayerOf
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.nn import moe as nn_moe
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 from jaxattn.ops.router import split_router
 from tests.helpers.kernel_cases import relative
 

@@ -16,7 +16,7 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, PrefillBatch, divided
 from jaxattn.models.base import init_state, jit_step, scratch_spec
 from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 from jaxattn.parallel import Group, Parallel
 
 STEPS = 5

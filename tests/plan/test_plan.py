@@ -19,7 +19,8 @@ from rich.console import Console
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.memory_plan import bound_of, packed_shapes
+from jaxattn.engine.executable_memory import bound_of
+from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.state import new_state
 from jaxattn.engine.step import int32
 from jaxattn.engine.steps import entry_points

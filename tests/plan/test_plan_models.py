@@ -9,16 +9,18 @@ import pytest
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
-from jaxattn.engine.memory_plan import from_shapes, packed_shapes, plan_engine
+from jaxattn.engine.executable_memory import from_shapes
+from jaxattn.engine.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.several import with_steps
 from jaxattn.engine.steps import EntryPoint
 from jaxattn.memory.device import known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models import huggingface, known
-from jaxattn.models.base import CacheSize, LayerCache, Model
+from jaxattn.models.base import Model
 from jaxattn.models.caches import LatentPages
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.layer_cache import CacheSize, LayerCache
 from jaxattn.plan import PlanError, plan
 from jaxattn.plan.notes import notes
 from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches, latents_of

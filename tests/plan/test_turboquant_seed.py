@@ -11,7 +11,8 @@ import pytest
 
 from jaxattn import Arena, Limits, gqa
 from jaxattn.core.formats import TURBOQUANT
-from jaxattn.engine.memory_plan import Executable, fill, packed_shapes, page_bytes, plan_engine
+from jaxattn.engine.executable_memory import Executable
+from jaxattn.engine.memory_plan import fill, packed_shapes, page_bytes, plan_engine
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import known_device

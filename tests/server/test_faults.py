@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import FinishEvent, FinishReason, Request
+from jaxattn.engine.outcome import FinishEvent, FinishReason
+from jaxattn.engine.request import Request
 from jaxattn.engine.runner import Runner
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine

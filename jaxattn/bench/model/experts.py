@@ -14,9 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.models.base import DecodeState, jit_step
+from jaxattn.models.base import jit_step
 from jaxattn.models.blocks import Block, MoE, Stream
 from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.layer_cache import DecodeState
 from jaxattn.nn import MixtureOfExperts
 
 

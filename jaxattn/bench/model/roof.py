@@ -12,9 +12,9 @@ import jax
 
 from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.memory.budget import nbytes
-from jaxattn.models.base import CacheSize
 from jaxattn.models.blocks import GQA, MLA, DeltaMixer, Mixer, MoE
 from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.layer_cache import CacheSize
 from jaxattn.models.parts import part_of
 from jaxattn.models.placing import Key
 

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.models.base import CacheSize, DecodeBatch, PrefillBatch
+from jaxattn.models.base import DecodeBatch, PrefillBatch
+from jaxattn.models.layer_cache import CacheSize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.models.base import CacheSize, DecodeState
 from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.layer_cache import CacheSize, DecodeState
 
 BLOCK = 2**24  # numbers that are drawn at a time: their bits take 16 bytes each, 256 MiB
 COMPILERS = 8  # threads

@@ -79,6 +79,7 @@ class Refs:
     layer_ref: Any
     table_ref: Any
     lens_ref: Any
+    made_of_ref: Any  # None: the schedule is the call's own
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
     query_lens_ref: Any  # None: every row has all S tokens
@@ -164,6 +165,10 @@ class Block[C: Cut, M]:
         """The state after the `i`-th of the piece's steps that are this warpgroup's."""
         raise NotImplementedError
 
+    def steps(self, piece: Piece, taken: jax.Array, state: Any) -> Any:
+        """The state after so many of them."""
+        return lax.fori_loop(0, taken, functools.partial(self.step, piece), state)
+
     def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         """(output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
         raise NotImplementedError
@@ -194,6 +199,7 @@ class Block[C: Cut, M]:
             kv_ref=refs.kv_ref, layer=layer, index=self.index,
             order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
             q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
+            made_of_ref=refs.made_of_ref,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -217,18 +223,20 @@ class Block[C: Cut, M]:
         self.part.each_piece(self._piece, nothing)
 
     def write_empty_rows(self) -> None:
-        """What the rows without keys are answered: the blocks take these rows in turns."""
+        """What the rows without keys are answered, and NaN to those of which the schedule knows
+        another length: the blocks take these rows in turns."""
         rows, kv_heads = self.refs.lens_ref.shape[0], self.cut.kv_heads
 
         @pl.loop(self.index, rows, step=self.cut.parts)
         def _each(row):
             first = row * kv_heads
+            known = self.part.known(first)
 
             @pl.when(self.part.pages_of(first) <= 0)
             def _():
                 @pl.loop(first, first + kv_heads)
                 def _each_pair(pair):
-                    write_nothing(self.epilogue.outputs, pair)
+                    write_nothing(self.epilogue.outputs, pair, known)
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         """The steps that are this warpgroup's, and one result of all warpgroups."""
@@ -236,8 +244,7 @@ class Block[C: Cut, M]:
         piece = self._opened(pair, start, number, done)
         consumers, memory = self.cut.consumers, self.epilogue.memory
         taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
-        state = lax.fori_loop(0, taken, functools.partial(self.step, piece), self.empty())
-        accs, top, total = self.result(state)
+        accs, top, total = self.result(self.steps(piece, taken, self.empty()))
         merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps)
         if self.refs.slots_ref is not None:
             whole = steps == self.part.pages_of(pair)

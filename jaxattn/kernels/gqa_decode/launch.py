@@ -110,6 +110,7 @@ def gqa_decode_mosaic(
             "layer_ref": layer,
             "table_ref": block_tables,
             "lens_ref": seq_lens,
+            "made_of_ref": schedule.seq_lens,
             "cuts_ref": line.cuts,
             "order_ref": line.order,
             "query_lens_ref": query_lens,

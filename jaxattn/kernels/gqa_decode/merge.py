@@ -226,11 +226,16 @@ def merge(
     epilogue.meet()
 
 
-def write_nothing(outputs: Outputs, pair: jax.Array) -> None:
-    """Of a pair without keys: 0, and an LSE of -inf."""
+def write_nothing(outputs: Outputs, pair: jax.Array, known: jax.Array | None) -> None:
+    """Of a pair without keys: 0, and an LSE of -inf; NaN where it is False that the schedule knows
+    its length."""
     count, dims = outputs.columns.size, outputs.head_dim
-    nothing = plgpu.layout_cast(jnp.zeros((count, WIDTH), outputs.out.dtype), SCORES)
+    zero, lowest = jnp.float32(0), jnp.float32(-jnp.inf)
+    if known is not None:
+        zero, lowest = (jnp.where(known, x, jnp.nan) for x in (zero, lowest))
+    nothing = jnp.full((count, WIDTH), zero.astype(outputs.out.dtype))
+    nothing = plgpu.layout_cast(nothing, SCORES)
     for first in range(0, dims, WIDTH):
         outputs.write(pair, first, nothing)
-    lse = plgpu.layout_cast(jnp.full((count,), -jnp.inf, jnp.float32), BY_ROW)
+    lse = plgpu.layout_cast(jnp.full((count,), lowest), BY_ROW)
     outputs.write_lse(pair, lse)

@@ -41,6 +41,7 @@ class Pairs(Part):
     Attributes:
         kv_ref: the cache [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them.
         query_lens_ref: [B], or None.
+        made_of_ref: [B], `PairSchedule.seq_lens`, or None.
     """
 
     kv_heads: int
@@ -48,6 +49,7 @@ class Pairs(Part):
     q_len: int
     window: int | None
     query_lens_ref: Any
+    made_of_ref: Any
 
     def some_row(self, row: jax.Array) -> jax.Array:
         return jnp.minimum(row, self.lens_ref.shape[0] * self.kv_heads - 1)
@@ -57,10 +59,22 @@ class Pairs(Part):
         return row, pair - row * self.kv_heads
 
     def length_of(self, pair: jax.Array) -> jax.Array:
-        """Tokens of its row; 0, as of padding, where they are more than the table has places."""
-        length = self.lens_ref[self.row_and_head(self.some_row(pair))[0]]
+        """Tokens of its row; 0, as of padding, where they are more than the table has places, or
+        not those that the schedule was made of."""
+        length, known = self._lengths(pair)
+        return length if known is None else jnp.where(known, length, 0)
+
+    def known(self, pair: jax.Array) -> jax.Array | None:
+        """Whether the schedule was made of its row's length; None: of this call's lengths."""
+        return self._lengths(pair)[1]
+
+    def _lengths(self, pair: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        row = self.row_and_head(self.some_row(pair))[0]
+        length = self.lens_ref[row]
         most = self.table_ref.shape[1] * self.page_size
-        return length if most >= MOST else jnp.where(length > most, 0, length)
+        if most < MOST:
+            length = jnp.where(length > most, 0, length)
+        return length, None if self.made_of_ref is None else length == self.made_of_ref[row]
 
     def queries_of(self, pair: jax.Array) -> jax.Array | None:
         """How many query tokens its row has; None: all S."""
@@ -71,6 +85,8 @@ class Pairs(Part):
     def ask_ahead(self, *, interpret: bool) -> None:
         """Asks for what `numbers` of the first piece reads in turn."""
         ask_for_all(self.lens_ref, interpret=interpret)
+        if self.made_of_ref is not None:
+            ask_for_all(self.made_of_ref, interpret=interpret)
         if self.window is not None:  # its first page depends on its length
             return
         pair = self.some_row(self.place(self.begin[0]).row)

@@ -8,7 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.checks import Arguments, check_sizes, check_window
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_decode.arrivals import none_yet
 from jaxattn.kernels.gqa_decode.memory import block_columns, blocks_together
@@ -43,6 +44,8 @@ class PairSchedule:
         line: the parts, of pairs p = row * Hk + head.
         arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
             which run one after another. None: each call makes its own.
+        seq_lens: int32 [B], the lengths that it was made of, 0 where they were too long. A call
+            gives NaN for rows of other lengths. None: the call's own.
         num_kv_heads: Hk.
         q_len: S.
         window: keys that a token sees, or None.
@@ -53,6 +56,7 @@ class PairSchedule:
     q_len: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
     arrived: jax.Array | None = None
+    seq_lens: jax.Array | None = None
 
     def arrived_of(self, tiles: int) -> jax.Array:
         """`arrived`, made here where it is None, for so many tiles of a pair.
@@ -178,7 +182,7 @@ def decode_schedule(
         least_piece=SHORT_PART,
         longer=LONGER,
     )
-    schedule = PairSchedule(line, num_kv_heads, q_len, window)
+    schedule = PairSchedule(line, num_kv_heads, q_len, window, seq_lens=seq_lens)
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
 
 
@@ -207,6 +211,7 @@ def schedule_of(
             head_dim=head_dim, max_pages=max_pages, page_size=page_size, window=window,
             interpret=interpret,
         )  # fmt: skip
+        schedule = dataclasses.replace(schedule, seq_lens=None)
     schedule.check(
         op, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads, window=window,
         steps=most_steps(max_pages, page_size, q_len, window),

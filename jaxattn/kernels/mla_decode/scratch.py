@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.checks import Arguments, check_sizes
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_sizes
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.rows_memory import RANK

@@ -4,7 +4,7 @@ What surrounds the choice (choice.py) is in the launch too, as each step of it w
 XLA's: the sum of the logits' two halves, the experts that every token takes and their gate, and
 padding. Of one token the list of work is made as well.
 
-Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.route`
+Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe_route.route`
 (implementation="xla"), tests/kernels/moe/test_route.py.
 """
 

@@ -14,7 +14,7 @@ from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import experts, layers, mla
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.placing import Placed, ends, layer_places
-from jaxattn.ops.moe import Router
+from jaxattn.ops.moe_route import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 

@@ -4,7 +4,8 @@ import dataclasses
 
 from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.models.blocks import MoE
-from jaxattn.models.placing import ExpertColumns, ExpertRows, LayerPlace, Placed
+from jaxattn.models.changes import ExpertColumns, ExpertRows
+from jaxattn.models.placing import LayerPlace, Placed
 from jaxattn.models.stored import Numbers
 
 

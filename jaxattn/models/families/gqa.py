@@ -1,8 +1,9 @@
 """What families with Qwen's grouped-query attention share: its fields and its tensors."""
 
 from jaxattn.models.blocks import GQA
+from jaxattn.models.changes import Change
 from jaxattn.models.families.fields import Fields
-from jaxattn.models.placing import AS_IT_IS, Change, LayerPlace, Placed
+from jaxattn.models.placing import AS_IT_IS, LayerPlace, Placed
 
 
 def read_attention(fields: Fields, *, gated: bool = False, rotated: float = 1.0) -> GQA:

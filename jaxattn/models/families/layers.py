@@ -1,10 +1,11 @@
 """What all families share: fields of the decoder, and tensors of norms and dense MLPs."""
 
 from jaxattn.models.blocks import Block, Stream
+from jaxattn.models.changes import Change
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.families.fields import Fields
-from jaxattn.models.placing import AS_IT_IS, Change, LayerPlace, Placed
+from jaxattn.models.placing import AS_IT_IS, LayerPlace, Placed
 
 
 def read_decoder(

@@ -7,12 +7,13 @@ bfloat16 would round away: their weights are float32 here. The norm behind the d
 from collections.abc import Callable, Collection
 
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, FeedForward, MoE
+from jaxattn.models.changes import OnePlus
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import experts, layers
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.families.gqa import attention, read_attention
-from jaxattn.models.placing import LayerPlace, OnePlus, Placed, ends, layer_places
-from jaxattn.ops.moe import Router
+from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
+from jaxattn.ops.moe_route import Router
 
 # Of a checkpoint with a vision tower, and of the text model alone.
 PREFIXES = ("model.language_model", "model")

@@ -8,7 +8,8 @@ pages have the same ones.
 import dataclasses
 
 from jaxattn.models.block import Stream
-from jaxattn.models.mixers import GQA, MLA
+from jaxattn.models.gqa_mixer import GQA
+from jaxattn.models.mla_mixer import MLA
 from jaxattn.models.sharding.cut import CannotDivide, Cut, Divided, divided_layer, divides, refuse
 from jaxattn.parallel import Parallel
 

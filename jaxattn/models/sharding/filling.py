@@ -21,9 +21,10 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxattn.models import cutting
+from jaxattn.models.changes import Change
 from jaxattn.models.cutting import Block, Weight, cut
 from jaxattn.models.filling import READERS, OnProgress, opened, read, sent_as
-from jaxattn.models.placing import Change, Key
+from jaxattn.models.placing import Key
 from jaxattn.models.sharding.cut import Cuts, own
 from jaxattn.models.sharding.decoder import OneOfMany
 from jaxattn.models.stored import Stored

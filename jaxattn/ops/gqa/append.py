@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.checks import Arguments, finite
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import FLOATS, Arguments
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS
 from jaxattn.core.formats import FP8, KVFormat
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.varying import refuse_explicit_axes

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.checks import Arguments, check_window, finite
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_window, finite
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 

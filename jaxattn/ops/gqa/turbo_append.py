@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxattn.core.checks import Arguments
+from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.rope import RopeConfig, Rotation
@@ -13,7 +13,7 @@ from jaxattn.core.turboquant import TurboFormat
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_turbo.append import turbo_append_mosaic
 from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
-from jaxattn.ops.gqa.turboquant import check_head_dim, check_turbo_cache, turbo_cache_write
+from jaxattn.ops.gqa.turbo_cache import check_head_dim, check_turbo_cache, turbo_cache_write
 
 
 def turbo_append(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, UInt8
 
-from jaxattn.core.checks import Arguments
+from jaxattn.core.arguments import Arguments
 from jaxattn.core.turbo_slots import GROUP, pack, slot_pages
 from jaxattn.core.turboquant import LARGEST_F16, Codes, TurboFormat, level_length
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import Arguments
+from jaxattn.core.arguments import Arguments
 from jaxattn.core.products import dot
 
 LEAST_ROWS = 8  # of a head's product on a GPU

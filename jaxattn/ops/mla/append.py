@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.checks import FLOATS, Arguments, finite, is_integer
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import FLOATS, finite, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.checks import Arguments
+from jaxattn.core.arguments import Arguments
 from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.varying import refuse_explicit_axes

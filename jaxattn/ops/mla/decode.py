@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import Arguments, check_arena, is_integer
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_arena, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxattn.core.checks import Arguments, is_integer
+from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.formats import LatentFormat
 from jaxattn.core.pages import attend_pages

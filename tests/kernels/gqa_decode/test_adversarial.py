@@ -226,6 +226,33 @@ def test_a_schedule_of_other_rows_is_refused():
         attend(case, "mosaic_gpu_interpret", schedule=longer)
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    ["mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+def test_rows_of_which_the_schedule_knows_another_length_are_nan(implementation):
+    """Longer, shorter, without tokens before, and without them now: the others are as they were."""
+    case = gqa_case([70, 300, 0, 129, 40, 0, 200], kv_heads=1, dim=64, sinks=True, gate=True)
+    made_of = jnp.asarray([70, 129, 33, 300, 0, 0, 200])
+    schedule = gqa.decode_schedule(
+        made_of, interpret=implementation != "mosaic_gpu", **expected_shape(case)
+    )
+    whole = gqa.decode_schedule(
+        case.seq_lens, interpret=implementation != "mosaic_gpu", **expected_shape(case)
+    )
+    known = np.array([True, False, False, False, False, True, True])
+    for found, expected in zip(
+        attend(case, implementation, schedule=schedule),
+        attend(case, implementation, schedule=whole),
+        strict=True,
+    ):
+        found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
+        assert np.isnan(found[~known]).all()
+        np.testing.assert_allclose(found[known], expected[known], rtol=1e-2, atol=1e-3)
+    again = attend(case, implementation, schedule=schedule)  # which counts in the same `arrived`
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (found, again[1])))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["up", "down", "random"])
 @pytest.mark.parametrize("scales", [None, [[0.05], [0.05]]])

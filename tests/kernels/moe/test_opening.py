@@ -16,7 +16,8 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
 from jaxattn.kernels.moe.opening import opening_mosaic
-from jaxattn.ops.moe import Router, mixture_of_experts
+from jaxattn.ops.moe import mixture_of_experts
+from jaxattn.ops.moe_route import Router
 from jaxattn.ops.opening import open_experts, opens
 from jaxattn.ops.router import choose_experts, router_products, split_router
 from tests.helpers.kernel_cases import both_devices, no_races, relative

@@ -11,7 +11,7 @@ import pytest
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.route import route_mosaic
-from jaxattn.ops.moe import Router, route
+from jaxattn.ops.moe_route import Router, route
 from jaxattn.ops.router import choose_experts
 from tests.helpers.kernel_cases import both_devices, no_races
 

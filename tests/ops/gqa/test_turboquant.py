@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxattn.core.turboquant import PRESETS, TurboFormat
-from jaxattn.ops.gqa.turboquant import turbo_attention, turbo_cache_write
+from jaxattn.ops.gqa.turbo_cache import turbo_cache_write
+from jaxattn.ops.gqa.turboquant import turbo_attention
 from jaxattn.ops.gqa.turboquant_vllm import import_vllm_slots
 from tests.helpers.turbo_cases import (
     assert_turbo_close,
