@@ -176,8 +176,8 @@ class Computer:
         *,
         seen: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(weights float32, references, sums, what rescales the output) with step i's scores, all of
-        which count if they are `seen`."""
+        """(weights float32, references, sums, what rescales the output) with step i's scores. If
+        they are `seen`, all of them count."""
         scores, keys = self.scores.capped(scores), self.config.keys
         if not seen:
             step = self.tiles.step(tile, i)

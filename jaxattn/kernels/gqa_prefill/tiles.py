@@ -136,8 +136,8 @@ class Tiles:
         return (step.position >= begin) & (step.position + self.keys <= end)
 
     def seen_first(self, tile: Tile, first_row: jax.Array) -> jax.Array:
-        """How many steps, from the first on, have keys that all packed rows from `first_row` on see,
-        each as `all_seen` says; there is no window."""
+        """How many steps, from the first on, have keys that all packed rows from `first_row` on
+        see, each as `all_seen` says; there is no window."""
         first, _, prefix, _, offset = tile.bounds
         end = jnp.minimum(tile.high, prefix + offset + self.token_of(first_row) + 1)
         cached = lax.div(jnp.minimum(prefix, end), self.keys) - tile.prefix_low
