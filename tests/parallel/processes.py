@@ -1,7 +1,8 @@
-"""One process of an engine over several: python -m tests.parallel.processes RANK COORDINATOR WHAT
+"""One process of an engine over two: python -m tests.parallel.processes RANK COORDINATOR WHAT
 
-Process 0 leads, prints its completions as JSON, and closes; the others follow. WHAT is what
-goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck.
+Process 0 leads, prints its completions as JSON, and closes; the other follows. WHAT is what
+goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck. On a GPU the engine
+is the embedded model's with its kernels, on CPUs a small one's.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from jaxattn.cli.hosts import Place, joined
 from jaxattn.engine import hosts
 from jaxattn.memory.budget import PlanError
 from jaxattn.models import Hybrid
+from tests.parallel import two_gpus_engine
 from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
 STUCK = 5.0  # seconds
@@ -26,8 +28,9 @@ SLOW = 120.0  # that a step may take on a machine with other work
 
 
 def main(rank: int, coordinator: str, what: str) -> None:
-    jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_disable_most_optimizations", True)
+    if on_cpu := os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")
+        jax.config.update("jax_disable_most_optimizations", True)
     wrong = what if rank == 1 else "nothing"
     limits = {"stuck": STUCK if what == "stuck" else SLOW, "silent": SLOW}
     with joined(Place(rank, 2, coordinator), **limits) as crew:
@@ -39,11 +42,12 @@ def main(rank: int, coordinator: str, what: str) -> None:
         crew.agree(facts)
         if wrong == "memory":
             raise PlanError("the plan takes 90 GB, and 80 GB are free")
-        with engine() as made:
+        with (small if on_cpu else embedded)() as made:
             if rank == 0:
                 made.lead(crew)
                 print("leads", flush=True)
-                tokens = [each.tokens for each in made.generate(requests())]
+                asked = requests() if on_cpu else two_gpus_engine.requests()
+                tokens = [list(each.tokens) for each in made.generate(asked)]
                 print(json.dumps(tokens), flush=True)
                 return
             if wrong in ("killed", "stuck"):
@@ -52,7 +56,7 @@ def main(rank: int, coordinator: str, what: str) -> None:
             print("followed", flush=True)
 
 
-def engine() -> Engine:
+def small() -> Engine:
     model = Hybrid(CONFIG)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
     return Engine(
@@ -63,6 +67,10 @@ def engine() -> Engine:
         parallel=Parallel(tensor=4, context=2),
         strict=True,
     )
+
+
+def embedded() -> Engine:
+    return two_gpus_engine.engine(Parallel(tensor=2, context=2))
 
 
 class Fails:

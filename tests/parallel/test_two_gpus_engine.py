@@ -2,13 +2,14 @@
 
     python -m pytest -m gpu -p no:xdist -s -v tests/parallel/test_two_gpus_engine.py
 
-One process has the engines one after another (two_gpus_engine.py): a GPU's peak cannot be reset,
-and what NCCL takes of it is taken once in a process. It takes two fifths of both GPUs. A test
-begins as soon as its engine has said what it did.
+Each engine has a process of its own, all at a time, as they compile for most of it. One takes a
+fifth of both GPUs: the peak of its process is compared with its plan.
 """
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,12 +21,13 @@ import jax
 import pytest
 
 from jaxattn.plan.group import COLLECTIVES
+from tests.parallel.test_two_processes import two_ports
 
 ROOT = Path(__file__).parents[2]
-# The first has the peak, and a pool so large that 1% of it is more than what its allocator may
-# round up.
 CONTEXT, DATA, ALONE = "tensor=2,context=2", "data=2", "alone"
-SHARE = 0.4
+PROCESSES, KILLED = "two processes", "two processes, and one is killed"
+# Of each GPU's memory: a pool so large that 1% of it is more than what its allocator may round up.
+SHARES = {CONTEXT: 0.2, DATA: 0.03, ALONE: 0.03, PROCESSES: 0.03, KILLED: 0.03}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,43 +36,69 @@ pytestmark = [
 
 
 class Served:
-    """What the process says of its engines, read when it is asked for."""
+    """What the engines' processes say, read when it is asked for."""
 
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process, self._found = process, dict[str, Any]()
-        self._began = time.perf_counter()
+    def __init__(self) -> None:
+        self._began, self._found = time.perf_counter(), dict[str, Any]()
+        self.processes = {layout: begun(layout) for layout in SHARES}
 
-    def __getitem__(self, layout: str) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        while layout not in self._found:
-            line = self._process.stdout.readline()
-            assert line, f"the process ended with {self._process.wait()}"
-            if line.startswith("{"):
-                self._found |= json.loads(line)
-                spent = time.perf_counter() - self._began
-                print(f"{', '.join(self._found)}: there after {spent:.0f} s", flush=True)
+    def __getitem__(self, layout: str) -> Any:
+        if layout not in self._found:
+            first, *others = self.processes[layout]
+            said, _ = first.communicate()
+            lines = [line for line in said.splitlines() if line.startswith(("{", "["))]
+            assert lines, f"{layout}: the process ended with {first.returncode}"
+            assert all(each.wait() == 0 for each in others)
+            self._found[layout] = json.loads(lines[-1])
+            spent = time.perf_counter() - self._began
+            print(f"{layout}: there after {spent:.0f} s", flush=True)
         return self._found[layout]
+
+    def tokens(self, layout: str) -> list[list[int]]:
+        return self[layout] if layout == PROCESSES else self[layout]["tokens"]
+
+    def end(self) -> None:
+        for process in itertools.chain(*self.processes.values()):
+            with process:  # closes its pipes, and waits
+                process.kill()
+
+
+def begun(layout: str) -> list[subprocess.Popen[str]]:
+    """The layout's process; of two the leader first, each with a GPU of its own."""
+    share, environment = str(SHARES[layout]), dict(os.environ)
+    environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = share
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    if layout not in (PROCESSES, KILLED):
+        whole = [share] if layout == CONTEXT else []
+        command = ["tests.parallel.two_gpus_engine", layout, *whole]
+        return [process(command, environment)]
+    found, coordinator = [], f"127.0.0.1:{two_ports()}"
+    gpus = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    for rank in range(2):
+        what = "killed" if layout == KILLED else "nothing"
+        command = ["tests.parallel.processes", str(rank), coordinator, what]
+        found.append(process(command, environment | {"CUDA_VISIBLE_DEVICES": gpus[rank]}))
+    return found
+
+
+def process(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if command[-1] == "killed" else None,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    environment = os.environ | {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-    }
-    command = [sys.executable, "-m", "tests.parallel.two_gpus_engine", str(SHARE)]
-    process = subprocess.Popen(
-        [*command, CONTEXT, ALONE, DATA],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    served = Served()
     try:
-        yield Served(process)
+        yield served
     finally:
-        process.kill()
-        process.communicate()
+        served.end()
 
 
 def test_each_gpus_peak_is_within_one_percent_of_the_plan_and_never_over_it(served):
@@ -93,9 +121,9 @@ def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
     assert two["in_use_at_the_end"] == two["in_use_when_sealed"]
 
 
-@pytest.mark.parametrize("layout", [CONTEXT, DATA])
+@pytest.mark.parametrize("layout", [CONTEXT, DATA, PROCESSES])
 def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
-    one, two = served[ALONE]["tokens"], served[layout]["tokens"]
+    one, two = served.tokens(ALONE), served.tokens(layout)
     same = [
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
         for x, y in zip(one, two, strict=True)
@@ -103,3 +131,14 @@ def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layou
     print(f"{layout}: tokens of each row until the first that differs: {same}")
     # Partial sums are rounded to bfloat16: where two tokens are as likely, rows part.
     assert min(same) >= 8
+
+
+def test_a_process_that_is_killed_ends_the_other_with_one_message_and_frees_its_gpu(served):
+    leader, other = served.processes[KILLED]
+    assert other.wait() == -signal.SIGKILL
+    began = time.perf_counter()
+    _, errors = leader.communicate(timeout=30)
+    print(f"the leader ended {time.perf_counter() - began:.1f} s later: {errors[-300:]}")
+    assert leader.returncode not in (0, None)
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "process 1 at 127.0.0.1 is gone" in said[0], errors[-3000:]

@@ -1,9 +1,10 @@
-"""Engines of the embedded model over the GPUs of layouts, one after another; prints JSON of each.
+"""An engine of the embedded model over the GPUs of a layout; prints what it did as JSON.
 
-    python -m tests.parallel.two_gpus_engine 0.4 tensor=2,context=2 alone data=2
+    python -m tests.parallel.two_gpus_engine tensor=2,context=2 0.2
+    python -m tests.parallel.two_gpus_engine alone
 
-The number is the share of each GPU's memory that JAX's pool has. The first engine's cache takes
-most of it, so that the peak of the process is that engine's.
+The number is the share of each GPU's memory that the engine's cache takes most of; without it the
+cache is small.
 """
 
 import json
@@ -22,35 +23,43 @@ from jaxattn.models.checkpoint import EMBEDDED, load
 PROMPTS = (b"def fib(n):\n", b"import ", b"class Tree:\n    def __init__(self", b"for i in range(")
 TOKENS = 48
 PAGE_BYTES = 2 * 64 * 576 * 2  # of its two layers of latents, in bfloat16
-FEW = 64  # pages of the engines after the first
+FEW = 64  # pages
 
 
-def main(share: float, layouts: list[str]) -> None:
-    memory = device_memory(jax.devices()[0])
-    assert memory is not None
-    many = int(0.8 * share * memory.total) // PAGE_BYTES
-    for number, text in enumerate(layouts):
-        parallel = Parallel() if text == "alone" else read_layout(text)
-        print(json.dumps({text: served(parallel, FEW if number else many)}), flush=True)
+def main(text: str, share: float | None = None) -> None:
+    parallel, pages = Parallel() if text == "alone" else read_layout(text), FEW
+    if share is not None:
+        memory = device_memory(jax.devices()[0])
+        assert memory is not None
+        pages = int(0.8 * share * memory.total) // PAGE_BYTES
+    print(json.dumps(served(parallel, pages)), flush=True)
 
 
 def served(parallel: Parallel, pages: int) -> dict[str, Any]:
-    model, params = embedded()
     devices = jax.devices()[: parallel.gpus]
-    limits = Limits(batch=4, max_model_len=512, num_pages=pages, decode_buckets=())
-    with Engine(model, params, limits, parallel=parallel, strict=True, workers=16) as engine:
-        engine.start()
+    with engine(parallel, pages) as made:
+        made.start()
         sealed = [in_use(device) for device in devices]
-        done = engine.generate([Request(prompt, max_tokens=TOKENS) for prompt in PROMPTS])
+        done = made.generate(requests())
         return {
             "tokens": [list(each.tokens) for each in done],
-            "planned_inside": engine.plan.inside,
-            "items": {item.name: item.nbytes for item in engine.plan.items},
+            "planned_inside": made.plan.inside,
+            "items": {item.name: item.nbytes for item in made.plan.items},
             "peaks": [(device.memory_stats() or {})["peak_bytes_in_use"] for device in devices],
             "in_use_when_sealed": sealed,
             "in_use_at_the_end": [in_use(device) for device in devices],
-            "after_seal": dict(engine.seal.counts),
+            "after_seal": dict(made.seal.counts),
         }
+
+
+def engine(parallel: Parallel, pages: int = FEW) -> Engine:
+    model, params = embedded()
+    limits = Limits(batch=4, max_model_len=512, num_pages=pages, decode_buckets=())
+    return Engine(model, params, limits, parallel=parallel, strict=True, workers=16)
+
+
+def requests() -> list[Request]:
+    return [Request(prompt, max_tokens=TOKENS) for prompt in PROMPTS]
 
 
 def embedded() -> tuple[Hybrid, Any]:
@@ -65,4 +74,4 @@ def in_use(device: jax.Device) -> int:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1], *map(float, sys.argv[2:]))

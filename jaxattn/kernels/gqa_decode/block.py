@@ -165,6 +165,10 @@ class Block[C: Cut, M]:
         """The state after the `i`-th of the piece's steps that are this warpgroup's."""
         raise NotImplementedError
 
+    def steps(self, piece: Piece, taken: jax.Array, state: Any) -> Any:
+        """The state after so many of them."""
+        return lax.fori_loop(0, taken, functools.partial(self.step, piece), state)
+
     def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         """(output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
         raise NotImplementedError
@@ -240,8 +244,7 @@ class Block[C: Cut, M]:
         piece = self._opened(pair, start, number, done)
         consumers, memory = self.cut.consumers, self.epilogue.memory
         taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
-        state = lax.fori_loop(0, taken, functools.partial(self.step, piece), self.empty())
-        accs, top, total = self.result(state)
+        accs, top, total = self.result(self.steps(piece, taken, self.empty()))
         merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps)
         if self.refs.slots_ref is not None:
             whole = steps == self.part.pages_of(pair)

@@ -24,6 +24,7 @@ from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
 from jaxattn.kernels.gqa_turbo.lean import REGISTERS_OF_FOUR, LeanBody
 from jaxattn.kernels.gqa_turbo.memory import (
+    FEW,
     MOST_CONSUMERS,
     REGISTERS,
     Memory,
@@ -31,6 +32,7 @@ from jaxattn.kernels.gqa_turbo.memory import (
     room_of,
     scratch_types,
 )
+from jaxattn.kernels.gqa_turbo.wide import WideBody
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 
@@ -69,11 +71,13 @@ def turbo_decode_mosaic(
     arena: Arena | None = None,
     schedule: PairSchedule | None = None,
     lean: bool = False,
+    wide: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """`turbo_attention` on a Hopper GPU; arguments and results are documented there, the arena and
-    the schedule at `gqa_decode`. `lean` takes the steps of lean.py, which no GPU has run."""
+    the schedule at `gqa_decode`. `lean` takes the steps of lean.py, and `wide` those of wide.py,
+    which no GPU has run."""
     require_hopper("turbo_attention", interpret=interpret)
     refuse(q, kv_cache, form)
     q, sinks, gate = without_gradient("turbo_attention", (q, sinks, gate))
@@ -93,10 +97,12 @@ def turbo_decode_mosaic(
     line = schedule.line
     results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
-    room = room_of(form, columns, page_size)
+    wide = wide and columns * dim <= FEW
+    room = room_of(form, columns, page_size, together=2 if wide else 1)
     registers = REGISTERS[room.consumers]
-    if lean and room.consumers == MOST_CONSUMERS:
+    if (lean or wide) and room.consumers == MOST_CONSUMERS:
         registers = REGISTERS_OF_FOUR
+    body = WideBody if wide else LeanBody if lean else Body
     cut = CodedCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
@@ -104,7 +110,7 @@ def turbo_decode_mosaic(
         registers=registers, interpret=interpret, form=form, room=room,
     )  # fmt: skip
     written = launch(
-        lambda **refs: (LeanBody if lean else Body)(cut, *refs_of(refs, Memory)).run(),
+        lambda **refs: body(cut, *refs_of(refs, Memory)).run(),
         name=f"turbo_decode_{form.preset}",
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid={"part": line.parts, "tile": packing.tiles},
@@ -123,7 +129,7 @@ def turbo_decode_mosaic(
             **results.inputs,
         },
         outputs=results.outputs,
-        scratch=scratch_types(form, columns, page_size)._asdict(),
+        scratch=scratch_types(form, columns, page_size, room)._asdict(),
         warpgroups=room.consumers + 1,
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,

@@ -86,14 +86,19 @@ class LeanBody(Body):
         return (1.0 - 2.0 / (jnp.exp2(scores) + 1.0)) * (self.cut.soft_cap * LOG2E)
 
     def _divided(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        largest = lax.bitcast_convert_type(jnp.abs(scale).max(axis=1), jnp.int32) & EXPONENT
+        up, unit = self._unit(jnp.abs(scale).max(axis=1))
+        return scale * self.over_keys(up), unit
+
+    def _unit(self, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(by what scales are multiplied so that s P has room, its unit), of the largest scale."""
+        largest = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT
         largest = jnp.maximum(largest, LEAST_EXPONENT << EXPONENT_AT)
 
         def power(biased: jax.Array) -> jax.Array:
             return lax.bitcast_convert_type(biased, jnp.float32)
 
         up = ((2 * FLOAT_BIAS + P_EXPONENT) << EXPONENT_AT) - largest
-        return scale * self.over_keys(power(up)), power(largest - (P_EXPONENT << EXPONENT_AT))
+        return power(up), power(largest - (P_EXPONENT << EXPONENT_AT))
 
     def _beside(
         self, left: jax.Array, right: Any, make: Callable[[], tuple[jax.Array, ...]]

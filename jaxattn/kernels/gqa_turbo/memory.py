@@ -35,11 +35,13 @@ class Room:
         consumers: w, warpgroups that compute; one more loads.
         steps: of each of them, whose codes are in shared memory or on their way there.
         pitch: bytes from a group of 16 tokens to the next.
+        together: steps that a warpgroup takes at a time.
     """
 
     consumers: int
     steps: int
     pitch: int
+    together: int = 1
 
 
 def whole_steps(page_size: int) -> bool:
@@ -47,18 +49,18 @@ def whole_steps(page_size: int) -> bool:
     return page_size >= PAGE
 
 
-def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
+def room_of(form: TurboFormat, columns: int, page_size: int, together: int = 1) -> Room:
     """How a block's memory is divided, of so many packed rows."""
     pitch = GROUP * form.slot_bytes
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     many = MOST_CONSUMERS
-    if not form.rotated or columns * form.head_dim > FEW:
+    if not form.rotated or columns * form.head_dim > FEW or together > 1:
         many -= 1
     for consumers in range(many, LEAST_CONSUMERS - 1, -1):
         for steps in range(MOST_STEPS, 1, -1):
-            room = Room(consumers, steps, pitch)
+            room = Room(consumers, steps, pitch, together)
             if bytes_of(form, columns, room) <= free:
                 return room
     return Room(LEAST_CONSUMERS, 1, pitch)
@@ -71,8 +73,8 @@ def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
         w * room.steps * GROUPS * room.pitch,  # codes
         QUERIES * TERMS * columns * dim,
         QUERIES * columns * 4,  # factors
-        w * columns * (PAGE + MARGIN) * 4,  # scores
-        w * TERMS * columns * PAGE,  # p
+        w * room.together * columns * (PAGE + MARGIN) * 4,  # scores
+        w * room.together * TERMS * columns * PAGE,  # p
         w * columns * (dim + MARGIN) * 4,  # outputs
         3 * w * columns * 4,  # stats
         3 * w * columns * 4,  # units
@@ -110,8 +112,8 @@ class Memory(NamedTuple):
         codes: uint8 [w, steps, *`step_shape`], as they come.
         queries: e4m3 [2, 2 N, D], both terms, of this piece and the next.
         factors: float32 [2, N], by what their scores are to be multiplied.
-        scores: float32 [w, N, 64 and a margin].
-        p: e4m3 [w, 2 N, 64], both terms.
+        scores: float32 [w, N, 64 and a margin]; of another step at a time, behind all w.
+        p: e4m3 [w, 2 N, 64], both terms; likewise.
         outputs: float32 [w, N, D and a margin], at a piece's end.
         stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
         units: float32 [3, w, N]: what 1 stands for in P, of a step and the one before it; and at a
@@ -136,10 +138,10 @@ class Memory(NamedTuple):
     both_there: Any
 
 
-def scratch_types(form: TurboFormat, columns: int, page_size: int) -> Memory:
+def scratch_types(form: TurboFormat, columns: int, page_size: int, room: Room) -> Memory:
     """What `Memory` is made of."""
-    room, dim = room_of(form, columns, page_size), form.head_dim
-    w, terms = room.consumers, TERMS * columns
+    dim, w, terms = form.head_dim, room.consumers, TERMS * columns
+    together = w * room.together
 
     def barriers(arrivals: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(w, room.steps))
@@ -148,8 +150,8 @@ def scratch_types(form: TurboFormat, columns: int, page_size: int) -> Memory:
         codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
         queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))),
         factors=plgpu.SMEM((QUERIES, columns), jnp.float32),
-        scores=plgpu.SMEM((w, columns, PAGE + MARGIN), jnp.float32),
-        p=plgpu.SMEM((w, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
+        scores=plgpu.SMEM((together, columns, PAGE + MARGIN), jnp.float32),
+        p=plgpu.SMEM((together, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
         outputs=plgpu.SMEM((w, columns, dim + MARGIN), jnp.float32),
         stats=plgpu.SMEM((3, w, columns), jnp.float32),
         units=plgpu.SMEM((3, w, columns), jnp.float32),

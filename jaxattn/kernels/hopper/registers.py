@@ -160,6 +160,19 @@ def held(value: int) -> jax.Array:
     return make()
 
 
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """Sums of a product before it, float32. ptxas sees here that they are 0, and has the product
+    begin without them; of a constant that it took from another block it copies all."""
+    out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(return_type=out)
+    def make(_: Any) -> Any:
+        (x,) = asm("mov.f32 $0, 0f00000000;", [f32()], [], "=f")
+        return mgpu.FragmentedArray.splat(x, shape, mgpu.WGMMA_LAYOUT)
+
+    return make()
+
+
 def asm_word(code: str, *words: Any, movable: bool = False) -> Any:
     """A line of PTX that makes a word, $0, of words."""
     constraints = ",".join(["=r"] + ["r"] * len(words))

@@ -20,11 +20,21 @@ from tests.helpers.turbo_compiled import page_slots, slot_pages
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 kernel = jax.jit(
     turbo_decode_mosaic,
-    static_argnames=("form", "scale", "window", "soft_cap", "lean", "interpret", "detect_races"),
+    static_argnames=(
+        "form",
+        "scale",
+        "window",
+        "soft_cap",
+        "lean",
+        "wide",
+        "interpret",
+        "detect_races",
+    ),
 )
 # Queries and P as two e4m3 terms.
 BOUNDS = {"error": 1e-2, "lse_error": 3e-2}
-each_step = pytest.mark.parametrize("lean", [False, True], ids=["", "lean"])
+STEPS = {"": {}, "lean": {"lean": True}, "wide": {"wide": True}}
+each_step = pytest.mark.parametrize("kind", STEPS)
 schedule_of = jax.jit(Schedule.of, static_argnames="batch")
 
 
@@ -49,14 +59,23 @@ def cut_at(case, cuts):
 
 
 @both_devices
+@pytest.mark.parametrize("preset", ["4bit_nc", slow("3bit_nc")])
+def test_steps_two_at_a_time_and_one_that_is_left(preset, implementation):
+    """Of three warpgroups each has four steps, and one has a fifth, of the next row."""
+    case = turbo_case([12 * 64 - 7, 64], preset, group=4, kv_heads=1, dim=64)
+    schedule = cut_at(case, [(0, 0)])
+    assert_turbo_close(case, *decode(case, implementation, schedule=schedule, wide=True), **BOUNDS)
+
+
+@both_devices
 @pytest.mark.parametrize(
     "preset, group, dim", [("k8v4", 5, 64), ("4bit_nc", 16, 256), slow("3bit_nc", 4, 128)]
 )
 @each_step
-def test_matches_float64(lean, preset, group, dim, implementation):
+def test_matches_float64(kind, preset, group, dim, implementation):
     """More steps than warpgroups, a row without tokens and one with a single one."""
     case = turbo_case([300, 0, 1], preset, group=group, kv_heads=1, dim=dim)
-    out = decode(case, implementation, schedule=cut_at(case, [(0, 0)]), lean=lean)
+    out = decode(case, implementation, schedule=cut_at(case, [(0, 0)]), **STEPS[kind])
     assert_turbo_close(case, *out, **BOUNDS)
 
 
@@ -74,13 +93,13 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
 
 @both_devices
 @each_step
-def test_what_lies_left_of_the_window_is_not_read(lean, implementation):
+def test_what_lies_left_of_the_window_is_not_read(kind, implementation):
     case = turbo_case(
         [300, 0, 64], "4bit_nc", group=8, q_len=2, page=32, window=100, query_lens=[1, 0, 2],
         sinks=True, soft_cap=5.0,
     )  # fmt: skip
     schedule = cut_at(case, [(0, 0), (1, 1)])
-    out = decode(case, implementation, schedule=schedule, lean=lean)
+    out = decode(case, implementation, schedule=schedule, **STEPS[kind])
     assert_turbo_close(case, *out, **BOUNDS)
 
 
@@ -109,13 +128,13 @@ def test_a_row_beyond_its_table_is_padding_to_the_kernel():
 
 
 @each_step
-def test_a_nan_that_a_row_sees_stays_in_it(lean):
+def test_a_nan_that_a_row_sees_stays_in_it(kind):
     case = turbo_case([70, 70], "4bit_nc", kv_heads=1)
     slots = np.array(page_slots(case.form, case.kv_cache))
     slots[case.layer, int(case.block_tables[0, 0]), 0, 3, -4:] = 0xFF  # its scale and minimum
     case.kv_cache = slot_pages(case.form, jnp.asarray(slots))
     schedule = cut_at(case, [(0, 0)])
-    out, lse = decode(case, "mosaic_gpu_interpret", schedule=schedule, lean=lean)
+    out, lse = decode(case, "mosaic_gpu_interpret", schedule=schedule, **STEPS[kind])
     assert np.isnan(np.asarray(out[0], np.float32)).all()
     assert np.isfinite(np.asarray(out[1], np.float32)).all() and np.isfinite(lse).all()
 
@@ -149,11 +168,11 @@ def test_what_the_kernel_does_not_take_is_refused(options, message):
     ],
 )
 @each_step
-def test_real_shapes(lean, lens, group, kv_heads, dim, options, preset):
+def test_real_shapes(kind, lens, group, kv_heads, dim, options, preset):
     case = turbo_case(
         lens, preset, group=group, kv_heads=kv_heads, dim=dim, layers=1, layer=0, **options
     )
-    assert_turbo_close(case, *decode(case, "mosaic_gpu", lean=lean), **BOUNDS)
+    assert_turbo_close(case, *decode(case, "mosaic_gpu", **STEPS[kind]), **BOUNDS)
 
 
 @pytest.mark.gpu
