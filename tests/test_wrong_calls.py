@@ -15,6 +15,11 @@ EXPERTS = [np.zeros(shape, np.float32) for shape in ((2, 128), (4, 64, 128), (4,
 IDS = np.zeros((2, 2), np.int32)
 
 
+class MaskAlone:
+    def mask(self, words):
+        pass
+
+
 def experts(**options):
     x, gate_up, down = EXPERTS
     return moe.mixture_of_experts(x, IDS, np.ones((2, 2), np.float32), gate_up, down, **options)
@@ -37,6 +42,7 @@ def experts(**options):
         (lambda: Limits(decode_buckets=4), TypeError, r"decode_buckets must be several .* got 4"),
         (lambda: Limits(q_lens=None), TypeError, "q_lens must be several integers"),
         (lambda: Request(b"x", grammar="json"), TypeError, "grammar must have the methods mask"),
+        (lambda: Request(b"x", grammar=MaskAlone()), TypeError, "methods mask and accept"),
         (lambda: moe.Router(**ROUTER | dict(experts="32")), ValueError, "experts must be .*'32'"),
         (lambda: moe.Router(**ROUTER | dict(top_k=2.0)), ValueError, "top_k must be .* got 2.0"),
         (lambda: moe.Router(**ROUTER | dict(groups=0)), ValueError, "groups must be .* got 0"),

@@ -125,7 +125,8 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        if self.grammar is not None and not callable(getattr(self.grammar, "mask", None)):
+        calls = (getattr(self.grammar, name, None) for name in ("mask", "accept"))
+        if self.grammar is not None and not all(map(callable, calls)):
             raise TypeError(
                 "grammar must have the methods mask and accept, as "
                 f"jaxattn.engine.request.Grammar says; got {self.grammar!r}"
