@@ -52,6 +52,11 @@ MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
+def meets(features: int, gpus: int) -> bool:
+    """Whether the kernel sums rows of so many features over so many GPUs."""
+    return norms_features(features) and 2 <= gpus <= MOST_GPUS
+
+
 def all_reduce_norm_mosaic(
     x: jax.Array,
     part: jax.Array,
@@ -92,7 +97,7 @@ def all_reduce_norm_mosaic(
             f"{op}: the kernel's inbox has less than 2 GiB; {inbox.shape} of the mailbox are "
             f"{inbox.size * BYTES} bytes: make it of fewer tokens"
         )
-    if not norms_features(features) or not tokens or not 2 <= gpus <= MOST_GPUS:
+    if not meets(features, gpus) or not tokens:
         raise Refusal(
             f"{op}: the kernel has a multiple of {THREADS} features, at most {MOST_FEATURES}, some "
             f"tokens, and 2 to {MOST_GPUS} GPUs; got x {x.shape} on {gpus} GPUs"
