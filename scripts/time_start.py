@@ -1,10 +1,11 @@
 """How long the server takes to be ready, with kept executables and without, and its first token.
 
-    python -m scripts.time_start RESULT.json [--requests 50] [-- OPTIONS OF SERVE]
+    python -m scripts.time_start RESULT.json [--random MODEL] [-- OPTIONS OF SERVE]
 
 It starts `python -m jaxattn.serve --port` twice: with an empty folder of executables, then with
 what the first start left. In between it sends prompts of 1,000 tokens one at a time, and pairs of
-prompts that share their first 3,584 tokens. The embedded model takes bytes as tokens.
+prompts that share their first tokens. The embedded model takes bytes as tokens. With --random it is
+a shipped configuration with random weights (serve_random.py), which are drawn in each start.
 """
 
 import argparse
@@ -32,19 +33,19 @@ class Server:
     Args:
         kept: the folder of its executables.
         options: further options of `serve`.
+        random: a shipped configuration; None serves the embedded model.
     """
 
-    def __init__(self, kept: str, options: list[str]) -> None:
+    def __init__(self, kept: str, options: list[str], random: str | None = None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         begin = time.perf_counter()
         given = ["--port", str(self.port), "--compile-cache", kept, *options]
+        command = ["scripts.serve_random", random] if random else ["jaxattn.serve"]
         # An environment's own cache would make the first start a second one.
         environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxattn.serve", *given], env=environment
-        )
+        self.process = subprocess.Popen([sys.executable, "-m", *command, *given], env=environment)
         while not self._ready():
             if self.process.poll() is not None or time.perf_counter() - begin > LONGEST_START:
                 self.end()
@@ -98,7 +99,7 @@ def text_of(draw: random.Random, length: int) -> str:
     return "".join(chr(draw.randrange(97, 123)) for _ in range(length))
 
 
-def first_tokens(server: Server, requests: int) -> dict[str, float]:
+def first_tokens(server: Server, requests: int, prefix_tokens: int) -> dict[str, float]:
     """Milliseconds, of an idle server."""
     draw = random.Random(1)
     for _ in range(5):
@@ -107,8 +108,8 @@ def first_tokens(server: Server, requests: int) -> dict[str, float]:
     times = [server.first_token(text_of(draw, 1000)) for _ in range(requests)]
     total_after, count_after = server.prefill_seconds()
     pairs = []
-    for _ in range(5):
-        prefix = text_of(draw, 3584)
+    for _ in range(9):
+        prefix = text_of(draw, prefix_tokens)
         pairs.append([server.first_token(prefix + end * 40) for end in "ab"])
     return {
         "first token ms": 1e3 * statistics.median(times),
@@ -125,17 +126,19 @@ def main() -> None:
     )
     parser.add_argument("result", type=Path)
     parser.add_argument("--requests", type=int, default=50, help="prompts of 1,000 tokens")
+    parser.add_argument("--prefix", type=int, default=3584, help="tokens that pairs share")
+    parser.add_argument("--random", metavar="MODEL", help="a shipped configuration")
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     args, options = parser.parse_args(given[:end]), given[end + 1 :]
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as kept:
         for name in ("ready s", "ready with kept executables s"):
-            server = Server(kept, options)
+            server = Server(kept, options, args.random)
             found[name] = server.seconds
             try:
                 if name == "ready s":
-                    found |= first_tokens(server, args.requests)
+                    found |= first_tokens(server, args.requests, args.prefix)
             finally:
                 server.end()
     for name, value in found.items():

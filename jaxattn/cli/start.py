@@ -136,6 +136,7 @@ def start_engine(
     """
     parallel = read_layout(options)
     own, group = over_devices(model, limits, parallel)
+    served = model.with_cache_format(limits.cache_format, limits.native_layers)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}
     with Display(messages) as display:
@@ -146,7 +147,9 @@ def start_engine(
                 display.moved(what, done, total)
 
             weights = checked or chosen.weights(lambda *now: moved("fetching", *now))
-            return weights.place(lambda *now: moved("loading", *now), model=own, group=group)
+            placed = weights.place(lambda *now: moved("loading", *now), model=own, group=group)
+            # Packed by many small programs, which are compiled beside the steps.
+            return placed if group else served.pack(placed)
 
         def on_compile(name: str, seconds: float | None) -> None:
             loading.check()

@@ -8,7 +8,7 @@ is on, they are kept for the next process too (kept.py).
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
+from jaxattn.kernels.hopper.repeated import Shared, launches_shared
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
 
@@ -94,6 +95,7 @@ def _compile(
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
     own = next(each for each in devices if each.process_index == jax.process_index())
     backend = devices[0].platform
+    shared: Shared = {}
 
     def decode(entry: EntryPoint) -> tuple[Callable, tuple[Any, ...]]:
         function = model_step(entry, model, limits, tree, implementation, group)
@@ -101,31 +103,62 @@ def _compile(
 
     lowered = Lowered(decode, backend)
 
-    def build(step: Step) -> jax.stages.Compiled:
-        if on_compile:
-            on_compile(str(step), None)
-        start = time.perf_counter()
-        executable = kept.load(str(step)) if kept else None
-        if executable is None:
-            with jax.default_device(own):
-                jitted = jitted_step(
-                    step, model, limits, tree, implementation, backend, group, lowered
-                )
-                given = arguments(step, model, limits, shapes, group)
-                if group is None:
-                    given = _placed(given, own)
-                executable = jitted.lower(*given).compile()
-            if kept:
-                kept.store(str(step), executable)
-        if on_compile:
-            on_compile(str(step), time.perf_counter() - start)
+    def lower(step: Step) -> jax.stages.Lowered:
+        with jax.default_device(own), launches_shared(shared):
+            jitted = jitted_step(step, model, limits, tree, implementation, backend, group, lowered)
+            given = arguments(step, model, limits, shapes, group)
+            return jitted.lower(*(_placed(given, own) if group is None else given))
+
+    def compiled(step: Step, text: jax.stages.Lowered) -> jax.stages.Compiled:
+        with jax.default_device(own):
+            executable = text.compile()
+        if kept:
+            kept.store(str(step), executable)
         return executable
 
-    steps = all_steps(limits)
-    if workers == 1:
-        return Steps({str(step): build(step) for step in steps})
+    return Steps(_in_turn(all_steps(limits), kept, lower, compiled, on_compile, workers))
+
+
+def _in_turn(
+    steps: Sequence[Step],
+    kept: Kept | None,
+    lower: Callable[[Step], jax.stages.Lowered],
+    compiled: Callable[[Step, jax.stages.Lowered], jax.stages.Compiled],
+    on_compile: OnCompile | None,
+    workers: int,
+) -> dict[str, jax.stages.Compiled]:
+    """Steps by their names: what is kept is loaded, the rest lowered in turn and then compiled.
+
+    Lowering is Python, which one thread runs at a time: two at once would both be late for XLA.
+    """
+    told = on_compile or (lambda name, seconds: None)
+
+    def load(step: Step) -> jax.stages.Compiled | None:
+        start = time.perf_counter()
+        executable = kept.load(str(step)) if kept else None
+        if executable is not None:
+            told(str(step), None)
+            told(str(step), time.perf_counter() - start)
+        return executable
+
+    def finish(step: Step, text: jax.stages.Lowered, start: float) -> jax.stages.Compiled:
+        executable = compiled(step, text)
+        told(str(step), time.perf_counter() - start)
+        return executable
+
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return Steps(dict(zip(map(str, steps), pool.map(build, steps), strict=True)))
+        try:
+            found = dict(zip(steps, pool.map(load, steps), strict=True))
+            waited = {}
+            for step in steps:
+                if found[step] is None:
+                    told(str(step), None)
+                    start = time.perf_counter()
+                    waited[step] = pool.submit(finish, step, lower(step), start)
+            return {str(step): found[step] or waited[step].result() for step in steps}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _placed(shapes: Any, device: jax.Device) -> Any:

@@ -28,6 +28,7 @@ from jaxattn.engine.outcome import (
     FinishEvent,
     FinishReason,
     GenerationInterrupted,
+    TokenEvent,
 )
 from jaxattn.engine.owner import EngineBusyError as EngineBusyError
 from jaxattn.engine.parameters import packed_params
@@ -264,8 +265,8 @@ class Engine(Lifecycle):
 def _tell(events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None) -> None:
     """Calls back, in the order of the events."""
     for event in events:
-        if not isinstance(event, FinishEvent):
+        if type(event) is TokenEvent:  # by far the most; 256 rows have 2,048 at a time
             if on_token:
-                on_token(event.request, event.token)
-        elif on_finish:
+                on_token(event[0], event[1])
+        elif on_finish and isinstance(event, FinishEvent):
             on_finish(event.completion)

@@ -397,8 +397,7 @@ class Loop:
         if running.plain and running.changes == self.scheduler.changes:
             own = told if len(running.kept) == told.shape[1] else told[:, running.kept]
             if not np.count_nonzero(own[:, :, 1]):
-                give = functools.partial(self.endings.take_plain, running.requests, running.texts)
-                return sum(map(give, own[:, :, 0].tolist()))
+                return self.endings.take_plain(running.requests, running.texts, own[:, :, 0])
         return sum(self.endings.take(running.rows, step) for step in told)
 
     def _taken_drafts(self, running: Running, told: np.ndarray) -> int:

@@ -200,9 +200,12 @@ def _copied(prompt: Any) -> Sequence[int]:
         return tuple(prompt.tolist())
     if not isinstance(prompt, Sequence | bytearray):
         raise TypeError(f"prompt must be a sequence of token ids, got {prompt!r}")
-    for place, token in enumerate(prompt):
+    tokens = tuple(prompt)
+    if set(map(type, tokens)) <= {int}:  # a look at each takes a millisecond per thousand
+        return tokens
+    for place, token in enumerate(tokens):
         _check_integer(f"prompt[{place}]", token)
-    return tuple(map(operator.index, prompt))
+    return tuple(map(operator.index, tokens))
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:

@@ -76,8 +76,8 @@ def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
 
 
 def _new(model: Model, limits: Limits, group: Group | None) -> tuple[DecodeState, Rows]:
-    if group is None:
-        return new_state(model, limits), new_rows(limits)
+    if group is None:  # in one program: to compile one for each array takes half a second
+        return jax.jit(lambda: (new_state(model, limits), new_rows(limits)))()
     return new_state_over(model, limits, group), new_rows_over(limits, group)
 
 

@@ -51,6 +51,11 @@ BYTES = 2  # of a number that is sent
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
+def meets(features: int, gpus: int) -> bool:
+    """Whether the kernel sums rows of so many features over so many GPUs."""
+    return norms_features(features) and 2 <= gpus <= MOST_GPUS
+
+
 def all_reduce_norm_mosaic(
     x: jax.Array,
     part: jax.Array,
@@ -80,7 +85,7 @@ def all_reduce_norm_mosaic(
         raise Refusal(f"{op}: the kernel's GPUs are of one process; these are of {processes}")
     tokens, features = x.shape
     gpus = inbox.shape[1]
-    if not norms_features(features) or not tokens or not 2 <= gpus <= MOST_GPUS:
+    if not meets(features, gpus) or not tokens:
         raise Refusal(
             f"{op}: the kernel has a multiple of {THREADS} features, at most {MOST_FEATURES}, some "
             f"tokens, and 2 to {MOST_GPUS} GPUs; got x {x.shape} on {gpus} GPUs"

@@ -302,7 +302,7 @@ class Decoder(nnx.Module):
 
     def _fused(self, tokens: int) -> bool:
         """Whether a step of so many tokens sums over the GPUs where it norms."""
-        return self.spec.sums_fused and tokens <= self.spec.fused_tokens
+        return self.spec.sums_fused and tokens <= self.spec.summed_tokens
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""

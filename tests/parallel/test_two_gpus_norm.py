@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
+from jaxattn.models.base import jit_step
 from jaxattn.ops.all_reduce_norm import (
     Mailbox,
     all_reduce_norm_layer,
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
 ]
 
-FEATURES, LAYERS, MOST = 2048, 54, 64
+FEATURES, LAYERS, MOST = 2048, 24, 128
 WHOLE = PartitionSpec()
 
 
@@ -128,43 +129,47 @@ def test_tokens_that_meet_and_sums_of_own_tokens_are_xlas(group, tokens):
 
 
 def chained(group: Group, implementation: str) -> Any:
-    """(residual, part, weights, mailbox) -> (residual, norm, mailbox): a norm is the next part."""
+    """(residual, part, weights, mailbox) -> (residual, norm, mailbox): a norm is the next part.
+
+    No scan, whose turns take longer than a launch: the launches are one CUDA graph.
+    """
     axes = group.parallel.axes("tensor")
 
     def step(x: jax.Array, part: jax.Array, weights: jax.Array, mailbox: Mailbox) -> Any:
-        def layer(carry: Any, number: jax.Array) -> Any:
-            return all_reduce_norm_layer(
-                carry[0], carry[1], weights, carry[2], axes=axes, layer=number, eps=EPS,
+        for number in range(len(weights)):
+            x, part, mailbox = all_reduce_norm_layer(
+                x, part, weights, mailbox, axes=axes, layer=number, eps=EPS,
                 dtype=jnp.bfloat16, implementation=implementation,
-            ), None  # fmt: skip
-
-        return lax.scan(layer, (x, part, mailbox), jnp.arange(len(weights)))[0]
+            )  # fmt: skip
+        return x, part, mailbox
 
     own = PartitionSpec(axes)
     specs = WHOLE, WHOLE, WHOLE, own
-    return jax.jit(group.step(step, specs, (WHOLE, WHOLE, own)), donate_argnums=3)
+    over = group.step(step, specs, (WHOLE, WHOLE, own))
+    return jit_step(lambda part, mailbox, x, weights: over(x, part, weights, mailbox))
 
 
-def test_one_launch_takes_less_time_than_an_all_reduce_and_a_norm(group):
-    for tokens in (1, 64):
-        found, sums = {}, {}
-        for implementation in ("xla", "mosaic_gpu"):
-            residual, parts, weights = inputs(tokens, FEATURES, 2, layers=LAYERS)
-            part = parts[0].astype(jnp.bfloat16)
-            given = [group.put(each, WHOLE) for each in (residual, part, weights)]
-            run, mailbox = chained(group, implementation), mailboxes(group)
-            for _ in range(3):
-                total, _, mailbox = run(*given, mailbox)
-            sums[implementation] = np.asarray(total)
+@pytest.mark.parametrize("tokens", [1, 64, 128])
+def test_one_launch_takes_less_time_than_an_all_reduce_and_a_norm(group, tokens):
+    found, sums = {}, {}
+    for implementation in ("xla", "mosaic_gpu"):
+        residual, parts, weights = inputs(tokens, FEATURES, 2, layers=LAYERS)
+        part = parts[0].astype(jnp.bfloat16)
+        x, part, weights = (group.put(each, WHOLE) for each in (residual, part, weights))
+        run, mailbox = chained(group, implementation), mailboxes(group)
+        for _ in range(3):
+            total, _, mailbox = run(part, mailbox, x, weights)
+        sums[implementation] = np.asarray(total)
+        runs = []
+        for _ in range(5):
             begin = time.perf_counter()
             for _ in range(20):
-                *_, mailbox = run(*given, mailbox)
+                *_, mailbox = run(part, mailbox, x, weights)
             jax.block_until_ready(mailbox)
-            found[implementation] = (time.perf_counter() - begin) / 20 / LAYERS
-            print(
-                f"{implementation}, {tokens} tokens: {found[implementation] * 1e6:.1f} us a layer"
-            )
-        difference = np.linalg.norm(sums["mosaic_gpu"] - sums["xla"]) / np.linalg.norm(sums["xla"])
-        print(f"{tokens} tokens: sums of {LAYERS} layers differ by {difference:.1e}, relative L2")
-        assert difference < 3e-2
-        assert found["mosaic_gpu"] < found["xla"]
+            runs.append((time.perf_counter() - begin) / 20 / LAYERS)
+        found[implementation] = min(runs)
+        print(f"{implementation}, {tokens} tokens: {found[implementation] * 1e6:.1f} us a layer")
+    difference = np.linalg.norm(sums["mosaic_gpu"] - sums["xla"]) / np.linalg.norm(sums["xla"])
+    print(f"{tokens} tokens: sums of {LAYERS} layers differ by {difference:.1e}, relative L2")
+    assert difference < 3e-2
+    assert found["mosaic_gpu"] < found["xla"]

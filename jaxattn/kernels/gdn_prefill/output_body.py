@@ -51,6 +51,7 @@ from jaxattn.kernels.gdn_prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.gdn_prefill.work_queue import Turns
+from jaxattn.kernels.hopper.machine import shown
 from jaxattn.kernels.hopper.stores import store
 
 # Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
@@ -280,6 +281,8 @@ class Chunks:
             return self._products(step, state, i, slot, left, accs)
 
         state = with_accumulators(products, 6, interpret=cut.interpret)
+        if block.norm is not None:  # else the output's way out has shown that all is read
+            shown(interpret=cut.interpret)
         plgpu.barrier_arrive(refs.read.at[slot])
         if cut.keeps:
             self.store_if(refs.kept_ref[self.first_chunk + i], state)

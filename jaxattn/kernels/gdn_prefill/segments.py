@@ -321,6 +321,8 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                     return tuple(acc.read() + half for acc, half in zip(accs, end, strict=True))
 
                 state = with_accumulators(with_refs, 2, interpret=interpret)
+                if interpret:  # whose products read as loads do
+                    shown(interpret=True)
                 plgpu.barrier_arrive(read.at[slot])
                 return state
 

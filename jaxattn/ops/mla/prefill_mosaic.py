@@ -26,6 +26,8 @@ WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query 
 # values of all rows, and at least PREFIX_BLOCK.
 PREFIX_BLOCK = 1024
 EXPANDED_BYTES = 2**29
+# An output of so many bytes in float32 is rounded by a pass of its own, in a few microseconds.
+ROUNDED_BYTES = 2**20
 
 
 def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool) -> None:
@@ -162,6 +164,13 @@ def prefill_mosaic(
             out, lse = lax.fori_loop(0, reached, add_block, state)
         return out.astype(dtype), lse
 
+    def no_prefix() -> Any:
+        # A small output is rounded behind the kernel, which is the other branch's then: to compile
+        # one more takes seconds of a start.
+        small = batch * tokens * heads * w_uv.shape[2] * 4 <= ROUNDED_BYTES
+        out, lse = new_tokens(jnp.float32 if small else dtype)
+        return out.astype(dtype), lse
+
     # Both branches make their output, since one that passed it on would copy it.
-    out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, lambda: new_tokens(dtype))
+    out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, no_prefix)
     return (out, lse) if wide else kernel.unpad(out, lse, tokens)

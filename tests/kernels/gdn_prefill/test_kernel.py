@@ -119,6 +119,22 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     assert_pool_matches(pooled, out, new)
 
 
+@pytest.mark.parametrize("tokens, segment", [(330, 64), slow(650, 320)])
+def test_no_race_where_places_in_shared_memory_are_loaded_again(tokens, segment, monkeypatch):
+    """By six segments that are joined, by five chunks of a segment, and by runs of one block."""
+    monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 1)
+    case = make_case([tokens], value_heads=1)
+    options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)
+    with no_races():
+        out, states = jax.block_until_ready(
+            gdn_prefill_mosaic(
+                *case.args, cu_seqlens=case.cu_seqlens, initial_state=case.initial_state,
+                segment=segment, **options,
+            )
+        )  # fmt: skip
+    assert_matches(case, out, states)
+
+
 def test_lowered_for_a_gpu_the_pool_is_an_operand_and_a_result(monkeypatch):
     """Without a GPU: every operation has a lowering, and one kernel writes the donated pool, and
     counts in one number."""

@@ -1,0 +1,103 @@
+"""A kernel that is launched again is traced, lowered and compiled once.
+
+Three layers of one kind launch one kernel on the same shapes. To trace and lower it is work of
+Python, a thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch makes
+its body anew, so JAX takes it for another kernel. Within
+
+    with launches_shared():
+        jax.jit(step).lower(...)
+
+a launch is told from others by what its body holds: its code, and what it closes over. The same one
+again is a call of the same function, which JAX traces once for each set of shapes.
+
+Outside of it each launch is its own, so that no kernel outlives a change of a module's constants.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+type Shared = dict[object, Callable[..., Any]]
+
+PLAIN = (str, int, float, complex, bool, bytes, type(None))
+_shared: ContextVar[Shared | None] = ContextVar("launches_shared", default=None)
+
+
+@contextlib.contextmanager
+def launches_shared(shared: Shared | None = None) -> Iterator[None]:
+    """Kernels that this thread launches within it are made once.
+
+    Args:
+        shared: the kernels so far, where several threads have them in common.
+    """
+    token = _shared.set({} if shared is None else shared)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..., Any]:
+    """The kernel, or one before it that is the same.
+
+    Args:
+        name: of the function that launches it.
+        decides: all that decides what the kernel does, beside its operands' shapes.
+    """
+    shared = _shared.get()
+    if shared is None:
+        return kernel
+    try:
+        key = name, told(decides)
+    except TypeError:
+        return kernel
+    if key not in shared:
+
+        def run(*given: Any) -> Any:
+            return kernel(*given)
+
+        run.__name__ = run.__qualname__ = name
+        shared.setdefault(key, jax.jit(run))  # another thread's may be there by now
+    return shared[key]
+
+
+def told(value: object, around: tuple[int, ...] = ()) -> object:
+    """A value as a key. Equal keys mean values that do the same.
+
+    Args:
+        around: the values that it is a part of.
+
+    Raises:
+        TypeError: nothing tells it from others: it is an array, or a part of itself.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value  # 1, 1.0 and True are equal
+    if id(value) in around:
+        raise TypeError(f"{type(value).__name__} is a part of itself")
+    part = functools.partial(told, around=(*around, id(value)))
+    if isinstance(value, types.FunctionType):
+        try:
+            cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        except ValueError as error:
+            raise TypeError("it closes over what is not there yet") from error
+        held = part(cells), part(value.__defaults__), part(value.__kwdefaults__)
+        return value.__code__, id(value.__globals__), held
+    if isinstance(value, types.MethodType):
+        return types.MethodType, part(value.__func__), part(value.__self__)
+    if isinstance(value, functools.partial):
+        return functools.partial, part(value.func), part(value.args), part(value.keywords)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(part, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((part(key), part(each)) for key, each in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return type(value), tuple(part(getattr(value, field.name)) for field in fields)
+    hash(value)
+    return type(value), value

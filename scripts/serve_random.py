@@ -1,0 +1,72 @@
+"""Serves a shipped configuration, or a folder's, with random weights: for its times, as its texts mean nothing.
+
+    python -m scripts.serve_random deepseek-v2-lite --port 8000
+
+All but the first argument are options of `python -m jaxattn.serve`. Tokens are bytes, so a prompt
+has as many tokens as characters.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxattn import text
+from jaxattn.bench.model.named import find
+from jaxattn.bench.model.weights import random_params
+from jaxattn.cli import listening
+from jaxattn.cli.compiled import NONE, keep_compiled
+from jaxattn.cli.inputs import model_length, read_limits
+from jaxattn.cli.models import Chosen, choose
+from jaxattn.cli.serve_options import parser
+from jaxattn.cli.stages import Stages
+from jaxattn.cli.start import choose_device
+from jaxattn.models.huggingface import CONFIG
+
+
+class Drawn:
+    """Weights that are drawn on the device."""
+
+    def place(self, on_progress: Any, *, model: Any, group: Any) -> Any:
+        if group is not None:
+            raise SystemExit("random weights are drawn on one GPU")
+        return jax.block_until_ready(random_params(model))
+
+
+class Bare(Chosen):
+    """A model of which there is nothing but config.json."""
+
+    def tokenizer(self) -> text.Tokenizer:
+        return text.ByteTokenizer()
+
+    def weights(self, on_fetch: Any = None) -> Any:
+        return Drawn()
+
+
+def main() -> int:
+    stages = Stages()
+    stages.ended("imports")
+    name, fields, _ = find(sys.argv[1])
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, name)
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(fields))
+        options = parser().parse_args(["--model", str(folder), *sys.argv[2:]])
+        chosen = Bare(folder=choose(options).folder)
+    limits = read_limits(options, model_length(options, chosen.folder.model))
+    tokenizer = chosen.tokenizer()
+    choose_device(options.device, options.implementation, options.utilization)
+    if options.compile_cache not in (None, NONE):
+        keep_compiled(options.compile_cache)
+    stages.ended("device")
+    messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    given = chosen, chosen.model(tokenizer), tokenizer, limits, options, messages, stages
+    return listening.serve(*given)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

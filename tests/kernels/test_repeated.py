@@ -1,0 +1,137 @@
+"""A kernel that is launched again is made once, and another one is not taken for it."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.kernels import rms_norm
+from jaxattn.kernels.hopper.repeated import launches_shared, told
+from jaxattn.ops.norm import rms_norm_layer
+
+X = jax.ShapeDtypeStruct((2, 256), jnp.bfloat16)
+WEIGHTS = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_needed(monkeypatch):
+    monkeypatch.setattr(rms_norm, "require_hopper", lambda *args, **kwargs: None)
+
+
+def norm(x, weights, layer, eps=1e-6):
+    return rms_norm.rms_norm_mosaic(x, weights, layer=layer, eps=eps, dtype=x.dtype)[1]
+
+
+def kernels(step):
+    """How many kernels a step is lowered to."""
+    anew = jax.jit(lambda *given: step(*given))  # JAX keeps the trace of a function
+    text = anew.trace(X, WEIGHTS).lower(lowering_platforms=("cuda",)).as_text()
+    return len(re.findall("custom_call @mosaic_gpu", text))
+
+
+def twice(x, weights, second=1e-6):
+    return norm(norm(x, weights, 0), weights, 1, second)
+
+
+def test_launches_of_one_kernel_are_one_within_it_alone():
+    with launches_shared():
+        assert kernels(twice) == 1
+    assert kernels(twice) == 2
+
+
+def test_another_constant_in_the_body_is_another_kernel():
+    with launches_shared():
+        assert kernels(functools.partial(twice, second=1e-5)) == 2
+
+
+def test_steps_that_share_have_one_kernel_in_common():
+    found, shared = set(), {}
+    for step in (twice, lambda x, weights: norm(x, weights, 2)):
+        with launches_shared(shared):
+            found |= {str(jax.make_jaxpr(step)(X, WEIGHTS).eqns[-1].params["jaxpr"])}
+    assert len(shared) == 1 and len(found) == 1
+
+
+def test_each_launch_has_its_own_operands():
+    x = jax.random.normal(jax.random.key(0), X.shape, X.dtype)
+    weights = jax.random.normal(jax.random.key(1), WEIGHTS.shape, WEIGHTS.dtype)
+
+    def step(x, weights):
+        named = functools.partial(rms_norm_layer, implementation="mosaic_gpu_interpret", eps=1e-6)
+        return [named(x, weights, layer=layer) for layer in (2, 0)]
+
+    with launches_shared():
+        got = jax.jit(step)(x, weights)
+    for one, wanted in zip(got, jax.jit(step)(x, weights), strict=True):
+        np.testing.assert_array_equal(one, wanted)
+    assert not np.array_equal(*got)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    tile: int
+    scale: float | None = None
+
+    def run(self):
+        return self.tile
+
+
+def body(cut, *, wide=False):
+    return lambda ref, width=3: (cut, ref, width, wide)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (1, 1.0),
+        (1, True),
+        (Cut(1), Cut(1, 0.5)),
+        (Cut(1), Cut(True)),
+        (body(Cut(1)), body(Cut(2))),
+        (body(1), body(1, wide=True)),
+        (body(1), lambda ref, width=3: (ref, width)),
+        (Cut(1).run, Cut(2).run),
+        (functools.partial(body, 1), functools.partial(body, 2)),
+        (functools.partial(body, wide=True), functools.partial(body, wide=False)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (X, WEIGHTS),
+    ],
+    ids=str,
+)
+def test_what_differs_is_told_apart(one, other):
+    assert told(one) != told(other)
+    assert told(one) == told(one)
+
+
+def test_what_is_made_anew_of_the_same_is_the_same():
+    assert told(body(Cut(1))) == told(body(Cut(1)))
+    assert told(Cut(1).run) == told(Cut(1).run)
+    assert told([Cut(1), {"a": X}]) == told([Cut(1), {"a": jax.ShapeDtypeStruct(X.shape, X.dtype)}])
+
+
+def recursive():
+    def run():
+        return run
+
+    return run
+
+
+def early():
+    def run():
+        return later
+
+    if not run:
+        later = 1
+    return run
+
+
+@pytest.mark.parametrize(
+    "value", [jnp.zeros(2), np.zeros(2), {1, 2}, recursive(), early()], ids=str
+)
+def test_what_cannot_be_told_is_not_shared(value):
+    with pytest.raises(TypeError):
+        told(value)
