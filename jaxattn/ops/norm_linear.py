@@ -5,7 +5,7 @@
     x = stream.total                                         x + added
 
 In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. The first
-product of a layer makes it while its own weights are on their way (kernels/linear_normed.py). Where
+product of a layer makes it while its own weights are on their way (kernels/hopper/normed.py). Where
 that kernel does not serve, the norm is a launch of its own (ops/norm.py).
 """
 
@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
+from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm
-from jaxattn.kernels.linear_normed import Normed
 from jaxattn.ops.norm import add_rms_norm_layer
 
 

@@ -10,7 +10,7 @@ the shared experts and write their rows of h. `mixture_of_experts` goes on with 
 
 The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
 
-The token may come before its norm: then each block norms what it multiplies (linear_normed.py).
+The token may come before its norm: then each block norms what it multiplies (hopper/normed.py).
 
 Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
 bfloat16 or float16. With a norm F is 1024 or 2048.
@@ -32,8 +32,8 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import meet, require_hopper, swizzled
+from jaxattn.kernels.hopper.normed import MOST_PAIRS, Norm, Normed, smem
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.linear_normed import MOST_PAIRS, Norm, Normed, smem
 from jaxattn.kernels.moe.choice import THREADS, Choice
 from jaxattn.kernels.moe.config import GROUP, ROWS, padded_rows, panel
 from jaxattn.kernels.moe.few import PAIRS, lists
@@ -243,7 +243,7 @@ class Refs:
     summed: Any
     normed: Any
     ring: Any  # [stage, 2, 64, 128]: gate and up, or twice 64 rows of the router
-    x_smem: Any  # [stage, 8, 128]; with a norm `linear_normed.smem`, of all K
+    x_smem: Any  # [stage, 8, 128]; with a norm `hopper.normed.smem`, of all K
     out_smem: Any  # [8, 64]
     sums_smem: Any  # [8, 128]
     logits_smem: Any
