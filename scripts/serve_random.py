@@ -1,4 +1,4 @@
-"""Serves a shipped configuration, or a folder's, with random weights: for its times, as its texts mean nothing.
+"""Serves a shipped configuration, or a folder's, with random weights, to be timed.
 
     python -m scripts.serve_random deepseek-v2-lite --port 8000
 

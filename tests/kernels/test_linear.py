@@ -10,8 +10,8 @@ import pytest
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, rope, rotation
 from jaxattn.kernels import linear
+from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear import Config, choose, linears_mosaic
-from jaxattn.kernels.linear_normed import Normed
 from jaxattn.kernels.linear_turned import Turned
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from tests.helpers.kernel_cases import no_races
