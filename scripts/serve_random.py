@@ -1,4 +1,4 @@
-"""Serves a shipped configuration with random weights: for its times, as its texts mean nothing.
+"""Serves a shipped configuration, or a folder's, with random weights, to be timed.
 
     python -m scripts.serve_random deepseek-v2-lite --port 8000
 
@@ -6,7 +6,7 @@ All but the first argument are options of `python -m jaxattn.serve`. Tokens are 
 has as many tokens as characters.
 """
 
-import shutil
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +25,7 @@ from jaxattn.cli.models import Chosen, choose
 from jaxattn.cli.serve_options import parser
 from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import choose_device
-from jaxattn.models import known
+from jaxattn.models.huggingface import CONFIG
 
 
 class Drawn:
@@ -50,11 +50,11 @@ class Bare(Chosen):
 def main() -> int:
     stages = Stages()
     stages.ended("imports")
-    name = find(sys.argv[1])[0]
+    name, fields, _ = find(sys.argv[1])
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, name)
         folder.mkdir()
-        shutil.copy(known.DATA / f"{name}.json", folder / "config.json")
+        (folder / CONFIG).write_text(json.dumps(fields))
         options = parser().parse_args(["--model", str(folder), *sys.argv[2:]])
         chosen = Bare(folder=choose(options).folder)
     limits = read_limits(options, model_length(options, chosen.folder.model))

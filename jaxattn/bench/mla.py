@@ -1,8 +1,9 @@
 """`python -m jaxattn.bench mla`: paged MLA decode, checked and timed shape by shape.
 
 Times are `timing`'s, and without the schedule, which a step makes once for all layers: neither is a
-peer's plan counted. `invariant us` is `us` where rows are cut so that a row's bits do not depend on
-the others.
+peer's plan counted. Lengths are known to lie within the tables, as a step's are, which has seen to
+it for all layers: a peer does not look either. `invariant us` is `us` where rows are cut so that a
+row's bits do not depend on the others.
 """
 
 import functools
@@ -16,6 +17,7 @@ import numpy as np
 from jaxattn import mla
 from jaxattn.bench import reference
 from jaxattn.bench.timing import Op, columns, kernel_seconds, rotation
+from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.formats import LatentFormat
 
@@ -118,11 +120,15 @@ def decode(
     arrays: tuple[jax.Array, ...], schedule: mla.Schedule, implementation: Implementation | None
 ) -> Op:
     def call(operands, state, layer):
-        arrays, schedule = operands
+        (q, cache, tables, lens), schedule = operands
+        within: Any = Within(lens, tables.shape[1] * PAGE)
         out = mla.mla_decode(
-            *arrays,
+            q,
+            cache,
+            tables,
+            within,
             scale=SCALE,
-            kv_scale=scale_of(arrays[1].dtype.name),
+            kv_scale=scale_of(cache.dtype.name),
             layer=layer,
             schedule=schedule,
             implementation=implementation,

@@ -46,7 +46,6 @@ from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.parallel_layout import Layout, Options
 from jaxattn.bench.tables import show, store
 from jaxattn.models import divided
-from jaxattn.models.mailbox import MOST_TOKENS
 from jaxattn.parallel import ALONE, Parallel
 
 COMPILERS = 16  # threads
@@ -83,8 +82,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--one-launch",
         action="store_true",
-        help=f"time steps of up to {MOST_TOKENS} rows of a data group whose sums, residuals and "
-        "norms are one launch each too",
+        help="time steps whose sums, residuals and norms are one launch each too, of as many rows "
+        "as may be",
     )
     parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
@@ -191,12 +190,15 @@ def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
 
 def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout | None:
     """The layout with those rows that its groups share and that it has room for."""
-    most = MOST_TOKENS * parallel.data if fused else max(args.rows)
+    model, most = args.model.with_fused_sums(None if fused else 0), max(args.rows)
+    if fused:
+        own: Any = divided(model, parallel)
+        most = own.spec.summed_tokens * parallel.data
     rows = sorted(count for count in args.rows if count % parallel.data == 0 and count <= most)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     while rows:
         layout = Layout(
-            args.model.with_fused_sums() if fused else args.model,
+            model,
             parallel,
             rows,
             tokens=args.tokens,

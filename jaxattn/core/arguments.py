@@ -34,6 +34,11 @@ class Arguments:
 
     def check(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
         """Returns `x` as a JAX array if it is e.g. "B S H D" of one of the dtypes, else raises."""
+        self.check_shape(name, x, axes, dtypes)
+        return jnp.asarray(x)
+
+    def check_shape(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> None:
+        """As `check`, of what need not be an array yet."""
         check_array(self.op, name, x)
         check_dtype(self.op, name, x, *dtypes)
         names, shape = axes.split(), tuple(x.shape)
@@ -49,7 +54,6 @@ class Arguments:
                     f"{self.op}: {title} has shape {shape}, so {axis} = {size}, but {source} has "
                     f"{axis} = {expected}"
                 )
-        return jnp.asarray(x)
 
     def check_scale(self, scale: Any) -> float:
         scale = number_of(scale)

@@ -14,8 +14,10 @@ does not depend on the other tokens.
 
 A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
 
+The norm of a token may come first (hopper/normed.py).
+
 Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
-have N at least 128.
+have N at least 128. With a norm: one token.
 Reference and tests: `jaxattn.ops.linear` (implementation="xla"), tests/kernels/test_linear.py.
 """
 
@@ -31,6 +33,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper, swizzled
+from jaxattn.kernels.hopper.normed import Normed, smem
+from jaxattn.kernels.hopper.normed import refusal as refusal_of_norm
 from jaxattn.kernels.linear_block import ROWS, STEP, Block, Cut, Refs
 from jaxattn.kernels.linear_turned import DIMS, NUMBERS, Turned
 
@@ -57,13 +61,17 @@ class Config:
     stages: int
 
 
-def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
+def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
     """The fewest parts with which all multiprocessors have two blocks, if there are as many."""
-    stage = STEP * (ROWS * (1 + gated) + columns) * 2
-    parts = 1
+    parts, many = 1, 1 + gated
     while parts < MOST_PARTS and tiles * parts < 2 * NUM_SMS and steps >= 4 * parts:
         parts *= 2
-    return Config(parts=parts, stages=max(2, min(-(-steps // parts), BLOCK_BYTES // stage)))
+    mine, room = -(-steps // parts), BLOCK_BYTES
+    stage = STEP * (ROWS * many + columns) * 2
+    if normed:  # the token is there whole, and the sums count
+        stage = STEP * ROWS * many * 2
+        room -= columns * (STEP * 2 * mine + ROWS * 4 * many)
+    return Config(parts=parts, stages=max(2, min(mine, room // stage)))
 
 
 def refuse(
@@ -113,6 +121,15 @@ def refusal(
     return None
 
 
+def refusal_with_norm(tokens: int, inner: int, weights: Sequence[Shaped]) -> str | None:
+    """Why one launch does not make a norm of K numbers and the products with these weights."""
+    if why := refusal((tokens, inner), weights[0].dtype, weights):
+        return why
+    tiles = sum(-(-each.shape[-1] // ROWS) for each in weights)
+    config = choose(tiles=tiles, steps=inner // STEP, columns=8, gated=False, normed=True)
+    return refusal_of_norm(tokens, inner // STEP, config.parts)
+
+
 def linears_mosaic(
     x: jax.Array,
     weights: Sequence[jax.Array],
@@ -123,6 +140,7 @@ def linears_mosaic(
     gated: bool = False,
     heads: int = 1,
     turned: Turned | None = None,
+    norm: Normed | None = None,
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -137,11 +155,15 @@ def linears_mosaic(
         heads: each multiplies K numbers of x by a matrix of its own.
         turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
             rotated. Then N is a multiple of 128.
+        norm: made of x + added first, and of its weights. x is then float32 [1, K]. Behind the
+            results come the sum, float32 [1, K], and if it is wanted its norm, in the weights'
+            dtype.
     """
     behind = 0 if turned is None else DIMS
     tokens, inner = x.shape[0], x.shape[1] // heads - behind
+    dtype = x.dtype if norm is None else weights[0].dtype
     refuse(
-        jax.ShapeDtypeStruct((tokens, inner), x.dtype), weights, gated=gated,
+        jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
         least=ROWS if heads > 1 else STEP, interpret=interpret,
     )  # fmt: skip
     columns = -(-tokens // 8) * 8
@@ -149,8 +171,12 @@ def linears_mosaic(
     widths = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
     sizes = [max(width, ROWS) for width in widths]
     tiles = [-(-size // ROWS) for size in sizes]
-    config = config or choose(tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated)
+    config = config or choose(
+        tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated, normed=norm is not None
+    )
     parts, stages = config.parts, config.stages
+    if norm is not None and (why := refusal_of_norm(tokens, steps, parts)):
+        raise Refusal(f"{OP}: {why}")
     cut = Cut(
         parts=parts,
         stages=stages,
@@ -164,7 +190,7 @@ def linears_mosaic(
         behind=behind,
         interpret=interpret,
     )
-    tiled, many = swizzled(x.dtype), 1 + gated
+    tiled, many = swizzled(dtype), 1 + gated
     apart = None
     if interpret and parts > 1:  # whose blocks have no shared memory in common
         apart = jnp.zeros((parts, heads * sum(tiles), many, columns, ROWS), jnp.float32)
@@ -173,10 +199,10 @@ def linears_mosaic(
         pads = [((0, 0), (0, 0), (0, more)) for more in narrow]
         weights = [jnp.pad(each, pad) for each, pad in zip(weights, pads, strict=True)]
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
-    if interpret or (tokens > 8 and tokens % 8):
+    if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     out = launch(
-        lambda **refs: Block(cut, turned, Refs(**refs)).run(),
+        lambda **refs: Block(cut, turned, norm, Refs(**refs)).run(),
         name="linear_layer",
         grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},
@@ -186,28 +212,36 @@ def linears_mosaic(
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": None if apart is None else jax.new_ref(apart),
             "angles_ref": None if turned is None else turned.angles,
+            "added_ref": None if norm is None else norm.added,
+            "norms_ref": None if norm is None else norm.weights,
         },
         outputs={
             "out_refs": tuple(
                 jax.ShapeDtypeStruct((tokens, heads * (size + behind)), dtype)
                 for size, dtype in zip(sizes, out_dtypes, strict=True)
-            )
+            ),
+            "total_ref": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            "normed_ref": jax.ShapeDtypeStruct(x.shape, dtype) if norm and norm.gives else None,
         },
         scratch={
-            "x_smem": plgpu.SMEM((stages, columns, STEP), x.dtype, transforms=tiled),
-            "w_smem": plgpu.SMEM((stages, many, STEP, ROWS), x.dtype, transforms=tiled),
+            "x_smem": plgpu.SMEM((stages, columns, STEP), dtype, transforms=tiled)
+            if norm is None
+            else smem(steps // parts, dtype, interpret=interpret),
+            "w_smem": plgpu.SMEM((stages, many, STEP, ROWS), dtype, transforms=tiled),
             "sums_smem": plgpu.SMEM((many, columns, ROWS), jnp.float32),
             "turn_smem": None if turned is None else plgpu.SMEM((NUMBERS,), jnp.float32),
-            "loaded": plgpu.Barrier(num_arrivals=1 + many, num_barriers=stages),
+            "loaded": plgpu.Barrier(num_arrivals=(norm is None) + many, num_barriers=stages),
             "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
+        warpgroups=1 if norm is None else None,  # sums over a warpgroup want no such axis
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
         detect_races=detect_races,
     )
-    return [
+    products = (
         y if size == width else y[:, :width]
         for y, size, width in zip(out["out_refs"], sizes, widths, strict=True)
-    ]
+    )
+    return [*products, *(out[each] for each in ("total_ref", "normed_ref") if each in out)]

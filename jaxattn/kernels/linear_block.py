@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.machine import meet
+from jaxattn.kernels.hopper.normed import Norm, Normed
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear_turned import Turn, Turned
 
@@ -61,8 +62,12 @@ class Refs:
     layer_ref: Any
     apart_ref: Any  # the interpreter's, for the sums of a cluster
     angles_ref: Any  # of rotated dims, else None
+    added_ref: Any  # of a norm, as the two below, else None
+    norms_ref: Any
     out_refs: Any
-    x_smem: Any  # [stage, columns, 64]
+    total_ref: Any
+    normed_ref: Any
+    x_smem: Any  # [stage, columns, 64]; of a norm `hopper.normed.smem`
     w_smem: Any  # [stage, matrix, 64, 128]
     sums_smem: Any  # [matrix, columns, 128]
     turn_smem: Any
@@ -73,7 +78,7 @@ class Refs:
 class Block:
     """A block's part of K and its tile of columns."""
 
-    def __init__(self, cut: Cut, turned: Turned | None, refs: Refs):
+    def __init__(self, cut: Cut, turned: Turned | None, normed: Normed | None, refs: Refs):
         self.cut, self.turned, self.refs = cut, turned, refs
         layer = refs.layer_ref[0]
         self.zero = jnp.minimum(layer, 0)
@@ -97,20 +102,37 @@ class Block:
             number = self.tile - before
             self.places.append((number, jnp.minimum(number * ROWS, size - ROWS)))
             before += tiles
+        self.norm = None
+        if normed is not None:
+            self.norm = Norm(
+                x_ref=refs.x_ref, added_ref=refs.added_ref, weights_ref=refs.norms_ref,
+                row=layer * normed.affine[0] + normed.affine[1], total_ref=refs.total_ref,
+                normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * STEP,
+                pairs=cut.steps // cut.parts // 2, eps=normed.eps, interpret=cut.interpret,
+            )  # fmt: skip
 
     def run(self) -> None:
         cut, refs = self.cut, self.refs
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
+        sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
         shape = (ROWS, cut.columns)
         accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
         for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
             store_turned(refs.sums_smem.at[place], total, interpret=cut.interpret)
+        if self.norm:
+            refs.sums_smem.at[0, cut.tokens][...] = squares  # in the place of a next token's sums
         if refs.apart_ref is not None:
             refs.apart_ref[self.part, self.number] = refs.sums_smem[...]
         self._meet()
+        factor: jax.Array | None = None
+        if self.norm:
+            first, *others = self._rows_of(0, cut.tokens)
+            factor = self.norm.factor(sum(others, first))
         for result, (_, first) in enumerate(self.places):
-            self._when_in(result, partial(self._store, result, first))
+            self._when_in(result, partial(self._store, result, first, factor))
+        if self.norm and factor is not None:
+            pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
             self._meet()  # no block ends before the others have read its sums
 
@@ -135,8 +157,9 @@ class Block:
         some = pl.ds(pl.multiple_of(first, STEP), STEP)
         of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if cut.heads > 1 else some
         there = refs.loaded.at[slot]
-        tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]
-        plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], there)
+        if not self.norm:
+            tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]
+            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], there)
 
         def of_matrix(matrix: int, place: int, first: Any) -> None:
             source = refs.weights_refs[matrix].at[self.layer, some, pl.ds(first, ROWS)]
@@ -154,9 +177,10 @@ class Block:
         def _step(step):
             slot = lax.rem(step, cut.stages)
             plgpu.barrier_wait(refs.loaded.at[slot])
+            tokens = self.norm.operand.at[step] if self.norm else refs.x_smem.at[slot]
             for place, acc in enumerate(accs):
                 weights = refs.w_smem.at[slot, place].transpose((1, 0))
-                plgpu.wgmma(acc, weights, refs.x_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, weights, tokens.transpose((1, 0)))
             plgpu.wgmma_wait(len(accs))  # all but this step's are done
 
             @pl.when((step > 0) & (step + cut.stages - 1 < self.mine))
@@ -180,8 +204,12 @@ class Block:
             rows.append(plgpu.load(source.at[token], layout=ROW, optimized=False))
         return rows
 
-    def _store(self, result: int, first: Any) -> None:
-        """The block's tokens, a few at a time: all their rows are on their way together."""
+    def _store(self, result: int, first: Any, factor: Any) -> None:
+        """The block's tokens, a few at a time: all their rows are on their way together.
+
+        Args:
+            factor: of the products, or None.
+        """
         cut = self.cut
         many = range(1 + cut.gated)
         for start in range(0, cut.tokens, TOGETHER * cut.parts):
@@ -193,6 +221,8 @@ class Block:
             ]
             for token, parts_of in zip(mine, rows, strict=True):
                 y, *up = (sum(each[1:], each[0]) for each in parts_of)
+                if factor is not None:
+                    y, *up = (each * factor for each in (y, *up))
                 if cut.gated:
                     y = y * (1 / (1 + jnp.exp(-y))) * up[0]
                 pl.when(token < cut.tokens)(partial(self._store_token, result, first, token, y))

@@ -58,13 +58,13 @@ def rms_norm_mosaic(
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-    def body(x_ref, added_ref, weights_ref, layer_ref, sum_ref, out_ref) -> None:
+    def body(x_ref, added_ref, weights_ref, layer_ref, affine_ref, sum_ref, out_ref) -> None:
         token = lax.axis_index("token")
         # Read before the layer's number is there, which the weight waits for.
         values = load(x_ref.at[token])
         if added_ref is not None:
             values += load(added_ref.at[token])
-        weight = load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
+        weight = load(weights_ref.at[layer_ref[0] * affine_ref[0] + affine_ref[1]])
         factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
         if sum_ref is not None:
             sum_ref.at[token][...] = values
@@ -80,6 +80,8 @@ def rms_norm_mosaic(
             "added_ref": None if added is None else added.reshape(tokens.shape),
             "weights_ref": weights,
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            # An operand, so that all norms of a step are one kernel to compile.
+            "affine_ref": jnp.asarray(affine, jnp.int32),
         },
         outputs={"sum_ref": total, "out_ref": jax.ShapeDtypeStruct(tokens.shape, dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),

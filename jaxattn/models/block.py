@@ -18,6 +18,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.layer_cache import Arrays, LayerCache
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import Dimension
 
 
@@ -54,11 +55,13 @@ class Mixer(abc.ABC):
     """What mixes the tokens of a row: attention, or a recurrence.
 
     Attributes:
+        norms: whether the module's `decode` takes tokens as an `Unnormed`.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
     """
 
+    norms: ClassVar[bool] = False
     cache_formats: ClassVar[tuple[str, ...]] = ()
     read_apart: ClassVar[tuple[str, ...]] = ()
 
@@ -113,7 +116,7 @@ class Mixer(abc.ABC):
     def decode(
         self,
         module: Any,
-        x: Array,
+        x: Array | Unnormed,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
@@ -150,9 +153,12 @@ class FeedForward(abc.ABC):
     """What follows the mixer: `module(x)` of normed tokens.
 
     Attributes:
+        norms: whether `step` takes tokens as an `Unnormed`.
         stacked: parameters that a step reads out of the stack of all repeats, which are too many
             bytes to be sliced out of it.
     """
+
+    norms: ClassVar[bool] = False
 
     @property
     def stacked(self) -> tuple[str, ...]:

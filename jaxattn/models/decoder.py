@@ -17,7 +17,6 @@ from jaxattn.models.cache_formats import reformatted
 from jaxattn.models.decoder_network import Decoder, abstract
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.layer_cache import DecodeState, LayerCache
-from jaxattn.models.mailbox import MOST_TOKENS
 from jaxattn.models.packed import PackedParams, pack_params
 from jaxattn.parallel import Parallel, Vocabulary
 
@@ -107,7 +106,7 @@ class DecoderModel(Model):
             )
         return DecoderModel(self.spec, tokens)
 
-    def with_fused_sums(self, tokens: int = MOST_TOKENS) -> "DecoderModel":
+    def with_fused_sums(self, tokens: int | None = None) -> "DecoderModel":
         """The same model that, on several GPUs, sums layers' outputs by a kernel of its own.
 
         Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
@@ -115,7 +114,7 @@ class DecoderModel(Model):
         data groups of one GPU with experts over all; elsewhere the steps stay as they are.
 
         Args:
-            tokens: of a data group.
+            tokens: of a data group; None: as many as send 1 MiB from each GPU, 0: none.
         """
         return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
 

@@ -31,9 +31,11 @@ from jaxattn.models.looped import (
     apart,
     in_repeat,
     leave_in_stacks,
+    left_unnormed,
     linear_stacks_of,
     loop,
     sum_add_norm,
+    summed,
 )
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
@@ -209,8 +211,9 @@ class Decoder(nnx.Module):
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     add_norm, add_mlp_norm = self._norms_of(
-                        block, layer, norms, segment, place, following, fused, implementation
-                    )
+                        block, layer, norms, segment, place, following, fused, valid.size,
+                        implementation,
+                    )  # fmt: skip
                     x, normed, state = add_norm(x, y, state)
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
@@ -224,7 +227,7 @@ class Decoder(nnx.Module):
                         implementation,
                     )
                     y = y if fused else self._total(y)
-                    x, normed, state = add_mlp_norm(x, y, state)
+                    x, normed, state = add_mlp_norm(summed(x, normed), y, state)
                     y, after = self._feed_forward(
                         block,
                         layer.mlp,
@@ -237,6 +240,7 @@ class Decoder(nnx.Module):
                         implementation,
                         fused=fused,
                     )
+                    x = summed(x, normed)
                     state = state.replace(name, arrays, after)
                 return x, y.astype(added), state
 
@@ -298,7 +302,7 @@ class Decoder(nnx.Module):
 
     def _fused(self, tokens: int) -> bool:
         """Whether a step of so many tokens sums over the GPUs where it norms."""
-        return self.spec.sums_fused and tokens <= self.spec.fused_tokens
+        return self.spec.sums_fused and tokens <= self.spec.summed_tokens
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""
@@ -326,7 +330,7 @@ class Decoder(nnx.Module):
         self,
         block: Block,
         module: Any,
-        x: Array,
+        x: Any,
         valid: Array,
         everyones: Array,
         stacks: dict[str, Array],
@@ -363,6 +367,7 @@ class Decoder(nnx.Module):
         place: int,
         following: Array,
         fused: bool,
+        tokens: int,
         implementation: Implementation | None,
     ) -> tuple[Callable, Callable]:
         """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
@@ -371,6 +376,7 @@ class Decoder(nnx.Module):
 
         Args:
             fused: what is added is one GPU's part.
+            tokens: of the step; of one the product after a norm may make it.
         """
         if norms is None:
             return apart(layer.norm), apart(layer.mlp_norm)
@@ -379,6 +385,10 @@ class Decoder(nnx.Module):
         chosen = implementation if norms_features(stream.hidden_size) else "xla"
         norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
         mlp_norm = norm
+        if tokens == 1 == self.spec.parallel.gpus and chosen == implementation:
+            later: Callable = partial(left_unnormed, implementation=chosen, **of_all)
+            norm = later if block.mixer.norms else norm
+            mlp_norm = later if block.feed_forward.norms else mlp_norm
         if fused:
             by_name = "xla" if implementation in ONLY_BY_NAME else implementation
             axes = self.spec.parallel.axes("all")

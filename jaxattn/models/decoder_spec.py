@@ -7,10 +7,10 @@ from functools import cached_property
 from jaxtyping import Array
 
 from jaxattn.core.layers import LayerOf
-from jaxattn.kernels.rms_norm import norms_features
+from jaxattn.kernels.all_reduce_norm import meets
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.layer_cache import LayerCache, check_caches
-from jaxattn.models.mailbox import Mailboxes
+from jaxattn.models.mailbox import Mailboxes, most_tokens
 from jaxattn.models.segments import Segment, derive
 from jaxattn.parallel import ALONE, Parallel
 
@@ -24,7 +24,8 @@ class DecoderSpec:
         tie_embeddings: the output head is the embedding, transposed.
         parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
         fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
-            the residual and norm in one launch, where `sums_fused` says so; 0 never.
+            the residual and norm in one launch, where `sums_fused` says so; 0 never, None as many
+            as are fast so.
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:
@@ -38,7 +39,7 @@ class DecoderSpec:
     max_position_embeddings: int
     tie_embeddings: bool = False
     parallel: Parallel = ALONE
-    fused_tokens: int = 0
+    fused_tokens: int | None = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -76,17 +77,24 @@ class DecoderSpec:
         caches = [mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items()]
         if self.sums_fused:
             features, gpus = self.stream.hidden_size, self.parallel.gpus
-            caches.append(Mailboxes(gpus=gpus, tokens=self.fused_tokens, features=features))
+            caches.append(Mailboxes(gpus=gpus, tokens=self.summed_tokens, features=features))
         return tuple(caches)
+
+    @property
+    def summed_tokens(self) -> int:
+        """The most tokens of a data group whose sums are one launch, where they may be."""
+        if self.fused_tokens is None:
+            return most_tokens(self.stream.hidden_size, self.parallel.gpus)
+        return self.fused_tokens
 
     @property
     def sums_fused(self) -> bool:
         """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
         are one tensor group, or data groups of one GPU each whose tokens meet at experts."""
         parallel, stream = self.parallel, self.stream
-        fits = stream.dtype == "bfloat16" and norms_features(stream.hidden_size)
+        fits = stream.dtype == "bfloat16" and meets(stream.hidden_size, parallel.gpus)
         divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
-        return bool(self.fused_tokens) and divided and fits
+        return bool(self.summed_tokens) and divided and fits
 
     @property
     def tokens_meet(self) -> bool:

@@ -18,6 +18,7 @@ from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import RecurrentState
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
+from jaxattn.ops.norm_linear import Unnormed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class DeltaMixer(Mixer):
     def decode(
         self,
         module: GatedDeltaNet | KimiDeltaAttention,
-        x: Array,
+        x: Array | Unnormed,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
@@ -128,6 +129,7 @@ class GDN(DeltaMixer):
     head_k_dim: int = 128
     head_v_dim: int = 128
 
+    norms = True
     kernels = {"gated_delta_rule_decode": "gdn_decode"}
 
     @property

@@ -18,6 +18,7 @@ from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
 from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.moe_route import Router
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.ops.router import split_router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
 
@@ -65,6 +66,8 @@ class MoE(FeedForward):
     weight_format: WeightFormat | None = None
     parallel: Parallel = ALONE
 
+    norms = True
+
     @property
     def own_experts(self) -> int:
         """Routed experts that one GPU has."""
@@ -108,7 +111,7 @@ class MoE(FeedForward):
     def step(
         self,
         module: MixtureOfExperts,
-        x: Array,
+        x: Array | Unnormed,
         valid: Array,
         stacks: Arrays,
         layer: LayerOf,

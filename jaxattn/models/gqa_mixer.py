@@ -20,6 +20,7 @@ from jaxattn.models.caches import CodedPages, KeyValuePages
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.models.mixers import PagedMixer, addressing, attended, spread_of
 from jaxattn.nn import GroupedQueryAttention, TurboQuantAttention
+from jaxattn.ops.norm_linear import Unnormed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class GQA(PagedMixer):
     cache_format: str | None = None
     apart: bool = False
 
+    norms = True
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
     read_apart = ("sinks", "kv_scale")
 
@@ -166,7 +168,7 @@ class GQA(PagedMixer):
     def decode(
         self,
         module: GroupedQueryAttention,
-        x: Array,
+        x: Array | Unnormed,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,

@@ -20,6 +20,7 @@ from jaxattn.models.mailbox import NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
 from jaxattn.ops.norm import add_rms_norm_layer
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel.compiled import SCOPE
 
 
@@ -66,6 +67,18 @@ def add_norm_in_stack(
 ) -> tuple[Array, Array, DecodeState]:
     """As `apart`'s, by a norm in the stack of all layers' norms."""
     return *add_rms_norm_layer(x, added, **options), state
+
+
+def left_unnormed(
+    x: Array, added: Array, state: DecodeState, *, weights: Array, **options: Any
+) -> tuple[Array, Unnormed, DecodeState]:
+    """As `apart`'s, where the product that reads the norm makes it, and the sum: see `summed`."""
+    return x, Unnormed(x, added, weights, **options), state
+
+
+def summed(x: Array, normed: Array | Unnormed) -> Array:
+    """The stream x after what was added before `normed` was made."""
+    return normed.total if isinstance(normed, Unnormed) else x
 
 
 def sum_add_norm(

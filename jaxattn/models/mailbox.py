@@ -13,8 +13,14 @@ from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
 from jaxattn.ops.all_reduce_norm import Mailbox
 
 NAME = "mailbox"
-MOST_TOKENS = 64  # of a step, unless another number is given
 INBOX, COUNTS = "peer_inbox", "peer_counts"
+# What a GPU sends to the others in one launch. XLA's all-reduce of more sends fewer bytes.
+MOST_BYTES = 2**20
+
+
+def most_tokens(features: int, gpus: int) -> int:
+    """Of a step whose sums are one launch, unless another number is given."""
+    return MOST_BYTES // (max(gpus - 1, 1) * features * jnp.bfloat16.dtype.itemsize)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

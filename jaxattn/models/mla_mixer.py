@@ -19,6 +19,7 @@ from jaxattn.models.caches import LatentPages
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.models.mixers import PagedMixer, addressing, attended, spread_of
 from jaxattn.nn import MultiHeadLatentAttention
+from jaxattn.ops.norm_linear import Unnormed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class MLA(PagedMixer):
     lora_norm_eps: float | None = None
     gated: bool = False
 
+    norms = True
     cache_name = "latents"
     kernels = {"mla_decode": "mla_decode"}
     cache_formats = ("bfloat16", "fp8_block")
@@ -109,7 +111,7 @@ class MLA(PagedMixer):
     def decode(
         self,
         module: MultiHeadLatentAttention,
-        x: Array,
+        x: Array | Unnormed,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,

@@ -20,6 +20,7 @@ from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.norm_linear import Unnormed
 
 
 class GatedDeltaNet(DeltaLayer):
@@ -106,7 +107,7 @@ class GatedDeltaNet(DeltaLayer):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"],
+        x: Float[Array, "B S hidden"] | Unnormed,
         conv_state: Float[Array, "..."],
         ssm_state: Float[Array, "..."],
         *,

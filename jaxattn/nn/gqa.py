@@ -25,6 +25,7 @@ from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
 from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import ALONE, Parallel, Spread
 from jaxattn.parallel.context import own_of_shared, prefix_of, written_places
 
@@ -203,7 +204,7 @@ class GroupedQueryAttention(Paged):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"],
+        x: Float[Array, "B S hidden"] | Unnormed,
         kv_cache: Float[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
@@ -344,7 +345,7 @@ class GroupedQueryAttention(Paged):
             q, k = self._rotated(q, positions), self._rotated(k, positions)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
-    def _projected(self, x: Array) -> tuple[Array, Array, Array]:
+    def _projected(self, x: Array | Unnormed) -> tuple[Array, Array, Array]:
         """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
             q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)

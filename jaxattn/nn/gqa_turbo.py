@@ -13,6 +13,7 @@ from jaxattn.core.rope import Rotation
 from jaxattn.nn.gqa import GroupedQueryAttention
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.ops.gqa.turbo_cache import check_turbo_cache
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import ALONE, Parallel, Spread
 
 
@@ -64,7 +65,7 @@ class TurboQuantAttention(GroupedQueryAttention):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"],
+        x: Float[Array, "B S hidden"] | Unnormed,
         kv_cache: UInt8[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
@@ -94,7 +95,7 @@ class TurboQuantAttention(GroupedQueryAttention):
     def _paged(
         self,
         op: str,
-        x: Array,
+        x: Array | Unnormed,
         kv_cache: Array,
         block_tables: Any,
         seq_lens: Any,

@@ -17,6 +17,7 @@ from jaxattn.core.norms import gated_rms_norm
 from jaxattn.nn.delta import DeltaLayer, Projected, new_rates, new_taps
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.norm_linear import Unnormed, tokens_of
 
 
 class KimiDeltaAttention(DeltaLayer):
@@ -104,7 +105,7 @@ class KimiDeltaAttention(DeltaLayer):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"],
+        x: Float[Array, "B S hidden"] | Unnormed,
         conv_state: Float[Array, "..."],
         ssm_state: Float[Array, "..."],
         *,
@@ -133,7 +134,7 @@ class KimiDeltaAttention(DeltaLayer):
         op = "KimiDeltaAttention.decode"
         pools = conv_state, ssm_state
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
-        made = self._project(x)
+        made = self._project(tokens_of(x))
         y, conv_state, ssm_state, *rest = kda.kimi_delta_attention_decode(
             *made,
             self.packed_weights() if weights is None else weights,

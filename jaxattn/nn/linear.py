@@ -28,6 +28,7 @@ from jaxattn.ops.linear import (
     kernel_serves,
     linear_layer,
 )
+from jaxattn.ops.norm_linear import Unnormed, tokens_of
 
 
 def matmul(
@@ -150,15 +151,27 @@ class Linear(nnx.Module):
         shape = (in_features, out_features)
         self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))
 
-    def __call__(self, x: Float[Array, "*T K"]) -> Float[Array, "*T N"]:
+    def __call__(self, x: Float[Array, "*T K"] | Unnormed) -> Float[Array, "*T N"]:
+        x = tokens_of(x)
         if self.in_stack is not None and self.in_stack.serves(x, self.dtype):
             return linears(x, self)[0]
         return matmul(x, self.weight[...], self.dtype, self.out_dtype)
 
 
-def linears(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
-    """`module(x)` of each: one launch, where their weights are in stacks and x has few tokens."""
+def linears(
+    x: Float[Array, "*T K"] | Unnormed, *modules: Linear
+) -> tuple[Float[Array, "*T N"], ...]:
+    """`module(x)` of each: one launch, where their weights are in stacks and x has few tokens.
+
+    Of an `Unnormed` x the launch makes the norm too, where it can.
+    """
     places = [module.in_stack for module in modules if module.in_stack is not None]
+    if isinstance(x, Unnormed):
+        weights = [place.weights for place in places]
+        if len(places) == len(modules) and x.serves(weights, places[0].layer):
+            out_dtypes = [module.out_dtype for module in modules]
+            return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes)
+        x = tokens_of(x)
     if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
         return tuple(module(x) for module in modules)
     return linear_layer(

@@ -25,6 +25,7 @@ from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
+from jaxattn.ops.norm_linear import Unnormed, tokens_of
 from jaxattn.parallel import ALONE, Parallel, Spread
 from jaxattn.parallel.context import prefix_of, written_places
 
@@ -206,7 +207,7 @@ class MultiHeadLatentAttention(Paged):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"],
+        x: Float[Array, "B S hidden"] | Unnormed,
         kv_cache: Float[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
@@ -258,6 +259,8 @@ class MultiHeadLatentAttention(Paged):
         new = x.shape[1] if query_lens is None else query_lens
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], new)
+        if self.g_proj is not None:  # which reads x too
+            x = tokens_of(x)
         with jax.named_scope("mla_down_proj"):
             q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
             q, latents = linears(x, q_proj, self.kv_a_proj)
@@ -311,7 +314,7 @@ class MultiHeadLatentAttention(Paged):
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None
 
-    def _latent_queries(self, x: Array, given: Array, rotation: Rotation) -> list[Array]:
+    def _latent_queries(self, x: Array | Unnormed, given: Array, rotation: Rotation) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
         array of both where a kernel makes it.
 
@@ -354,7 +357,7 @@ class MultiHeadLatentAttention(Paged):
         """
         return self._turned(self._heads(x, given), positions)
 
-    def _heads(self, x: Array, given: Array | None) -> Array:
+    def _heads(self, x: Array | Unnormed, given: Array | None) -> Array:
         """The heads' queries before rotation, [B, T, H, nope + P]."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
@@ -382,7 +385,7 @@ class MultiHeadLatentAttention(Paged):
 
     def _output(
         self,
-        x: Array,
+        x: Array | Unnormed,
         out: Array,
         kv_cache: Array,
         block_tables: Any,
@@ -394,7 +397,7 @@ class MultiHeadLatentAttention(Paged):
         most = block_tables.shape[1] * kv_cache.shape[-2]
         return nan_beyond_table(y, seq_lens, most, query_lens)
 
-    def _project_out(self, x: Array, out: Array) -> Array:
+    def _project_out(self, x: Array | Unnormed, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
             if self.g_proj is not None:
                 # A select: whatever a padding token's gate is, its output stays 0.

@@ -1,7 +1,7 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.moe import Listed, mixture_of_experts
 from jaxattn.ops.moe_route import Router, route_serves
+from jaxattn.ops.norm_linear import Unnormed, tokens_of
 from jaxattn.ops.opening import open_experts, opens
 from jaxattn.ops.router import added_up, choose_experts, router_products
 
@@ -134,7 +135,7 @@ class MixtureOfExperts(nnx.Module):
 
     def step(
         self,
-        x: Float[Array, "*T F"],
+        x: Float[Array, "*T F"] | Unnormed,
         stacks: Mapping[str, Array],
         layer: LayerOf,
         *,
@@ -158,21 +159,43 @@ class MixtureOfExperts(nnx.Module):
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         halves = self.dtype == jnp.bfloat16
+        alone = arena is not None and share is None
+        if isinstance(x, Unnormed):
+            shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
+            opened = alone and self._opens(shape, stacks)
+            if opened and arena is not None:
+                return self._open_and_mix(x, stacks, layer, valid, arena, implementation)
+            if halves and x.serves([router], layer):
+                (logits,) = x.linears((router,), layer=layer, out_dtypes=[jnp.float32], give=True)
+                logits = logits.reshape(shape.shape[0], -1)
+                return self._sum(
+                    tokens_of(x), stacks, layer, logits, halves, valid, share, arena, implementation
+                )
+            x = tokens_of(x)
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        if arena is not None and share is None and self._opens(tokens, stacks):
-            ids, weights, listed, arena = self.open(
-                tokens, stacks, layer, valid, arena, implementation
-            )
-            y, after = self._mixed(
-                tokens, ids, weights, listed, stacks, layer, arena, implementation
-            )
-            return y.reshape(x.shape), after
+        if arena is not None and alone and self._opens(tokens, stacks):
+            return self._open_and_mix(x, stacks, layer, valid, arena, implementation)
         if halves:
             logits = router_products(x, router, layer, implementation, gates=gate)
         else:
             of_layer = None if gate is None else gate[layer.index]
             logits = self._exact_logits(x, router[layer.index], of_layer)
         return self._sum(x, stacks, layer, logits, halves, valid, share, arena, implementation)
+
+    def _open_and_mix(
+        self,
+        x: Array | Unnormed,
+        stacks: Mapping[str, Array],
+        layer: LayerOf,
+        valid: Array | None,
+        arena: Arena,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        token = x if isinstance(x, Unnormed) else x.reshape(1, -1).astype(self.dtype)
+        ids, weights, listed, arena = self.open(token, stacks, layer, valid, arena, implementation)
+        normed = tokens_of(token).reshape(1, -1)
+        y, after = self._mixed(normed, ids, weights, listed, stacks, layer, arena, implementation)
+        return y.reshape(x.shape), after
 
     def choose(
         self,
@@ -201,7 +224,7 @@ class MixtureOfExperts(nnx.Module):
 
     def open(
         self,
-        tokens: Float[Array, "1 F"],
+        tokens: Float[Array, "1 F"] | Unnormed,
         stacks: Mapping[str, Array],
         layer: LayerOf,
         valid: Array | None,
@@ -296,7 +319,7 @@ class MixtureOfExperts(nnx.Module):
             y = y + self.shared(x) * opening
         return y, arena
 
-    def _opens(self, tokens: Array, stacks: Mapping[str, Array]) -> bool:
+    def _opens(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
         """Whether one launch has the choice and the shared experts' gate and up."""
         return opens(tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always)
 

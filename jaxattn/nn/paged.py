@@ -38,7 +38,7 @@ class Paged(nnx.Module):
         name, shape = self.reads
         hidden = getattr(self, name).weight.shape[0]
         arguments = Arguments(op, {"hidden": (hidden, f"{name} {shape}")})
-        arguments.check("x", x, axes)
+        arguments.check_shape("x", x, axes)
         return arguments
 
     def _as_given(

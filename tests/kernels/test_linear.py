@@ -10,6 +10,7 @@ import pytest
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, rope, rotation
 from jaxattn.kernels import linear
+from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear import Config, choose, linears_mosaic
 from jaxattn.kernels.linear_turned import Turned
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
@@ -286,3 +287,85 @@ def test_products_of_heads_are_lowered_for_a_gpu(heads, inner, size, monkeypatch
     args = shape((4, 1, heads, inner)), shape((2, heads, inner, size))
     text = jax.jit(op).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def normed_case(inner, *sizes, layers=2, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x, added = (3 * jax.random.normal(key, (1, inner)) for key in keys[:2])
+    norms = 1 + 0.2 * jax.random.normal(keys[2], (2 * layers, inner))
+    return x, added, norms, case(1, inner, *sizes, layers=layers, seed=seed + 1)[1]
+
+
+def wanted_of_norm(x, added, norms, place, eps):
+    x, added, norms = (np.asarray(each, np.float64) for each in (x, added, norms))
+    total = x + added
+    return total, total / np.sqrt((total**2).mean() + eps) * norms[place]
+
+
+def check_normed(found, x, added, norms, weights, layer, limit=4e-3, gated=False):
+    *products, total, normed = found
+    sums, row = wanted_of_norm(x, added, norms, 2 * layer + 1, 1e-5)
+    close(products, wanted(row, weights, layer, gated), limit)
+    np.testing.assert_allclose(total, sums, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), row, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "inner, sizes, gated, config",
+    [
+        (256, (256, 64), False, Config(parts=2, stages=2)),
+        (512, (128, 128), True, Config(parts=1, stages=2)),
+        (1024, (192,), False, Config(parts=4, stages=3)),
+    ],
+)
+def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
+    x, added, norms, weights = normed_case(inner, *sizes)
+    norm = Normed(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
+    found = linears_mosaic(
+        x, weights, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config, gated=gated,
+        out_dtypes=[jnp.float32] * (1 if gated else len(sizes)), interpret=True,
+        detect_races=all(n % 128 == 0 for n in sizes),
+    )  # fmt: skip
+    check_normed(found, x, added, norms, weights, 1, gated=gated)
+
+
+NORMED = [(2048, (3072, 576)), (2048, (12288, 64)), (2048, (1088,)), (5120, (2048,))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner, sizes", NORMED)
+def test_a_norm_comes_before_a_product_on_a_gpu(inner, sizes):
+    x, added, norms, weights = normed_case(inner, *sizes, layers=3)
+    run = jax.jit(
+        lambda layer, *weights: linears_mosaic(
+            x,
+            weights,
+            layer=layer,
+            out_dtypes=[jnp.float32] * len(sizes),
+            norm=Normed(added=added, weights=norms, affine=(2, 1), eps=1e-5, gives=True),
+        )  # fmt: skip
+    )
+    for layer in range(3):
+        found = run(layer, *weights)
+        check_normed(found, x, added, norms, weights, layer)
+        jax.tree.map(np.testing.assert_array_equal, found, run(layer, *weights))
+
+
+@pytest.mark.parametrize("inner, sizes", NORMED)
+def test_blocks_that_norm_have_room_for_the_token(inner, sizes):
+    tiles = sum(-(-n // 128) for n in sizes)
+    config = choose(tiles=tiles, steps=inner // 64, columns=8, gated=False, normed=True)
+    mine = inner // 64 // config.parts
+    total = config.stages * 64 * 128 * 2 + mine * 1024 + 8 * 128 * 4
+    assert total <= 75 * 1024  # three share a multiprocessor
+
+
+@pytest.mark.parametrize(
+    "tokens, inner, message", [(2, 2048, "norms one token"), (1, 192, "a multiple of 128; got 192")]
+)
+def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):
+    x, added = jnp.zeros((2, tokens, inner))
+    norm = Normed(added=added, weights=jnp.zeros((2, inner)), affine=(1, 0), eps=1e-6)
+    weights = [jnp.zeros((1, inner, 128), jnp.bfloat16)]
+    with pytest.raises(NotImplementedError, match=message):
+        linears_mosaic(x, weights, layer=0, out_dtypes=[jnp.float32], norm=norm, interpret=True)

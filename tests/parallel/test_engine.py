@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxattn import Engine, Limits, Request, check_aliasing
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.prepare import prepare
-from jaxattn.models import Hybrid, HybridConfig
+from jaxattn.models import DecoderModel, Hybrid, HybridConfig
 from jaxattn.parallel import Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
 
@@ -162,3 +163,18 @@ def test_prefixes_and_grammars_are_those_of_one_device():
     # A page over two devices has 128 tokens, and so has a block.
     assert [each.cached_tokens for each in group] == [0, 128, 0]
     assert len(group[2].tokens) == 3 and all(token % 2 for token in group[2].tokens)
+
+
+@on_virtual_devices
+def test_a_decode_step_is_traced_once_for_all_executables_that_hold_it():
+    limits, model = dataclasses.replace(LIMITS, decode_buckets=()), Hybrid(CONFIG)
+    decode = DecoderModel.decode
+    with mock.patch.object(DecoderModel, "decode", autospec=True, side_effect=decode) as traced:
+        prepare(
+            model,
+            model.param_shapes(),
+            limits,
+            implementation="xla",
+            parallel=Parallel(tensor=2),
+        )
+    assert traced.call_count == 1

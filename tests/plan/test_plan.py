@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxattn import mla
+from jaxattn import gqa, mla
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.executable_memory import bound_of
@@ -123,6 +124,26 @@ def test_what_others_would_have_taken():
     bound = 2 * parts * rows * 4 * (dim + 1)
     assert [each.ours for each in published()[1:]] == [bound] * 3
     assert bound <= 2 * 2**20
+
+
+def test_the_documents_table_of_what_others_would_have_taken_is_counted():
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    for case in published():
+        sizes = f"{case.nbytes / GIB:.2f} GiB | {case.ours / 2**20:.2f} MiB"
+        assert f"\n| {case.name} | {sizes} |\n" in page
+
+
+@pytest.mark.parametrize("rows", [1, 64, 2048])
+def test_attentions_scratch_is_no_more_with_a_longer_context(rows):
+    """So that a larger cache takes nothing from itself, and nothing has to be solved for."""
+    sizes = {
+        gqa.scratch(
+            batch=rows, q_len=1, num_heads=64, num_kv_heads=8, head_dim=128,
+            max_pages=tokens // 64, page_size=64,
+        ).nbytes
+        for tokens in (4096, 40_960, 1_048_576)
+    }  # fmt: skip
+    assert len(sizes) == 1
 
 
 # The fixed point ----------------------------------------------------------------------------------
@@ -471,6 +492,7 @@ def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
 
 BAD_INPUT = {
     "nothing": ([], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
+    "no name": ([""], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
     "model": (["DeepSeek-R9"], "unknown configuration 'DeepSeek-R9': use one of DeepSeek-R1,"),
     "folder": (["/"], "/ is a folder without a config.json"),
     "device": (["DeepSeek-R1", "--device", "v100"], "unknown device 'v100': use one of h200"),

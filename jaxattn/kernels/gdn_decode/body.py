@@ -120,7 +120,8 @@ class Block:
     def __init__(
         self, op: Op, config: Config, first_row: int, *, interpret: bool,
         qkvz_ref: Any, ba_ref: Any, f_ref: Any, z_ref: Any, weights_ref: Any, layer_ref: Any,
-        reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any,
+        affine_ref: Any, reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any,
+        out_ref: Any,
         ring: Any, vectors: Any, out_smem: Any, loaded: Any, scalars: Any, all_read: Any,
     ):  # fmt: skip
         """`first_row`: of the output."""
@@ -134,7 +135,7 @@ class Block:
         self.all_read = all_read
         self.row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         self.part = lax.axis_index("part") if config.parts > 1 else 0
-        self.layer = layer_ref[0] * op.affine[0] + op.affine[1]
+        self.layer = layer_ref[0] * affine_ref[0] + affine_ref[1]
         self.slot = reads_ref[self.row]
         self.own = self.layer if op.stacked else 0  # row of weights
         self.first_head = key_head * op.group + self.part * self.heads

@@ -29,9 +29,8 @@ class Op:
     """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
 
     `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
-    token, not after the last. `affine`: (a, b), the layer is a times the given number plus b.
-    `channels`: every channel of the key has a decay of its own (KDA), and the norm's factor is
-    sigmoid(z). `lower_bound`: of such log decays, or None for softplus.
+    token, not after the last. `channels`: every channel of the key has a decay of its own (KDA),
+    and the norm's factor is sigmoid(z). `lower_bound`: of such log decays, or None for softplus.
     """
 
     q_len: int
@@ -42,7 +41,6 @@ class Op:
     l2norm: bool
     stacked: bool
     keep: bool
-    affine: tuple[int, int]
     scale: float
     eps: float
     channels: bool = False

@@ -158,7 +158,6 @@ def gdn_decode_mosaic(
         l2norm=l2norm,
         stacked=weights.ndim == 2,
         keep=writes.ndim == 2,
-        affine=affine,
         scale=scale,
         eps=eps or 0.0,
         channels=f is not None,
@@ -188,6 +187,8 @@ def gdn_decode_mosaic(
         "z_ref": z,
         "weights_ref": weights.reshape(-1, weights.shape[-1]),
         "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        # An operand, so that all layers of a step are one kernel to compile.
+        "affine_ref": jnp.asarray(affine, jnp.int32),
         # An index narrower than int32 would be sign-extended, unsigned or not.
         "reads_ref": reads.astype(jnp.int32),
         "writes_ref": writes.astype(jnp.int32),

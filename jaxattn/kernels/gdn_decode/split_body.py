@@ -84,7 +84,8 @@ class Block:
     def __init__(
         self, op: Op, first_row: int, *, interpret: bool,
         qkvz_ref: Any, ba_ref: Any, f_ref: Any, z_ref: Any, weights_ref: Any, layer_ref: Any,
-        reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any, out_ref: Any,
+        affine_ref: Any, reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any,
+        out_ref: Any,
         vectors: Any, sums: Any, scalars: Any, square_sums: Any = None, squares_sent: Any,
         between: Any = None,
     ):  # fmt: skip
@@ -102,7 +103,7 @@ class Block:
         self.meets = op.conv or op.norm  # whether blocks have to do with each other
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         self.part = block_of_cluster(op.group * SPLIT, interpret=interpret)
-        self.layer, self.slot = layer_ref[0] * op.affine[0] + op.affine[1], reads_ref[row]
+        self.layer, self.slot = layer_ref[0] * affine_ref[0] + affine_ref[1], reads_ref[row]
         self.target = writes_ref[row, 0] if op.keep else writes_ref[row]
         if self.meets:
             shown = between.at[row, key_head] if interpret else square_sums

@@ -167,14 +167,23 @@ class Computer:
         return pl.multiple_of(tile.start, ROWS) + self.wg * ROWS
 
     def softmax(
-        self, scores: jax.Array, tile: Tile, i: jax.Array, top: jax.Array, total: jax.Array
+        self,
+        scores: jax.Array,
+        tile: Tile,
+        i: jax.Array,
+        top: jax.Array,
+        total: jax.Array,
+        *,
+        seen: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(weights float32, references, sums, what rescales the output) with step i's scores."""
-        step, keys = self.tiles.step(tile, i), self.config.keys
-        whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
-        scores = self.scores.capped(scores)
-        mask = lambda s: jnp.where(self.seen(tile, step), s, -jnp.inf)  # noqa: E731
-        scores = lax.cond(whole, lambda s: s, mask, scores)
+        """(weights float32, references, sums, what rescales the output) with step i's scores. If
+        they are `seen`, all of them count."""
+        scores, keys = self.scores.capped(scores), self.config.keys
+        if not seen:
+            step = self.tiles.step(tile, i)
+            whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
+            mask = lambda s: jnp.where(self.seen(tile, step), s, -jnp.inf)  # noqa: E731
+            scores = lax.cond(whole, lambda s: s, mask, scores)
         factor = self.scores.factor
         largest = jnp.maximum(top, scores.max(axis=1) * factor)
         new_top = reference(top, largest) if self.config.lazy else largest
@@ -210,14 +219,18 @@ class Computer:
             plgpu.barrier_arrive(memory.cleared)
             plgpu.barrier_wait(memory.cleared)
 
-    def step(self, tile: Tile, done: jax.Array, i: jax.Array, state: State) -> State:
-        """Adds step i's values, and takes the softmax of step i + 1."""
+    def step(
+        self, tile: Tile, done: jax.Array, i: jax.Array, state: State, *, seen: bool = False
+    ) -> State:
+        """Adds step i's values, and takes the softmax of step i + 1; all of both are `seen`, or
+        that is found out."""
         memory, number = self.memory, done + i
         plgpu.barrier_wait(memory.values_loaded.at[self.slot(number)])
-        self.clear(tile, i, number)
+        if not seen:
+            self.clear(tile, i, number)
         plgpu.barrier_wait(memory.keys_loaded.at[self.slot(number + 1)])
         plgpu.barrier_wait(memory.turn.at[self.wg])
-        following = functools.partial(self.softmax, tile=tile, i=i + 1, top=state.top)
+        following = functools.partial(self.softmax, tile=tile, i=i + 1, top=state.top, seen=seen)
         if self.interpret:
             out = self.with_values(state, number)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
@@ -324,7 +337,11 @@ class Computer:
             p, top, total, _ = self.softmax(scores, tile, first, nothing + EMPTY, nothing)
             state = State(p.astype(self.dtype), top, total, zeros(ROWS, self.head_dim))
             step = functools.partial(self.step, tile, done)
-            state = lax.fori_loop(0, tile.steps - 1, step, state)
+            if config.apart and self.tiles.window is None:
+                seen = self.tiles.seen_first(tile, self.first_row(tile))
+                first = jnp.clip(seen - 1, 0, tile.steps - 1)
+                state = lax.fori_loop(0, first, functools.partial(step, seen=True), state)
+            state = lax.fori_loop(first, tile.steps - 1, step, state)
             if config.own_output:
                 plgpu.barrier_arrive(memory.queries_read.at[self.wg])
             if self.gate is not None:

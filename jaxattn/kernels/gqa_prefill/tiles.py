@@ -134,3 +134,14 @@ class Tiles:
             last = ahead + self.token_of(first_row + (rows - 1))
             begin = jnp.maximum(begin, last - (self.window - 1))
         return (step.position >= begin) & (step.position + self.keys <= end)
+
+    def seen_first(self, tile: Tile, first_row: jax.Array) -> jax.Array:
+        """How many steps, from the first on, have keys that all packed rows from `first_row` on
+        see, each as `all_seen` says; there is no window."""
+        first, _, prefix, _, offset = tile.bounds
+        end = jnp.minimum(tile.high, prefix + offset + self.token_of(first_row) + 1)
+        cached = lax.div(jnp.minimum(prefix, end), self.keys) - tile.prefix_low
+        cached = jnp.clip(cached, 0, tile.prefix_steps)
+        new = lax.div(jnp.maximum(end - prefix, 0), self.keys) - tile.new_low
+        seen = jnp.where(cached == tile.prefix_steps, cached + jnp.maximum(new, 0), cached)
+        return jnp.where(self.step(tile, jnp.int32(0)).position >= first, seen, 0)

@@ -24,6 +24,7 @@ class Product:
     Attributes:
         consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
         parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
+        split: of FP8 gate and up with one of `consumers`: each has a warpgroup of its own.
         depth: numbers of K that a stage of shared memory holds, 64 or 128.
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
@@ -32,6 +33,7 @@ class Product:
 
     consumers: int = 1
     parts: int = 2
+    split: bool = False
     depth: int = 128
     stages: int | None = None
     blocks: int = NUM_SMS
@@ -41,6 +43,11 @@ class Product:
     def rows(self) -> int:
         """Rows of weights of an item, of each part."""
         return self.consumers * ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply."""
+        return self.parts if self.split else self.consumers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,8 @@ def choose(
     Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
     multiprocessors, two are worked on at a time by each: else a second round of them has few. Many
     share a read of tokens between two warpgroups. To widen FP8 weights keeps one warpgroup busy,
-    so there are two as soon as nearly every multiprocessor has an item of 128 rows.
+    so there are two as soon as nearly every multiprocessor has an item of 128 rows. Of gate and up
+    of few tokens each has a warpgroup: an item is 64 rows of both, and the last round has more.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -107,10 +115,15 @@ def choose(
             return made
         return dataclasses.replace(made, blocks=2 * NUM_SMS, together=2)
 
+    def in_two(made: Product) -> Product:
+        split = quantized and columns == GROUP
+        consumers = 1 if split else made.consumers
+        return dataclasses.replace(made, parts=2, split=split, consumers=consumers)
+
     twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
     return Config(
         columns=columns,
-        gate_up=dataclasses.replace(product(expert_size, hidden, 1), parts=2),
+        gate_up=in_two(product(expert_size, hidden, 1)),
         down=all_at_once(product(hidden, expert_size, twice)),
     )
 
@@ -141,6 +154,6 @@ def stages_of(product: Product, columns: int, dtype: str, of_results: str, weigh
     width = lambda name: jnp.dtype(name).itemsize  # noqa: E731
     of_weights = product.parts * product.rows * product.depth * width(weights)
     stage = of_weights + columns * product.depth * width(dtype)
-    results = product.rows * columns * width(of_results)
+    results = product.rows * columns * (width(of_results) + 4 * product.split)
     room = SHARED_BYTES // product.together - RESERVED_BYTES - BARRIER_BYTES - results
     return max(2, min(MOST_STAGES, room // stage))

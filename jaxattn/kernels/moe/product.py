@@ -13,7 +13,9 @@ own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one 
 cut, so a token's result does not depend on the other tokens.
 
 FP8 weights are widened on their way through registers (fp8.py). Each step's product, of 128 of K,
-has a scale of its own, by which it is multiplied as it is added to the sum, in float32.
+has a scale of its own, by which it is multiplied as it is added to the sum, in float32. To widen
+them takes longer than to read them where few multiprocessors have an item: there gate has one
+warpgroup and up another, and up's sums go through shared memory to gate's.
 
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
@@ -34,6 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import swizzled
+from jaxattn.kernels.hopper.stores import store
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.moe.config import BLOCK, GROUP, ROWS, Product, stages_of
 from jaxattn.kernels.moe.fp8 import SWIZZLED, widened
@@ -144,10 +147,13 @@ def grouped_product(
             "out_smem": plgpu.SMEM(
                 (consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)
             ),
+            "up_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if product.split else None,
             "loaded": plgpu.Barrier(num_arrivals=parts * consumers + 1, num_barriers=stages),
-            "read": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
+            "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
+            "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
         },
-        warpgroups=consumers + 1,
+        warpgroups=product.warpgroups + 1,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -189,7 +195,7 @@ class Cut:
     @property
     def many_registers(self) -> bool:
         """232 + 232 + 40 = 504, the most that three warpgroups may have. Two have enough."""
-        return self.columns >= 64 and self.product.consumers == 2
+        return self.columns >= 64 and self.product.warpgroups == 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,8 +212,11 @@ class Refs:
     weights_smem: Any  # [stage, part, warpgroup, 64, depth]
     tokens_smem: Any  # [stage, N, depth]
     out_smem: Any  # [warpgroup, N, 64]
+    up_smem: Any  # [64, N], where up has a warpgroup of its own
     loaded: Any  # of each stage
     read: Any  # by every warpgroup that multiplies
+    up_there: Any
+    up_read: Any
 
 
 class Block:
@@ -221,9 +230,9 @@ class Block:
         self.mine = lax.div(last - self.block + (cut.blocks - 1), cut.blocks)
 
     def run(self) -> None:
-        consumers = self.cut.product.consumers
-        pl.when(self.wg == consumers)(self.load)
-        pl.when(self.wg < consumers)(self.multiply)
+        warpgroups = self.cut.product.warpgroups
+        pl.when(self.wg == warpgroups)(self.load)
+        pl.when(self.wg < warpgroups)(self.multiply)
 
     def item(self, i: Any) -> Item:
         """The block's i-th, of which it may have none: then any. How many there are is not waited
@@ -283,16 +292,49 @@ class Block:
         """A multiplying warpgroup: its rows of each item."""
         if self.cut.many_registers:
             plgpu.set_max_registers(232, action="increase")
+        if self.cut.product.split:
+            self._multiply_split()
+            return
         sums = self._sums if self.refs.scales is None else ScaledSums(self)
         self.each(partial(self._multiply_item, sums))
         plgpu.wait_smem_to_gmem(0)
 
     def _multiply_item(self, sums: Any, now: Item, done: jax.Array) -> None:
-        cut, out = self.cut, self.refs.out_smem
         every = sums(now, done)
-        if cut.gated:
+        if self.cut.gated:
             gate, up = every
             every = [gate / (1.0 + jnp.exp(-gate)) * up]
+        self._store(now, every)
+
+    def _multiply_split(self) -> None:
+        """The warpgroup of gate, or that of up."""
+        refs, sums = self.refs, ScaledSums(self)
+
+        def gate(now: Item, done: jax.Array) -> None:
+            (total,) = sums(now, done)
+            plgpu.barrier_wait(refs.up_there)
+            up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
+            plgpu.barrier_arrive(refs.up_read)
+            self._store(now, [total / (1.0 + jnp.exp(-total)) * up])
+
+        def up(now: Item, done: jax.Array) -> None:
+            (total,) = sums(now, done)
+            pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
+            store(refs.up_smem, total, interpret=self.cut.interpret)
+            plgpu.barrier_arrive(refs.up_there)
+
+        @pl.when(self.wg == 0)
+        def _gate():
+            self.each(gate)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.wg == 1)
+        def _up():
+            done = self.each(up)
+            pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
+
+    def _store(self, now: Item, every: list[jax.Array]) -> None:
+        cut, out = self.cut, self.refs.out_smem
         for part, result in enumerate(every):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_turned(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
@@ -353,8 +395,9 @@ class ScaledSums:
 
     def __call__(self, now: Item, done: jax.Array) -> list[jax.Array]:
         block, cut, refs = self.block, self.block.cut, self.block.refs
-        parts = range(cut.product.parts)
-        first = now.place * cut.piece + block.wg * ROWS
+        split = cut.product.split
+        parts: Any = [block.wg] if split else range(cut.product.parts)
+        first = now.place * cut.piece + (0 if split else block.wg) * ROWS
         of_parts = [
             lax.div(first + (0 if cut.gated else part * cut.apart), BLOCK)
             + (part * (refs.scales.shape[2] // 2) if cut.gated else 0)
@@ -381,22 +424,26 @@ class ScaledSums:
         return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
 
     def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
-        """A step's, of each part, without its scale."""
-        block, refs, parts = self.block, self.block.refs, self.block.cut.product.parts
+        """A step's, of each part that is the warpgroup's, without its scale."""
+        block, refs, product = self.block, self.block.refs, self.block.cut.product
+        # (part, which of its 64 rows)
+        mine: list[Any] = [(part, block.wg) for part in range(product.parts)]
+        if product.split:
+            mine = [(block.wg, 0)]
         if block.cut.interpret:
             tokens = refs.tokens_smem[slot]
-            return [_plain(refs.weights_smem[slot, i, block.wg], tokens) for i in range(parts)]
+            return [_plain(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine]
 
         def products(*accs: Any) -> list[jax.Array]:
-            for part, acc in enumerate(accs):
-                tile = refs.weights_smem.at[slot, part, block.wg]
+            for (part, rows), acc in zip(mine, accs, strict=True):
+                tile = refs.weights_smem.at[slot, part, rows]
                 plgpu.wgmma(acc, widened(tile, refs.tokens.dtype), turned)
             return [
-                plgpu.wgmma_accumulator_load(acc, wait_n=parts - 1 - part)
-                for part, acc in enumerate(accs)
+                plgpu.wgmma_accumulator_load(acc, wait_n=len(mine) - 1 - place)
+                for place, acc in enumerate(accs)
             ]
 
-        return pl.run_scoped(products, *block.accumulators)
+        return pl.run_scoped(products, *block.accumulators[: len(mine)])
 
 
 def _plain(weights: jax.Array, tokens: jax.Array) -> jax.Array:

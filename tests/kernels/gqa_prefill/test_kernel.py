@@ -94,6 +94,16 @@ def test_heads_are_not_packed_where_tokens_are_many(
 
 
 @both_devices
+@pytest.mark.parametrize("lens, new", [([390, 300, 70], [140, 300, 3]), ([640], [33])])
+@pytest.mark.parametrize("dim", [slow(64), 128, slow(256)])
+def test_steps_that_all_rows_see_apart(dim, lens, new, implementation, traced_anew, monkeypatch):
+    """Some of them, none, and all but the last one's; a prefix of whole steps and one of others."""
+    monkeypatch.setattr(launch, "FEW_TOKENS", 0)
+    monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], apart=True, lazy=True))
+    run(prefill_case(lens, new, dim=dim, gate=True, sinks=True), implementation)
+
+
+@both_devices
 @pytest.mark.parametrize("lazy", [False, True])
 def test_maxima_that_grow_little_and_much(lazy, implementation, traced_anew, monkeypatch):
     """By up to 2**30 from a step of 64 keys to the next; a lazy reference moves beyond 2**8."""

@@ -509,7 +509,7 @@ def test_few_states_have_four_blocks_each(group, states, q_len, split):
 @pytest.mark.parametrize("q_len", [1, 5, 8])
 def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len, dtype):
     for group in (1, 2, 4, 8, 11):
-        op = Op(q_len, 16, 16 * group, True, True, True, True, False, (1, 0), 1.0, EPS)
+        op = Op(q_len, 16, 16 * group, True, True, True, True, False, 1.0, EPS)
         for states in (32, 132, 264, 396, 397, 1024, 8192):
             config = choose_config(group, states, q_len, dtype, interpret=False)
             if config.split:

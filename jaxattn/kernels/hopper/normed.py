@@ -1,0 +1,143 @@
+"""The norm of a residual stream, made by the blocks of the product that reads it.
+
+    y = norm(x + added) @ W = factor * (((x + added) * weight) @ W)
+
+A launch of the norm alone takes as long as it is for one to begin and end, and meanwhile nothing is
+read. Here each block of `linear_layer` asks for its matrix first, then makes its part of K of
+(x + added) * weight, and its squares. The factor needs the squares of all K. So it comes last: the
+blocks of a cluster have all K between them, and read one another's squares as they do their sums.
+
+The first tile's blocks also store the sum, and what a launch of the norm would have given.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.machine import meet, shown, swizzled
+from jaxattn.kernels.hopper.stores import store
+
+PAIR = 128  # numbers of K that a warpgroup makes at a time: two steps of the product
+STEP = PAIR // 2
+TILE = 8 * STEP  # numbers of a step's tile in shared memory: rows of 8 tokens, the first is ours
+MOST_PAIRS = 4  # of a block: what is summed stays in registers
+CHANNEL = plgpu.Layout.WG_STRIDED((PAIR,), vec_size=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Normed:
+    """What comes before a product of one token.
+
+    Attributes:
+        added: to the stream x, [1, K].
+        weights: of all norms, [N, K].
+        affine: (a, b), for the norm `a * layer + b`.
+        gives: whether the normed token is wanted too.
+    """
+
+    added: jax.Array
+    weights: jax.Array
+    affine: tuple[int, int]
+    eps: float
+    gives: bool = False
+
+
+def refusal(tokens: int, steps: int, parts: int) -> str | None:
+    """Why the blocks do not make the norm of K numbers in so many steps and parts, or None."""
+    if tokens != 1:
+        return f"the kernel norms one token; got {tokens}"
+    if steps % (2 * parts) or steps > 2 * MOST_PAIRS * parts:
+        return (
+            f"the kernel norms K in parts of {PAIR} to {PAIR * MOST_PAIRS}, a multiple of {PAIR}; "
+            f"got {steps * STEP} for {parts} blocks"
+        )
+    return None
+
+
+def smem(steps: int, dtype: Any, *, interpret: bool) -> Any:
+    """The token as the product reads it, and the same bytes as the warpgroup writes them."""
+    shape = (steps, 8, STEP)
+    if interpret:
+        return plgpu.SMEM(shape, dtype)
+    tiles = plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
+    return plgpu.RefUnion(tiles, plgpu.SMEM((steps * TILE,), dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """The code of a block.
+
+    Attributes:
+        x_ref, added_ref: [1, K].
+        row: of the norms' weights.
+        total_ref, normed_ref: [1, K]; the second may be None.
+        x_smem: of `smem`.
+        first: the block's first number of K.
+        pairs: of its numbers.
+    """
+
+    x_ref: Any
+    added_ref: Any
+    weights_ref: Any
+    row: Any
+    total_ref: Any
+    normed_ref: Any
+    x_smem: Any
+    first: Any
+    pairs: int
+    eps: float
+    interpret: bool
+
+    @property
+    def operand(self) -> Any:
+        """[steps, 8, 64], the token in each step's first row."""
+        return self.x_smem if self.interpret else self.x_smem[0]
+
+    def make(self) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        """(the sums, the sums times weights, the squares by thread), with the operand written."""
+        sums, weighted = [], []
+        for pair in range(self.pairs):
+            some = self._some(pair)
+            total = self._load(self.x_ref.at[0, some]) + self._load(self.added_ref.at[0, some])
+            sums.append(total)
+            weighted.append(total * self._load(self.weights_ref.at[self.row, some]))
+        for pair, each in enumerate(weighted):
+            self._put(pair, each.astype(self.operand.dtype))
+        shown(interpret=self.interpret)
+        meet(interpret=self.interpret)
+        first, *rest = (each * each for each in sums)
+        return sums, weighted, sum(rest, first)
+
+    def _put(self, pair: int, x: jax.Array) -> None:
+        if self.interpret:
+            for half in (0, 1):
+                self.x_smem[2 * pair + half, 0] = x[half * STEP : (half + 1) * STEP]
+            return
+        # The first row of a tile is not swizzled. Each half of the pair is to be such a row, and
+        # the other half falls where the tiles of other tokens lie, whose products nobody reads.
+        for half in (0, 1):
+            begin = (2 * pair + half) * TILE - half * STEP
+            store(self.x_smem[1].at[pl.ds(begin, PAIR)], x, interpret=False)
+
+    def factor(self, squares: jax.Array) -> jax.Array:
+        """Of the squares by thread, of all K."""
+        return lax.rsqrt(jnp.sum(squares) * (1.0 / self.x_ref.shape[1]) + self.eps)
+
+    def give(self, sums: list[jax.Array], weighted: list[jax.Array], factor: jax.Array) -> None:
+        """Stores the block's part of the sum, and of its norm."""
+        for pair, (total, each) in enumerate(zip(sums, weighted, strict=True)):
+            some = self._some(pair)
+            self.total_ref.at[0, some][...] = total
+            if self.normed_ref is not None:
+                self.normed_ref.at[0, some][...] = (each * factor).astype(self.normed_ref.dtype)
+
+    def _some(self, pair: int) -> Any:
+        return pl.ds(pl.multiple_of(self.first + pair * PAIR, PAIR), PAIR)
+
+    def _load(self, ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=CHANNEL, optimized=False).astype(jnp.float32)

@@ -1,0 +1,150 @@
+"""The norm of a residual stream and the products that read it, of one token.
+
+    stream = Unnormed(x, added, norms, layer=l, eps=eps, dtype=bfloat16)
+    q, kv = stream.linears((q_proj, kv_a_proj), layer=l)     norm(x + added) @ q_proj[l], ...
+    x = stream.total                                         x + added
+
+In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. The first
+product of a layer makes it while its own weights are on their way (kernels/hopper/normed.py). Where
+that kernel does not serve, the norm is a launch of its own (ops/norm.py).
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
+from jaxattn.core.layers import LayerOf, taken_apart
+from jaxattn.core.norms import rms_norm
+from jaxattn.kernels.hopper.normed import Normed
+from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm
+from jaxattn.ops.norm import add_rms_norm_layer
+
+
+class Unnormed:
+    """Tokens that are read as their norm, which the product that reads them first may make.
+
+    As an array it is the normed tokens, of `dtype`: a launch of the norm makes them once for all
+    that ask. `total` is float32, x + added.
+
+    Args:
+        x: a residual stream, float32 [*T, F].
+        added: what is added to it, in x's shape.
+        norms: of all layers, [N, F].
+        layer: the norm's place in them.
+        eps: of the norm.
+        dtype: of the normed tokens.
+        implementation: of the norm, and of the products with it.
+    """
+
+    def __init__(
+        self,
+        x: Float[Array, "*T F"],
+        added: Float[Array, "*T F"],
+        norms: Float[Array, "N F"],
+        *,
+        layer: LayerOf,
+        eps: float,
+        dtype: DTypeLike,
+        implementation: Implementation | None = None,
+    ):
+        self._x, self._added, self._norms, self._layer = x, added, norms, layer
+        self._eps, self._implementation = eps, implementation
+        self.shape, self.ndim, self.size, self.dtype = x.shape, x.ndim, x.size, jnp.dtype(dtype)
+        self._total: Array | None = None
+
+    @property
+    def total(self) -> Float[Array, "*T F"]:
+        """The stream with what is added, as whoever normed the tokens made it."""
+        return self._normed[0] if self._total is None else self._total
+
+    def __jax_array__(self) -> Float[Array, "*T F"]:
+        return self._normed[1]
+
+    def before(self, layer: LayerOf, give: bool = True) -> tuple[Array, Normed] | None:
+        """(x [1, F], what makes its norm) for a kernel that is given the number of `layer`; None
+        where it cannot. Such a kernel has no gradient.
+
+        Args:
+            give: whether the kernel makes the normed token as well.
+        """
+        fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
+        same = layer.repeat is self._layer.repeat
+        if not fits or not same or self.size != self.shape[-1] or self._implementation == "xla":
+            return None
+        shape, (_, affine, _) = (1, self.shape[-1]), taken_apart(self._layer)
+        operands = self._x.reshape(shape), self._added.reshape(shape), self._norms
+        x, added, norms = without_gradient(OP, operands)
+        return x, Normed(added=added, weights=norms, affine=affine, eps=self._eps, gives=give)
+
+    def was_made(self, total: Array, normed: Array | None = None) -> None:
+        """By a kernel, of what `before` gave."""
+        self._total = total.reshape(self.shape)
+        if normed is not None:
+            self._normed = self._total, normed.reshape(self.shape)
+
+    def serves(self, weights: Sequence[Array], layer: LayerOf) -> bool:
+        """Whether one launch makes the norm and the products with those stacks of weights."""
+        return (
+            self.before(layer) is not None
+            and weights[0].dtype == self.dtype
+            and refusal_with_norm(1, self.shape[-1], weights) is None
+        )
+
+    def linears(
+        self,
+        weights: Sequence[Float[Array, "L F N"]],
+        *,
+        layer: LayerOf,
+        out_dtypes: Sequence[DTypeLike],
+        give: bool = False,
+    ) -> tuple[Float[Array, "*T N"], ...]:
+        """`linear_layer` of the normed token, where `serves`; with `give` it is there afterwards.
+
+        Kernels other than XLA's have no gradient.
+        """
+        first, affine, _ = taken_apart(layer)
+        dtypes = [jnp.dtype(each) for each in out_dtypes]
+        before = self.before(layer, give)
+        assert before is not None  # it serves
+        x, norm = before
+
+        def kernel(interpret: bool) -> list[Array]:
+            stacks = without_gradient(OP, list(weights))
+            return linears_mosaic(
+                x, stacks, layer=first, affine=affine, out_dtypes=dtypes, norm=norm,
+                interpret=interpret,
+            )  # fmt: skip
+
+        def xla() -> list[Array]:
+            total = (self._x + self._added).reshape(x.shape)
+            row = lax.dynamic_index_in_dim(self._norms, self._layer.index, keepdims=False)
+            normed = rms_norm(total, row, self._eps).astype(self.dtype)
+            here = partial(lax.dynamic_index_in_dim, index=layer.index, keepdims=False)
+            product = partial(jnp.matmul, normed, preferred_element_type=jnp.float32)
+            ys = (product(here(w)).astype(d) for w, d in zip(weights, dtypes, strict=True))
+            return [*ys, total, normed]
+
+        with jax.named_scope("norm_linear_layer"):
+            found = dispatch_kernel(OP, self._implementation, kernel, xla)
+        *products, total = found[: len(weights) + 1]
+        self.was_made(total, found[-1] if give else None)
+        return tuple(y.reshape(*self.shape[:-1], y.shape[-1]) for y in products)
+
+    @cached_property
+    def _normed(self) -> tuple[Array, Array]:
+        return add_rms_norm_layer(
+            self._x, self._added, self._norms, layer=self._layer, eps=self._eps, dtype=self.dtype,
+            implementation=self._implementation,
+        )  # fmt: skip
+
+
+def tokens_of(x: Any) -> Array:
+    """The normed tokens of an `Unnormed`, or the array that x is."""
+    return x.__jax_array__() if isinstance(x, Unnormed) else x
