@@ -185,8 +185,14 @@ class Arena:
             device: a `jax.Device` or `Sharding`; the default device when None.
 
         Raises:
+            TypeError: `spec` is no ArenaSpec.
             ArenaError: JAX made other buffers than planned (64-bit dtypes with x64 disabled).
         """
+        if not isinstance(spec, ArenaSpec):
+            raise TypeError(
+                f"Arena.allocate: spec must be an ArenaSpec, such as jaxattn.mla.scratch(...); got "
+                f"{type(spec).__name__}"
+            )
         lanes = {dtype: jnp.zeros(size, dtype, device=device) for dtype, size in spec.lanes}
         persistent = {
             name: jnp.zeros(region.shape, region.dtype, device=device)
@@ -365,6 +371,8 @@ class Arena:
 
 
 def _region(op: str, name: str, shape_and_dtype: ShapeAndDtype) -> Region:
+    if not isinstance(shape_and_dtype, tuple | list) or len(shape_and_dtype) != 2:
+        raise ArenaError(f"{op}: region {name!r} must be (shape, dtype), got {shape_and_dtype!r}")
     shape, dtype = shape_and_dtype
     try:
         dims = tuple(operator.index(dim) for dim in shape)

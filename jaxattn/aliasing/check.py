@@ -111,10 +111,17 @@ def check_aliasing(
         layer_bytes: temp or unaliased output bytes that each layer's own inputs explain.
 
     Raises:
+        TypeError: `compiled` or `shallower` is no compiled step.
         AliasingError: a line for each finding, with the leaf's name.
         ValueError: `exclude` is in no donated leaf's name, or one of `shallower`, `layers` and
             `layer_bytes` lacks another that it needs.
     """
+    for name, each in (("compiled", compiled), ("shallower", shallower)):
+        if not hasattr(each, "as_text") and (each is not None or name == "compiled"):
+            raise TypeError(
+                f"check_aliasing: {name} must be jax.jit(step, donate_argnames=...).lower(...)"
+                f".compile(), got {type(each).__name__}"
+            )
     if (shallower is None and layers) or (layer_bytes and not layers):
         raise ValueError(
             "shallower=, layers=(of compiled, of shallower) and layer_bytes= go together"

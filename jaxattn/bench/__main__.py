@@ -88,7 +88,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
-    parser.add_argument("what", choices=(*MODULES, "step", "plot"), help="what to measure")
+    whats = (*MODULES, "step", "plot")
+    parser.add_argument("what", metavar="WHAT", help=f"one of {', '.join(whats)}")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
@@ -124,6 +125,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="draw a roofline, and for gdn bars of the times (needs matplotlib)",
     )
     args = parser.parse_args(argv)
+    if args.what not in whats:
+        parser.error(f"no bench {args.what!r}; there are {', '.join((*whats, *COMMANDS))}")
     if (args.what == "plot") != (args.run is not None):
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:

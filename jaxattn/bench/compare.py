@@ -30,7 +30,9 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         run = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise NotComparable(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
         raise NotComparable(f"cannot read {path}: {error}") from error
     if not isinstance(run, dict) or not isinstance(run.get("rows"), list):
         raise NotComparable(f"{path} is no result of a bench: it has no rows")

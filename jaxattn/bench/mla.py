@@ -121,11 +121,12 @@ def decode(
 ) -> Op:
     def call(operands, state, layer):
         (q, cache, tables, lens), schedule = operands
+        within: Any = Within(lens, tables.shape[1] * PAGE)
         out = mla.mla_decode(
             q,
             cache,
             tables,
-            Within(lens, tables.shape[1] * PAGE),
+            within,
             scale=SCALE,
             kv_scale=scale_of(cache.dtype.name),
             layer=layer,

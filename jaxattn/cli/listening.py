@@ -115,7 +115,9 @@ def _read_settings(options: argparse.Namespace, chosen: Chosen) -> "Settings":
         ) from error
     try:
         given = keys.read_keys(options.api_key_file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputError(f"--api-key-file {options.api_key_file}: {error.strerror}") from error
+    except ValueError as error:
         raise InputError(f"--api-key-file: {one_line(error)}") from error
     return Settings(
         host=options.host,

@@ -91,6 +91,8 @@ def choose(options: argparse.Namespace) -> Chosen:
         InputError: there is none, its config.json is missing or damaged, or it is not supported.
     """
     given = options.checkpoint if options.model is None else options.model
+    if given == "":
+        raise InputError("--model is empty; give a folder, or a name on the hub as in org/name")
     path = checkpoint.EMBEDDED if given is None else Path(given).expanduser()
     name = given if given and not path.exists() and is_name(given) else None
     if options.revision and not name:

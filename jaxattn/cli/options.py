@@ -35,8 +35,18 @@ class InputError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
+    """Raises what it cannot read as an InputError.
+
+    Attributes:
+        stray: what a word without an option is told, after it.
+    """
+
+    stray = ""
+
     def error(self, message: str) -> NoReturn:
-        raise InputError(message)
+        unknown = message.removeprefix("unrecognized arguments: ")
+        word = unknown != message and not unknown.startswith("-")
+        raise InputError(f"{message}{self.stray}" if word else message)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Plans and prints."""
     naive: Sequence[Naive] = published() if options.compare else ()
-    if options.model is None:
+    if not options.model:
         raise InputError(f"name a model: {', '.join(known.NAMES)}, or a folder with a config.json")
     model = read_model(options.model)
     try:

@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0; 1 if a request was refused, or if stdout is closed or its "
         "reader left; 2 for bad input; 130 after Ctrl-C; 143 after SIGTERM.",
     )
+    root.stray = " (a prompt is given as --prompt TEXT)"
     add_model(root)
     add_prompts(root)
     add_sampling(root)

@@ -47,9 +47,19 @@ def as_given(x: Any) -> Any:
 
 
 def check_array(op: str, name: str, x: Any) -> None:
-    """Raises TypeError unless it is an array, JAX's, NumPy's or one of flax."""
+    """Raises unless it is an array, JAX's, NumPy's or one of flax, and still there.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it was donated.
+    """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+    if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array) and x.is_deleted():
+        raise ValueError(
+            f"{op}: {name} {x.shape} is deleted: it was donated to an earlier call; go on with "
+            "what that call returned"
+        )
 
 
 def check_dtype(op: str, name: str, x: Any, *dtypes: str) -> None:

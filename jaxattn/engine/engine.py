@@ -184,7 +184,8 @@ class Engine(Lifecycle):
             on_finish: called when a request is done or refused.
 
         Raises:
-            TypeError: `requests` is one request, or something in it is none.
+            TypeError: `requests` is one request, something in it is none, or a callback cannot be
+                called.
             ValueError: two requests have the same id.
             GenerationInterrupted: Ctrl-C, at any time. It holds what was generated, and the engine
                 stays usable.
@@ -192,6 +193,9 @@ class Engine(Lifecycle):
                 were added are not done.
             SealError: the engine is strict and something was compiled or allocated.
         """
+        for name, call in (("on_token", on_token), ("on_finish", on_finish)):
+            if call is not None and not callable(call):
+                raise TypeError(f"generate: {name} must be callable, got {type(call).__name__}")
         with self._alone("generate"):
             if self.busy:
                 raise EngineBusyError(

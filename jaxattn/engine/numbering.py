@@ -19,6 +19,10 @@ def all_numbered(requests: Iterable[Any]) -> list[Request]:
     """
     if isinstance(requests, Request):
         raise TypeError("requests must be a list of jaxattn.Request; write [request]")
+    if not isinstance(requests, Iterable):
+        raise TypeError(
+            f"requests must be a list of jaxattn.Request, got {type(requests).__name__}"
+        )
     found = list(requests)
     taken: dict[int, int] = {}
     for place, request in enumerate(found):

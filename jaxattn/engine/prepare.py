@@ -236,6 +236,11 @@ def _devices(devices: Any, parallel: Parallel) -> tuple[jax.Device, ...]:
     elif isinstance(devices, jax.Device):
         found = (devices,)
     else:
-        found = tuple(devices)
+        found = () if isinstance(devices, str) else tuple(devices)
+        if isinstance(devices, str) or not all(isinstance(d, jax.Device) for d in found):
+            raise TypeError(
+                "devices must be a jax.Device or several, such as jax.devices('gpu')[0]; got "
+                f"{devices!r}"
+            )
     parallel.check_devices(found)
     return found

@@ -125,6 +125,12 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+        calls = (getattr(self.grammar, name, None) for name in ("mask", "accept"))
+        if self.grammar is not None and not all(map(callable, calls)):
+            raise TypeError(
+                "grammar must have the methods mask and accept, as "
+                f"jaxattn.engine.request.Grammar says; got {self.grammar!r}"
+            )
         if not isinstance(self.cache_salt, str):
             raise TypeError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not len(self.prompt):

@@ -14,8 +14,8 @@ told whether a late GPU's part is in it, or one of the next call of a fast one. 
 call to call, so that nothing is reset. A token whose peer never runs is waited for without end.
 
 Limits: 128 to 8192 features, a multiple of 128; 2 to 8 GPUs, which are all of the mesh, in one
-process. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla"); tests:
-tests/parallel/test_two_gpus_norm.py.
+process; an inbox below 2 GiB. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla");
+tests: tests/parallel/test_two_gpus_norm.py.
 """
 
 from typing import Any, Literal
@@ -48,6 +48,7 @@ MOST_GPUS = 8
 # parts that all GPUs have of its tokens.
 type Meeting = Literal["sum", "norm", "own"]
 BYTES = 2  # of a number that is sent
+MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
@@ -83,8 +84,19 @@ def all_reduce_norm_mosaic(
     require_hopper(op, interpret=False)
     if (processes := jax.process_count()) > 1:
         raise Refusal(f"{op}: the kernel's GPUs are of one process; these are of {processes}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes != mesh.axis_names:  # a GPU's number there names its memory
+        raise Refusal(
+            f"{op}: the kernel's GPUs are all of the mesh, in its order; axes {axes} are not those "
+            f"of {dict(mesh.shape)}"
+        )
     tokens, features = x.shape
     gpus = inbox.shape[1]
+    if inbox.size * BYTES > MOST_BYTES:
+        raise Refusal(
+            f"{op}: the kernel's inbox has less than 2 GiB; {inbox.shape} of the mailbox are "
+            f"{inbox.size * BYTES} bytes: make it of fewer tokens"
+        )
     if not meets(features, gpus) or not tokens:
         raise Refusal(
             f"{op}: the kernel has a multiple of {THREADS} features, at most {MOST_FEATURES}, some "

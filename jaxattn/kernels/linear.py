@@ -14,7 +14,7 @@ does not depend on the other tokens.
 
 A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
 
-The norm of a token may come first (linear_normed.py).
+The norm of a token may come first (hopper/normed.py).
 
 Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
 have N at least 128. With a norm: one token.
@@ -33,9 +33,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import NUM_SMS, require_hopper, swizzled
+from jaxattn.kernels.hopper.normed import Normed, smem
+from jaxattn.kernels.hopper.normed import refusal as refusal_of_norm
 from jaxattn.kernels.linear_block import ROWS, STEP, Block, Cut, Refs
-from jaxattn.kernels.linear_normed import Normed, smem
-from jaxattn.kernels.linear_normed import refusal as refusal_of_norm
 from jaxattn.kernels.linear_turned import DIMS, NUMBERS, Turned
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct

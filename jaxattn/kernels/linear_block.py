@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.machine import meet
+from jaxattn.kernels.hopper.normed import Norm, Normed
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.linear_normed import Norm, Normed
 from jaxattn.kernels.linear_turned import Turn, Turned
 
 ROWS = 128  # columns of a matrix that a cluster has
@@ -67,7 +67,7 @@ class Refs:
     out_refs: Any
     total_ref: Any
     normed_ref: Any
-    x_smem: Any  # [stage, columns, 64]; of a norm `linear_normed.smem`
+    x_smem: Any  # [stage, columns, 64]; of a norm `hopper.normed.smem`
     w_smem: Any  # [stage, matrix, 64, 128]
     sums_smem: Any  # [matrix, columns, 128]
     turn_smem: Any

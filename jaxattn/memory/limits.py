@@ -83,6 +83,11 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             object.__setattr__(self, name, _plain(value))
+        for name in ("decode_buckets", "prefill_buckets", "q_lens"):
+            if not isinstance(getattr(self, name), tuple):
+                raise TypeError(
+                    f"{name} must be several integers, as in (1, 4); got {getattr(self, name)!r}"
+                )
         if self.cache_format not in CACHE_FORMATS:
             raise ValueError(
                 f"cache_format must be one of {', '.join(CACHE_FORMATS)}; got "

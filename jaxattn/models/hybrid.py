@@ -19,6 +19,10 @@ class Hybrid(DecoderModel):
     config: HybridConfig
 
     def __init__(self, config: HybridConfig):
+        if not isinstance(config, HybridConfig):
+            raise TypeError(
+                f"Hybrid: config must be a jaxattn.models.HybridConfig, got {type(config).__name__}"
+            )
         super().__init__(decoder_spec(config))
         object.__setattr__(self, "config", config)
 

@@ -182,10 +182,13 @@ def load(
             `Engine` of the same layout.
 
     Raises:
+        TypeError: the folder is no path.
         CheckpointError: a file is missing or damaged, or the model is not supported.
         ValueError: a dtype or experts for the package's own format, or the model has no such cache
             or layout.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"load: folder must be a path, got {type(folder).__name__}")
     found = read_folder(folder, dtype=dtype, experts=experts)
     found = found.in_cache_format(cache_format, native_layers)
     if parallel.gpus == 1:

@@ -163,7 +163,9 @@ class MixtureOfExperts(nnx.Module):
         if isinstance(x, Unnormed):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
             opened = alone and self._opens(shape, stacks)
-            if halves and not opened and x.serves([router], layer):
+            if opened and arena is not None:
+                return self._open_and_mix(x, stacks, layer, valid, arena, implementation)
+            if halves and x.serves([router], layer):
                 (logits,) = x.linears((router,), layer=layer, out_dtypes=[jnp.float32], give=True)
                 logits = logits.reshape(shape.shape[0], -1)
                 return self._sum(
@@ -172,19 +174,28 @@ class MixtureOfExperts(nnx.Module):
             x = tokens_of(x)
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         if arena is not None and alone and self._opens(tokens, stacks):
-            ids, weights, listed, arena = self.open(
-                tokens, stacks, layer, valid, arena, implementation
-            )
-            y, after = self._mixed(
-                tokens, ids, weights, listed, stacks, layer, arena, implementation
-            )
-            return y.reshape(x.shape), after
+            return self._open_and_mix(x, stacks, layer, valid, arena, implementation)
         if halves:
             logits = router_products(x, router, layer, implementation, gates=gate)
         else:
             of_layer = None if gate is None else gate[layer.index]
             logits = self._exact_logits(x, router[layer.index], of_layer)
         return self._sum(x, stacks, layer, logits, halves, valid, share, arena, implementation)
+
+    def _open_and_mix(
+        self,
+        x: Array | Unnormed,
+        stacks: Mapping[str, Array],
+        layer: LayerOf,
+        valid: Array | None,
+        arena: Arena,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arena | None]:
+        token = x if isinstance(x, Unnormed) else x.reshape(1, -1).astype(self.dtype)
+        ids, weights, listed, arena = self.open(token, stacks, layer, valid, arena, implementation)
+        normed = tokens_of(token).reshape(1, -1)
+        y, after = self._mixed(normed, ids, weights, listed, stacks, layer, arena, implementation)
+        return y.reshape(x.shape), after
 
     def choose(
         self,
@@ -213,7 +224,7 @@ class MixtureOfExperts(nnx.Module):
 
     def open(
         self,
-        tokens: Float[Array, "1 F"],
+        tokens: Float[Array, "1 F"] | Unnormed,
         stacks: Mapping[str, Array],
         layer: LayerOf,
         valid: Array | None,

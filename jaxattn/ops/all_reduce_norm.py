@@ -74,7 +74,7 @@ def all_reduce_norm_layer(
         part: what this GPU adds to it.
         weights: all layers'.
         mailbox: the kernel's, of as many features and at least T tokens; XLA leaves it as it is.
-        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh.
+        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
         layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
         dtype: of the norm; x's, if None.
         implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.

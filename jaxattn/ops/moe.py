@@ -75,6 +75,10 @@ def mixture_of_experts(
     """
     op = "mixture_of_experts"
     check_arena(op, arena)
+    if not isinstance(listed, Listed | None):
+        raise TypeError(
+            f"{op}: listed must be what choose_experts returns, got {type(listed).__name__}"
+        )
     x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer)
     scales: tuple[Array | None, ...] = _checked_scales(op, gate_up, down, gate_up_scale, down_scale)
     if layer is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import check_array
+from jaxattn.core.checks import check_array, check_sizes, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.kernels.moe.route import LEAST, MOST_EXPERTS, route_mosaic
 
@@ -44,6 +44,9 @@ class Router:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        sizes = ("experts", "top_k", "groups", "top_groups", "best_of_group")
+        check_sizes("Router", **{name: getattr(self, name) for name in sizes})
+        finite("Router", "scale", self.scale)
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores must be 'softmax' or 'sigmoid'; got {self.scores!r}")
         if self.groups < 1 or self.experts % self.groups:
@@ -94,7 +97,11 @@ def route(
         Refusal: the named implementation refuses, and says why.
     """
     op = "route"
+    if not isinstance(router, Router):
+        raise TypeError(f"route: router must be a moe.Router, got {type(router).__name__}")
     check_array(op, "logits", logits)
+    if bias is not None:
+        check_array(op, "bias", bias)
     if logits.shape[-1] != router.experts:
         raise ValueError(f"route: logits {tuple(logits.shape)} must end in E = {router.experts}")
     if bias is not None and bias.shape != (router.experts,):

@@ -5,7 +5,7 @@
     x = stream.total                                         x + added
 
 In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. The first
-product of a layer makes it while its own weights are on their way (kernels/linear_normed.py). Where
+product of a layer makes it while its own weights are on their way (kernels/hopper/normed.py). Where
 that kernel does not serve, the norm is a launch of its own (ops/norm.py).
 """
 
@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
+from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm
-from jaxattn.kernels.linear_normed import Normed
 from jaxattn.ops.norm import add_rms_norm_layer
 
 
@@ -67,15 +67,34 @@ class Unnormed:
     def __jax_array__(self) -> Float[Array, "*T F"]:
         return self._normed[1]
 
+    def before(self, layer: LayerOf, give: bool = True) -> tuple[Array, Normed] | None:
+        """(x [1, F], what makes its norm) for a kernel that is given the number of `layer`; None
+        where it cannot. Such a kernel has no gradient.
+
+        Args:
+            give: whether the kernel makes the normed token as well.
+        """
+        fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
+        same = layer.repeat is self._layer.repeat
+        if not fits or not same or self.size != self.shape[-1] or self._implementation == "xla":
+            return None
+        shape, (_, affine, _) = (1, self.shape[-1]), taken_apart(self._layer)
+        operands = self._x.reshape(shape), self._added.reshape(shape), self._norms
+        x, added, norms = without_gradient(OP, operands)
+        return x, Normed(added=added, weights=norms, affine=affine, eps=self._eps, gives=give)
+
+    def was_made(self, total: Array, normed: Array | None = None) -> None:
+        """By a kernel, of what `before` gave."""
+        self._total = total.reshape(self.shape)
+        if normed is not None:
+            self._normed = self._total, normed.reshape(self.shape)
+
     def serves(self, weights: Sequence[Array], layer: LayerOf) -> bool:
         """Whether one launch makes the norm and the products with those stacks of weights."""
-        tokens = self.size // self.shape[-1]
         return (
-            self._implementation != "xla"
-            and layer.repeat is self._layer.repeat
-            and weights[0].dtype == self.dtype == jnp.bfloat16
-            and self._x.dtype == jnp.float32
-            and refusal_with_norm(tokens, self.shape[-1], weights) is None
+            self.before(layer) is not None
+            and weights[0].dtype == self.dtype
+            and refusal_with_norm(1, self.shape[-1], weights) is None
         )
 
     def linears(
@@ -91,34 +110,31 @@ class Unnormed:
         Kernels other than XLA's have no gradient.
         """
         first, affine, _ = taken_apart(layer)
-        _, of_norm, _ = taken_apart(self._layer)
-        shape, dtypes = (1, self.shape[-1]), [jnp.dtype(each) for each in out_dtypes]
-        operands = self._x.reshape(shape), self._added.reshape(shape), self._norms, *weights
+        dtypes = [jnp.dtype(each) for each in out_dtypes]
+        before = self.before(layer, give)
+        assert before is not None  # it serves
+        x, norm = before
 
         def kernel(interpret: bool) -> list[Array]:
-            x, added, norms, *stacks = without_gradient(OP, operands)
-            norm = Normed(added=added, weights=norms, affine=of_norm, eps=self._eps, gives=give)
+            stacks = without_gradient(OP, list(weights))
             return linears_mosaic(
                 x, stacks, layer=first, affine=affine, out_dtypes=dtypes, norm=norm,
                 interpret=interpret,
             )  # fmt: skip
 
         def xla() -> list[Array]:
-            x, added, norms, *stacks = operands
-            total = x + added
-            row = lax.dynamic_index_in_dim(norms, self._layer.index, keepdims=False)
+            total = (self._x + self._added).reshape(x.shape)
+            row = lax.dynamic_index_in_dim(self._norms, self._layer.index, keepdims=False)
             normed = rms_norm(total, row, self._eps).astype(self.dtype)
             here = partial(lax.dynamic_index_in_dim, index=layer.index, keepdims=False)
             product = partial(jnp.matmul, normed, preferred_element_type=jnp.float32)
-            ys = (product(here(w)).astype(d) for w, d in zip(stacks, dtypes, strict=True))
+            ys = (product(here(w)).astype(d) for w, d in zip(weights, dtypes, strict=True))
             return [*ys, total, normed]
 
         with jax.named_scope("norm_linear_layer"):
             found = dispatch_kernel(OP, self._implementation, kernel, xla)
         *products, total = found[: len(weights) + 1]
-        self._total = total.reshape(self.shape)
-        if give:
-            self._normed = self._total, found[-1].reshape(self.shape)
+        self.was_made(total, found[-1] if give else None)
         return tuple(y.reshape(*self.shape[:-1], y.shape[-1]) for y in products)
 
     @cached_property

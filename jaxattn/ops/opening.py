@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.kernels.moe.opening import opening_mosaic, refusal
+from jaxattn.kernels.moe.opening import norms, opening_mosaic, refusal
 from jaxattn.kernels.moe.route import Listed
 from jaxattn.ops.moe_route import Router
+from jaxattn.ops.norm_linear import Unnormed, tokens_of
 from jaxattn.ops.router import choose_experts, router_products
 
 
@@ -27,7 +28,7 @@ def opens(x: Array, router: Array, gate_up: Array, config: Router, always: int) 
 
 @jax.named_scope("open_experts")
 def open_experts(
-    x: Float[Array, "1 F"],
+    x: Float[Array, "1 F"] | Unnormed,
     router: Float[Array, "L F 2E"],
     bias: Float[Array, "L E"] | None,
     gate_up: Float[Array, "L X J F"],
@@ -42,7 +43,8 @@ def open_experts(
     """(ids, weights, the list of work, the arena) for `mixture_of_experts`.
 
     Args:
-        x: a token; it is rounded to the router's dtype.
+        x: a token; it is rounded to the router's dtype. Of an `Unnormed` [*T, F] the kernel makes
+            the norm too, where it can.
         router: of all layers, what `split_router` makes of it, without a gate.
         bias: of all layers, as `route` has it.
         gate_up: of all layers, [L, E + always, 2 I, F] as `mixture_of_experts` has it.
@@ -61,13 +63,19 @@ def open_experts(
     valid = None if valid is None else valid.astype(jnp.int32)
 
     def mosaic(interpret: bool) -> tuple[Array, Array, Listed | None, Arena]:
-        return opening_mosaic(
-            x, router, bias, gate_up, experts=config.experts, choice=config.choice, always=always,
-            layer=first, affine=affine, valid=valid, arena=arena, interpret=interpret,
+        before = x.before(layer) if isinstance(x, Unnormed) and norms(x.shape[-1]) else None
+        token, norm = before or (tokens_of(x).reshape(1, x.shape[-1]), None)
+        ids, weights, listed, after, total = opening_mosaic(
+            token, router, bias, gate_up, experts=config.experts, choice=config.choice,
+            always=always, layer=first, affine=affine, valid=valid, arena=arena, norm=norm,
+            interpret=interpret,
         )  # fmt: skip
+        if isinstance(x, Unnormed) and total is not None:
+            x.was_made(total, listed.rows[:1])
+        return ids, weights, listed, after
 
     def xla() -> tuple[Array, Array, Listed | None, Arena]:
-        logits = router_products(x, router, layer, "xla")
+        logits = router_products(tokens_of(x), router, layer, "xla")
         chosen = choose_experts(
             logits, bias, config, layer=None if bias is None else layer, halves=True,
             always=always, valid=valid, implementation="xla",

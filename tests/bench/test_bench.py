@@ -563,6 +563,8 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["nothing"], "no bench 'nothing'; there are mla, mla-prefill,"),
+        (["nothing"], "step, plot, model, parallel, compare, dense, host, serve"),
         (["plot", "x.json"], "--plot FILE.png"),
         (["plot", "--plot", "x.png"], "RUN.json"),
         (["mla", "x.json"], "RUN.json"),

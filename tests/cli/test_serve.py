@@ -121,6 +121,8 @@ BAD_INPUT = {
     "top-p": (["--top-p", "1.5"], "'1.5' is not a probability"),
     "seed": (["--seed", "x"], "'x' is not a seed"),
     "option": (["--tempo", "1"], "unrecognized arguments: --tempo 1"),
+    "word": (["hello"], "unrecognized arguments: hello (a prompt is given as --prompt TEXT)"),
+    "no name": (["--model", ""], "--model is empty; give a folder, or a name on the hub"),
 }
 
 

@@ -200,6 +200,25 @@ def test_what_is_no_request_is_named(engine, wrong):
         engine.add(wrong)
 
 
+@pytest.mark.parametrize("requests", [None, 3])
+def test_what_is_no_list_is_named(engine, requests):
+    with pytest.raises(TypeError, match="requests must be a list of .*got (NoneType|int)"):
+        engine.generate(requests)
+
+
+@pytest.mark.parametrize("name", ["on_token", "on_finish"])
+def test_what_cannot_be_called_is_named_before_anything_runs(engine, name):
+    with pytest.raises(TypeError, match=f"generate: {name} must be callable, got str"):
+        engine.generate([Request(b"a", max_tokens=2)], **{name: "print"})
+    assert not engine.busy
+
+
+def test_devices_are_named(params):
+    for devices in ("gpu", ["cpu"], [None]):
+        with pytest.raises(TypeError, match="devices must be a jax.Device or several"):
+            prepare(MODEL, params, LIMITS, devices)
+
+
 def test_an_id_in_use_is_refused(engine):
     engine.add(Request(b"a", id=7, max_tokens=3))
     with pytest.raises(ValueError, match="id 7 is running or waiting"):

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.ops.all_reduce_norm import Mailbox, all_reduce_norm_layer
 from jaxattn.parallel import Group, Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
@@ -75,3 +76,32 @@ def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
         run(fits, "mosaic_gpu_interpret")
     with pytest.raises(Refusal, match="needs a Hopper GPU"):
         run(fits, "mosaic_gpu")
+
+
+@on_virtual_devices
+def test_gpus_that_are_not_the_mesh_and_an_inbox_of_2_gib_are_refused():
+    """Parts would go to the memory of others, or before the inbox."""
+    group = Group(Parallel(tensor=4, context=2), tuple(jax.devices()[:4]))
+    whole, every = PartitionSpec(), group.parallel.axes("all")
+
+    def run(axes: tuple[str, ...], gpus: int, tokens: int, features: int) -> None:
+        def step(x: jax.Array, weights: jax.Array) -> jax.Array:
+            mailbox = Mailbox.empty(gpus, tokens, features)
+
+            def layer(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+                return all_reduce_norm_layer(
+                    x, x, weights, mailbox, axes=axes, layer=number, implementation="mosaic_gpu"
+                )[0], None
+
+            return lax.scan(layer, x, jnp.arange(1))[0]
+
+        of = (jax.ShapeDtypeStruct((n, features), jnp.float32) for n in (tokens, 1))
+        with traced_for_hopper(True):
+            jax.eval_shape(group.step(step, (whole, whole), whole), *of)
+
+    for axes, gpus in ((group.parallel.axes("context"), 2), (every[::-1], 4)):
+        with pytest.raises(Refusal, match="GPUs are all of the mesh, in its order"):
+            run(axes, gpus, 8, FEATURES)
+    with pytest.raises(Refusal, match="less than 2 GiB"):
+        run(every, 4, 16385, 8192)
+    run(every, 4, 8, FEATURES)

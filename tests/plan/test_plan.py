@@ -492,6 +492,7 @@ def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
 
 BAD_INPUT = {
     "nothing": ([], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
+    "no name": ([""], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
     "model": (["DeepSeek-R9"], "unknown configuration 'DeepSeek-R9': use one of DeepSeek-R1,"),
     "folder": (["/"], "/ is a folder without a config.json"),
     "device": (["DeepSeek-R1", "--device", "v100"], "unknown device 'v100': use one of h200"),

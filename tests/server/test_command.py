@@ -134,6 +134,9 @@ def test_a_key_file_without_a_key(tmp_path, capsys):
     file = tmp_path / "keys"
     file.touch()
     assert "has no key" in refused(capsys, "--port", "0", "--api-key-file", str(file))
+    assert refused(capsys, "--port", "0", "--api-key-file", str(tmp_path)).endswith(
+        f"--api-key-file {tmp_path}: Is a directory"
+    )
     line = refused(capsys, "--port", "0", "--api-key-file", str(tmp_path / "none"))
     assert "No such file" in line
 

@@ -39,7 +39,7 @@ class WatchedExperts(MixtureOfExperts):
     def choose(self, logits: Float[Array, "T N"], *args: Any, **options: Any) -> Any:
         return self._told(super().choose(logits, *args, **options))
 
-    def open(self, tokens: Float[Array, "1 F"], *args: Any, **options: Any) -> Any:
+    def open(self, tokens: Any, *args: Any, **options: Any) -> Any:
         return self._told(super().open(tokens, *args, **options))
 
     def _told(self, found: Any) -> Any:

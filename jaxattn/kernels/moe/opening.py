@@ -10,9 +10,11 @@ the shared experts and write their rows of h. `mixture_of_experts` goes on with 
 
 The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
 
+The token may come before its norm: then each block norms what it multiplies (hopper/normed.py).
+
 Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
-bfloat16 or float16. Reference: `jaxattn.ops.opening` (implementation="xla"); tests:
-tests/kernels/moe/test_opening.py.
+bfloat16 or float16. With a norm F is 1024 or 2048.
+Reference: `jaxattn.ops.opening` (implementation="xla"); tests: tests/kernels/moe/test_opening.py.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import meet, require_hopper, swizzled
+from jaxattn.kernels.hopper.normed import MOST_PAIRS, Norm, Normed, smem
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.moe.choice import THREADS, Choice
 from jaxattn.kernels.moe.config import GROUP, ROWS, padded_rows, panel
@@ -44,6 +47,7 @@ COLUMNS = 2 * EXPERTS  # of a router in two halves: the M of two wgmmas
 DEPTH = 128  # numbers of K of a copy
 PARTS = 8  # blocks of a cluster
 STAGES = 5  # copies that a block has under way
+MOST_NORMED = PARTS * DEPTH * MOST_PAIRS // 2  # features
 ROW = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
 
 
@@ -67,6 +71,11 @@ def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always:
     return None
 
 
+def norms(features: int) -> bool:
+    """Whether the kernel also makes the norm of a token: each block then has all of it."""
+    return features % (PARTS * DEPTH) == 0 and features <= MOST_NORMED
+
+
 def opening_mosaic(
     x: jax.Array,
     router: jax.Array,
@@ -80,10 +89,12 @@ def opening_mosaic(
     affine: tuple[int, int],
     valid: jax.Array | None,
     arena: Arena,
+    norm: Normed | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, Listed, Arena]:
-    """(ids, weights [1, K + always], the list of work, the arena with the shared experts' h).
+) -> tuple[jax.Array, jax.Array, Listed, Arena, jax.Array | None]:
+    """(ids, weights [1, K + always], the list of work, the arena with the shared experts' h, and
+    with a norm the sum, float32 [1, F]).
 
     Args:
         x: [1, F].
@@ -93,17 +104,21 @@ def opening_mosaic(
         choice: of a `Router`.
         affine: (a, b), for the layer `a * layer + b`.
         valid: int32 [1], 0 for padding.
+        norm: made of x + added first, and of its weights. x is then float32.
     """
     require_hopper("open_experts", interpret=interpret)
     pairs = choice["top_k"] + always
     if why := refusal(x, router, gate_up, experts, choice["top_k"], always):
         raise Refusal(f"open_experts: {why}")
+    if norm is not None and not norms(x.shape[1]):
+        raise Refusal(f"open_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}")
     x, router, bias, gate_up = without_gradient("open_experts", (x, router, bias, gate_up))
-    x = x.astype(router.dtype)
+    dtype = router.dtype
+    x = x.astype(dtype if norm is None else jnp.float32)
     features, width = x.shape[1], gate_up.shape[2] // 2
     spec = scratch(
         tokens=1, top_k=pairs, experts=EXPERTS + always, hidden=features, expert_size=width,
-        dtype=x.dtype,
+        dtype=dtype,
     )  # fmt: skip
     lane, first = arena.lane(spec, "h", width=panel(width))
     rows = padded_rows(1, pairs, EXPERTS + always, GROUP)
@@ -116,13 +131,15 @@ def opening_mosaic(
         choice=Choice(**choice, experts=EXPERTS, interpret=interpret),
         interpret=interpret,
     )
-    if interpret:  # whose copies end with the array; elsewhere zeros come from behind it
-        x = jnp.pad(x, ((0, GROUP - 1), (0, 0)))
-    h_ref, tiled = jax.new_ref(lane), swizzled(x.dtype)
+    # The interpreter's copies end with the array; elsewhere zeros come from behind it.
+    behind = GROUP - 1 if interpret else 0
+    if norm is None:
+        x = jnp.pad(x, ((0, behind), (0, 0)))
+    h_ref, tiled = jax.new_ref(lane), swizzled(dtype)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     scores = plgpu.SMEM((cut.choice.width,), jnp.float32)
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: Block(cut, norm, Refs(**refs)).run(),
         name="moe_open",
         grid={"tile": 1 + -(-cut.items // PARTS)},
         cluster={"part": PARTS},
@@ -134,7 +151,9 @@ def opening_mosaic(
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "valid": valid,
             "h": h_ref,
-            "apart": jax.new_ref(jnp.zeros((PARTS, COLUMNS), jnp.float32)) if interpret else None,
+            "apart": jax.new_ref(jnp.zeros((2, PARTS, COLUMNS))) if interpret else None,
+            "added": None if norm is None else norm.added,
+            "norms": None if norm is None else norm.weights,
         },
         outputs={
             "ids": ints(1, pairs),
@@ -143,16 +162,20 @@ def opening_mosaic(
             "total": ints(PAIRS),
             "left": ints(PAIRS),
             "positions": ints(PAIRS),
+            "summed": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            "normed": None if norm is None else jax.ShapeDtypeStruct((1 + behind, features), dtype),
         },
         scratch={
-            "ring": plgpu.SMEM((STAGES, 2, ROWS, DEPTH), x.dtype, transforms=tiled),
-            "x_smem": plgpu.SMEM((STAGES, GROUP, DEPTH), x.dtype, transforms=tiled),
-            "out_smem": plgpu.SMEM((GROUP, ROWS), x.dtype, transforms=tiled),
+            "ring": plgpu.SMEM((STAGES, 2, ROWS, DEPTH), dtype, transforms=tiled),
+            "x_smem": plgpu.SMEM((STAGES, GROUP, DEPTH), dtype, transforms=tiled)
+            if norm is None
+            else smem(features // ROWS, dtype, interpret=interpret),
+            "out_smem": plgpu.SMEM((GROUP, ROWS), dtype, transforms=tiled),
             "sums_smem": plgpu.SMEM((GROUP, COLUMNS), jnp.float32),
             "logits_smem": plgpu.SMEM((EXPERTS + THREADS,), jnp.float32),
             "bias_smem": None if bias is None else scores,
             **cut.choice.scratch(),
-            "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+            "loaded": plgpu.Barrier(num_arrivals=2 + (norm is None), num_barriers=STAGES),
             "biased": None if bias is None else plgpu.Barrier(num_arrivals=1),
             "met": plgpu.ClusterBarrier(collective_axes=("part",)) if interpret else None,
         },
@@ -165,7 +188,8 @@ def opening_mosaic(
     )
     work = Work(out["tiles"], out["total"], out["positions"], None)
     arena = arena.with_lane(spec, "h", jax.freeze(h_ref))
-    return out["ids"], out["weights"], Listed(work, x, out["left"]), arena
+    x, total = (x, None) if norm is None else (out["normed"], out["summed"])
+    return out["ids"], out["weights"], Listed(work, x, out["left"]), arena, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,15 +231,19 @@ class Refs:
     layer: Any
     valid: Any  # or None
     h: Any
-    apart: Any  # the interpreter's, for the sums of a cluster
+    apart: Any  # the interpreter's, for the sums of a cluster and its squares
+    added: Any  # of a norm, as its weights, the sum and what is normed; else None
+    norms: Any
     ids: Any
     weights: Any
     tiles: Any
     total: Any
     left: Any
     positions: Any
+    summed: Any
+    normed: Any
     ring: Any  # [stage, 2, 64, 128]: gate and up, or twice 64 rows of the router
-    x_smem: Any  # [stage, 8, 128]
+    x_smem: Any  # [stage, 8, 128]; with a norm `hopper.normed.smem`, of all K
     out_smem: Any  # [8, 64]
     sums_smem: Any  # [8, 128]
     logits_smem: Any
@@ -231,9 +259,9 @@ class Refs:
 class Block:
     """A block of the cluster that chooses, or of one that multiplies a shared expert."""
 
-    def __init__(self, cut: Cut, refs: Refs):
-        self.cut, self.refs = cut, refs
-        layer = refs.layer[0]
+    def __init__(self, cut: Cut, normed: Normed | None, refs: Refs):
+        self.cut, self.normed, self.refs = cut, normed, refs
+        layer = self.number = refs.layer[0]
         self.zero = jnp.minimum(layer, 0)
         self.layer = layer * cut.affine[0] + cut.affine[1]
         self.some = True if refs.valid is None else refs.valid[0] != 0
@@ -246,37 +274,65 @@ class Block:
         item = (self.tile - 1) * PARTS + self.part
         pl.when((item >= 0) & (item < cut.items) & self.some)(partial(self._share, item))
 
-    def _stream(self, begin: Any, steps: Any, weights: Any, product: Any) -> None:
-        """`product(slot)` of each step of K, which `weights(slot, K)` copies there."""
-        cut, refs = self.cut, self.refs
-
-        def load(step: Any) -> None:
-            slot = lax.rem(step, STAGES)
-            some = pl.ds(pl.multiple_of((begin + step) * DEPTH, DEPTH), DEPTH)
+    def _load(self, begin: Any, weights: Any, step: Any) -> None:
+        """A step of K, of which `weights(K)` says two tiles."""
+        refs, slot = self.refs, lax.rem(step, STAGES)
+        some = pl.ds(pl.multiple_of((begin + step) * DEPTH, DEPTH), DEPTH)
+        if self.normed is None:
             tokens = refs.x.at[pl.ds(self.zero, GROUP), some]
             plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], refs.loaded.at[slot])
-            for half, source in enumerate(weights(some)):
-                plgpu.copy_gmem_to_smem(source, refs.ring.at[slot, half], refs.loaded.at[slot])
+        for half, source in enumerate(weights(some)):
+            plgpu.copy_gmem_to_smem(source, refs.ring.at[slot, half], refs.loaded.at[slot])
 
-        for step in range(min(STAGES, cut.steps)):
-            pl.when(step < steps)(partial(load, jnp.int32(step)))
+    def _begin(self, begin: Any, steps: Any, weights: Any) -> None:
+        """The first steps, as many as there are places for."""
+        for step in range(min(STAGES, self.cut.steps)):
+            pl.when(step < steps)(partial(self._load, begin, weights, jnp.int32(step)))
+
+    def _stream(self, begin: Any, steps: Any, weights: Any, product: Any) -> None:
+        """`product(slot, halves)` of each step of K, with the token's two halves of it."""
+        cut, refs = self.cut, self.refs
+        load = partial(self._load, begin, weights)
 
         @pl.loop(0, steps)
         def _step(step):
             slot = lax.rem(step, STAGES)
             plgpu.barrier_wait(refs.loaded.at[slot])
-            product(slot)  # and all before it are done
+            if self.normed is None:
+                each = [pl.ds(half * ROWS, ROWS) for half in (0, 1)]
+                halves = [refs.x_smem.at[slot, :, some] for some in each]
+            else:
+                operand = self.norm(0, 0).operand
+                halves = [operand.at[2 * step + half] for half in (0, 1)]
+            product(slot, [tokens.transpose((1, 0)) for tokens in halves])  # all before are done
 
             @pl.when((step > 0) & (step + STAGES - 1 < steps))
             def _reload():
                 meet(interpret=cut.interpret)  # all four warps' products have read the slot
                 load(step + STAGES - 1)
 
+    def norm(self, first: Any, pairs: int) -> Norm:
+        """Of so many pairs of steps from `first` of K."""
+        refs, normed = self.refs, self.normed
+        assert normed is not None
+        return Norm(
+            x_ref=refs.x, added_ref=refs.added, weights_ref=refs.norms,
+            row=self.number * normed.affine[0] + normed.affine[1], total_ref=refs.summed,
+            normed_ref=refs.normed, x_smem=refs.x_smem, first=first, pairs=pairs, eps=normed.eps,
+            interpret=self.cut.interpret,
+        )  # fmt: skip
+
     # --- the router and the choice
 
     def _route(self) -> None:
         cut, refs = self.cut, self.refs
         begin, end = (lax.div((self.part + more) * cut.steps, PARTS) for more in (0, 1))
+
+        def weights(some: Any) -> list[Any]:
+            rows = [pl.multiple_of(some.start + half * ROWS, ROWS) for half in (0, 1)]
+            return [refs.router.at[self.layer, pl.ds(row, ROWS)] for row in rows]
+
+        self._begin(begin, end - begin, weights)
         if refs.bias is not None:
 
             @pl.when(self.part == 0)  # which chooses, and waits for the copy
@@ -286,40 +342,52 @@ class Block:
                 of_bias = refs.bias.at[self.layer, pl.ds(0, EXPERTS)]
                 plgpu.copy_gmem_to_smem(of_bias, refs.bias_smem.at[pl.ds(0, EXPERTS)], refs.biased)
 
-        def accumulate(acc: Any) -> jax.Array:
-            def weights(some: Any) -> list[Any]:
-                rows = [pl.multiple_of(some.start + half * ROWS, ROWS) for half in (0, 1)]
-                return [refs.router.at[self.layer, pl.ds(row, ROWS)] for row in rows]
+        norm = None
+        if self.normed is not None:
+            norm = self.norm(begin * DEPTH, cut.steps // PARTS)
+            sums, weighted, squares = norm.make()
 
-            def product(slot: Any) -> None:
-                for half in (0, 1):
-                    tokens = refs.x_smem.at[slot, :, pl.ds(half * ROWS, ROWS)]
-                    router = refs.ring.at[slot, half].transpose((1, 0))
-                    plgpu.wgmma(acc, router, tokens.transpose((1, 0)))
+        def accumulate(acc: Any) -> jax.Array:
+            def product(slot: Any, halves: list[Any]) -> None:
+                for half, tokens in enumerate(halves):
+                    plgpu.wgmma(acc, refs.ring.at[slot, half].transpose((1, 0)), tokens)
                 plgpu.wgmma_wait(2)
 
             self._stream(begin, end - begin, weights, product)
             return acc[...]
 
-        sums = pl.run_scoped(accumulate, plgpu.ACC((COLUMNS, GROUP), jnp.float32))
-        store_turned(refs.sums_smem, sums, interpret=cut.interpret)
+        products = pl.run_scoped(accumulate, plgpu.ACC((COLUMNS, GROUP), jnp.float32))
+        store_turned(refs.sums_smem, products, interpret=cut.interpret)
+        if norm is not None:
+            refs.sums_smem.at[1][...] = squares  # in the place of a next token's sums
         if refs.apart is not None:
-            refs.apart[self.part] = refs.sums_smem[0]
+            for row in range(1 + (norm is not None)):
+                refs.apart[row, self.part] = refs.sums_smem[row]
         meet_in_cluster(refs.met, interpret=cut.interpret)
-        pl.when(self.part == 0)(self._choose)
+        factor = None if norm is None else norm.factor(self._summed(1))
+        pl.when(self.part == 0)(partial(self._choose, factor))
+        if norm is not None and factor is not None:
+            norm.give(sums, weighted, factor)
         meet_in_cluster(refs.met, interpret=cut.interpret)  # until the first has read all sums
 
-    def _sums_of(self, other: int) -> Any:
-        if self.refs.apart is not None:
-            return self.refs.apart.at[other]
-        return plgpu.cluster_ref(self.refs.sums_smem, {"part": jnp.int32(other)}).at[0]
+    def _summed(self, row: int) -> jax.Array:
+        """A row of the sums, of all blocks of the cluster."""
 
-    def _choose(self) -> None:
+        def of(other: int) -> Any:
+            if self.refs.apart is not None:
+                return self.refs.apart.at[row, other]
+            return plgpu.cluster_ref(self.refs.sums_smem, {"part": jnp.int32(other)}).at[row]
+
+        first, *rest = (
+            plgpu.load(of(other), layout=ROW, optimized=False) for other in range(PARTS)
+        )
+        return sum(rest, first)
+
+    def _choose(self, factor: jax.Array | None) -> None:
         cut, refs = self.cut, self.refs
-        parts = [
-            plgpu.load(self._sums_of(other), layout=ROW, optimized=False) for other in range(PARTS)
-        ]
-        refs.logits_smem.at[pl.ds(0, COLUMNS)][...] = sum(parts[1:], parts[0])
+        logits = self._summed(0)
+        logits = logits if factor is None else logits * factor
+        refs.logits_smem.at[pl.ds(0, COLUMNS)][...] = logits
         meet(interpret=cut.interpret)
         layout = cut.choice.layout
         high, low = (
@@ -369,21 +437,30 @@ class Block:
         column = (item - which * cut.pieces) * ROWS
         of_expert = refs.gate_up.at[self.layer, EXPERTS + which]
 
-        def accumulate(*accs: Any) -> list[jax.Array]:
-            def weights(some: Any) -> list[Any]:
-                rows = [pl.multiple_of(column + up * cut.width, ROWS) for up in (0, 1)]
-                return [of_expert.at[pl.ds(row, ROWS), some] for row in rows]
+        def weights(some: Any) -> list[Any]:
+            rows = [pl.multiple_of(column + up * cut.width, ROWS) for up in (0, 1)]
+            return [of_expert.at[pl.ds(row, ROWS), some] for row in rows]
 
-            def product(slot: Any) -> None:
-                tokens = refs.x_smem.at[slot].transpose((1, 0))
-                for up, acc in enumerate(accs):
-                    plgpu.wgmma(acc, refs.ring.at[slot, up], tokens)
-                plgpu.wgmma_wait(2)
+        self._begin(jnp.int32(0), cut.steps, weights)
+        factor = None
+        if self.normed is not None:
+            norm = self.norm(jnp.int32(0), cut.steps)
+            factor = norm.factor(norm.make()[2])
+
+        def accumulate(*accs: Any) -> list[jax.Array]:
+            def product(slot: Any, halves: list[Any]) -> None:
+                for half, tokens in enumerate(halves):
+                    some = pl.ds(half * ROWS, ROWS)
+                    for up, acc in enumerate(accs):
+                        plgpu.wgmma(acc, refs.ring.at[slot, up, :, some], tokens)
+                plgpu.wgmma_wait(4)
 
             self._stream(jnp.int32(0), cut.steps, weights, product)
             return [acc[...] for acc in accs]
 
         gate, up = pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, GROUP), jnp.float32)] * 2)
+        if factor is not None:
+            gate, up = gate * factor, up * factor
         y = gate / (1.0 + jnp.exp(-gate)) * up
         store_turned(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
         plgpu.commit_smem()

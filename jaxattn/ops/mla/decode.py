@@ -134,7 +134,7 @@ def mla_decode(
     if not is_integer(kv_lora_rank) or not 1 <= kv_lora_rank <= q.shape[-1]:
         raise ValueError(
             f"mla_decode: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
-            f"{q.shape}), got {kv_lora_rank}"
+            f"{q.shape}), got {kv_lora_rank!r}"
         )
     kv_lora_rank = int(kv_lora_rank)
     format, kv_scale = check_format(

@@ -18,6 +18,7 @@ from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
 from jaxattn.kernels.moe.opening import opening_mosaic
 from jaxattn.ops.moe import mixture_of_experts
 from jaxattn.ops.moe_route import Router
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.ops.opening import open_experts, opens
 from jaxattn.ops.router import choose_experts, router_products, split_router
 from tests.helpers.kernel_cases import both_devices, no_races, relative
@@ -30,7 +31,12 @@ ROUTERS = {
 }
 
 
-@dataclasses.dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "routers", "bias", "gate_up", "down", "exact"],
+    meta_fields=["router", "always"],
+)
+@dataclasses.dataclass(frozen=True)
 class Case:
     router: Router
     always: int
@@ -56,14 +62,15 @@ class Case:
     def arena(self):
         return Arena.allocate(self.spec).poison()
 
-    def open(self, implementation, valid=None, **changes):
-        given = dict(x=self.x, gate_up=self.gate_up) | changes
+    @partial(jax.jit, static_argnames="implementation")
+    def open(self, implementation, valid=None):
         return open_experts(
-            given["x"], self.routers, self.bias, given["gate_up"], self.router, **self.options,
+            self.x, self.routers, self.bias, self.gate_up, self.router, **self.options,
             valid=valid, arena=self.arena(), implementation=implementation,
         )  # fmt: skip
 
 
+@partial(jax.jit, static_argnames=("name", "features", "width", "dtype"))
 def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
     router, always = ROUTERS[name]
     keys = jax.random.split(jax.random.key(len(name) + features), 5)
@@ -91,10 +98,11 @@ def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
     return Case(router, always, x, routers, bias, gate_up, down, of_layer)
 
 
-def result(case, implementation, opened, weights=None):
-    ids, found, listed, arena = opened
+@partial(jax.jit, static_argnames="implementation")
+def result(case, implementation, opened):
+    ids, weights, listed, arena = opened
     return mixture_of_experts(
-        case.x, ids, found if weights is None else weights, case.gate_up, case.down, layer=LAYER,
+        case.x, ids, weights, case.gate_up, case.down, layer=LAYER,
         arena=arena, listed=listed, implementation=implementation,
     )[0]  # fmt: skip
 
@@ -129,18 +137,20 @@ def test_a_token_gets_its_experts_and_their_sum(name, implementation):
 @both_devices
 def test_the_sum_has_the_bits_of_the_launches_one_by_one(implementation):
     case = drawn("v2-lite")
-    opened = case.open(implementation)
+    opened = case.open(implementation, valid=jnp.array([1]))
     ids, weights, *_ = opened
     sizes = dict(layer=LAYER.index, interpret=implementation == "mosaic_gpu_interpret")
-    apart = mixture_of_experts_mosaic(case.x, ids, weights, case.gate_up, case.down, **sizes)
+    apart = jax.jit(partial(mixture_of_experts_mosaic, **sizes))(
+        case.x, ids, weights, case.gate_up, case.down
+    )
     np.testing.assert_array_equal(result(case, implementation, opened), apart)
 
 
 @both_devices
 def test_padding_has_no_expert_and_reads_none(implementation):
     case = drawn("glm")
-    nothing = jnp.full_like(case.gate_up, jnp.nan)
-    opened = case.open(implementation, valid=jnp.array([0]), gate_up=nothing)
+    nothing = dataclasses.replace(case, gate_up=jnp.full_like(case.gate_up, jnp.nan))
+    opened = nothing.open(implementation, valid=jnp.array([0]))
     ids, _, listed, _ = opened
     assert (np.asarray(ids) == -1).all()
     assert int(listed.work.total[0]) == int(listed.left[0]) == 0
@@ -150,9 +160,11 @@ def test_padding_has_no_expert_and_reads_none(implementation):
 @both_devices
 def test_a_nan_stays_in_its_token(implementation):
     case = drawn("v2-lite")
-    case.x = case.x.at[0, 3].set(jnp.nan)
-    case.gate_up, case.down = (jnp.nan_to_num(x) for x in (case.gate_up, case.down))
-    ids, weights, *_ = opened = case.open(implementation)
+    case = dataclasses.replace(
+        case, x=case.x.at[0, 3].set(jnp.nan),
+        gate_up=jnp.nan_to_num(case.gate_up), down=jnp.nan_to_num(case.down),
+    )  # fmt: skip
+    ids, weights, *_ = opened = case.open(implementation, valid=jnp.array([1]))
     assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 66)).all()
     assert np.isnan(weights[0, : case.router.top_k]).all()
     assert np.isnan(result(case, implementation, opened)).all()
@@ -184,7 +196,7 @@ def test_real_sizes(name, width):
 
 def test_float16():
     case = drawn("glm", dtype=jnp.float16)
-    case.routers = case.routers.astype(jnp.float16)
+    case = dataclasses.replace(case, routers=case.routers.astype(jnp.float16))
     y = result(case, "mosaic_gpu_interpret", case.open("mosaic_gpu_interpret"))
     ids, weights, *_ = case.open("xla")
     assert relative(y, expected(case.x, ids, weights, case.gate_up[2], case.down[2])) < 1e-3
@@ -206,3 +218,67 @@ def test_what_the_kernel_does_not_have_is_refused():
             always=1, layer=jnp.int32(2), affine=(1, 0), valid=None, arena=case.arena(),
             interpret=True,
         )  # fmt: skip
+
+
+def unnormed(case, implementation):
+    """A stream whose norm is about the case's token, and that norm in float64."""
+    keys = jax.random.split(jax.random.key(7), 2)
+    added = jax.random.normal(keys[0], case.x.shape)
+    norms = (
+        jnp.full((6, case.x.shape[1]), jnp.nan)
+        .at[5]
+        .set(1 + 0.1 * jax.random.normal(keys[1], case.x.shape[1:]))
+    )
+    stream = Unnormed(
+        case.x.astype(jnp.float32), added, norms, layer=LayerOf(LAYER.repeat, 4, 1), eps=1e-6,
+        dtype=jnp.bfloat16, implementation=implementation,
+    )  # fmt: skip
+    total = np.asarray(case.x, np.float64) + np.asarray(added, np.float64)
+    normed = total / np.sqrt((total**2).mean() + 1e-6) * np.asarray(norms[5], np.float64)
+    return stream, total, normed
+
+
+def check_norm(name, implementation, **sizes):
+    case = drawn(name, **sizes)
+    case.gate_up, case.down = (jnp.nan_to_num(x, nan=0.01) for x in (case.gate_up, case.down))
+    stream, total, normed = unnormed(case, implementation)
+    opened = case.open(implementation, x=stream)
+    ids, weights, listed, _ = opened
+    np.testing.assert_allclose(stream.total, total, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(listed.rows[:1].astype(jnp.float32), normed, rtol=2**-8, atol=1e-6)
+    case.x = jnp.asarray(stream)
+    logits = normed @ np.asarray(case.exact, np.float64)
+    scores = 1 / (1 + np.exp(-logits))
+    if case.router.scores == "softmax":
+        scores = np.exp(logits) / np.exp(logits).sum()
+    own = scores[0, np.asarray(ids[0, : case.router.top_k])]
+    if case.router.normalize:
+        own = own / own.sum() * case.router.scale
+    np.testing.assert_allclose(weights[0, : case.router.top_k], own, rtol=2e-2)
+    wanted = expected(jnp.asarray(normed), ids, weights, case.gate_up[2], case.down[2])
+    assert relative(result(case, implementation, opened), wanted) < 6e-3
+
+
+@both_devices
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_norm_comes_before_the_router(name, implementation):
+    check_norm(name, implementation, features=1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, width", [("v2-lite", 1408), ("glm", 1536)])
+def test_the_norm_at_real_sizes(name, width):
+    check_norm(name, "mosaic_gpu", features=2048, width=width)
+
+
+def test_no_race_with_a_norm():
+    case = drawn("glm", features=1024)
+    stream, *_ = unnormed(case, "mosaic_gpu_interpret")
+    token, norm = stream.before(LAYER)
+    with no_races():
+        opened = opening_mosaic(
+            token, case.routers, case.bias, case.gate_up, experts=64, choice=case.router.choice,
+            always=1, layer=LAYER.repeat, affine=(2, 0), valid=jnp.array([1]), arena=case.arena(),
+            norm=norm, interpret=True, detect_races=True,
+        )  # fmt: skip
+        jax.block_until_ready(opened)
