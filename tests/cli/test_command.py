@@ -1,5 +1,6 @@
 """How the commands end when their input or output cannot be used."""
 
+import io
 import os
 import subprocess
 import sys
@@ -78,6 +79,13 @@ def test_a_closed_stdout():
     )
     said = "python -m jaxattn.plan: error: stdout is closed; give the output a place\n"
     assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_terminal_that_knows_no_unicode(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert exit_code("python -m name", lambda: print("a \u2588 bar") or 0) == 0
+    assert out.buffer.getvalue() == b"a ? bar\n"
 
 
 def test_an_error_that_is_not_about_files_keeps_its_traceback():
