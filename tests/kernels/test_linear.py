@@ -329,7 +329,7 @@ def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     check_normed(found, x, added, norms, weights, 1, gated=gated)
 
 
-NORMED = [(2048, (3072, 576)), (2048, (12288, 64)), (2048, (1088,)), (5120, (2048,))]
+NORMED = [(2048, (3072, 576)), (2048, (12288, 64)), (2048, (1088,)), (4096, (2048,))]
 
 
 @pytest.mark.gpu
@@ -361,7 +361,12 @@ def test_blocks_that_norm_have_room_for_the_token(inner, sizes):
 
 
 @pytest.mark.parametrize(
-    "tokens, inner, message", [(2, 2048, "norms one token"), (1, 192, "a multiple of 128; got 192")]
+    "tokens, inner, message",
+    [
+        (2, 2048, "norms one token"),
+        (1, 192, "a multiple of 128; got 192"),
+        (1, 5120, "got 5120 for 8 blocks"),
+    ],
 )
 def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):
     x, added = jnp.zeros((2, tokens, inner))

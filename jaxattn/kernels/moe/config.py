@@ -94,8 +94,8 @@ def choose(
     Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
     multiprocessors, two are worked on at a time by each: else a second round of them has few. Many
     share a read of tokens between two warpgroups. To widen FP8 weights keeps one warpgroup busy,
-    so there are two as soon as nearly every multiprocessor has an item of 128 rows. Of gate and up
-    of few tokens each has a warpgroup: an item is 64 rows of both, and the last round has more.
+    so there are two as soon as nearly every multiprocessor has an item of 128 rows. With fewer
+    items gate's rows are one warpgroup's, and up's another's.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -116,9 +116,8 @@ def choose(
         return dataclasses.replace(made, blocks=2 * NUM_SMS, together=2)
 
     def in_two(made: Product) -> Product:
-        split = quantized and columns == GROUP
-        consumers = 1 if split else made.consumers
-        return dataclasses.replace(made, parts=2, split=split, consumers=consumers)
+        split = quantized and made.consumers == 1 and columns == GROUP
+        return dataclasses.replace(made, parts=2, split=split)
 
     twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
     return Config(

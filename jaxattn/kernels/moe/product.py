@@ -413,6 +413,10 @@ class ScaledSums:
             slot, turned = block.arrived(done + s)
             following = scales(s + 1)
             every = self._products(slot, turned)
+            # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
+            # between a load and the next copy to its place.
+            if cut.interpret:
+                plgpu.commit_smem()
             plgpu.barrier_arrive(refs.read.at[slot])
             totals = [
                 total + one * factor
