@@ -56,7 +56,7 @@ V2_LITE: dict[str, Any] = {
     "max_position_embeddings": 163840,
 }
 # Of the folder that is loaded first: as many kinds of weights.
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "moe_intermediate_size": 128,

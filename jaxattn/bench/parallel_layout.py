@@ -133,7 +133,8 @@ class Layout:
             strict=True,
         )
         shapes = (self.group.shapes(local_shapes, spec) for local_shapes, spec in arguments)
-        return jit_step(over, backend=self.platform).trace(*shapes)
+        out = self.group.shardings(out_specs)
+        return jit_step(over, backend=self.platform, out_shardings=out).trace(*shapes)
 
     def compile_all(self, pool: Executor) -> None:
         """Begins to compile all that `fill` and `time` will run."""

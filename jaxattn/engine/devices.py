@@ -113,26 +113,27 @@ def jitted_step(
     call = lowered(entry) if lowered and (entry := decode_of(step)) else None
     if isinstance(step, EntryPoint):
         call = call or model_step(step, model, limits, tree, implementation, group)
-        return jit_step(call, backend=backend)
+        out = group and group.shardings((logits_spec(model), model.state_specs()))
+        return jit_step(call, backend=backend, out_shardings=out)
     if isinstance(step, Round):
         if group is None and not call:  # some do more than decode and sample
             chosen = implementation_of(step.decode, implementation)
             function = step.function(model, limits, tree)
             return jit_step(function, implementation=chosen, backend=backend)
         call = call or model_step(step.decode, model, limits, tree, implementation, group)
-        whole = everywhere(group)
+        out = group and group.shardings(((model.state_specs(), WHOLE), WHOLE))
         return jax.jit(
             step.behind(call),
             donate_argnums=step.donated,
             compiler_options=compiler_options(backend),
-            out_shardings=None if group is None else ((None, whole), whole),
+            out_shardings=out,
         )
     function, out = step.function(model, limits, tree), everywhere(group)
     if group is not None and isinstance(step, Mask):
         out = group.sharding(logits_spec(model))
     elif group is not None and isinstance(step, Copy):
-        states, out = model.state_specs(), None
-        function = group.step(function, (states, WHOLE), states)
+        states = model.state_specs()
+        function, out = group.step(function, (states, WHOLE), states), group.shardings(states)
     elif group is not None and not isinstance(step, Sample):
         # As on one device, each for itself: XLA's partitioner does not update all rows in place.
         function = group.step(function, (WHOLE, WHOLE), WHOLE)

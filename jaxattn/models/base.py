@@ -278,12 +278,15 @@ def jit_step(
     *,
     implementation: Implementation | None = None,
     backend: str | None = None,
+    out_shardings: Any = None,
 ) -> Any:
     """A step jitted as (params, state, batch) -> (logits, state), the state donated.
 
     Args:
         step: a model's `decode` or `prefill`.
         backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
+        out_shardings: of all it returns, over several devices. Without them XLA gives a donated
+            buffer to any output of as many bytes.
     """
     if implementation is not None:
         step = partial(step, implementation=implementation)
@@ -291,4 +294,5 @@ def jit_step(
         step,
         donate_argnums=1,
         compiler_options=compiler_options(backend or jax.default_backend()),
+        out_shardings=out_shardings,
     )

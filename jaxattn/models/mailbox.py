@@ -15,12 +15,13 @@ from jaxattn.ops.all_reduce_norm import Mailbox
 NAME = "mailbox"
 INBOX, COUNTS = "peer_inbox", "peer_counts"
 # What a GPU sends to the others in one launch. XLA's all-reduce of more sends fewer bytes.
-MOST_BYTES = 2**20
+MOST_BYTES, MOST_TOKENS = 2**20, 256
 
 
 def most_tokens(features: int, gpus: int) -> int:
     """Of a step whose sums are one launch, unless another number is given."""
-    return MOST_BYTES // (max(gpus - 1, 1) * features * jnp.bfloat16.dtype.itemsize)
+    sent = max(gpus - 1, 1) * features * jnp.bfloat16.dtype.itemsize  # of a token
+    return min(MOST_BYTES // sent, MOST_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

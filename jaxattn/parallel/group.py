@@ -51,6 +51,10 @@ class Group:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
+    def shardings(self, specs: Any) -> Any:
+        """A tree of PartitionSpecs as one of shardings."""
+        return jax.tree.map(self.sharding, specs, is_leaf=_is_spec)
+
     def shapes(self, local: Any, specs: Any) -> Any:
         """The global shapes, with their shardings, of what each GPU has in these local ones.
 

@@ -38,7 +38,7 @@ def points(mark: Mark, shapes: Sequence[str]) -> list[tuple[int, float]]:
     return [
         (shapes.index(row["B,H,T,S"]), row[mark.theirs] / row[mark.ours])
         for row in rows_of(mark.run)
-        if row["B,H,T,S"] in shapes and "cache" not in row
+        if row["B,H,T,S"] in shapes and "cache" not in row and row[mark.theirs]
     ]
 
 

@@ -231,6 +231,19 @@ TABLES: dict[str, Callable[[], str]] = {
             "at width 256": number("jax's, 256, TFLOP/s", 0),
         },
     ),
+    "mla-prefill-fa3": Table(
+        run="mla-prefill-fa3",
+        columns={
+            "B,T,H,prefix": text("B,T,H,prefix"),
+            "us, burst": US,
+            "TFLOP/s": number("TFLOP/s", 0),
+            "FlashAttention-3, burst": number("fa3 us"),
+            "faster in bursts": faster("us", "fa3 us", "FlashAttention-3"),
+            "us, long loop": number("call us"),
+            "FlashAttention-3, long loop": number("fa3 call us"),
+            "faster in loops": faster("call us", "fa3 call us", "FlashAttention-3"),
+        },
+    ),
     "moe": Table(
         run="moe",
         columns={

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxattn.core.turbo_reads import page_numbers
-from jaxattn.core.turbo_slots import page_slots, unpack
-from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat, dequantize
+from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat
 from tests.helpers.turbo_cases import read_page
+from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 

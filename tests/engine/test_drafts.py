@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 
 from jaxattn import Limits
+from jaxattn.engine import speculate
 from jaxattn.engine.advance import End
 from jaxattn.engine.rows import CONTROLS, INTEGERS, NUMBERS, STOPS
 from jaxattn.engine.sampling import Level
-from jaxattn.engine.speculate import draft, draft_batch, verify
 from jaxattn.engine.state import row_shapes
+
+
+def on_the_host(function):
+    return lambda *given, **options: jax.device_get(function(*given, **options))
+
+
+# Compiled as one; what they give is NumPy's, of which a part is no operation of JAX.
+draft = on_the_host(jax.jit(speculate.draft, static_argnums=(2, 3)))
+draft_batch = on_the_host(jax.jit(speculate.draft_batch, static_argnames="recurrent"))
+verify = on_the_host(jax.jit(speculate.verify, static_argnames="level"))
 
 
 def rows_of(histories, *, batch=None, **numbers):
@@ -67,7 +77,8 @@ def test_each_row_has_slots_of_its_own_wherever_it_is_now():
     rows = rows_of([[1, 2]] * 3)
     for turn in range(4):
         slots = np.arange(3) if not turn else 5 + 3 * (turn - 1) + np.arange(3)
-        controls = rows.controls.at[:, INTEGERS.index("slot")].set(slots)
+        controls = np.array(rows.controls)
+        controls[:, INTEGERS.index("slot")] = slots
         moved = dataclasses.replace(rows, controls=controls)
         made = draft(moved, jnp.array([0, 1, 2, -1]), 3, 2)
         assert made.slots.tolist() == [[i, 5 + i, 8 + i, 11 + i] for i in range(3)] + [[-1] * 4]
@@ -87,7 +98,7 @@ def logits_of(tokens, vocab=12):
 def test_a_draft_counts_as_far_as_it_is_right(says, given):
     rows = rows_of([[1, 2, 3, 4, 5, 1, 2]])
     made = draft(rows, jnp.arange(1), 3, 0)
-    after, told = verify(rows, logits_of([says]), made, Level.GREEDY)
+    after, told = verify(rows, logits_of([says]), made, level=Level.GREEDY)
     kept = told[0, :, 1] != End.IDLE
     assert told[0, :, 0][kept].tolist() == given
     assert after.cursor[0].tolist() == [given[-1], 6 + len(given), 1]
@@ -99,9 +110,11 @@ def test_a_draft_counts_as_far_as_it_is_right(says, given):
 def test_nothing_counts_behind_the_end_of_a_row(last, reason):
     rows = rows_of([[1, 2, 3, 4, 5, 1, 2]], last=last)
     if reason == End.STOP:
-        rows = dataclasses.replace(rows, controls=rows.controls.at[0, -1].set(4))
+        controls = np.array(rows.controls)
+        controls[0, -1] = 4
+        rows = dataclasses.replace(rows, controls=controls)
     made = draft(rows, jnp.arange(1), 3, 0)
-    after, told = verify(rows, logits_of([[3, 4, 5, 6]]), made, Level.GREEDY)
+    after, told = verify(rows, logits_of([[3, 4, 5, 6]]), made, level=Level.GREEDY)
     assert told[0, :, 1].tolist() == [End.NONE, reason, End.IDLE, End.IDLE]
     assert after.cursor[0].tolist() == [4, 8, 0]
 
@@ -115,7 +128,7 @@ def test_drafts_leave_the_distribution_as_it_is():
     chances = np.array([[0.1, 0.2, 0.3, 0.4], [0.25, 0.4, 0.15, 0.2]])
     behind = np.log(np.stack([chances[0], chances[1], chances[0], chances[0]]))
     logits = jnp.broadcast_to(jnp.asarray(behind, jnp.float32), (count, 4, vocab))
-    _, told = jax.jit(verify, static_argnames="level")(rows, logits, made, level=Level.DRAWS)
+    _, told = verify(rows, logits, made, level=Level.DRAWS)
     told = np.asarray(told)
     first = np.bincount(told[:, 0, 0], minlength=vocab)
     assert chi_square(first, chances[0] * count) < 16.27  # 3 degrees of freedom

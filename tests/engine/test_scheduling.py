@@ -11,6 +11,7 @@ from jaxattn.engine.outcome import FinishEvent, TokenEvent
 from jaxattn.engine.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
+    EXACT,
     LIMITS,
     SMALLEST,
     TWO,
@@ -21,8 +22,6 @@ from tests.helpers.engine_cases import (
 )
 
 MODEL = Hybrid(SMALLEST)
-# A row that is computed again reads in chunks what it had decoded: the same only up to rounding.
-EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
 # Room for one row at full length and a page more, for four rows.
 TIGHT = Limits(batch=4, max_model_len=256, num_pages=5, prefill_chunk=16, prefill_rows=2)
 

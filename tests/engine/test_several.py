@@ -16,14 +16,16 @@ from jaxattn.engine.steps import all_steps
 from jaxattn.memory.limits import MOST_STEPS
 from jaxattn.models import Hybrid
 from jaxattn.parallel import Parallel
-from tests.helpers.engine_cases import SMALLEST, params_of, random_requests
+from tests.helpers.engine_cases import (
+    EXACT,
+    ONE_BY_ONE,
+    kept_steps,
+    params_of,
+    random_requests,
+)
 
-# What is computed again after a preemption is the same only up to rounding.
-EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
 MODEL = Hybrid(EXACT)
-# For three rows of up to four pages: rows grow into an empty pool, and one cannot have four tokens.
-ONE = Limits(batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, checkpoints=1)
-FOUR = dataclasses.replace(ONE, steps_per_round=4)
+FOUR = dataclasses.replace(ONE_BY_ONE, steps_per_round=4)
 
 
 def spelled(tokens):
@@ -38,7 +40,8 @@ def params():
 
 @pytest.fixture(scope="module")
 def one(params):
-    return Engine(MODEL, params, ONE, detokenize=spelled)
+    kept_steps(ONE_BY_ONE, config=EXACT)
+    return Engine(MODEL, params, ONE_BY_ONE, detokenize=spelled)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,9 @@ from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.state import cache_size
 from jaxattn.engine.steps import all_steps
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import SMALLEST, params_of
+from tests.helpers.engine_cases import EXACT, ONE_BY_ONE, kept_steps, params_of
 
-# In float32, where a token alone and among four has the same logits but for the last bits.
-EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
-PLAIN = Limits(batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, checkpoints=1)
-DRAFTS = dataclasses.replace(PLAIN, speculate=3)
+DRAFTS = dataclasses.replace(ONE_BY_ONE, speculate=3)
 REPEATS = b"one two three, one two three, one two "
 
 
@@ -27,7 +24,8 @@ def params():
 
 @pytest.fixture(scope="module")
 def plain(params):
-    return Engine(Hybrid(EXACT), params, PLAIN)
+    kept_steps(ONE_BY_ONE, config=EXACT)
+    return Engine(Hybrid(EXACT), params, ONE_BY_ONE)
 
 
 @pytest.fixture(scope="module")

@@ -87,20 +87,21 @@ def body(cut, *, wide=False):
 @pytest.mark.parametrize(
     "one, other",
     [
-        (1, 1.0),
-        (1, True),
-        (Cut(1), Cut(1, 0.5)),
-        (Cut(1), Cut(True)),
-        (body(Cut(1)), body(Cut(2))),
-        (body(1), body(1, wide=True)),
-        (body(1), lambda ref, width=3: (ref, width)),
-        (Cut(1).run, Cut(2).run),
-        (functools.partial(body, 1), functools.partial(body, 2)),
-        (functools.partial(body, wide=True), functools.partial(body, wide=False)),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        (X, WEIGHTS),
+        pytest.param(1, 1.0, id="a whole and a float"),
+        pytest.param(1, True, id="a number and a boolean"),
+        pytest.param(Cut(1), Cut(1, 0.5), id="one field of a dataclass"),
+        pytest.param(Cut(1), Cut(True), id="a field's type"),
+        pytest.param(body(Cut(1)), body(Cut(2)), id="what a function holds"),
+        pytest.param(body(1), body(1, wide=True), id="the second thing that it holds"),
+        pytest.param(body(1), lambda ref, width=3: (ref, width), id="a function's code"),
+        pytest.param(Cut(1).run, Cut(2).run, id="a method's object"),
+        pytest.param(functools.partial(body, 1), functools.partial(body, 2), id="partial"),
+        pytest.param(
+            functools.partial(body, wide=True), functools.partial(body, wide=False), id="keywords"
+        ),
+        pytest.param({"a": 1, "b": 2}, {"b": 2, "a": 1}, id="the order of a dict"),
+        pytest.param(X, WEIGHTS, id="shapes"),
     ],
-    ids=str,
 )
 def test_what_differs_is_told_apart(one, other):
     assert told(one) != told(other)
@@ -130,7 +131,9 @@ def early():
 
 
 @pytest.mark.parametrize(
-    "value", [jnp.zeros(2), np.zeros(2), {1, 2}, recursive(), early()], ids=str
+    "value",
+    [jnp.zeros(2), np.zeros(2), {1, 2}, recursive(), early()],
+    ids=["jax", "numpy", "set", "recursive", "early"],
 )
 def test_what_cannot_be_told_is_not_shared(value):
     with pytest.raises(TypeError):

@@ -27,6 +27,7 @@ def prompts(vocab: int) -> list[list[int]]:
     return [random.integers(0, vocab, size).tolist() for size in random.integers(1, 90, ROWS)]
 
 
+@pytest.mark.slow
 def test_a_row_among_31_others_writes_the_tokens_that_it_writes_alone():
     model, params = loaded("float32")
     requests = [Request(each, max_tokens=6) for each in prompts(model.vocab_size)]

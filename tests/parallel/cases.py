@@ -139,7 +139,7 @@ class Stepped:
         columns = PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
         if parallel.gpus == 1:
             self.params, self.state = own.pack(params), make()
-            self._prefill, self._decode = own.prefill, self._greedy
+            self._prefill, self._decode, out = own.prefill, self._greedy, (None, None)
         else:
             group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
             # NumPy slices without compiling.
@@ -149,7 +149,9 @@ class Stepped:
             self.state = group.make(make, specs[1])
             self._prefill = group.step(own.prefill, specs, (columns, specs[1]))
             self._decode = group.step(self._greedy, specs, (group.rows, specs[1]))
-        self._prefill, self._decode = jit_step(self._prefill), jit_step(self._decode)
+            out = group.shardings(((columns, specs[1]), (group.rows, specs[1])))
+        self._prefill = jit_step(self._prefill, out_shardings=out[0])
+        self._decode = jit_step(self._decode, out_shardings=out[1])
 
     @functools.cached_property
     def compiled_decode(self) -> Any:

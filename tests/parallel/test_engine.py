@@ -13,6 +13,7 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.prepare import prepare
 from jaxattn.models import DecoderModel, Hybrid, HybridConfig
 from jaxattn.parallel import Parallel
+from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 
 CONFIG = HybridConfig(
@@ -89,8 +90,13 @@ def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer():
 
 
 def assert_in_place(group: Engine) -> None:
-    """Nothing donated is copied, and no greedy or drawing step gathers logits."""
+    """Nothing donated is copied, no greedy or drawing step gathers logits, and the sums of layers
+    are of the form that XLA's own kernel takes, in each bucket."""
     for name, compiled in group.executables.items():
+        if name.startswith(("prefill", "decode", "round")):
+            sums = [each for each in all_reduces(compiled.as_text()) if each.of_layers]
+            # Two of each of two layers, and the embedding's.
+            assert len(sums) == 5 and all(each.serves for each in sums), name
         if name.startswith("decode"):
             check_aliasing(compiled, slack=16384)
         if name.endswith((": greedy", ": draws")):

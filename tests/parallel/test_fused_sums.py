@@ -5,16 +5,20 @@ runs in tests/parallel/test_two_gpus.py.
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import Engine, Request, check_aliasing
+from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.engine.devices import arguments, jitted_step
+from jaxattn.engine.memory_plan import packed_shapes
+from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
 from jaxattn.models.mailbox import COUNTS, INBOX, NAME
-from jaxattn.parallel import Parallel
+from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, decoder, followed
@@ -101,6 +105,24 @@ def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
     shapes = found[NAME].shapes(CacheSize(pages=1, slots=1))
     assert shapes[INBOX].dtype == jnp.bfloat16
     return {name: shape.shape for name, shape in shapes.items()}
+
+
+@on_virtual_devices
+def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
+    """XLA by itself gives a donated buffer to the first output of its size."""
+    rows, parallel = 4, Parallel(tensor=2)
+    whole = plain(layers=LAYERS[:1])
+    columns = divided(whole, parallel).logit_columns
+    # The counts are [2, tokens], as many as a GPU has logits.
+    model = divided(whole.with_fused_sums(rows * columns // 4), parallel)
+    limits, entry = Limits(batch=rows, max_model_len=64), EntryPoint("decode", rows, 1)
+    shapes, group = packed_shapes(model), Group(parallel, tuple(jax.devices()[:2]))
+    tree = jax.tree.structure(shapes)
+    jitted = jitted_step(entry, model, limits, tree, "xla", "cpu", group)
+    given = arguments(entry, model, limits, shapes, group)
+    head = jitted.lower(*given).compile().as_text().partition("entry_computation_layout=")[0]
+    aliased = re.findall(r"\{(\d+)\}: \(", head.partition("input_output_alias=")[2])
+    assert aliased == [str(1 + place) for place in range(len(jax.tree.leaves(given[1])))]
 
 
 @pytest.mark.slow

@@ -95,15 +95,16 @@ class Fed(Stepped):
     def __init__(self, model: DecoderModel, layout: Parallel):
         super().__init__(model, layout, SIZES, random_params(model))
         self.whole = model
-        step: Any = self._with_logits
+        step, out = self._with_logits, None
         if layout.gpus > 1:
             group = Group(layout, tuple(jax.devices()[: layout.gpus]))
             columns = PartitionSpec(layout.axes("data") or None, layout.axes("tensor") or None)
             specs = (self.model.packed_specs(), self.model.state_specs(), group.rows)
-            step = group.step(step, specs, ((group.rows, columns), specs[1]))
+            out_specs = (group.rows, columns), specs[1]
+            step, out = group.step(step, specs, out_specs), group.shardings(out_specs)
         batch = self.decode_batch(np.zeros(self.rows, np.int32), np.array(SIZES.lengths))
         begin = time.perf_counter()
-        self._lowered = jit_step(step).lower(self.params, self.state, batch)
+        self._lowered = jit_step(step, out_shardings=out).lower(self.params, self.state, batch)
         self.say("traced", begin)
         self.compiled = self.compile()
 

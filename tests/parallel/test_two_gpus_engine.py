@@ -22,12 +22,14 @@ import pytest
 
 from jaxattn.plan.group import COLLECTIVES
 from tests.parallel.test_two_processes import two_ports
+from tests.parallel.two_gpus_engine import ONE_LAUNCH
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, DATA, ALONE = "tensor=2,context=2", "data=2", "alone"
+FUSED = f"tensor=2{ONE_LAUNCH}"
 PROCESSES, KILLED = "two processes", "two processes, and one is killed"
 # Of each GPU's memory: a pool so large that 1% of it is more than what its allocator may round up.
-SHARES = {CONTEXT: 0.2, DATA: 0.03, ALONE: 0.03, PROCESSES: 0.03, KILLED: 0.03}
+SHARES = {CONTEXT: 0.2, DATA: 0.03, ALONE: 0.03, FUSED: 0.03, PROCESSES: 0.03, KILLED: 0.03}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,14 +116,14 @@ def test_collectives_take_less_of_each_gpu_than_a_plan_says(served):
     assert 0 < taken <= COLLECTIVES
 
 
-@pytest.mark.parametrize("layout", [CONTEXT, DATA])
+@pytest.mark.parametrize("layout", [CONTEXT, DATA, FUSED])
 def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
     two = served[layout]
     assert two["after_seal"] == {}
     assert two["in_use_at_the_end"] == two["in_use_when_sealed"]
 
 
-@pytest.mark.parametrize("layout", [CONTEXT, DATA, PROCESSES])
+@pytest.mark.parametrize("layout", [CONTEXT, DATA, FUSED, PROCESSES])
 def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
     one, two = served.tokens(ALONE), served.tokens(layout)
     same = [

@@ -1,6 +1,7 @@
 """An engine of the embedded model over the GPUs of a layout; prints what it did as JSON.
 
     python -m tests.parallel.two_gpus_engine tensor=2,context=2 0.2
+    python -m tests.parallel.two_gpus_engine "tensor=2 in one launch"
     python -m tests.parallel.two_gpus_engine alone
 
 The number is the share of each GPU's memory that the engine's cache takes most of; without it the
@@ -24,20 +25,22 @@ PROMPTS = (b"def fib(n):\n", b"import ", b"class Tree:\n    def __init__(self", 
 TOKENS = 48
 PAGE_BYTES = 2 * 64 * 576 * 2  # of its two layers of latents, in bfloat16
 FEW = 64  # pages
+ONE_LAUNCH = " in one launch"  # behind a layout: sums over the GPUs, residuals and norms are so
 
 
 def main(text: str, share: float | None = None) -> None:
-    parallel, pages = Parallel() if text == "alone" else read_layout(text), FEW
+    layout = text.removesuffix(ONE_LAUNCH)
+    parallel, pages = Parallel() if layout == "alone" else read_layout(layout), FEW
     if share is not None:
         memory = device_memory(jax.devices()[0])
         assert memory is not None
         pages = int(0.8 * share * memory.total) // PAGE_BYTES
-    print(json.dumps(served(parallel, pages)), flush=True)
+    print(json.dumps(served(parallel, pages, fused=layout != text)), flush=True)
 
 
-def served(parallel: Parallel, pages: int) -> dict[str, Any]:
+def served(parallel: Parallel, pages: int, *, fused: bool) -> dict[str, Any]:
     devices = jax.devices()[: parallel.gpus]
-    with engine(parallel, pages) as made:
+    with engine(parallel, pages, fused=fused) as made:
         made.start()
         sealed = [in_use(device) for device in devices]
         done = made.generate(requests())
@@ -52,8 +55,9 @@ def served(parallel: Parallel, pages: int) -> dict[str, Any]:
         }
 
 
-def engine(parallel: Parallel, pages: int = FEW) -> Engine:
-    model, params = embedded()
+def engine(parallel: Parallel, pages: int = FEW, *, fused: bool = False) -> Engine:
+    whole, params = embedded()
+    model = whole.with_fused_sums(None if fused else 0)
     limits = Limits(batch=4, max_model_len=512, num_pages=pages, decode_buckets=())
     return Engine(model, params, limits, parallel=parallel, strict=True, workers=16)
 

@@ -19,19 +19,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn_prefill.gates import LOG2E
 from jaxattn.kernels.gdn_prefill.tiles import CHUNK
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, scf
 from jaxattn.kernels.hopper.registers import (
+    Thread,
     asm,
-    asm_word,
     element,
     f32,
     fragmented,
     i32,
     joined,
     load,
-    number,
     plus,
     pointer,
     store,
@@ -109,10 +107,10 @@ class Factors:
 
 
 def load_half(k: Any, q: Any, g: Any, *, interpret: bool) -> tuple[jax.Array, ...]:
-    """Keys, queries and decays [64, 64], of keys, queries and log decays in shared memory. Keys and
-    queries have swizzled rows of 128 bytes there."""
+    """Keys, queries and log decays [64, 64] out of shared memory, of which the first two's rows of
+    128 bytes are swizzled."""
     if interpret:
-        return k[...], q[...], jnp.exp2(g[...] * LOG2E)
+        return k[...], q[...], g[...]
     out = (_typed(k.dtype), _typed(q.dtype), _typed(jnp.float32))
     return plgpu.inline_mgpu(arg_types=(PLAIN,) * 3, return_type=out)(_load)(k, q, g)
 
@@ -133,10 +131,6 @@ def place_of(token: Any, size: int) -> tuple[Any, Any]:
     return token // size % 2, token // (2 * size) * size + token % size
 
 
-def _interpreted_product(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return (x.astype(jnp.float32) * factor.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-
-
 def _interpreted(
     size: int, k: jax.Array, q: jax.Array, up_to: jax.Array, behind: jax.Array, k_tile: Any,
     q_tile: Any,
@@ -144,7 +138,8 @@ def _interpreted(
     blocks = CHUNK // size
     second = (jnp.arange(CHUNK) // size % 2 == 1)[:, None]
     factor = jnp.where(second, up_to, behind)
-    keys, queries = (_interpreted_product(x, factor) for x in (k, q))
+    keys = (k.astype(jnp.float32) * factor).astype(k.dtype)
+    queries = (q.astype(jnp.float32) * factor).astype(q.dtype)
     if size < WARP_TOKENS:
         token = jnp.arange(CHUNK)
         half, rank = place_of(token % WARP_TOKENS, size)
@@ -164,10 +159,9 @@ class Place:
     """Where a thread's tokens and channels are, in rows of 128 and of 256 bytes."""
 
     def __init__(self) -> None:
-        # Read anew each time: places would else be kept for all tiles, in registers of other use.
-        (thread,) = asm("mov.u32 $0, %tid.x;", [i32()], [], "=r")
-        self.warp = arith.andi(arith.shrui(thread, word(5)), word(3))
-        self.lane = arith.andi(thread, word(31))
+        thread = Thread()
+        self.warp = thread.warp
+        self.lane = arith.andi(thread.index, word(31))
         first, column = times(self.warp, 128 * WARP_TOKENS), times(self.lane, 4)
         self.swizzled = [plus(first, arith.xori(column, word(16 * row))) for row in range(8)]
         self.channel = times(self.lane, 8)
@@ -195,20 +189,7 @@ def _load(ctx: Any, k: Any, q: Any, g: Any) -> Any:
         return fragmented(registers, (CHUNK, 64), layout)
 
     swizzled = place.swizzled
-    decays = []
-    for i in range(WARP_TOKENS):
-        logs = load(g, place.plain, 256 * i, 2, f32())
-        decays.append(joined([_exp2(arith.mulf(x, number(LOG2E))) for x in logs]))
-    return (
-        rows(k, swizzled, 128),
-        rows(q, swizzled, 128),
-        fragmented(decays, (CHUNK, 64), layout),
-    )
-
-
-def _exp2(x: Any) -> Any:
-    """Results below 2^-126 are 0: without that ptxas would scale each number for them."""
-    return asm("ex2.approx.ftz.f32 $0, $1;", [f32()], [x], "=f,f", movable=True)[0]
+    return rows(k, swizzled, 128), rows(q, swizzled, 128), rows(g, [place.plain], 256)
 
 
 def _numbers(pair: Any) -> list[Any]:
@@ -228,11 +209,7 @@ def _rounded(values: list[Any], like: Any) -> Any:
 
 
 def _scaled(pair: Any, factor: Any) -> Any:
-    """Two instructions, where a product in float32 would take five."""
-    kind = "bf16x2" if isinstance(pair.type.element_type, ir.BF16Type) else "f16x2"
-    rounded = _rounded([element(factor, i) for i in range(2)], pair)
-    code = f"mul.rn.{kind} $0, $1, $2;"
-    return asm_word(code, llvm.bitcast(i32(), pair), rounded, movable=True)
+    return _product(_numbers(pair), factor, pair)
 
 
 def _product(values: list[Any], factor: Any, like: Any) -> Any:

@@ -44,19 +44,22 @@ class Scores(NamedTuple):
     """Of queries or of keys with keys."""
 
     own: jax.Array  # float32 [64, 16], each warp's own 16 columns
-    beside: jax.Array  # [64, 16], columns 0 to 15 for rows 16 on, 32 to 47 for rows 48 on
+    beside: jax.Array  # [64, 48]; columns 0 to 15 and 32 to 47 count, for rows 16 and 48 on
     below: jax.Array  # [64, 32], columns 0 to 31, for rows 32 on
 
     def columns(self) -> list[jax.Array]:
         """Of the whole [64, 64], 16 side by side. Above the diagonal those of the upper left and of
         the lower right quarter are 0, and the others undefined."""
         frame = lax.div(iota((CHUNK, 16), 0), jnp.int32(16))
-        below = [lax.slice(self.below, (0, at), (CHUNK, at + 16)) for at in (0, 16)]
+        (left, right), below = (
+            [lax.slice(x, (0, at), (CHUNK, at + 16)) for at in places]
+            for x, places in ((self.beside, (0, 32)), (self.below, (0, 16)))
+        )
         zero = jnp.zeros_like(self.own)
         of_rows = (
-            (self.own, self.beside, below[0], below[0]),
+            (self.own, left, below[0], below[0]),
             (zero, self.own, below[1], below[1]),
-            (self.own, self.own, self.own, self.beside),
+            (self.own, self.own, self.own, right),
             (zero, zero, zero, self.own),
         )
         found = []
@@ -70,23 +73,15 @@ class Scores(NamedTuple):
 
 
 def between_warps(size: int, k_tile: Any, q_tile: Any) -> list[jax.Array]:
-    """Products of keys and of queries with the keys of the first half of each row's block,
-    [64, size]."""
+    """Products of keys and of queries [64, up to the last first half's end] with keys."""
     width = CHUNK - size
-    lower = iota((CHUNK, size), 0) >= CHUNK // 2
 
     def products(*accs: Any) -> list[jax.Array]:
         for tile, acc in zip((k_tile, q_tile), accs, strict=True):
             for half in range(2):
                 columns = k_tile.at[half, pl.ds(0, width)].transpose((1, 0))
                 plgpu.wgmma(acc, tile.at[half], columns)
-        return [kept(acc[...]) for acc in accs]
-
-    def kept(found: jax.Array) -> jax.Array:
-        if size == CHUNK // 2:
-            return found
-        first, last = (lax.slice(found, (0, at), (CHUNK, at + size)) for at in (0, CHUNK // 2))
-        return jnp.where(lower, last, first)
+        return [acc[...] for acc in accs]
 
     accs = [plgpu.ACC((CHUNK, width), jnp.float32)] * 2
     return list(pl.run_scoped(products, *accs))

@@ -5,9 +5,9 @@
 A warpgroup's step begins scores i + 1 and then P_i V_i on the tensor cores, hands these on to the
 next warpgroup, and takes the softmax of scores i + 1 while P_i V_i still runs. So the tensor cores
 have another warpgroup's products to do during a softmax, and the rest of this one's own as well.
-P stays in registers. Only steps of which a row does not see all keys are masked. With
-`Config.lazy` the output is rescaled only by warps of which a row's maximum has grown much
-(hopper/online_softmax.py).
+P stays in registers. The output is rescaled only by warps of which a row's maximum has grown much
+(hopper/online_softmax.py). Without a window the first steps, of which all rows see all keys, have a
+loop of their own, without masks; of the others only those are masked of which a row does not.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class State(NamedTuple):
 
     Attributes:
         p: [64, keys] the step's weights in the operands' dtype.
-        top, total: [64] the reference, the largest log2 of a weight so far or, with `Config.lazy`,
-            at most SLACK below it; and the weights' sum divided by 2**that.
+        top, total: [64] the reference, at most SLACK below the largest log2 of a weight so far; and
+            the weights' sum divided by 2**that.
         out: float32 [64, D], the sum of values so far divided by 2**top.
     """
 
@@ -186,15 +186,10 @@ class Computer:
             scores = lax.cond(whole, lambda s: s, mask, scores)
         factor = self.scores.factor
         largest = jnp.maximum(top, scores.max(axis=1) * factor)
-        new_top = reference(top, largest) if self.config.lazy else largest
+        new_top = reference(top, largest)
         rescale = jnp.exp2(top - new_top)
         p = jnp.exp2(scores * factor - over(new_top, keys))
         return p, new_top, total * rescale + p.sum(axis=1), rescale
-
-    def rescaled(self, out: jax.Array, factors: jax.Array) -> jax.Array:
-        if self.config.lazy:
-            return rescaled(out, factors, interpret=self.interpret)
-        return out * over(factors, self.head_dim)
 
     def clear(self, tile: Tile, i: jax.Array, number: jax.Array) -> None:
         """0 * NaN is NaN: what no query of the tile may see becomes 0 as a value. The warpgroups
@@ -237,7 +232,9 @@ class Computer:
             scores = self.first_scores(number + 1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
-            return State(p.astype(self.dtype), top, total, self.rescaled(out, rescale))
+            return State(
+                p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=self.interpret)
+            )
 
         def products(scores_acc: Any, out_acc: Any) -> State:
             self.multiply_keys(scores_acc, number + 1)
@@ -250,7 +247,9 @@ class Computer:
             asked_for(interpret=False)  # or ptxas waits for the values before it begins to soften
             out = plgpu.wgmma_accumulator_load(out_acc)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
-            return State(p.astype(self.dtype), top, total, self.rescaled(out, rescale))
+            return State(
+                p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=self.interpret)
+            )
 
         return pl.run_scoped(
             products,
@@ -337,7 +336,7 @@ class Computer:
             p, top, total, _ = self.softmax(scores, tile, first, nothing + EMPTY, nothing)
             state = State(p.astype(self.dtype), top, total, zeros(ROWS, self.head_dim))
             step = functools.partial(self.step, tile, done)
-            if config.apart and self.tiles.window is None:
+            if self.tiles.window is None:
                 seen = self.tiles.seen_first(tile, self.first_row(tile))
                 first = jnp.clip(seen - 1, 0, tile.steps - 1)
                 state = lax.fori_loop(0, first, functools.partial(step, seen=True), state)

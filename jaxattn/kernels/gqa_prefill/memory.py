@@ -29,9 +29,6 @@ class Config:
             three, and 512 of four.
         blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
         l2_bytes: keys and values of the heads that are worked on at one time.
-        lazy: whether rows are rescaled only where their maximum has grown much. No GPU has run it.
-        apart: whether steps of which all rows see all keys have a loop of their own, where there
-            is no window. No GPU has run it.
     """
 
     keys: int
@@ -42,8 +39,6 @@ class Config:
     memory_registers: int
     blocks: int | None = None
     l2_bytes: int = 24 * 2**20
-    lazy: bool = False
-    apart: bool = False
 
     @property
     def rows(self) -> int:

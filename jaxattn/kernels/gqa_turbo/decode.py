@@ -22,17 +22,13 @@ from jaxattn.kernels.gqa_decode.memory import DTYPES, PAGE_SIZES
 from jaxattn.kernels.gqa_decode.results import Packing, Results
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, schedule_of
 from jaxattn.kernels.gqa_turbo.body import Body, CodedCut
-from jaxattn.kernels.gqa_turbo.lean import REGISTERS_OF_FOUR, LeanBody
 from jaxattn.kernels.gqa_turbo.memory import (
-    FEW,
-    MOST_CONSUMERS,
     REGISTERS,
     Memory,
     coded_view,
     room_of,
     scratch_types,
 )
-from jaxattn.kernels.gqa_turbo.wide import WideBody
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 
@@ -70,14 +66,11 @@ def turbo_decode_mosaic(
     gate: jax.Array | None = None,
     arena: Arena | None = None,
     schedule: PairSchedule | None = None,
-    lean: bool = False,
-    wide: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """`turbo_attention` on a Hopper GPU; arguments and results are documented there, the arena and
-    the schedule at `gqa_decode`. `lean` takes the steps of lean.py, and `wide` those of wide.py,
-    which no GPU has run."""
+    the schedule at `gqa_decode`."""
     require_hopper("turbo_attention", interpret=interpret)
     refuse(q, kv_cache, form)
     q, sinks, gate = without_gradient("turbo_attention", (q, sinks, gate))
@@ -97,20 +90,15 @@ def turbo_decode_mosaic(
     line = schedule.line
     results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
-    wide = wide and columns * dim <= FEW
-    room = room_of(form, columns, page_size, together=2 if wide else 1)
-    registers = REGISTERS[room.consumers]
-    if (lean or wide) and room.consumers == MOST_CONSUMERS:
-        registers = REGISTERS_OF_FOUR
-    body = WideBody if wide else LeanBody if lean else Body
+    room = room_of(form, columns, page_size)
     cut = CodedCut(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
         window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
-        registers=registers, interpret=interpret, form=form, room=room,
+        registers=REGISTERS[room.consumers], interpret=interpret, form=form, room=room,
     )  # fmt: skip
     written = launch(
-        lambda **refs: body(cut, *refs_of(refs, Memory)).run(),
+        lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
         name=f"turbo_decode_{form.preset}",
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid={"part": line.parts, "tile": packing.tiles},

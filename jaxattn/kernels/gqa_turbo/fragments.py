@@ -89,16 +89,14 @@ class Fragments:
         form: the cache's format.
         pitch: bytes from a group of 16 tokens to the next.
         interpret: whether the interpreter runs; its operands are float32, and its products plain.
-        holds: whether a table's word is held in a register, from here on.
     """
 
-    def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool, holds: bool = False):
+    def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool):
         self.form, self.pitch, self.interpret = form, pitch, interpret
         self.middle = middle(form.value_bits)
         key_low = key_table(form.key_bits)[0] if form.rotated else 0
         self.lows = [
-            held(x) if holds and not interpret else None
-            for x in (key_low, value_table(form.value_bits)[0])
+            None if interpret else held(x) for x in (key_low, value_table(form.value_bits)[0])
         ]
 
     def keys(self, codes: Any) -> jax.Array:

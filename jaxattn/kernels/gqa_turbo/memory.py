@@ -20,11 +20,10 @@ ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
 ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
 LINE = 128  # and what copies and their places in shared memory are multiples of
 # Warpgroups that take a part's steps in turns, where there is room for two steps of each, and the
-# registers of the one that loads and of each of these. Codes that are turned into numbers take
-# longer than they take to come, and four wait for each other's latencies less than three; more
-# than FEW numbers of queries do not fit into the registers of four.
-MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 4, 2, 1024
-REGISTERS = {4: (40, 104), 3: (40, 152), 2: (40, 232)}
+# registers of the one that loads and of each of these. With up to FEW numbers of queries there are
+# registers for two steps at a time.
+MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 3, 2, 1024
+REGISTERS = {3: (40, 152), 2: (40, 232)}
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
@@ -41,7 +40,7 @@ class Room:
     consumers: int
     steps: int
     pitch: int
-    together: int = 1
+    together: int
 
 
 def whole_steps(page_size: int) -> bool:
@@ -49,21 +48,19 @@ def whole_steps(page_size: int) -> bool:
     return page_size >= PAGE
 
 
-def room_of(form: TurboFormat, columns: int, page_size: int, together: int = 1) -> Room:
+def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     """How a block's memory is divided, of so many packed rows."""
     pitch = GROUP * form.slot_bytes
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
-    many = MOST_CONSUMERS
-    if not form.rotated or columns * form.head_dim > FEW or together > 1:
-        many -= 1
-    for consumers in range(many, LEAST_CONSUMERS - 1, -1):
+    together = 2 if columns * form.head_dim <= FEW else 1
+    for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
         for steps in range(MOST_STEPS, 1, -1):
             room = Room(consumers, steps, pitch, together)
             if bytes_of(form, columns, room) <= free:
                 return room
-    return Room(LEAST_CONSUMERS, 1, pitch)
+    return Room(LEAST_CONSUMERS, 1, pitch, 1)
 
 
 def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:

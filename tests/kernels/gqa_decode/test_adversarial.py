@@ -15,6 +15,7 @@ import pytest
 from jaxattn import gqa
 from jaxattn.bench.timing import kernel_seconds
 from jaxattn.core.formats import FP8, FP8_MAX
+from tests.helpers.at_once import at_once
 from tests.helpers.gqa_cases import (
     GQACase,
     assert_gqa_close,
@@ -218,10 +219,11 @@ def test_a_gate_at_its_ends(value, share, implementation):
 def test_a_schedule_of_other_rows_is_refused():
     case = gqa_case([70, 3], dim=64)
     shape = expected_shape(case)
-    other = gqa.decode_schedule(jnp.asarray([70, 3, 1]), interpret=True, **shape)
+    other = at_once(gqa.decode_schedule, jnp.asarray([70, 3, 1]), interpret=True, **shape)
     with pytest.raises(ValueError, match="was made for B = 3, and this call has 2"):
         attend(case, "mosaic_gpu_interpret", schedule=other)
-    longer = gqa.decode_schedule(case.seq_lens, interpret=True, **shape | {"max_pages": 9})
+    wider = shape | {"max_pages": 9}
+    longer = at_once(gqa.decode_schedule, case.seq_lens, interpret=True, **wider)
     with pytest.raises(ValueError, match="steps of 64 tokens"):
         attend(case, "mosaic_gpu_interpret", schedule=longer)
 

@@ -191,7 +191,7 @@ def test_nothing_is_packed_in_memory_beside_the_kernel():
     shape = dict(num_heads=10, num_kv_heads=2, head_dim=64, max_pages=40, page_size=64)
     options = dict(
         kv_scale=jnp.ones((2, 2)), sinks=jnp.zeros(10), layer=1, implementation="mosaic_gpu",
-        schedule=decode_schedule(lens, q_len=1, **shape),
+        schedule=at_once(decode_schedule, lens, q_len=1, **shape),
     )  # fmt: skip
     op = functools.partial(gqa_decode, **options)
     with traced_for_hopper(True):

@@ -99,14 +99,12 @@ def test_heads_are_not_packed_where_tokens_are_many(
 def test_steps_that_all_rows_see_apart(dim, lens, new, implementation, traced_anew, monkeypatch):
     """Some of them, none, and all but the last one's; a prefix of whole steps and one of others."""
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
-    monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], apart=True, lazy=True))
     run(prefill_case(lens, new, dim=dim, gate=True, sinks=True), implementation)
 
 
 @both_devices
-@pytest.mark.parametrize("lazy", [False, True])
-def test_maxima_that_grow_little_and_much(lazy, implementation, traced_anew, monkeypatch):
-    """By up to 2**30 from a step of 64 keys to the next; a lazy reference moves beyond 2**8."""
+def test_maxima_that_grow_little_and_much(implementation):
+    """By up to 2**30 from a step of 64 keys to the next; the reference moves beyond 2**8."""
     case = prefill_case([500], [9], dim=256, group=1, kv_heads=1, scale=1.0)
     keys = np.asarray(case.keys[0], np.float64)[:, 0]
     scores = np.asarray(case.new[0], np.float64)[0, :, 0] @ keys[:491].T / np.log(2)
@@ -115,7 +113,6 @@ def test_maxima_that_grow_little_and_much(lazy, implementation, traced_anew, mon
     )
     grown = np.diff(maxima, axis=0)
     assert ((grown > 0) & (grown < 8)).any() and (grown > 8).any()
-    monkeypatch.setitem(CONFIGS, 256, dataclasses.replace(CONFIGS[256], lazy=lazy))
     run(case, implementation)
 
 

@@ -25,16 +25,12 @@ kernel = jax.jit(
         "scale",
         "window",
         "soft_cap",
-        "lean",
-        "wide",
         "interpret",
         "detect_races",
     ),
 )
 # Queries and P as two e4m3 terms.
 BOUNDS = {"error": 1e-2, "lse_error": 3e-2}
-STEPS = {"": {}, "lean": {"lean": True}, "wide": {"wide": True}}
-each_step = pytest.mark.parametrize("kind", STEPS)
 schedule_of = jax.jit(Schedule.of, static_argnames="batch")
 
 
@@ -64,18 +60,17 @@ def test_steps_two_at_a_time_and_one_that_is_left(preset, implementation):
     """Of three warpgroups each has four steps, and one has a fifth, of the next row."""
     case = turbo_case([12 * 64 - 7, 64], preset, group=4, kv_heads=1, dim=64)
     schedule = cut_at(case, [(0, 0)])
-    assert_turbo_close(case, *decode(case, implementation, schedule=schedule, wide=True), **BOUNDS)
+    assert_turbo_close(case, *decode(case, implementation, schedule=schedule), **BOUNDS)
 
 
 @both_devices
 @pytest.mark.parametrize(
     "preset, group, dim", [("k8v4", 5, 64), ("4bit_nc", 16, 256), slow("3bit_nc", 4, 128)]
 )
-@each_step
-def test_matches_float64(kind, preset, group, dim, implementation):
+def test_matches_float64(preset, group, dim, implementation):
     """More steps than warpgroups, a row without tokens and one with a single one."""
     case = turbo_case([300, 0, 1], preset, group=group, kv_heads=1, dim=dim)
-    out = decode(case, implementation, schedule=cut_at(case, [(0, 0)]), **STEPS[kind])
+    out = decode(case, implementation, schedule=cut_at(case, [(0, 0)]))
     assert_turbo_close(case, *out, **BOUNDS)
 
 
@@ -92,14 +87,13 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
 
 
 @both_devices
-@each_step
-def test_what_lies_left_of_the_window_is_not_read(kind, implementation):
+def test_what_lies_left_of_the_window_is_not_read(implementation):
     case = turbo_case(
         [300, 0, 64], "4bit_nc", group=8, q_len=2, page=32, window=100, query_lens=[1, 0, 2],
         sinks=True, soft_cap=5.0,
     )  # fmt: skip
     schedule = cut_at(case, [(0, 0), (1, 1)])
-    out = decode(case, implementation, schedule=schedule, **STEPS[kind])
+    out = decode(case, implementation, schedule=schedule)
     assert_turbo_close(case, *out, **BOUNDS)
 
 
@@ -127,14 +121,13 @@ def test_a_row_beyond_its_table_is_padding_to_the_kernel():
     assert_turbo_close(case, *attend(lens), **BOUNDS)
 
 
-@each_step
-def test_a_nan_that_a_row_sees_stays_in_it(kind):
+def test_a_nan_that_a_row_sees_stays_in_it():
     case = turbo_case([70, 70], "4bit_nc", kv_heads=1)
     slots = np.array(page_slots(case.form, case.kv_cache))
     slots[case.layer, int(case.block_tables[0, 0]), 0, 3, -4:] = 0xFF  # its scale and minimum
     case.kv_cache = slot_pages(case.form, jnp.asarray(slots))
     schedule = cut_at(case, [(0, 0)])
-    out, lse = decode(case, "mosaic_gpu_interpret", schedule=schedule, **STEPS[kind])
+    out, lse = decode(case, "mosaic_gpu_interpret", schedule=schedule)
     assert np.isnan(np.asarray(out[0], np.float32)).all()
     assert np.isfinite(np.asarray(out[1], np.float32)).all() and np.isfinite(lse).all()
 
@@ -167,12 +160,11 @@ def test_what_the_kernel_does_not_take_is_refused(options, message):
         ([700] * 3, 8, 4, 128, dict(q_len=8)),
     ],
 )
-@each_step
-def test_real_shapes(kind, lens, group, kv_heads, dim, options, preset):
+def test_real_shapes(lens, group, kv_heads, dim, options, preset):
     case = turbo_case(
         lens, preset, group=group, kv_heads=kv_heads, dim=dim, layers=1, layer=0, **options
     )
-    assert_turbo_close(case, *decode(case, "mosaic_gpu", **STEPS[kind]), **BOUNDS)
+    assert_turbo_close(case, *decode(case, "mosaic_gpu"), **BOUNDS)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxattn.bench.mla import lengths as bench_lengths
+from jaxattn.kernels.mla_decode import scratch
 from jaxattn.kernels.mla_decode.schedule import (
     FEW_MERGE_COST,
     FEW_ROWS_COST,
@@ -18,7 +19,6 @@ from jaxattn.kernels.mla_decode.schedule import (
     may_split,
     most_pieces,
 )
-from jaxattn.kernels.mla_decode.scratch import decode_schedule
 
 schedule_of = jax.jit(
     make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "pieces")
@@ -254,6 +254,11 @@ def test_a_batch_of_many_rows_a_part_is_not_split(batch, splits):
     assert sum(end - start for _, start, end in held[0]) == 8 * 2 + 8 * 32
 
 
+decode_schedule = jax.jit(
+    scratch.decode_schedule, static_argnames=("q_len", "num_heads", "max_pages")
+)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "rows, tokens, number, longest", [(1, 4096, 32, 2), (2, 4096, 32, 2), (8, 4096, 16, 4)]
@@ -262,7 +267,7 @@ def test_few_rows_of_few_heads_have_a_page_for_each_warpgroup(rows, tokens, numb
     lens = jnp.full((rows,), tokens, jnp.int32)
     schedule = decode_schedule(lens, q_len=1, num_heads=20, max_pages=tokens // 64)
     assert schedule.slots[1].tolist() == [number] * rows
-    starts = schedule.pages[: rows * number].reshape(rows, number)
+    starts = np.asarray(schedule.pages)[: rows * number].reshape(rows, number)
     assert np.diff(starts, axis=1).max() <= longest
     many = decode_schedule(lens, q_len=1, num_heads=25, max_pages=tokens // 64)
     assert many.parts < schedule.parts

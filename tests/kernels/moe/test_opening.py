@@ -31,7 +31,12 @@ ROUTERS = {
 }
 
 
-@dataclasses.dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "routers", "bias", "gate_up", "down", "exact"],
+    meta_fields=["router", "always"],
+)
+@dataclasses.dataclass(frozen=True)
 class Case:
     router: Router
     always: int
@@ -57,14 +62,15 @@ class Case:
     def arena(self):
         return Arena.allocate(self.spec).poison()
 
-    def open(self, implementation, valid=None, **changes):
-        given = dict(x=self.x, gate_up=self.gate_up) | changes
+    @partial(jax.jit, static_argnames="implementation")
+    def open(self, implementation, valid=None):
         return open_experts(
-            given["x"], self.routers, self.bias, given["gate_up"], self.router, **self.options,
+            self.x, self.routers, self.bias, self.gate_up, self.router, **self.options,
             valid=valid, arena=self.arena(), implementation=implementation,
         )  # fmt: skip
 
 
+@partial(jax.jit, static_argnames=("name", "features", "width", "dtype"))
 def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
     router, always = ROUTERS[name]
     keys = jax.random.split(jax.random.key(len(name) + features), 5)
@@ -92,10 +98,11 @@ def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
     return Case(router, always, x, routers, bias, gate_up, down, of_layer)
 
 
-def result(case, implementation, opened, weights=None):
-    ids, found, listed, arena = opened
+@partial(jax.jit, static_argnames="implementation")
+def result(case, implementation, opened):
+    ids, weights, listed, arena = opened
     return mixture_of_experts(
-        case.x, ids, found if weights is None else weights, case.gate_up, case.down, layer=LAYER,
+        case.x, ids, weights, case.gate_up, case.down, layer=LAYER,
         arena=arena, listed=listed, implementation=implementation,
     )[0]  # fmt: skip
 
@@ -130,18 +137,20 @@ def test_a_token_gets_its_experts_and_their_sum(name, implementation):
 @both_devices
 def test_the_sum_has_the_bits_of_the_launches_one_by_one(implementation):
     case = drawn("v2-lite")
-    opened = case.open(implementation)
+    opened = case.open(implementation, valid=jnp.array([1]))
     ids, weights, *_ = opened
     sizes = dict(layer=LAYER.index, interpret=implementation == "mosaic_gpu_interpret")
-    apart = mixture_of_experts_mosaic(case.x, ids, weights, case.gate_up, case.down, **sizes)
+    apart = jax.jit(partial(mixture_of_experts_mosaic, **sizes))(
+        case.x, ids, weights, case.gate_up, case.down
+    )
     np.testing.assert_array_equal(result(case, implementation, opened), apart)
 
 
 @both_devices
 def test_padding_has_no_expert_and_reads_none(implementation):
     case = drawn("glm")
-    nothing = jnp.full_like(case.gate_up, jnp.nan)
-    opened = case.open(implementation, valid=jnp.array([0]), gate_up=nothing)
+    nothing = dataclasses.replace(case, gate_up=jnp.full_like(case.gate_up, jnp.nan))
+    opened = nothing.open(implementation, valid=jnp.array([0]))
     ids, _, listed, _ = opened
     assert (np.asarray(ids) == -1).all()
     assert int(listed.work.total[0]) == int(listed.left[0]) == 0
@@ -151,9 +160,11 @@ def test_padding_has_no_expert_and_reads_none(implementation):
 @both_devices
 def test_a_nan_stays_in_its_token(implementation):
     case = drawn("v2-lite")
-    case.x = case.x.at[0, 3].set(jnp.nan)
-    case.gate_up, case.down = (jnp.nan_to_num(x) for x in (case.gate_up, case.down))
-    ids, weights, *_ = opened = case.open(implementation)
+    case = dataclasses.replace(
+        case, x=case.x.at[0, 3].set(jnp.nan),
+        gate_up=jnp.nan_to_num(case.gate_up), down=jnp.nan_to_num(case.down),
+    )  # fmt: skip
+    ids, weights, *_ = opened = case.open(implementation, valid=jnp.array([1]))
     assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 66)).all()
     assert np.isnan(weights[0, : case.router.top_k]).all()
     assert np.isnan(result(case, implementation, opened)).all()
@@ -185,7 +196,7 @@ def test_real_sizes(name, width):
 
 def test_float16():
     case = drawn("glm", dtype=jnp.float16)
-    case.routers = case.routers.astype(jnp.float16)
+    case = dataclasses.replace(case, routers=case.routers.astype(jnp.float16))
     y = result(case, "mosaic_gpu_interpret", case.open("mosaic_gpu_interpret"))
     ids, weights, *_ = case.open("xla")
     assert relative(y, expected(case.x, ids, weights, case.gate_up[2], case.down[2])) < 1e-3

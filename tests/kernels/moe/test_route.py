@@ -11,8 +11,10 @@ import pytest
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.moe.few import work_of_few
 from jaxattn.kernels.moe.route import route_mosaic
-from jaxattn.ops.moe_route import Router, route
-from jaxattn.ops.router import choose_experts
+from jaxattn.ops import moe_route
+from jaxattn.ops import router as router_ops
+from jaxattn.ops.moe_route import Router
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import both_devices, no_races
 
 ROUTERS = {
@@ -26,6 +28,16 @@ ROUTERS = {
 }  # fmt: skip
 
 
+def route(*given, **options):
+    """Compiled as one, as NumPy arrays."""
+    return jax.device_get(at_once(moe_route.route, *given, **options))
+
+
+def choose_experts(*given, **options):
+    return jax.device_get(at_once(router_ops.choose_experts, *given, **options))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def drawn(router, tokens):
     """Logits and biases of few values, so that many scores are equal."""
     keys = jax.random.split(jax.random.key(tokens), 2)
@@ -57,11 +69,12 @@ def test_halves_shared_experts_their_gate_and_padding_are_in_the_launch(
 ):
     router = ROUTERS[name]
     logits, bias = drawn(router, 3)
-    behind = jnp.full((3, 32), jnp.nan).at[:, 0].set(jnp.array([-2.0, 0.0, 90.0]))
-    columns = jnp.concatenate([logits, behind], axis=1)
-    low = jnp.sin(jnp.arange(columns.size, dtype=jnp.float32)).reshape(columns.shape) / 4
-    low = jnp.round(low * 64) / 64  # the sum of the halves is exact
-    halves = jnp.concatenate([columns - low, low], axis=1)
+    behind = np.full((3, 32), np.nan, np.float32)
+    behind[:, 0] = -2.0, 0.0, 90.0
+    columns = np.concatenate([logits, behind], axis=1)
+    low = np.sin(np.arange(columns.size, dtype=np.float32)).reshape(columns.shape) / 4
+    low = np.round(low * 64) / 64  # the sum of the halves is exact
+    halves = jnp.asarray(np.concatenate([columns - low, low], axis=1))
     valid = jnp.array([1, 0, 5])
     ids, weights, _ = choose_experts(
         halves, bias, router, halves=True, always=always, gated=gated, valid=valid,
@@ -92,7 +105,7 @@ def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementatio
             implementation=implementation,
         )  # fmt: skip
         jax.block_until_ready(listed)
-    wanted, rows = work_of_few(ids, x, 66, interpret=interpret)
+    wanted, rows = at_once(work_of_few, ids, x, 66, interpret=interpret)
     assert int(listed.work.total[0]) == int(wanted.total[0]) == 8 * valid
     np.testing.assert_array_equal(listed.work.tiles[:, :8], wanted.tiles[:, :8])
     np.testing.assert_array_equal(listed.work.positions, wanted.positions)
@@ -121,7 +134,7 @@ def test_a_token_or_experts_that_no_list_is_made_for_are_routed_alone(features, 
     logits, _ = drawn(router, 1)
     x = jnp.ones((1, features), jnp.bfloat16)
     chosen = functools.partial(
-        choose_experts, router=router, always=1, implementation="mosaic_gpu_interpret"
+        router_ops.choose_experts, router=router, always=1, implementation="mosaic_gpu_interpret"
     )
     *_, listed = jax.eval_shape(lambda: chosen(logits, None, x=x))
     assert listed is None
@@ -162,9 +175,10 @@ def test_the_gradient_is_the_references():
 
     def loss(implementation):
         def of(logits):
-            return (route(logits, bias, router, implementation=implementation)[1] ** 2).sum()
+            found = moe_route.route(logits, bias, router, implementation=implementation)
+            return (found[1] ** 2).sum()
 
-        return jax.grad(of)(logits)
+        return jax.jit(jax.grad(of))(logits)
 
     np.testing.assert_allclose(loss("mosaic_gpu_interpret"), loss("xla"), rtol=1e-6)
 
@@ -172,7 +186,7 @@ def test_the_gradient_is_the_references():
 def test_what_the_kernel_does_not_have_is_refused():
     router = Router(experts=10, top_k=2, scores="softmax")
     with pytest.raises(NotImplementedError, match="a multiple of 32 experts, at most 1024"):
-        route(jnp.zeros((3, 10)), None, router, implementation="mosaic_gpu_interpret")
+        moe_route.route(jnp.zeros((3, 10)), None, router, implementation="mosaic_gpu_interpret")
 
 
 @both_devices

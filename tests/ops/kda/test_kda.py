@@ -58,9 +58,8 @@ def test_decays_of_exactly_one_are_the_delta_rule_without_a_gate(op):
     inputs = inputs._replace(k=np.broadcast_to(inputs.k[:, :1], inputs.k.shape).copy())
     found = op(*inputs, output_final_state=True)
     assert_matches(found, oracle(*inputs))
-    of_heads = gdn.chunk_gated_delta_rule(
-        *inputs._replace(g=inputs.g[..., 0]), output_final_state=True
-    )
+    shared = inputs._replace(g=inputs.g[..., 0])
+    of_heads = at_once(gdn.chunk_gated_delta_rule, *shared, output_final_state=True)
     assert_matches(found, of_heads)
 
 
