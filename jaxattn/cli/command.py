@@ -30,6 +30,9 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     if sys.stdout is None:  # as after `>&-`
         print(f"{program}: error: stdout is closed; give the output a place", file=sys.stderr)
         return 1
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
     try:
         code = run()
         if sys.stdout is not None:

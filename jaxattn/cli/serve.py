@@ -57,9 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Checks everything, compiles and loads, generates and reports."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
     messages = Console(
         stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
     )

@@ -1,5 +1,6 @@
 """How the commands end when their input or output cannot be used."""
 
+import io
 import os
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def command(*arguments, **options):
     return subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=120, **options)
 
 
-PLAN = ("jaxattn.plan", "DeepSeek-R1", "--gpus", "8", "--json")
+FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "deepseek_v3"
+PLAN = ("jaxattn.plan", str(FOLDER), "--gpus", "2", "--json")
 
 
 def test_a_reader_that_left():
@@ -79,6 +81,13 @@ def test_a_closed_stdout():
     assert (done.returncode, done.stderr) == (1, said)
 
 
+def test_a_terminal_that_knows_no_unicode(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert exit_code("python -m name", lambda: print("a \u2588 bar") or 0) == 0
+    assert out.buffer.getvalue() == b"a ? bar\n"
+
+
 def test_an_error_that_is_not_about_files_keeps_its_traceback():
     with pytest.raises(OSError, match="Cannot allocate memory"):
         of(OSError(12, "Cannot allocate memory"))
@@ -93,6 +102,7 @@ def test_a_closed_stdin():
     assert done.stderr.endswith("error: --prompt - reads stdin, which is closed\n")
 
 
+@pytest.mark.slow
 def test_a_config_nested_too_deeply(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     done = command("jaxattn.plan", str(tmp_path))
