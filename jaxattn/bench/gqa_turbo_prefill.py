@@ -112,8 +112,6 @@ def measure(
     """A row of the table, by the kernels unless XLA is named; with `xla` also XLA's time."""
     shape = Shape(*shape)
     plain = beside(shape.plain, implementation)
-    if implementation is None and jax.default_backend() == "gpu":
-        implementation = "mosaic_gpu"  # which None does not choose yet
     op = prefill(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()

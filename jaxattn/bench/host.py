@@ -153,8 +153,8 @@ def generated(rows: int, steps: int) -> int:
 
 def longest(rows: int, steps: int) -> int:
     """Tokens of the longest row: of a run, of calls in a queue, or of others, `CALLS` at most."""
-    queue = MOST_STEPS * (WARM + 1) + steps
-    return len(PROMPT) + max(generated(rows, steps), queue, MOST_STEPS * CALLS)
+    queue = WARM + rows + max(steps + MOST_STEPS, MOST_STEPS * CALLS)
+    return len(PROMPT) + max(generated(rows, steps), queue)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +233,7 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
 
     begin()
     run(WARM)
+    begin()
     whole = run(calls)[1] / (calls * several)
     reads = read(CALLS) / (CALLS * several)
     begin()
@@ -244,14 +245,18 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
 
 
 def begun(engine: Engine, rows: int) -> Rows:
-    """Rows that have read their prompts, with all the pages that they will need."""
+    """Rows as `rounds` finds them when it begins to count, with all the pages that they will need:
+    a step's time follows from their lengths."""
     limits = engine.limits
     arrays: Any = jax.tree.map(lambda shape: np.zeros(shape.shape, np.int32), row_shapes(limits))
     arrays.cursor[:] = 0, len(PROMPT), 1
+    # The last row's prompt is read when the first one has generated a token for each between them.
+    arrays.cursor[:, 1] += WARM + np.arange(rows)[::-1]
     arrays.controls[:, INTEGERS.index("slot")] = np.arange(rows)
     arrays.controls[:, INTEGERS.index("last")] = limits.max_model_len
     arrays.controls[:, -STOPS:] = -1
-    arrays.tables[:] = np.arange(rows * limits.table_width).reshape(rows, -1)
+    # Rows get their pages in turn.
+    arrays.tables[:] = np.arange(rows * limits.table_width).reshape(-1, rows).T
     return arrays
 
 

@@ -29,8 +29,9 @@ from jaxattn.engine.row import Queued, Row
 from jaxattn.engine.sampling import level_of
 from jaxattn.memory.limits import Limits
 
-# Rows that need a page within so many tokens get it together, so that few steps have a delta.
-AHEAD = 16
+# Rows that need a page within so many tokens get it together, so that few calls have a delta: in 48
+# steps one, however the rows are staggered.
+AHEAD = 48
 
 
 class Scheduler:
@@ -211,7 +212,7 @@ class Scheduler:
         """Gives these rows the pages of their next tokens, of so many decode steps; False, and
         nothing, if there are too few.
 
-        Pages that they need soon come with them, as far as there are any.
+        Pages that they need soon come with them, as long as as many are left as there are rows.
         """
         cached, step = self.cached[places], steps * self.limits.step_tokens
         # Until its tokens are read, a row counts as if all that it guesses were right.
@@ -225,11 +226,13 @@ class Scheduler:
                 self._short = group
                 return False
         soon = places[(cached + AHEAD > self.room[places]) & ~lacks]
-        for index in (*short.tolist(), *soon.tolist()):
-            row = self.rows[index]
-            pool = self._pages[self.group_of(index)]
-            if self.room[index] < row.last + self.limits.speculate and pool.available:
-                self._give(row, pool.allocate(1))
+        for indices, kept in ((short.tolist(), 0), (soon.tolist(), len(places))):
+            for index in indices:
+                row = self.rows[index]
+                pool = self._pages[self.group_of(index)]
+                wanted = self.room[index] < row.last + self.limits.speculate
+                if wanted and pool.available > kept:
+                    self._give(row, pool.allocate(1))
         return True
 
     def steady(self, places: np.ndarray) -> int:

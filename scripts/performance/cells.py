@@ -41,7 +41,7 @@ def faster(ours: str, theirs: str, who: str) -> Cell:
     """Who takes less time, and how much less: "FlashMLA, 4%"; below 0.5% neither."""
 
     def cell(row: Row) -> str:
-        if row.get(theirs, "") == "":
+        if "" in (row.get(ours, ""), row.get(theirs, "")):
             return ""
         least, most = sorted((row[ours], row[theirs]))
         if 1 - least / most < 0.005:

@@ -55,4 +55,4 @@ def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
     assert host.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
-    assert "4 rows of 9000 steps take 9,270 tokens" in capsys.readouterr().err
+    assert "4 rows of 9000 steps take 9,082 tokens" in capsys.readouterr().err

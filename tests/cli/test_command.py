@@ -51,7 +51,8 @@ def command(*arguments, **options):
     return subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=120, **options)
 
 
-PLAN = ("jaxattn.plan", "DeepSeek-R1", "--gpus", "8", "--json")
+FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "deepseek_v3"
+PLAN = ("jaxattn.plan", str(FOLDER), "--gpus", "2", "--json")
 
 
 def test_a_reader_that_left():
@@ -101,6 +102,7 @@ def test_a_closed_stdin():
     assert done.stderr.endswith("error: --prompt - reads stdin, which is closed\n")
 
 
+@pytest.mark.slow
 def test_a_config_nested_too_deeply(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     done = command("jaxattn.plan", str(tmp_path))

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import qwen_checkpoints
 from tests.helpers.checkpoint_variations import QWEN, VOCAB, Variation, draw, small, small_qwen
+from tests.helpers.torch_float64 import in_float64
 from tests.helpers.torch_formats import (
     FP8_BLOCK,
     INT4_GROUP,
@@ -189,8 +190,12 @@ def reference(model: Any) -> Tensors:
     )
 
 
-def write(variation: Variation, folder: Path) -> None:
-    """Writes the folder of a variation; one that is there is written anew."""
+def write(variation: Variation, folder: Path, *, exact: bool = True) -> None:
+    """Writes the folder of a variation; one that is there is written anew.
+
+    Args:
+        exact: the reference has float64 logits too.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     text = "Text" if variation.classes in qwen_checkpoints.NESTED else ""
@@ -217,7 +222,11 @@ def write(variation: Variation, folder: Path) -> None:
     write_shards(folder, {n: t.clone().contiguous() for n, t in files.items()}, variation.shards)
     text = json.dumps(config_json(variation, config), indent=1)
     (folder / "config.json").write_text(text + "\n")
-    save_file(reference(model.eval()), folder / "reference.safetensors")
+    found = reference(model.eval())
+    if exact:
+        wide = in_float64(model, reference)
+        found |= {f"exact_{name}": wide[name].double() for name in ("logits", "step_logits")}
+    save_file(found, folder / "reference.safetensors")
 
 
 def main() -> None:
@@ -230,11 +239,11 @@ def main() -> None:
     if args.small:
         for weights in ("fp8", "int4"):
             variation = small(weights)
-            write(variation, args.out / f"{variation.model_type}_{weights}")
+            write(variation, args.out / f"{variation.model_type}_{weights}", exact=False)
         for classes in ("Qwen3Next", "Qwen3_5Moe"):
             variation = small_qwen(classes)
             fp8 = "_fp8" if variation.weights == "fp8" else ""
-            write(variation, args.out / f"{variation.model_type}{fp8}")
+            write(variation, args.out / f"{variation.model_type}{fp8}", exact=False)
         return
     first, last = map(int, args.seeds.split("-"))
     for seed in range(first, last + 1):

@@ -482,6 +482,7 @@ def test_every_held_out_byte_is_scored_once(size):
     assert counts[0] == 0 and np.all(counts[1:] == 1)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_leaves_a_model(library, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SMALL.to_dict()))

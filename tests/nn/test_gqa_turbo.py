@@ -12,6 +12,7 @@ from jaxattn.core.rope import RopeConfig
 from jaxattn.core.turboquant import hadamard
 from jaxattn.nn import TurboQuantAttention
 from jaxattn.parallel import Parallel
+from tests.helpers.kernel_cases import slow
 from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
@@ -76,7 +77,7 @@ def test_a_prompt_reads_its_own_codes(preset):
     np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [slow(False), True])
 def test_chunks_and_steps_give_what_a_whole_prompt_gives(gated):
     made = module("4bit_nc", gated=gated, window=9, sinks=True)
     whole, cache = read(made, [LENGTH])

@@ -33,6 +33,7 @@ def stacks_of(experts):
     return stacks | {"router": split_router(stacks["router"])}
 
 
+@nnx.jit(static_argnames="implementation")
 def step(experts, x, implementation):
     arena = Arena.allocate(
         moe.scratch(tokens=1, top_k=5, experts=66, hidden=FEATURES, expert_size=SIZE)

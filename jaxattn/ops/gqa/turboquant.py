@@ -76,9 +76,8 @@ def turbo_attention(
         form: the cache's format.
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
             arena: as for `gqa_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla". None is the best for up to 8
-            tokens, and "xla" for more: no GPU has run their kernels yet. "xla" is the reference.
-            It holds a block of 512 cached tokens of every row in float32, and
+        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
+            the reference. It holds a block of 512 cached tokens of every row in float32, and
             scores of 512 queries against them. The kernels take q of bfloat16 or float16, and
             decode takes pages of 16, 32, 64 and 128 tokens. For more than 8 tokens, a block of
             keys and values is unpacked at a time into float16: 64 MiB or 1024 tokens of each row,
@@ -148,9 +147,7 @@ def turbo_attention(
         out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
         return (out, lse) if arena is None else (out, lse, arena)
 
-    return dispatch_kernel(
-        arguments.op, implementation or (None if q.shape[1] <= MOST_NEW else "xla"), mosaic, xla
-    )
+    return dispatch_kernel(arguments.op, implementation, mosaic, xla)
 
 
 @functools.partial(jax.jit, static_argnames=("scores", "form"))
