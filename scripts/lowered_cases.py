@@ -20,6 +20,7 @@ from jaxattn.core.turboquant import TurboFormat
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.moe_route import Router, route
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
+from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.ops.opening import open_experts
 from jaxattn.ops.router import choose_experts
 
@@ -262,6 +263,19 @@ def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
     return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
 
 
+def normed_linears(inner: int, *sizes: int) -> Launch:
+    """A token's residual sum, its norm, and the products that read it, in one launch."""
+
+    def op(stream: Any, added: Any, norms: Any, layer: Any, *weights: Any) -> Any:
+        place = LayerOf(layer, 2, 1)
+        token = Unnormed(stream, added, norms, layer=place, eps=1e-6, dtype=jnp.bfloat16, **MOSAIC)
+        assert token.serves(weights, place)
+        return token.linears(weights, layer=place, out_dtypes=[jnp.bfloat16] * len(weights))
+
+    tokens = f32(1, inner), f32(1, inner), f32(4, inner)
+    return op, (*tokens, ints(), *[x(4, inner, size) for size in sizes])
+
+
 def turned_heads(tokens: int, heads: int) -> Launch:
     """Products of heads, with rotated dims behind them."""
 
@@ -376,6 +390,7 @@ EXTRA: dict[str, Launch] = {
     "moe_open_bias": opening("sigmoid", 1, 1536),
     "linear_heads_turned": turned_heads(3, 16),
     "linear_one_token": linears(1, 2048, 3072),
+    "linear_normed": normed_linears(2048, 3072, 576),
     "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),
     "linear_gated": gated(32, 2048, 1408),
     "linear_gated_few_columns": gated(3, 512, 128),

@@ -254,11 +254,11 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
     beside = whole.plan.inside - whole.plan["kv cache"]
     limits = dataclasses.replace(FULL, utilization=1.0)
     allocated, compiled = [], []
-    new = start_module._new
+    new_state = start_module.new_state
 
-    def counted(model, limits, group):
+    def counted(model, limits):
         allocated.append(limits.pages)
-        return new(model, limits, group)
+        return new_state(model, limits)
 
     def come_up(total, **options):
         allocated.clear(), compiled.clear()
@@ -269,7 +269,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         engine.start()
         return engine
 
-    monkeypatch.setattr(start_module, "_new", counted)
+    monkeypatch.setattr(start_module, "new_state", counted)
     monkeypatch.setattr(fitting, "advice", lambda *args, **beside: ("something smaller",))
     for total, compiles in ((beside - temp + 3 * page, False), (beside + 7 * page // 2, True)):
         with pytest.raises(

@@ -63,6 +63,7 @@ def test_20_gigabytes_come_out_of_the_page_cache_at_3_per_second():
         written = write_folder(Path(folder), 20 * 10**9)
         found = loaded(Path(folder), "cuda", huggingface.READERS)
     assert found["parameter_bytes"] >= 0.99 * written > 19e9
-    assert found["gigabytes_per_second"] >= 3
-    assert found["device_bytes_above_parameters"] <= 1024 * MIB
-    assert found["host_bytes_above_before"] <= (huggingface.READERS + 1) * BLOCK_BYTES + 1024 * MIB
+    assert found["device_bytes_above_parameters"] <= 1024 * MIB, found
+    most = (huggingface.READERS + 1) * BLOCK_BYTES + 1024 * MIB
+    assert found["host_bytes_above_before"] <= most, found
+    assert found["gigabytes_per_second"] >= 3, found

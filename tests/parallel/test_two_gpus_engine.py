@@ -2,8 +2,8 @@
 
     python -m pytest -m gpu -p no:xdist -s -v tests/parallel/test_two_gpus_engine.py
 
-Each engine has a process of its own, all at a time, as they compile for most of it. One takes a
-fifth of both GPUs: the peak of its process is compared with its plan.
+Each engine has a process of its own, all at a time, as they compile for most of it. One takes
+almost half of both GPUs: the peak of its process is compared with its plan.
 """
 
 import itertools
@@ -12,10 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import pytest
@@ -28,8 +29,9 @@ ROOT = Path(__file__).parents[2]
 CONTEXT, DATA, ALONE = "tensor=2,context=2", "data=2", "alone"
 FUSED = f"tensor=2{ONE_LAUNCH}"
 PROCESSES, KILLED = "two processes", "two processes, and one is killed"
-# Of each GPU's memory: a pool so large that 1% of it is more than what its allocator may round up.
-SHARES = {CONTEXT: 0.2, DATA: 0.03, ALONE: 0.03, FUSED: 0.03, PROCESSES: 0.03, KILLED: 0.03}
+# Of each GPU's memory. A plan leaves the allocator 256 MiB for pieces that it does not split, which
+# are less than 1% of the first pool.
+SHARES = {CONTEXT: 0.45, DATA: 0.03, ALONE: 0.03, FUSED: 0.03, PROCESSES: 0.03, KILLED: 0.03}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +44,9 @@ class Served:
 
     def __init__(self) -> None:
         self._began, self._found = time.perf_counter(), dict[str, Any]()
-        self.processes = {layout: begun(layout) for layout in SHARES}
+        # Of the leader that loses the other. A pipe that nobody reads yet would fill, and stop it.
+        self.errors = tempfile.TemporaryFile("w+")
+        self.processes = {layout: begun(layout, self.errors) for layout in SHARES}
 
     def __getitem__(self, layout: str) -> Any:
         if layout not in self._found:
@@ -63,10 +67,15 @@ class Served:
         for process in itertools.chain(*self.processes.values()):
             with process:  # closes its pipes, and waits
                 process.kill()
+        self.errors.close()
 
 
-def begun(layout: str) -> list[subprocess.Popen[str]]:
-    """The layout's process; of two the leader first, each with a GPU of its own."""
+def begun(layout: str, errors: IO[str]) -> list[subprocess.Popen[str]]:
+    """The layout's process; of two the leader first, each with a GPU of its own.
+
+    Args:
+        errors: where the leader writes what is wrong, of the two of which one is killed.
+    """
     share, environment = str(SHARES[layout]), dict(os.environ)
     environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = share
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
@@ -77,19 +86,23 @@ def begun(layout: str) -> list[subprocess.Popen[str]]:
     found, coordinator = [], f"127.0.0.1:{two_ports()}"
     gpus = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     for rank in range(2):
+        wrong = layout == KILLED and rank == 0
         what = "killed" if layout == KILLED else "nothing"
         command = ["tests.parallel.processes", str(rank), coordinator, what]
-        found.append(process(command, environment | {"CUDA_VISIBLE_DEVICES": gpus[rank]}))
+        own = environment | {"CUDA_VISIBLE_DEVICES": gpus[rank]}
+        found.append(process(command, own, errors if wrong else None))
     return found
 
 
-def process(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+def process(
+    command: list[str], environment: dict[str, str], errors: IO[str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if command[-1] == "killed" else None,
+        stderr=errors,
         text=True,
     )
 
@@ -137,10 +150,15 @@ def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layou
 
 def test_a_process_that_is_killed_ends_the_other_with_one_message_and_frees_its_gpu(served):
     leader, other = served.processes[KILLED]
-    assert other.wait() == -signal.SIGKILL
-    began = time.perf_counter()
-    _, errors = leader.communicate(timeout=30)
-    print(f"the leader ended {time.perf_counter() - began:.1f} s later: {errors[-300:]}")
+    try:
+        assert other.wait(timeout=120) == -signal.SIGKILL
+        began = time.perf_counter()
+        leader.wait(timeout=30)
+    finally:
+        served.errors.seek(0)
+        errors = served.errors.read()
+        print(errors[-3000:], flush=True)
+    print(f"the leader ended {time.perf_counter() - began:.1f} s later")
     assert leader.returncode not in (0, None)
     said = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "process 1 at 127.0.0.1 is gone" in said[0], errors[-3000:]

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
 ]
 
-FEATURES, LAYERS, MOST = 2048, 24, 128
+FEATURES, LAYERS, MOST = 2048, 24, 64
 WHOLE = PartitionSpec()
 
 
@@ -149,7 +149,7 @@ def chained(group: Group, implementation: str) -> Any:
     return jit_step(lambda part, mailbox, x, weights: over(x, part, weights, mailbox))
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 64])
 def test_one_launch_takes_less_time_than_an_all_reduce_and_a_norm(group, tokens):
     found, sums = {}, {}
     for implementation in ("xla", "mosaic_gpu"):

@@ -86,12 +86,13 @@ class Loader:
         pair, stop = place.row, start + steps
         at = lax.rem(number, QUERIES)
         # Before anything is waited for, the first page's number and the queries are asked for.
-        numbers = self.part.numbers(pair, start, stop)
+        numbers_of = self.part.numbers_of(pair, stop)
+        numbers = numbers_of(start)
         asked = self.queries.ask(pair)
 
         def step(i, numbers):
             wg, turn = place_of(done + i, self.consumers)
-            following = self.part.numbers(pair, start + i + 1, stop)
+            following = numbers_of(start + i + 1)
             for ring in self.rings:
                 slot = lax.rem(turn, ring.steps)
                 free = functools.partial(plgpu.barrier_wait, ring.read.at[wg, slot])

@@ -61,6 +61,15 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
         _refuse_rows(q.dtype, kv_cache, kv_lora_rank)
 
 
+def refuse_assembler(kv_cache: Any) -> None:
+    """Raises `Refusal` where columns were named, and what assembles here cannot copy such pages."""
+    if LatentFormat(kv_cache.dtype).block_scaled and not plain_copies():
+        raise Refusal(
+            "mla_decode: columns=True of a block-scaled cache needs ptxas of CUDA 13, as "
+            "jaxattn[cuda13] brings it; leave columns out for the other kernel"
+        )
+
+
 def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     format = LatentFormat(kv_cache.dtype, RANK, ROPE)
     widths = (format.width,) if format.quantized else (RANK, RANK + ROPE)
@@ -110,6 +119,8 @@ def mla_decode_mosaic(
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
         refuse_columns(q, kv_cache, kv_lora_rank)
+        if not interpret:
+            refuse_assembler(kv_cache)
     else:
         _refuse_rows(latent.dtype, kv_cache, kv_lora_rank)
     if kv_cache.shape[-2] not in PAGE_SIZES:

@@ -269,6 +269,7 @@ def test_one_long_row_among_255_short_ones(order, scales):
 
 
 @pytest.mark.gpu
+@pytest.mark.large  # and by a profile, which other processes on the card disturb
 @pytest.mark.parametrize("order", ["up", "down"])
 def test_one_long_row_is_not_waited_for(order):
     """Of 131,072 tokens among 255 short rows: all take less than twice its own time."""
@@ -292,6 +293,7 @@ def test_one_long_row_is_not_waited_for(order):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("dtype, pages", [(jnp.bfloat16, 17_000), (FP8, 33_000)])
 def test_offsets_beyond_2_to_the_31_elements(dtype, pages):
     """vllm#50427, flashinfer#3136: the last pages of a pool of more elements, and 2**32 bytes."""

@@ -1,11 +1,14 @@
 """Assemblers that cannot copy a piece of memory as Mosaic asks for it: which kernel runs then."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxattn import mla
 from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper import machine
 from jaxattn.kernels.mla_decode import launch, schedule
 from tests.helpers.kernel_cases import assert_mla_close
@@ -30,6 +33,17 @@ def test_only_block_scaled_caches_go_to_the_other_kernel(format, heads, before, 
     monkeypatch.setattr(launch, "plain_copies", lambda: False)
     assert launch.by_columns(q, cache) == now
     launch.refuse(q, cache, 512)
+
+
+@pytest.mark.parametrize("format", ["uint8", "float8_e4m3fn"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_kernel_by_name_is_refused_with_words(format, plain, monkeypatch):
+    monkeypatch.setattr(launch, "plain_copies", lambda: plain)
+    cache = jax.ShapeDtypeStruct((1, 64, 656 if format == "uint8" else 576), format)
+    refused = format == "uint8" and not plain
+    wanted = pytest.raises(Refusal, match="needs ptxas of CUDA 13") if refused else nullcontext()
+    with wanted:
+        launch.refuse_assembler(cache)
 
 
 def test_the_other_kernel_is_right_for_few_rows_too(monkeypatch):
