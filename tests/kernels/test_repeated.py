@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels import rms_norm
+from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.repeated import launches_shared, told
 from jaxattn.ops.norm import rms_norm_layer
 
@@ -71,6 +73,64 @@ def test_each_launch_has_its_own_operands():
     assert not np.array_equal(*got)
 
 
+def interpreted(body, layers=1):
+    """A number of what the body writes."""
+    out = launch(
+        body,
+        name="scaled",
+        grid={"block": 1},
+        inputs={"x_ref": jnp.ones((1, 128)), "weights_ref": jnp.ones((layers, 128))},
+        outputs={"out_ref": jax.ShapeDtypeStruct((1, 128), jnp.float32)},
+        interpret=True,
+    )
+    return out["out_ref"][0, 0]
+
+
+def of_loop(*scales, layers=1):
+    """Bodies that have one variable in common, whose last value is there once all are launched."""
+    found = []
+    for scale in scales:
+
+        def body(x_ref, weights_ref, out_ref):
+            out_ref[...] = x_ref[...] * scale  # noqa: B023
+
+        found.append(interpreted(body, layers))
+    return found
+
+
+class Changing:
+    def run(self, x_ref, weights_ref, out_ref):
+        out_ref[...] = x_ref[...] * self.scale
+
+
+def of_object(*scales):
+    changing, found = Changing(), []
+    for scale in scales:
+        changing.scale = scale
+        found.append(interpreted(changing.run))
+    return found
+
+
+def signed(zero):
+    def body(x_ref, weights_ref, out_ref):
+        out_ref[...] = jnp.copysign(x_ref[...], zero)
+
+    return interpreted(body)
+
+
+@pytest.mark.parametrize(
+    "step, wanted",
+    [
+        pytest.param(lambda: of_loop(1.0, 2.0) + of_loop(1.0, layers=3), (1, 2, 1), id="variable"),
+        pytest.param(lambda: of_object(1.0, 3.0), (1, 3), id="attribute"),
+        pytest.param(lambda: (signed(0.0), signed(-0.0)), (1, -1), id="sign of zero"),
+    ],
+)
+def test_each_launch_does_what_its_own_body_says(step, wanted):
+    with launches_shared():
+        assert tuple(map(float, jax.jit(lambda: step())())) == wanted
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
     tile: int
@@ -82,6 +142,18 @@ class Cut:
 
 def body(cut, *, wide=False):
     return lambda ref, width=3: (cut, ref, width, wide)
+
+
+def with_scale(scale):
+    def held():
+        return 0
+
+    held.scale = scale
+    return held
+
+
+def elsewhere(function):
+    return types.FunctionType(function.__code__, {})
 
 
 @pytest.mark.parametrize(
@@ -101,6 +173,11 @@ def body(cut, *, wide=False):
         ),
         pytest.param({"a": 1, "b": 2}, {"b": 2, "a": 1}, id="the order of a dict"),
         pytest.param(X, WEIGHTS, id="shapes"),
+        pytest.param(0.0, -0.0, id="the sign of zero"),
+        pytest.param(np.float32(0), np.float32(-0.0), id="the sign of NumPy's zero"),
+        pytest.param(frozenset({1}), frozenset({True}), id="what is in a set"),
+        pytest.param(with_scale(1), with_scale(2), id="a function's attribute"),
+        pytest.param(elsewhere(norm), elsewhere(norm), id="a function's module"),
     ],
 )
 def test_what_differs_is_told_apart(one, other):

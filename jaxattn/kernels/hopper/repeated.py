@@ -8,7 +8,8 @@ its body anew, so JAX takes it for another kernel. Within
         jax.jit(step).lower(...)
 
 a launch is told from others by what its body holds: its code, and what it closes over. The same one
-again is a call of the same function, which JAX traces once for each set of shapes.
+again is a call of the same function, which JAX traces once for each set of shapes. Constants of
+modules and classes must not change meanwhile, as a body's code alone does not show them.
 
 Outside of it each launch is its own, so that no kernel outlives a change of a module's constants.
 """
@@ -22,11 +23,26 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
 
 type Shared = dict[object, Callable[..., Any]]
 
-PLAIN = (str, int, float, complex, bool, bytes, type(None))
+PLAIN = (str, int, bool, bytes, type(None))
 _shared: ContextVar[Shared | None] = ContextVar("launches_shared", default=None)
+_launched: ContextVar[Callable[..., Any]] = ContextVar("launched")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Itself:
+    """A key that is equal to no other object's. It keeps the object, and so the object's id."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 @contextlib.contextmanager
@@ -60,11 +76,21 @@ def once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..
     if key not in shared:
 
         def run(*given: Any) -> Any:
-            return kernel(*given)
+            return _launched.get()(*given)
 
         run.__name__ = run.__qualname__ = name
         shared.setdefault(key, jax.jit(run))  # another thread's may be there by now
-    return shared[key]
+    same = shared[key]
+
+    def launched(*given: Any) -> Any:
+        # For other shapes JAX traces again. What the first body closes over may be another by then.
+        token = _launched.set(kernel)
+        try:
+            return same(*given)
+        finally:
+            _launched.reset(token)
+
+    return launched
 
 
 def told(value: object, around: tuple[int, ...] = ()) -> object:
@@ -74,10 +100,13 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
         around: the values that it is a part of.
 
     Raises:
-        TypeError: nothing tells it from others: it is an array, or a part of itself.
+        TypeError: nothing tells it from others: it is an array, an object that may change, or a
+            part of itself.
     """
     if isinstance(value, PLAIN):
         return type(value), value  # 1, 1.0 and True are equal
+    if isinstance(value, float | complex | np.generic):
+        return type(value), str(getattr(value, "dtype", "")), repr(value)  # 0.0 and -0.0 are equal
     if id(value) in around:
         raise TypeError(f"{type(value).__name__} is a part of itself")
     part = functools.partial(told, around=(*around, id(value)))
@@ -86,8 +115,8 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
             cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         except ValueError as error:
             raise TypeError("it closes over what is not there yet") from error
-        held = part(cells), part(value.__defaults__), part(value.__kwdefaults__)
-        return value.__code__, id(value.__globals__), held
+        every = cells, value.__defaults__, value.__kwdefaults__, value.__dict__
+        return value.__code__, Itself(value.__globals__), tuple(map(part, every))
     if isinstance(value, types.MethodType):
         return types.MethodType, part(value.__func__), part(value.__self__)
     if isinstance(value, functools.partial):
@@ -99,5 +128,9 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return type(value), tuple(part(getattr(value, field.name)) for field in fields)
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(part, value))
+    if type(value).__hash__ is object.__hash__ and getattr(value, "__dict__", None):
+        raise TypeError(f"{type(value).__name__} is itself alone, and its attributes may change")
     hash(value)
     return type(value), value
