@@ -9,7 +9,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import as_given, check_dtype, check_integers, floats, output_scale
+from jaxattn.core.checks import (
+    as_given,
+    check_array,
+    check_dtype,
+    check_integers,
+    floats,
+    output_scale,
+)
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.slots import check_pool, rows_in_use, state_read, state_write
 from jaxattn.core.varying import refuse_explicit_axes
@@ -68,8 +75,10 @@ def decode_recent(
     if counts is None:
         raise TypeError(f"{OP}: with recent, filled must be integers of shape [{batch}], got None")
     check_integers(OP, "filled", counts, f"[{batch}]", fits=counts.shape == (batch,))
-    if isinstance(counts, np.ndarray) and ((counts < 0) | (counts >= PLACES)).any():
-        raise ValueError(f"{OP}: filled must lie in [0, {PLACES}), got {counts.tolist()}")
+    if not isinstance(counts, jax.core.Tracer):
+        known = np.asarray(counts)
+        if ((known < 0) | (known >= PLACES)).any():
+            raise ValueError(f"{OP}: filled must lie in [0, {PLACES}), got {known.tolist()}")
     slots, counts = jnp.asarray(reads), jnp.asarray(counts).astype(jnp.int32)
     factor = output_scale(OP, scale, key_dim)
     refuse_explicit_axes(OP, q, k, v, state, slots, counts, *recent)
@@ -139,6 +148,7 @@ def check_recent(state: Array, recent: Any, heads: tuple[int, int, int, int]) ->
     }
     for name, shape in wanted.items():
         array = getattr(recent, name)
+        check_array(OP, f"recent.{name}", array)
         if array.shape != shape or array.dtype != jnp.float32:
             raise ValueError(
                 f"{OP}: recent.{name} must be float32 {list(shape)} beside state {state.shape}, "

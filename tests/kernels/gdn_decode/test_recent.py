@@ -117,6 +117,16 @@ def test_xla_by_the_recurrence(dtype):
 
 
 @both_devices
+def test_states_of_16_bits(implementation):
+    steps = Steps([2, -1, 0], [14, 0, 9], dtype=jnp.bfloat16)
+    for _ in range(3):
+        given = steps.draw()
+        out, steps.pool, steps.recent = op(steps, given, implementation)
+        steps.check(given, out, 1e-2)
+    steps.check_others()
+
+
+@both_devices
 def test_fewer_filled_go_back(implementation):
     steps = Steps([1], [4])
     first, other = steps.draw(), steps.draw()
@@ -146,12 +156,21 @@ def test_no_race_in_the_interpreter():
 def test_what_does_not_fit_is_named():
     steps = Steps([1], [0])
     given = steps.draw()
-    with pytest.raises(ValueError, match=r"filled must lie in \[0, 16\), got \[16\]"):
-        q, k, v, a, b = given
-        gdn.gated_delta_rule_decode(
-            q, k, v, a, b, steps.pool, steps.slots, A_log=steps.A_log, dt_bias=steps.dt_bias,
-            layer=LAYER, recent=steps.recent, filled=np.array([16]),
-        )  # fmt: skip
+    q, k, v, a, b = given
+    call = functools.partial(
+        gdn.gated_delta_rule_decode, q, k, v, a, b, steps.pool, steps.slots, A_log=steps.A_log,
+        dt_bias=steps.dt_bias, layer=LAYER,
+    )  # fmt: skip
+    for filled in (np.array([16]), jnp.array([16])):
+        with pytest.raises(ValueError, match=r"filled must lie in \[0, 16\), got \[16\]"):
+            call(recent=steps.recent, filled=filled)
+    for wrong in (None, [1.0]):
+        with pytest.raises(TypeError, match=r"recent\.keys must be an array"):
+            call(recent=steps.recent._replace(keys=wrong), filled=steps.filled)
+    gone = jnp.copy(steps.recent.decays)
+    gone.delete()
+    with pytest.raises(ValueError, match=r"recent\.decays .* is deleted"):
+        call(recent=steps.recent._replace(decays=gone), filled=steps.filled)
     steps.recent = gdn.recent_tokens(SLOTS + 1, KEY_HEADS, HEADS, layers=LAYERS)
     with pytest.raises(ValueError, match=r"recent.keys must be float32 \[2, 4, 1, 16, 128\]"):
         op(steps, given, "xla")
