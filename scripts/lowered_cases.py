@@ -190,6 +190,25 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
+def with_recent(dtype: Any) -> Launch:
+    """The delta rule of a stack of layers, with recent tokens beside the states."""
+    rows, keys, values = 9, 2, 4
+
+    def op(q: Any, k: Any, v: Any, a: Any, b: Any, state: Any, recent: Any, *args: Any) -> Any:
+        slots, filled, A_log, dt_bias, layer = args
+        return jaxattn.gdn.gated_delta_rule_decode(
+            q, k, v, a, b, state, slots, A_log=A_log, dt_bias=dt_bias, layer=layer, recent=recent,
+            filled=filled, **MOSAIC,
+        )  # fmt: skip
+
+    heads = [x(rows, 1, count, 128) for count in (keys, keys, values)]
+    recent = jax.eval_shape(lambda: jaxattn.gdn.recent_tokens(rows, keys, values, layers=6))
+    pool = jax.ShapeDtypeStruct((6, rows, values, 128, 128), dtype)
+    weights = f32(values), f32(values)
+    gates = x(rows, 1, values), x(rows, 1, values)
+    return op, (*heads, *gates, pool, recent, ints(rows), ints(rows), *weights, ints())
+
+
 def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
     """A layer of Kimi Delta Attention in a stack, of so many heads."""
 
@@ -371,6 +390,8 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
+    "gdn_decode_recent_float32": with_recent(jnp.float32),
+    "gdn_decode_recent_bfloat16": with_recent(jnp.bfloat16),
     "kda_decode_few_states": kimi_delta(1, 1, 32),
     "kda_decode_large_tiles": kimi_delta(8, 1, 32),
     "kda_decode": kimi_delta(128, 1, 32),

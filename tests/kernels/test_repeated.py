@@ -188,7 +188,16 @@ def test_what_differs_is_told_apart(one, other):
 def test_what_is_made_anew_of_the_same_is_the_same():
     assert told(body(Cut(1))) == told(body(Cut(1)))
     assert told(Cut(1).run) == told(Cut(1).run)
+    assert told(Cut) == told(Cut)
     assert told([Cut(1), {"a": X}]) == told([Cut(1), {"a": jax.ShapeDtypeStruct(X.shape, X.dtype)}])
+
+
+def test_an_object_is_the_same_until_it_changes():
+    one, other = Changing(), Changing()
+    before = told(one)
+    assert told(one) == before != told(other)
+    one.scale = 2.0
+    assert told(one) != before
 
 
 def recursive():

@@ -9,7 +9,7 @@ so a step needs S k and S q, and 2 c products of keys. The token that fills the 
 of them into the state, in the order of the recurrence. Rows fold at different steps. To go back by
 some tokens is to give a smaller c, down to the last fold.
 
-Limits: Dk = Dv = 128, one token per row, float32 states. Reference: `jaxattn.ops.gdn.recent`.
+Limits: Dk = Dv = 128, one token per row. Reference: `jaxattn.ops.gdn.recent`.
 """
 
 import functools
@@ -186,7 +186,7 @@ def recent_decode_mosaic(
 
     Args:
         qkv, ba, weights: as `gdn_decode_mosaic` has them without `eps`.
-        state: float32 [L, Z, Hv, 128, 128].
+        state: float32 or bfloat16 [L, Z, Hv, 128, 128] with `layer`, or without L.
         slots: int32 [B], -1 for padding.
         filled: int32 [B], tokens beside each row's state, 0 to 15. What they are afterwards is the
             caller's to say: one more, or 0 of 15.

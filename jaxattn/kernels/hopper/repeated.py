@@ -100,8 +100,7 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
         around: the values that it is a part of.
 
     Raises:
-        TypeError: nothing tells it from others: it is an array, an object that may change, or a
-            part of itself.
+        TypeError: nothing tells it from others: it is an array, or a part of itself.
     """
     if isinstance(value, PLAIN):
         return type(value), value  # 1, 1.0 and True are equal
@@ -130,7 +129,7 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
         return type(value), tuple(part(getattr(value, field.name)) for field in fields)
     if isinstance(value, frozenset):
         return type(value), frozenset(map(part, value))
-    if type(value).__hash__ is object.__hash__ and getattr(value, "__dict__", None):
-        raise TypeError(f"{type(value).__name__} is itself alone, and its attributes may change")
     hash(value)
-    return type(value), value
+    if isinstance(value, type) or type(value).__hash__ is not object.__hash__:
+        return type(value), value
+    return type(value), Itself(value), part(getattr(value, "__dict__", None))  # which may change
