@@ -23,7 +23,7 @@ from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 from jaxattn.kernels.mla_decode.schedule import Schedule
 
-AHEAD = 16  # partial results that are read at a time, four registers each
+AHEAD = 8  # partial results that are read at a time, four registers each
 
 
 def _wide(vector: jax.Array) -> jax.Array:

@@ -86,13 +86,12 @@ class Loader:
         pair, stop = place.row, start + steps
         at = lax.rem(number, QUERIES)
         # Before anything is waited for, the first page's number and the queries are asked for.
-        numbers_of = self.part.numbers_of(pair, stop)
-        numbers = numbers_of(start)
+        numbers = self.part.numbers(pair, start, stop)
         asked = self.queries.ask(pair)
 
         def step(i, numbers):
             wg, turn = place_of(done + i, self.consumers)
-            following = numbers_of(start + i + 1)
+            following = self.part.numbers(pair, start + i + 1, stop)
             for ring in self.rings:
                 slot = lax.rem(turn, ring.steps)
                 free = functools.partial(plgpu.barrier_wait, ring.read.at[wg, slot])

@@ -12,7 +12,6 @@ from jaxattn.core.arguments import Arguments
 from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_decode.arrivals import none_yet
-from jaxattn.kernels.gqa_decode.combine import AHEAD
 from jaxattn.kernels.gqa_decode.memory import block_columns, blocks_together
 from jaxattn.kernels.gqa_decode.pairs import first_step
 from jaxattn.kernels.hopper.machine import NUM_SMS
@@ -34,9 +33,7 @@ PAIR_COST, MERGE_COST = 2, 6
 # Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
 # by at most one part in this.
 LONGER = 50
-# Steps of a part, where few are merged: one for each of two warpgroups. Twice the partial results
-# that a merging block reads at a time are few.
-SHORT_PART, FEW_PIECES = 2, 2 * AHEAD
+SHORT_PART = 2  # steps of a part, where few are merged: one for each of two warpgroups
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +178,7 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
-        least=Shortest(short=SHORT_PART, pieces=FEW_PIECES),
+        least=Shortest(short=SHORT_PART),
         least_piece=SHORT_PART,
         longer=LONGER,
     )
