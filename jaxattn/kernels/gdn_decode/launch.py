@@ -83,7 +83,7 @@ def scratch(
     )
 
 
-def _refuse(
+def refuse(
     name: str, batch: int, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None
 ) -> None:
     if not 1 <= batch <= MAX_ROWS:
@@ -147,7 +147,7 @@ def gdn_decode_mosaic(
     """
     require_hopper(name, interpret=interpret)
     batch, q_len, _ = qkvz.shape
-    _refuse(name, batch, q_len, state.shape[-3:], conv_state)
+    refuse(name, batch, q_len, state.shape[-3:], conv_state)
     num_value_heads = state.shape[-3]
     op = Op(
         q_len=q_len,
