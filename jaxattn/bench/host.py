@@ -245,12 +245,12 @@ def queued(engine: Engine, rows: int, steps: int) -> Queued:
 
 
 def begun(engine: Engine, rows: int) -> Rows:
-    """Rows as `rounds` finds them when it begins to count, with all the pages that they will need:
-    a step's time follows from their lengths."""
+    """Rows as `rounds` finds them when it begins to count, with all the pages that they will need.
+    The lengths of rows decide how long a step takes."""
     limits = engine.limits
     arrays: Any = jax.tree.map(lambda shape: np.zeros(shape.shape, np.int32), row_shapes(limits))
     arrays.cursor[:] = 0, len(PROMPT), 1
-    # The last row's prompt is read when the first one has generated a token for each between them.
+    # One prompt is read per round. So each row has one token less than the row before it.
     arrays.cursor[:, 1] += WARM + np.arange(rows)[::-1]
     arrays.controls[:, INTEGERS.index("slot")] = np.arange(rows)
     arrays.controls[:, INTEGERS.index("last")] = limits.max_model_len
