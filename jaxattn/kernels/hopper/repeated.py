@@ -8,8 +8,8 @@ anew, so JAX takes it for another kernel. Within
         jax.jit(step).lower(...)
 
 launches are the same kernel if their bodies hold the same: their code, and what they close over.
-All of them call one function, which JAX traces once for each set of shapes. Constants of modules and
-classes must not change within it, as nothing tells such bodies apart.
+All of them call one function, which JAX traces once for each set of shapes. Constants of modules
+and classes must not change within it, as nothing tells such bodies apart.
 
 Outside of it each launch is a kernel of its own. So no kernel outlives a change of a module's
 constants.
