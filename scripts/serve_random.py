@@ -1,4 +1,4 @@
-"""Serves a shipped configuration, or a folder's, with random weights: its texts mean nothing.
+"""Serves random weights in the shapes of a shipped configuration or a folder; texts mean nothing.
 
     python -m scripts.serve_random deepseek-v2-lite --port 8000
 

@@ -5,9 +5,9 @@
 
 `make` writes config.json and shards of 4 GB; `/dev/shm` is the fastest place for them. The numbers
 are random bytes in which no float is NaN or infinite. `load` prints one line of JSON: seconds, GB
-per second, and by how much host and device memory rose above what is left at the end. A small
-folder is loaded first: what XLA, its compilers and the device's runtime keep in host memory once
-they have been used, some GB on a GPU, is no part of what loading takes.
+per second, and by how much host and device memory rose above what is left at the end. It loads a
+small folder first. So its figures leave out what XLA, its compilers and the device's runtime keep
+in host memory from their first use on, some GB on a GPU.
 """
 
 import argparse

@@ -153,7 +153,7 @@ def whole_calls(steps: int, several: int) -> int:
 
 
 def differing(run: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> str:
-    """ "yes", or how many tokens of the queue's rows are others in the rounds, which go on."""
+    """How many tokens of the queue's rows are others in the rounds; "yes" where none is."""
     found = [
         other != token
         for text, own in zip(run, alone, strict=True)

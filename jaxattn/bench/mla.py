@@ -1,9 +1,9 @@
 """`python -m jaxattn.bench mla`: paged MLA decode, checked and timed shape by shape.
 
-Times are `timing`'s, and without the schedule, which a step makes once for all layers: neither is a
-peer's plan counted. Lengths are known to lie within the tables, as a step's are, which has seen to
-it for all layers: a peer does not look either. `invariant us` is `us` where rows are cut so that a
-row's bits do not depend on the others.
+Times are `timing`'s. They leave out the schedule, which a step makes once for all layers, and a
+peer's plan. The op is told that lengths lie within the tables. A step checks this once for all
+layers, and peers do not check it. `invariant us` is `us` where rows are cut so that a row's bits do
+not depend on the others.
 """
 
 import functools

@@ -82,8 +82,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--one-launch",
         action="store_true",
-        help="time steps whose sums, residuals and norms are one launch each too, of as many rows "
-        "as may be",
+        help="also time steps with one launch per sum, residual and norm, up to the most rows that "
+        "one launch takes",
     )
     parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")

@@ -35,10 +35,10 @@ class InputError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what it cannot read as an InputError.
+    """Raises an InputError for arguments that it cannot read.
 
     Attributes:
-        stray: what a word without an option is told, after it.
+        stray: a hint that the error adds behind words without an option.
     """
 
     stray = ""

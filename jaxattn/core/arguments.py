@@ -1,4 +1,4 @@
-"""An op's arguments, checked one after another: an axis name is one size in all of them."""
+"""Checks an op's arguments one after another: an axis name means one size in all of them."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ class Arguments:
         return jnp.asarray(x)
 
     def check_shape(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> None:
-        """As `check`, of what need not be an array yet."""
+        """As `check`, without making a JAX array of x."""
         check_array(self.op, name, x)
         check_dtype(self.op, name, x, *dtypes)
         names, shape = axes.split(), tuple(x.shape)

@@ -47,11 +47,11 @@ def as_given(x: Any) -> Any:
 
 
 def check_array(op: str, name: str, x: Any) -> None:
-    """Raises unless it is an array, JAX's, NumPy's or one of flax, and still there.
+    """Raises unless x is an array of JAX, NumPy or flax that was not deleted.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it was donated.
+        TypeError: x is no array.
+        ValueError: x was donated to an earlier call.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")

@@ -129,10 +129,10 @@ def _in_turn(
     on_compile: OnCompile | None,
     workers: int,
 ) -> dict[str, jax.stages.Compiled]:
-    """Steps by their names: what is kept is loaded, the rest lowered in turn and then compiled.
+    """Steps by their names: kept ones are loaded, the others are lowered in turn and then compiled.
 
-    Lowering is Python, which one thread runs at a time: two at once would both be late for XLA.
-    Of each step its own seconds are told, not those for which it waits.
+    Lowering is Python, which one thread runs at a time. Two at once would both reach XLA late.
+    `on_compile` gets a step's own seconds, without those for which the step waits.
     """
     told = on_compile or (lambda name, seconds: None)
 
@@ -169,8 +169,8 @@ def _in_turn(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for garbage: lowering makes objects by the hundred thousand, and to
-    look through them again and again takes a sixth of its time."""
+    """Turns off Python's search for garbage. Lowering makes objects by the hundred thousand, and
+    the search through them takes a sixth of its time."""
     searched = gc.isenabled()
     gc.disable()
     try:

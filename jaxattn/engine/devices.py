@@ -108,7 +108,7 @@ def jitted_step(
 
     Args:
         tree: the structure of the packed parameters.
-        lowered: gives decode steps that are lowered.
+        lowered: lowers decode steps once for all executables that hold them.
     """
     call = lowered(entry) if lowered and (entry := decode_of(step)) else None
     if isinstance(step, EntryPoint):

@@ -25,7 +25,7 @@ from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.stats import Clock, Stats
 
 Detokenize = Callable[[Sequence[int]], str]
-# Of (request, token, logprobs): a named tuple's own way to make one runs Python.
+# Makes one of (request, token, logprobs) in C; TokenEvent(...) would run Python.
 _TOKEN_EVENT: Callable[[tuple[Any, ...]], TokenEvent] = functools.partial(tuple.__new__, TokenEvent)
 
 
@@ -50,7 +50,7 @@ class Endings:
     def take_plain(
         self, requests: Sequence[Request], texts: Sequence[list[int]], tokens: np.ndarray
     ) -> int:
-        """The tokens of steps in which no row ends, and of which the host only hands them on.
+        """Takes the tokens of steps in which no row ends, and which the host only hands on.
 
         Args:
             texts: what each row has generated.

@@ -35,8 +35,8 @@ class Lowered:
     """The decode steps of one model on its devices. Any thread may ask for them.
 
     Args:
-        step_of: the function of a decode step, and what it is called with, as shapes. Over a group
-            these say where they lie.
+        step_of: gives the function of a decode step and its arguments as shapes. Over a group of
+            devices the shapes have shardings.
         backend: "cpu" or "gpu".
     """
 

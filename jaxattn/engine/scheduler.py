@@ -29,8 +29,8 @@ from jaxattn.engine.row import Queued, Row
 from jaxattn.engine.sampling import level_of
 from jaxattn.memory.limits import Limits
 
-# Rows that need a page within so many tokens get it together, so that few calls have a delta: in 48
-# steps one, however the rows are staggered.
+# Rows that need a page within so many tokens get their pages together. So one call in 48 steps has
+# a delta, however the rows are staggered.
 AHEAD = 48
 
 
@@ -212,7 +212,7 @@ class Scheduler:
         """Gives these rows the pages of their next tokens, of so many decode steps; False, and
         nothing, if there are too few.
 
-        Pages that they need soon come with them, as long as as many are left as there are rows.
+        Rows that need a page soon get it too, as long as one page per row is left.
         """
         cached, step = self.cached[places], steps * self.limits.step_tokens
         # Until its tokens are read, a row counts as if all that it guesses were right.

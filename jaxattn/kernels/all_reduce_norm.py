@@ -2,16 +2,16 @@
 
 XLA's own all-reduce is a launch that no CUDA graph holds, between two that convert and one that
 norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included, and
-behind it the number of the call. Then it waits for that number of every GPU, and adds the parts in
-the order of the GPUs, so that all have the same bits.
+then the number of the call. Then it waits until every GPU has written this number. It adds the
+parts in the order of the GPUs, so that all GPUs have the same bits.
 
     inbox   bfloat16 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
     counts  int32 [N, T]            of each token: the calls whose parts have come, from each GPU
 
 A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
-one of these has read the side before. A count has one writer: of a sum over GPUs it could not be
-told whether a late GPU's part is in it, or one of the next call of a fast one. Counts go on from
-call to call, so that nothing is reset. A token whose peer never runs is waited for without end.
+one of these has read the side before. Each count has one writer. A sum over GPUs would not show
+whether a late GPU's part is in it, or a fast GPU's part of the next call. Counts go on from call to
+call, so nothing is reset. If a peer never runs, the kernel waits for its part without end.
 
 Limits: 128 to 8192 features, a multiple of 128; 2 to 8 GPUs, which are all of the mesh, in one
 process; an inbox below 2 GiB. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla");
@@ -87,15 +87,15 @@ def all_reduce_norm_mosaic(
     mesh = jax.sharding.get_abstract_mesh()
     if axes != mesh.axis_names:  # a GPU's number there names its memory
         raise Refusal(
-            f"{op}: the kernel's GPUs are all of the mesh, in its order; axes {axes} are not those "
-            f"of {dict(mesh.shape)}"
+            f"{op}: the kernel needs all axes of the mesh, in its order; got {axes} of "
+            f"{dict(mesh.shape)}"
         )
     tokens, features = x.shape
     gpus = inbox.shape[1]
     if inbox.size * BYTES > MOST_BYTES:
         raise Refusal(
-            f"{op}: the kernel's inbox has less than 2 GiB; {inbox.shape} of the mailbox are "
-            f"{inbox.size * BYTES} bytes: make it of fewer tokens"
+            f"{op}: the kernel's inbox has less than 2 GiB; inbox {inbox.shape} of the mailbox has "
+            f"{inbox.size * BYTES} bytes; make the mailbox for fewer tokens"
         )
     if not meets(features, gpus) or not tokens:
         raise Refusal(
@@ -209,7 +209,7 @@ def _send(
 
 
 def _wait(ctx: Any, counts: Any, call: Any, token: Any) -> None:
-    """Until each GPU's part of a token has come; what came with them is seen by the warpgroup."""
+    """Waits for each GPU's part of a token. The warpgroup then sees all that came with it."""
     del ctx
     call, token, thread = single(call), single(token), Thread()
     gpus, tokens = ir.MemRefType(counts.type).shape
@@ -219,7 +219,7 @@ def _wait(ctx: Any, counts: Any, call: Any, token: Any) -> None:
         with ir.InsertionPoint(loop.before.blocks.append()):
             acquire = "ld.acquire.sys.global.u32 $0, [$1];"
             (come,) = asm(acquire, [i32()], [place], "=r,l,~{memory}")
-            # Numbers go on behind the largest at the smallest: their difference is small.
+            # Behind the largest number comes the smallest, so numbers are compared by difference.
             missing = arith.cmpi(arith.CmpIPredicate.slt, plus(come, times(call, -1)), word(0))
             scf.condition(missing, [])
         with ir.InsertionPoint(loop.after.blocks.append()):

@@ -122,7 +122,7 @@ def refusal(
 
 
 def refusal_with_norm(tokens: int, inner: int, weights: Sequence[Shaped]) -> str | None:
-    """Why one launch does not make a norm of K numbers and the products with these weights."""
+    """Why one launch cannot make a norm of K numbers and these products; None if it can."""
     if why := refusal((tokens, inner), weights[0].dtype, weights):
         return why
     tiles = sum(-(-each.shape[-1] // ROWS) for each in weights)
@@ -155,9 +155,9 @@ def linears_mosaic(
         heads: each multiplies K numbers of x by a matrix of its own.
         turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
             rotated. Then N is a multiple of 128.
-        norm: made of x + added first, and of its weights. x is then float32 [1, K]. Behind the
-            results come the sum, float32 [1, K], and if it is wanted its norm, in the weights'
-            dtype.
+        norm: the norm of x + added, which comes before the products. x is then float32 [1, K].
+            After the products the list has x + added, float32 [1, K]. With `norm.gives` it also
+            has the normed token, in the weights' dtype.
     """
     behind = 0 if turned is None else DIMS
     tokens, inner = x.shape[0], x.shape[1] // heads - behind

@@ -285,8 +285,8 @@ def jit_step(
     Args:
         step: a model's `decode` or `prefill`.
         backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
-        out_shardings: of all it returns, over several devices. Without them XLA gives a donated
-            buffer to any output of as many bytes.
+        out_shardings: shardings of all that the step returns, over several devices. Without them
+            XLA gives a donated buffer to any output of as many bytes.
     """
     if implementation is not None:
         step = partial(step, implementation=implementation)

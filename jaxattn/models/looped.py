@@ -72,7 +72,7 @@ def add_norm_in_stack(
 def left_unnormed(
     x: Array, added: Array, state: DecodeState, *, weights: Array, **options: Any
 ) -> tuple[Array, Unnormed, DecodeState]:
-    """As `apart`'s, where the product that reads the norm makes it, and the sum: see `summed`."""
+    """As `apart`, but the product that reads the norm makes norm and sum; see `summed`."""
     return x, Unnormed(x, added, weights, **options), state
 
 

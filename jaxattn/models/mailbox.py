@@ -14,12 +14,12 @@ from jaxattn.ops.all_reduce_norm import Mailbox
 
 NAME = "mailbox"
 INBOX, COUNTS = "peer_inbox", "peer_counts"
-# What a GPU sends to the others in one launch. On two H100s one of twice as much gained nothing.
+# The most that a GPU sends in one launch. On two H100s a launch of twice as much gained nothing.
 MOST_BYTES, MOST_TOKENS = 2**18, 256
 
 
 def most_tokens(features: int, gpus: int) -> int:
-    """Of a step whose sums are one launch, unless another number is given."""
+    """The most tokens of a step whose sums are one launch, unless another number is given."""
     sent = max(gpus - 1, 1) * features * jnp.bfloat16.dtype.itemsize  # of a token
     return min(MOST_BYTES // sent, MOST_TOKENS)
 

@@ -161,9 +161,9 @@ class Linear(nnx.Module):
 def linears(
     x: Float[Array, "*T K"] | Unnormed, *modules: Linear
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """`module(x)` of each: one launch, where their weights are in stacks and x has few tokens.
+    """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
-    Of an `Unnormed` x the launch makes the norm too, where it can.
+    If x is an `Unnormed`, the launch makes the norm too, where it can.
     """
     places = [module.in_stack for module in modules if module.in_stack is not None]
     if isinstance(x, Unnormed):

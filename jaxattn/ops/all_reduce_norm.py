@@ -35,7 +35,7 @@ class Mailbox:
 
     Attributes:
         inbox: bfloat16 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
-        counts: int32 [N, T], of each token the calls whose parts have come, from each GPU.
+        counts: int32 [N, T], the number of calls whose part of a token has come from each GPU.
     """
 
     inbox: BFloat16[Array, "2 N T F"]

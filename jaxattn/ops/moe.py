@@ -1,4 +1,4 @@
-"""Mixture of experts: what the experts that a token takes make of it.
+"""Mixture of experts: each token goes through the experts that it takes.
 
     ids, weights = route(logits, bias, router)          [T, K] each
     y = mixture_of_experts(x, ids, weights, gate_up, down)

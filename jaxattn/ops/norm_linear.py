@@ -1,12 +1,12 @@
-"""The norm of a residual stream and the products that read it, of one token.
+"""The norm of a residual stream and the products that read the norm, for one token.
 
     stream = Unnormed(x, added, norms, layer=l, eps=eps, dtype=bfloat16)
     q, kv = stream.linears((q_proj, kv_a_proj), layer=l)     norm(x + added) @ q_proj[l], ...
     x = stream.total                                         x + added
 
-In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. The first
-product of a layer makes it while its own weights are on their way (kernels/hopper/normed.py). Where
-that kernel does not serve, the norm is a launch of its own (ops/norm.py).
+In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. So the first
+product of a layer makes the norm while its own weights are on their way (kernels/hopper/normed.py).
+Where the kernel cannot do this, the norm is a launch of its own (ops/norm.py).
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ from jaxattn.ops.norm import add_rms_norm_layer
 
 
 class Unnormed:
-    """Tokens that are read as their norm, which the product that reads them first may make.
+    """Tokens before their norm. The first product that reads them may make the norm.
 
-    As an array it is the normed tokens, of `dtype`: a launch of the norm makes them once for all
-    that ask. `total` is float32, x + added.
+    `jnp.asarray` gives the normed tokens, of `dtype`: one launch makes them, for all that ask.
+    `total` is x + added, float32.
 
     Args:
         x: a residual stream, float32 [*T, F].
         added: what is added to it, in x's shape.
-        norms: of all layers, [N, F].
-        layer: the norm's place in them.
-        eps: of the norm.
-        dtype: of the normed tokens.
-        implementation: of the norm, and of the products with it.
+        norms: the norms' weights of all layers, [N, F].
+        layer: the norm's place in `norms`.
+        eps: epsilon of the norm.
+        dtype: dtype of the normed tokens.
+        implementation: of the norm, and of the products that make it.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Unnormed:
 
     @property
     def total(self) -> Float[Array, "*T F"]:
-        """The stream with what is added, as whoever normed the tokens made it."""
+        """x + added, by the launch that made the norm."""
         return self._normed[0] if self._total is None else self._total
 
     def __jax_array__(self) -> Float[Array, "*T F"]:
         return self._normed[1]
 
     def before(self, layer: LayerOf, give: bool = True) -> tuple[Array, Normed] | None:
-        """(x [1, F], what makes its norm) for a kernel that is given the number of `layer`; None
-        where it cannot. Such a kernel has no gradient.
+        """(x [1, F], its `Normed`) for a kernel that is given the number of `layer`, or None where
+        no kernel makes this norm. Such a kernel has no gradient.
 
         Args:
-            give: whether the kernel makes the normed token as well.
+            give: whether the kernel also gives the normed token.
         """
         fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
         same = layer.repeat is self._layer.repeat
@@ -84,7 +84,7 @@ class Unnormed:
         return x, Normed(added=added, weights=norms, affine=affine, eps=self._eps, gives=give)
 
     def was_made(self, total: Array, normed: Array | None = None) -> None:
-        """By a kernel, of what `before` gave."""
+        """Takes the sum, and the normed token, that a kernel made of what `before` gave."""
         self._total = total.reshape(self.shape)
         if normed is not None:
             self._normed = self._total, normed.reshape(self.shape)
@@ -105,7 +105,7 @@ class Unnormed:
         out_dtypes: Sequence[DTypeLike],
         give: bool = False,
     ) -> tuple[Float[Array, "*T N"], ...]:
-        """`linear_layer` of the normed token, where `serves`; with `give` it is there afterwards.
+        """`linear_layer` of the normed token, where `serves`. `give` keeps the normed token.
 
         Kernels other than XLA's have no gradient.
         """

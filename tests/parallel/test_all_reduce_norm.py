@@ -100,7 +100,7 @@ def test_gpus_that_are_not_the_mesh_and_an_inbox_of_2_gib_are_refused():
             jax.eval_shape(group.step(step, (whole, whole), whole), *of)
 
     for axes, gpus in ((group.parallel.axes("context"), 2), (every[::-1], 4)):
-        with pytest.raises(Refusal, match="GPUs are all of the mesh, in its order"):
+        with pytest.raises(Refusal, match="needs all axes of the mesh, in its order"):
             run(axes, gpus, 8, FEATURES)
     with pytest.raises(Refusal, match="less than 2 GiB"):
         run(every, 4, 16385, 8192)

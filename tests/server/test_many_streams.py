@@ -54,11 +54,7 @@ def test_each_stream_has_its_own_text():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_streams_of_the_embedded_model_have_what_generate_gives_and_none_starves():
-    """One bucket of 128 rows, so that a row's bits do not depend on how many others there are.
-
-    A chunk has two tokens where a step of the engine reads two rounds: at a row's end, and where the
-    seal counts arrays. It has more where this machine's cores are busy with others.
-    """
+    """One bucket of 128 rows, so that a row's bits do not depend on how many others there are."""
     limits, tokens = Limits(batch=STREAMS, max_model_len=128, prefill_chunk=32), 24
     prompts = [f"def f{number}(x):\n    return " for number in range(STREAMS)]
     model, params = load(EMBEDDED)
@@ -67,8 +63,8 @@ def test_streams_of_the_embedded_model_have_what_generate_gives_and_none_starves
         with live(served(lambda: engine, limits=limits)) as server:
             found = crowd(server.port, prompts, tokens)
     assert [text.encode() for text, _ in found] == [bytes(each.tokens) for each in done]
-    assert all(tokens // 2 < len(times) <= tokens for _, times in found)
-    assert statistics.median(len(times) for _, times in found) >= tokens - 2
+    # Tokens that come before a stream's task runs share a chunk. It must stay a rare case.
+    assert sum(len(times) for _, times in found) >= 0.98 * STREAMS * tokens
     gaps = [
         after - before
         for _, times in found

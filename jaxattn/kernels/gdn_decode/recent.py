@@ -1,13 +1,13 @@
 """Decode of the gated delta rule with a few recent tokens beside each state.
 
-A state is read at every step, and written at every sixteenth only: until then a token's key, delta
-and decay stand beside it. With S the state in the pool and tokens 0 to c - 1 beside it,
+A state is read at every step, and written at every sixteenth only. Until then a token's key, delta
+and decay lie beside the state. With S the state in the pool and tokens 0 to c - 1 beside it,
 
     S_j x = d_j S_{j-1} x + delta_j (k_j x)         for x the new key and the new query
 
 so a step needs S k and S q, and 2 c products of keys. The token that fills the last place folds all
-of them into the state, in the order of the recurrence. Rows fold at different steps. To go back by
-some tokens is to give a smaller c, down to the last fold.
+of them into the state, in the order of the recurrence. Rows fold at different steps. A smaller c
+takes tokens back, as far as the last fold.
 
 Limits: Dk = Dv = 128, one token per row, float32 states. Reference: `jaxattn.ops.gdn.recent`.
 """
@@ -35,7 +35,7 @@ ROWS = 2 * PLACES  # the smallest tile of `_layout`
 
 
 class Recent(NamedTuple):
-    """What stands beside the states of a pool; a stack of layers, L = 1 without one."""
+    """What lies beside the states of a pool, for a stack of layers; L = 1 without a stack."""
 
     keys: jax.Array  # float32 [L, Z, Hk, 16, 128], unit vectors where the op normalises them
     deltas: jax.Array  # float32 [L, Z, Hv, 16, 128]

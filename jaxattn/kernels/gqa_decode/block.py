@@ -223,8 +223,8 @@ class Block[C: Cut, M]:
         self.part.each_piece(self._piece, nothing)
 
     def write_empty_rows(self) -> None:
-        """What the rows without keys are answered, and NaN to those of which the schedule knows
-        another length: the blocks take these rows in turns."""
+        """Writes the results of rows without keys, and NaN for rows of other lengths than the
+        schedule's. The blocks take these rows in turns."""
         rows, kv_heads = self.refs.lens_ref.shape[0], self.cut.kv_heads
 
         @pl.loop(self.index, rows, step=self.cut.parts)

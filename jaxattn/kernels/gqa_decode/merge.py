@@ -227,8 +227,8 @@ def merge(
 
 
 def write_nothing(outputs: Outputs, pair: jax.Array, known: jax.Array | None) -> None:
-    """Of a pair without keys: 0, and an LSE of -inf; NaN where it is False that the schedule knows
-    its length."""
+    """Writes 0 and an LSE of -inf for a pair without keys, and NaN where `known` is False: the
+    schedule has another length."""
     count, dims = outputs.columns.size, outputs.head_dim
     zero, lowest = jnp.float32(0), jnp.float32(-jnp.inf)
     if known is not None:

@@ -59,13 +59,13 @@ class Pairs(Part):
         return row, pair - row * self.kv_heads
 
     def length_of(self, pair: jax.Array) -> jax.Array:
-        """Tokens of its row; 0, as of padding, where they are more than the table has places, or
-        not those that the schedule was made of."""
+        """Tokens of the pair's row. It is 0, as for padding, where the row has more tokens than the
+        table has places, or another length than in the schedule."""
         length, known = self._lengths(pair)
         return length if known is None else jnp.where(known, length, 0)
 
     def known(self, pair: jax.Array) -> jax.Array | None:
-        """Whether the schedule was made of its row's length; None: of this call's lengths."""
+        """Whether the schedule has the row's length. None: it was made of this call's lengths."""
         return self._lengths(pair)[1]
 
     def _lengths(self, pair: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -45,7 +45,7 @@ class PairSchedule:
         arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
             which run one after another. None: each call makes its own.
         seq_lens: int32 [B], the lengths that it was made of, 0 where they were too long. A call
-            gives NaN for rows of other lengths. None: the call's own.
+            gives NaN for rows of other lengths. None: it was made of the call's own lengths.
         num_kv_heads: Hk.
         q_len: S.
         window: keys that a token sees, or None.

@@ -5,9 +5,9 @@
 A warpgroup's step begins scores i + 1 and then P_i V_i on the tensor cores, hands these on to the
 next warpgroup, and takes the softmax of scores i + 1 while P_i V_i still runs. So the tensor cores
 have another warpgroup's products to do during a softmax, and the rest of this one's own as well.
-P stays in registers. The output is rescaled only by warps of which a row's maximum has grown much
-(hopper/online_softmax.py). Without a window the first steps, of which all rows see all keys, have a
-loop of their own, without masks; of the others only those are masked of which a row does not.
+P stays in registers. A warp rescales its output only when the maximum of one of its rows has grown
+much (hopper/online_softmax.py). Without a window, the first steps have a loop of their own without
+masks, as all rows see all their keys. Other steps have masks only where a row does not see a key.
 """
 
 import dataclasses

@@ -12,8 +12,8 @@ the product is added to float32 sums, times that unit. What the middle codes sta
 tokens alone, and joins the output at a piece's end. The rest is gqa_decode's, of block.py and
 load.py: a step's place is free as soon as all warps have its codes in registers.
 
-With few packed rows a warpgroup takes two of its steps at a time, and one that is left over alone.
-What does not depend on how many tokens there are is so had once for 128: maxima between lanes, P's
+With few packed rows a warpgroup takes two of its steps at a time, and a last odd one alone. So work
+that does not depend on the number of tokens is done once per 128 tokens: maxima between lanes, P's
 way through shared memory, the rescaling of sums.
 """
 

@@ -2,12 +2,12 @@
 
     y = norm(x + added) @ W = factor * (((x + added) * weight) @ W)
 
-A launch of the norm alone takes as long as it is for one to begin and end, and meanwhile nothing is
-read. Here each block of `linear_layer` asks for its matrix first, then makes its part of K of
-(x + added) * weight, and its squares. The factor needs the squares of all K. So it comes last: the
-blocks of a cluster have all K between them, and read one another's squares as they do their sums.
+A launch of the norm alone begins and ends, and reads next to nothing meanwhile. Here each block of
+`linear_layer` first asks for its matrix. Then it makes its part of (x + added) * weight, and the
+squares of this part. The factor needs the squares of all K, so it comes last. The blocks of a
+cluster have all K between them, and read one another's squares as they do their sums.
 
-The first tile's blocks also store the sum, and what a launch of the norm would have given.
+The blocks of the first tile also store the sum and the normed token.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class Normed:
     """What comes before a product of one token.
 
     Attributes:
-        added: to the stream x, [1, K].
-        weights: of all norms, [N, K].
+        added: what is added to the stream x, [1, K].
+        weights: the weights of all norms, [N, K].
         affine: (a, b), for the norm `a * layer + b`.
-        gives: whether the normed token is wanted too.
+        gives: whether the launch also gives the normed token.
     """
 
     added: jax.Array
@@ -48,7 +48,7 @@ class Normed:
 
 
 def refusal(tokens: int, steps: int, parts: int) -> str | None:
-    """Why the blocks do not make the norm of K numbers in so many steps and parts, or None."""
+    """Why blocks cannot make the norm of K numbers in so many steps and parts; None if they can."""
     if tokens != 1:
         return f"the kernel norms one token; got {tokens}"
     if steps % (2 * parts) or steps > 2 * MOST_PAIRS * parts:

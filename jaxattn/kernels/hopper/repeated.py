@@ -1,16 +1,17 @@
-"""A kernel that is launched again is traced, lowered and compiled once.
+"""Traces, lowers and compiles a kernel once, however many launches it has.
 
-Three layers of one kind launch one kernel on the same shapes. To trace and lower it is work of
-Python, a thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch makes
-its body anew, so JAX takes it for another kernel. Within
+Three layers of one kind launch one kernel on the same shapes. Python traces and lowers on one
+thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch makes its body
+anew, so JAX takes it for another kernel. Within
 
     with launches_shared():
         jax.jit(step).lower(...)
 
-a launch is told from others by what its body holds: its code, and what it closes over. The same one
-again is a call of the same function, which JAX traces once for each set of shapes.
+launches are the same kernel if their bodies hold the same: their code, and what they close over.
+All of them call one function, which JAX traces once for each set of shapes.
 
-Outside of it each launch is its own, so that no kernel outlives a change of a module's constants.
+Outside of it each launch is a kernel of its own. So no kernel outlives a change of a module's
+constants.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _shared: ContextVar[Shared | None] = ContextVar("launches_shared", default=None)
 
 @contextlib.contextmanager
 def launches_shared(shared: Shared | None = None) -> Iterator[None]:
-    """Kernels that this thread launches within it are made once.
+    """Within it, a kernel that this thread launches several times is made once.
 
     Args:
         shared: the kernels so far, where several threads have them in common.
@@ -44,7 +45,7 @@ def launches_shared(shared: Shared | None = None) -> Iterator[None]:
 
 
 def once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..., Any]:
-    """The kernel, or one before it that is the same.
+    """The kernel, or an earlier one that is the same.
 
     Args:
         name: of the function that launches it.
@@ -74,7 +75,7 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
         around: the values that it is a part of.
 
     Raises:
-        TypeError: nothing tells it from others: it is an array, or a part of itself.
+        TypeError: the value has no key: it is an array, or a part of itself.
     """
     if isinstance(value, PLAIN):
         return type(value), value  # 1, 1.0 and True are equal

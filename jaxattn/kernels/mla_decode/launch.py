@@ -62,11 +62,11 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 
 
 def refuse_assembler(kv_cache: Any) -> None:
-    """Raises `Refusal` where columns were named, and what assembles here cannot copy such pages."""
+    """Raises `Refusal` where columns are named, and the assembler cannot copy the cache's pages."""
     if LatentFormat(kv_cache.dtype).block_scaled and not plain_copies():
         raise Refusal(
-            "mla_decode: columns=True of a block-scaled cache needs ptxas of CUDA 13, as "
-            "jaxattn[cuda13] brings it; leave columns out for the other kernel"
+            "mla_decode: columns=True with a block-scaled cache needs ptxas of CUDA 13, which "
+            "jaxattn[cuda13] brings; leave columns out for the other kernel"
         )
 
 

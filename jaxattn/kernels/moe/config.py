@@ -24,7 +24,7 @@ class Product:
     Attributes:
         consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
         parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
-        split: of FP8 gate and up with one of `consumers`: each has a warpgroup of its own.
+        split: for FP8 with one consumer: gate and up have a warpgroup each.
         depth: numbers of K that a stage of shared memory holds, 64 or 128.
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
@@ -95,7 +95,7 @@ def choose(
     multiprocessors, two are worked on at a time by each: else a second round of them has few. Many
     share a read of tokens between two warpgroups. To widen FP8 weights keeps one warpgroup busy,
     so there are two as soon as nearly every multiprocessor has an item of 128 rows. With fewer
-    items gate's rows are one warpgroup's, and up's another's.
+    items one warpgroup has gate's rows, and another has up's.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)

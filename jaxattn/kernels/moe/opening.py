@@ -10,7 +10,7 @@ the shared experts and write their rows of h. `mixture_of_experts` goes on with 
 
 The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
 
-The token may come before its norm: then each block norms what it multiplies (hopper/normed.py).
+The token may come without its norm. Then each block norms what it multiplies (hopper/normed.py).
 
 Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
 bfloat16 or float16. With a norm F is 1024 or 2048.
@@ -104,7 +104,7 @@ def opening_mosaic(
         choice: of a `Router`.
         affine: (a, b), for the layer `a * layer + b`.
         valid: int32 [1], 0 for padding.
-        norm: made of x + added first, and of its weights. x is then float32.
+        norm: the norm of x + added, which comes first. x is then float32.
     """
     require_hopper("open_experts", interpret=interpret)
     pairs = choice["top_k"] + always

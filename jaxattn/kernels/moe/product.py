@@ -13,9 +13,9 @@ own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one 
 cut, so a token's result does not depend on the other tokens.
 
 FP8 weights are widened on their way through registers (fp8.py). Each step's product, of 128 of K,
-has a scale of its own, by which it is multiplied as it is added to the sum, in float32. To widen
-them takes longer than to read them where few multiprocessors have an item: there gate has one
-warpgroup and up another, and up's sums go through shared memory to gate's.
+has a scale of its own, by which it is multiplied as it is added to the sum, in float32. Where few
+multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through shared
+memory to gate's warpgroup.
 
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 

@@ -75,9 +75,9 @@ def gated_delta_rule_decode(
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         recent: room for 16 tokens beside each state, by `recent_tokens`; donate it. A state is then
             written at every sixteenth token, and read at each. For one token per row, without
-            write_indices and arena. Faster from about 64 rows of 32 heads on, slower up to 16.
-        filled: how many of them each row has, 0 to 15. Afterwards it has one more, or 0 if it had
-            15, which the caller counts. To give fewer goes back by as many tokens.
+            write_indices and arena. With 32 heads it is slower up to 16 rows, and faster at 128.
+        filled: int32, how many recent tokens each row has, 0 to 15. The caller counts: after the
+            call a row has one more, or 0 if it had 15. A smaller number takes tokens back.
         arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the
             next op that uses the arena.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".

@@ -1,4 +1,4 @@
-"""Decode of the gated delta rule where a state is written at every sixteenth token only."""
+"""Decode of the gated delta rule that writes a state only at every sixteenth token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def recent_tokens(
     num_slots: int, num_k_heads: int, num_v_heads: int, *, layers: int | None = None,
     head_k_dim: int = 128, head_v_dim: int = 128,
 ) -> Recent:  # fmt: skip
-    """Room for 16 tokens beside each state of a pool `[Z, ..]`, or of a stack `[L, Z, ..]`."""
+    """Zeros with room for 16 tokens beside each state of a pool [Z, ..] or a stack [L, Z, ..]."""
     pool = (num_slots,) if layers is None else (layers, num_slots)
     shapes = (
         (num_k_heads, PLACES, head_k_dim), (num_v_heads, PLACES, head_v_dim), (num_v_heads, PLACES)

@@ -26,7 +26,7 @@ WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query 
 # values of all rows, and at least PREFIX_BLOCK.
 PREFIX_BLOCK = 1024
 EXPANDED_BYTES = 2**29
-# An output of so many bytes in float32 is rounded by a pass of its own, in a few microseconds.
+# A pass of its own rounds an output of at most so many float32 bytes, in a few microseconds.
 ROUNDED_BYTES = 2**20
 
 
@@ -165,8 +165,8 @@ def prefill_mosaic(
         return out.astype(dtype), lse
 
     def no_prefix() -> Any:
-        # A small output is rounded behind the kernel, which is the other branch's then: to compile
-        # one more takes seconds of a start.
+        # A small output is rounded after the kernel. So both branches have one kernel: to compile
+        # another takes seconds of a start.
         small = batch * tokens * heads * w_uv.shape[2] * 4 <= ROUNDED_BYTES
         out, lse = new_tokens(jnp.float32 if small else dtype)
         return out.astype(dtype), lse
