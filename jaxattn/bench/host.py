@@ -1,14 +1,16 @@
 """`python -m jaxattn.bench host`: what the engine's host side adds to a decode step.
 
 `round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
-decode. `executable ms` is that of the same executable on the same shapes, queued one after
-another, of which nothing is read. `read ms` is that with its tokens read as the engine reads them,
-and nothing done with them: what JAX alone takes. `call us` is what the host takes to send it, where
-no queue holds it up, `copy us` to ask for its tokens, and `take us` to read them once they are
-there. `exposed us` is the difference of the first two: the time per step for which the device waits
-for its host. Both are run in turn, and each column is the median of the runs; `spread us` is the
-largest exposed time of a run less the smallest. `host us` is what the host takes for a step beside
-its waiting for the device: hidden while it is shorter than a step.
+decode. `executable ms` is that of the same executable, queued: the same steps of the same rows,
+from prompts that are read anew (host_queue.py). Nothing is read until all have run. `read ms` is
+that with its tokens read as the engine reads them, and nothing done with them: what JAX alone
+takes. `call us` is what the host takes to send it, where no queue holds it up, `copy us` to ask for
+its tokens, and `take us` to read them once they are there. `exposed us` is the difference of the
+first two: the time per step for which the device waits for its host. Both are run in turn, and each
+column is the median of the runs; `spread us` is the largest exposed time of a run less the
+smallest. `host us` is what the host takes for a step beside its waiting for the device: hidden
+while it is shorter than a step. `same tokens` says whether queue and rounds decoded the same; where
+they did not, their difference says nothing.
 
 Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
 its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
@@ -18,42 +20,33 @@ Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxattn.bench import record
+from jaxattn.bench.host_queue import PROMPT, WARM, generated, queued, requests
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.loop import ROUNDS_AHEAD
-from jaxattn.engine.model_steps import round_of
 from jaxattn.engine.outcome import Completion, FinishReason
 from jaxattn.engine.request import Request
-from jaxattn.engine.rows import INTEGERS, STOPS, Rows
-from jaxattn.engine.sampling import Level
-from jaxattn.engine.state import row_shapes
 from jaxattn.memory.limits import MOST_STEPS, Limits
 from jaxattn.models import Hybrid, HybridConfig
 from jaxattn.models.base import Model
 from jaxattn.models.checkpoint import EMBEDDED, load
 
-PROMPT = b"def f("
-BURST = 4  # calls that no queue holds up
-CALLS = 200  # of which the median call is taken, and that are read
-WARM = 32  # rounds after the last prompt that do not count
-ROUNDS = {"name": "the wall clock of rounds", "version": 1}
+ROUNDS = {"name": "the wall clock of rounds", "version": 2}
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -117,10 +110,12 @@ class Run:
     Attributes:
         whole: of a round.
         waited: of it, while the host waited for tokens.
+        texts: what each row generated.
     """
 
     whole: float
     waited: float
+    texts: list[tuple[int, ...]]
 
 
 def rounds(engine: Engine, rows: int, steps: int) -> Run:
@@ -140,124 +135,31 @@ def rounds(engine: Engine, rows: int, steps: int) -> Run:
         if completion.finish_reason != FinishReason.LENGTH:
             raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
 
-    requests = [Request(PROMPT, max_tokens=generated(rows, steps) - place) for place in range(rows)]
-    engine.generate(requests, on_token=on_token, on_finish=on_finish)
+    engine.scheduler.drop_rows()  # pools as new ones: pages come in the queue's order
+    done = engine.generate(requests(rows, steps), on_token=on_token, on_finish=on_finish)
     begin, end = at[first], at[first + steps]
-    return Run((end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps)
-
-
-def generated(rows: int, steps: int) -> int:
-    """Tokens of the first row: it goes on until the last to begin has its steps."""
-    return 2 * WARM + steps + rows + 8
+    whole, waited = (end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps
+    return Run(whole, waited, [each.tokens for each in done])
 
 
 def longest(rows: int, steps: int) -> int:
-    """Tokens of the longest row: of a run, of calls in a queue, or of others, `CALLS` at most."""
-    queue = WARM + rows + max(steps + MOST_STEPS, MOST_STEPS * CALLS)
-    return len(PROMPT) + max(generated(rows, steps), queue)
+    """Tokens of the longest row, in calls of as many steps as they can have."""
+    return len(PROMPT) + generated(rows, whole_calls(steps, MOST_STEPS))
 
 
-@dataclasses.dataclass(frozen=True)
-class Queued:
-    """Seconds of executables that are sent one after another.
-
-    Attributes:
-        whole: of a step, where none is ever read.
-        read: of a step whose tokens are read, as late as the engine reads them.
-        call: of the call that sends one or several, where the queue is short.
-        copy: of asking for a call's tokens, without a wait.
-        take: of reading them once they are on the host.
-    """
-
-    whole: float
-    read: float
-    call: float
-    copy: float
-    take: float
+def whole_calls(steps: int, several: int) -> int:
+    """So many steps or a few more: rounds and queue are timed from a call's end to another's."""
+    return -(-steps // several) * several
 
 
-def queued(engine: Engine, rows: int, steps: int) -> Queued:
-    """The executable of a round, on its own."""
-    engine.start()
-    runner = engine._runner
-    assert runner is not None
-    several = engine.limits.round_steps
-    found = round_of(engine.limits, rows, Level.GREEDY, several)
-    step, calls = engine.executables[str(found)], -(-steps // several)
-    places = jax.device_put(np.arange(rows, dtype=np.int32))
-    held, kept = (runner.state, runner.rows), runner.rows
-
-    def begin() -> None:
-        """Rows that have nothing generated yet."""
-        nonlocal held
-        held = held[0], jax.device_put(begun(engine, rows))
-
-    def run(count: int) -> tuple[float, float]:
-        """Seconds until so many calls are sent, and until they have run."""
-        nonlocal held
-        start = time.perf_counter()
-        for _ in range(count):
-            held, _ = step(runner.weights, held, places)
-        sent = time.perf_counter()
-        jax.block_until_ready(held)
-        return sent - start, time.perf_counter() - start
-
-    def read(count: int) -> float:
-        """Seconds until so many calls are read."""
-        nonlocal held
-        begin()
-        start = time.perf_counter()
-        flights: deque[jax.Array] = deque()
-        for _ in range(count):
-            held, told = step(runner.weights, held, places)
-            told.copy_to_host_async()
-            flights.append(told)
-            if len(flights) > (ROUNDS_AHEAD if several == 1 else 1):
-                np.asarray(flights.popleft())
-        for told in flights:
-            np.asarray(told)
-        return time.perf_counter() - start
-
-    def asked() -> tuple[float, float]:
-        """Seconds to ask for a step's tokens, and to take them when they have come."""
-        nonlocal held
-        held, told = step(runner.weights, held, places)
-        start = time.perf_counter()
-        told.copy_to_host_async()
-        asked = time.perf_counter() - start
-        jax.block_until_ready(held)
-        time.sleep(1e-3)
-        start = time.perf_counter()
-        np.asarray(told)
-        return asked, time.perf_counter() - start
-
-    begin()
-    run(WARM)
-    begin()
-    whole = run(calls)[1] / (calls * several)
-    reads = read(CALLS) / (CALLS * several)
-    begin()
-    sends = [run(BURST)[0] / BURST for _ in range(CALLS // BURST)]
-    begin()
-    copies, takes = zip(*(asked() for _ in range(50)), strict=True)
-    runner.state, runner.rows = held[0], kept
-    return Queued(whole, reads, *map(statistics.median, (sends, copies, takes)))
-
-
-def begun(engine: Engine, rows: int) -> Rows:
-    """Rows as `rounds` finds them when it begins to count, with all the pages that they will need.
-    The lengths of rows decide how long a step takes."""
-    limits = engine.limits
-    arrays: Any = jax.tree.map(lambda shape: np.zeros(shape.shape, np.int32), row_shapes(limits))
-    arrays.cursor[:] = 0, len(PROMPT), 1
-    # One prompt is read per round. So each row has one token less than the row before it.
-    arrays.cursor[:, 1] += WARM + np.arange(rows)[::-1]
-    arrays.controls[:, INTEGERS.index("slot")] = np.arange(rows)
-    arrays.controls[:, INTEGERS.index("last")] = limits.max_model_len
-    arrays.controls[:, -STOPS:] = -1
-    # Rows get their pages in turn.
-    arrays.tables[:] = np.arange(rows * limits.table_width).reshape(-1, rows).T
-    return arrays
+def differing(run: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> str:
+    """How many tokens of the queue's rows are others in the rounds; "yes" where none is."""
+    found = [
+        other != token
+        for text, own in zip(run, alone, strict=True)
+        for other, token in itertools.zip_longest(text[: len(own)], own)
+    ]
+    return f"{sum(found)} of {len(found)} differ" if any(found) else "yes"
 
 
 def measure(
@@ -272,11 +174,14 @@ def measure(
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
     began = time.perf_counter()
     with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
-        rounds(engine, rows, min(steps, 64))
+        seal, several = engine.seal, engine.limits.round_steps
+        steps = whole_calls(steps, several)
+        rounds(engine, rows, whole_calls(min(steps, 64), several))
         ready = time.perf_counter() - began
         print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
-        seal, several = list(engine.seal.what), engine.limits.round_steps
+        sealed = "; ".join(seal.what) or "yes"
+    same = [differing(run.texts, alone.texts) for alone, run in runs]
     exposed = [run.whole - alone.whole for alone, run in runs]
     return {
         "B": rows,
@@ -291,7 +196,8 @@ def measure(
         "spread us": (max(exposed) - min(exposed)) * 1e6,
         "host us": statistics.median(run.whole - run.waited for _, run in runs) * 1e6,
         "tokens/s": rows / statistics.median(run.whole for _, run in runs),
-        "sealed": "; ".join(seal) or "yes",
+        "sealed": sealed,
+        "same tokens": next((told for told in same if told != "yes"), "yes"),
     }
 
 

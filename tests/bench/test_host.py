@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from jaxattn.bench import host
+from jaxattn.bench import host, host_queue
+from jaxattn.engine.engine import Engine
+from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid
-from jaxattn.models.checkpoint import EMBEDDED, read_config
+from jaxattn.models.checkpoint import EMBEDDED, load, read_config
 
 
 @pytest.mark.slow
@@ -18,7 +21,11 @@ def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     result = json.loads(file.read_text())
     [row] = result["rows"]
     assert result["steps"] == 20 and row["B"] == 2 and row["sealed"] == "yes"
-    assert 0 < row["executable ms"] and 0 < row["host us"] <= row["round ms"] * 1e3
+    assert (
+        row["same tokens"] == "yes"
+        and 0 < row["executable ms"]
+        and 0 < row["host us"] <= row["round ms"] * 1e3
+    )
     assert row["tokens/s"] == pytest.approx(2e3 / row["round ms"])
 
 
@@ -29,12 +36,42 @@ def test_the_rows_of_the_default_options_fit_the_embedded_model():
         assert host.longest(rows, given.steps) <= model.max_position_embeddings
 
 
-def test_several_steps_of_a_call_count_one_by_one(tmp_path):
+@pytest.mark.parametrize("several", [1, 4])
+def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "40", "--repeats", "1", "--json", str(file)]
-    assert host.main([*given, "--steps-per-round", "4"], "bench") == 0
+    assert host.main([*given, "--steps-per-round", str(several)], "bench") == 0
     [row] = json.loads(file.read_text())["rows"]
-    assert row["steps"] == 4 and row["sealed"] == "yes"
+    assert row["steps"] == several and row["sealed"] == row["same tokens"] == "yes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [1, 4])
+def test_the_queue_decodes_what_the_rounds_decode(several):
+    """Row by row, through all steps that count: so lengths, pages and experts are the same."""
+    config, params = load(EMBEDDED)
+    model = Hybrid(config)
+    rows, steps = 2, 72  # the last tokens have a page of their own
+    length = host.longest(rows, steps)
+    limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
+    with Engine(model, params, limits) as engine:
+        for _ in range(2):  # the queue's pages come from nowhere else; then behind rounds
+            alone = host_queue.queued(engine, rows, steps)
+            more = len(alone.texts[-1]) - (host_queue.WARM + 1 + steps)
+            assert 0 <= more < several  # it ends with the last call that counts
+            pages = [np.asarray(engine._runner.rows.tables)]
+            run = host.rounds(engine, rows, steps)
+            assert host.differing(run.texts, alone.texts) == "yes"
+            pages.append(np.asarray(engine._runner.rows.tables))
+            used = -(-(len(host_queue.PROMPT) + len(alone.texts[-1])) // engine.limits.page_tokens)
+            assert used > 1 and np.array_equal(pages[0][:, :used], pages[1][:, :used])
+    first = alone.texts[0]
+    assert len(set(first)) > 4  # a text, which other rows or lengths would not give
+
+
+def test_tokens_that_differ_are_counted():
+    assert host.differing([[1, 2, 3], [4, 5]], [[1, 2], [4, 5]]) == "yes"
+    assert host.differing([[1, 2, 3], [4, 5]], [[1, 3], [4, 5, 6]]) == "2 of 5 differ"
 
 
 @pytest.mark.parametrize(
