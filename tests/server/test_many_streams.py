@@ -63,7 +63,7 @@ def test_streams_of_the_embedded_model_have_what_generate_gives_and_none_starves
         with live(served(lambda: engine, limits=limits)) as server:
             found = crowd(server.port, prompts, tokens)
     assert [text.encode() for text, _ in found] == [bytes(each.tokens) for each in done]
-    # Tokens that come before a stream's task runs share a chunk. It must stay a rare case.
+    # Two rounds that are read in one step give a chunk of two tokens. It must stay a rare case.
     assert sum(len(times) for _, times in found) >= 0.98 * STREAMS * tokens
     gaps = [
         after - before
