@@ -107,6 +107,16 @@ def result(case, implementation, opened):
     )[0]  # fmt: skip
 
 
+def weights_in_float64(case, tokens, ids):
+    """The weights [top_k] of the experts of one token, by the float32 router."""
+    logits = np.asarray(tokens, np.float64) @ np.asarray(case.exact, np.float64)
+    scores = 1 / (1 + np.exp(-logits))
+    if case.router.scores == "softmax":
+        scores = np.exp(logits) / np.exp(logits).sum()
+    own = scores[0, np.asarray(ids[0, : case.router.top_k])]
+    return own / own.sum() * case.router.scale if case.router.normalize else own
+
+
 @both_devices
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_token_gets_its_experts_and_their_sum(name, implementation):
@@ -122,14 +132,7 @@ def test_a_token_gets_its_experts_and_their_sum(name, implementation):
     assert no_list is None
     layer = case.gate_up[2], case.down[2]
     assert relative(y, expected(case.x, wanted_ids, wanted, *layer)) < 1e-3
-    # float64: the scores of the float32 router
-    logits = np.asarray(case.x, np.float64) @ np.asarray(case.exact, np.float64)
-    scores = 1 / (1 + np.exp(-logits))
-    if case.router.scores == "softmax":
-        scores = np.exp(logits) / np.exp(logits).sum()
-    own = scores[0, np.asarray(ids[0, : case.router.top_k])]
-    if case.router.normalize:
-        own = own / own.sum() * case.router.scale
+    own = weights_in_float64(case, case.x, ids)
     np.testing.assert_allclose(weights[0, : case.router.top_k], own, rtol=1e-4)
     np.testing.assert_array_equal(weights[0, case.router.top_k :], 1)
 
@@ -251,13 +254,7 @@ def check_norm(name, implementation, **sizes):
     np.testing.assert_allclose(stream.total, total, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(listed.rows[:1].astype(jnp.float32), normed, rtol=2**-8, atol=1e-6)
     case = dataclasses.replace(case, x=jnp.asarray(stream))
-    logits = normed @ np.asarray(case.exact, np.float64)
-    scores = 1 / (1 + np.exp(-logits))
-    if case.router.scores == "softmax":
-        scores = np.exp(logits) / np.exp(logits).sum()
-    own = scores[0, np.asarray(ids[0, : case.router.top_k])]
-    if case.router.normalize:
-        own = own / own.sum() * case.router.scale
+    own = weights_in_float64(case, normed, ids)
     np.testing.assert_allclose(weights[0, : case.router.top_k], own, rtol=2e-2)
     wanted = expected(jnp.asarray(normed), ids, weights, case.gate_up[2], case.down[2])
     assert relative(result(case, implementation, opened), wanted) < 6e-3
