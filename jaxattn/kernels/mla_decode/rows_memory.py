@@ -149,6 +149,7 @@ class Refs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
+    made_of_ref: Any  # None: the schedule is the call's own
     kv_scale_ref: Any  # of a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
@@ -184,19 +185,17 @@ class Block:
     def __init__(self, cut: Cut, refs: Refs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = Part.of(
-            refs.cuts_ref, refs.order_ref, self.index, refs.lens_ref, refs.table_ref, refs.kv_ref,
-            refs.layer_ref,
-        )  # fmt: skip
+        self.part = Part.of(refs, self.index)
         self.packed = pl.ds(self.tile * TILE, TILE)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
 
-    def each_empty_row(self, write: Callable[[jax.Array], None]) -> None:
-        """Calls write(row) for this block's share of the rows without tokens."""
+    def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
+        """Calls write(row, known) for this block's share of the rows without tokens, and of those
+        of which the schedule knows another length: there `known` is False."""
 
         @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)
         def _each(row):
-            pl.when(self.part.pages_of(row) <= 0)(lambda: write(row))
+            pl.when(self.part.pages_of(row) <= 0)(lambda: write(row, self.part.known(row)))
 
     def rows_of(self, row: jax.Array) -> Any:
         """A row's rows of the output."""

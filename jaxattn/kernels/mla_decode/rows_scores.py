@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.machine import shown
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.hopper.online_softmax import PARTIAL, partial_sums, reference
-from jaxattn.kernels.mla_decode.part import Place, visible_keys
+from jaxattn.kernels.mla_decode.part import Place, nothing_or_nan, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
     PAGES,
@@ -135,8 +135,9 @@ class Scores:
         self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole, lse)
         return pages_before + steps, pieces_before + 1, q
 
-    def _write_nothing(self, row: jax.Array) -> None:
-        nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), BY_ROW)
+    def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
+        nothing = plgpu.layout_cast(jnp.full((TILE,), lowest), BY_ROW)
         store(self.refs.lse_ref.at[row, self.block.packed], nothing)
 
 
