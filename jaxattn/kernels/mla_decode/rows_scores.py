@@ -66,17 +66,6 @@ class Scores:
 
         self.block.each_empty_row(self._write_nothing)
 
-    def _columns_of(self, row: jax.Array, first: int, width: int) -> Any:
-        """Some columns of the tile's queries."""
-        refs, tiles_of_heads = self.refs, self.cut.num_heads // TILE
-        if refs.q_rope_ref is None:
-            return refs.q_ref.at[row, self.block.packed, pl.ds(first, width)]
-        token = lax.div(self.block.tile, tiles_of_heads)
-        heads = pl.ds(lax.rem(self.block.tile, tiles_of_heads) * TILE, TILE)
-        if first == RANK:
-            return refs.q_rope_ref.at[row, token, heads]
-        return refs.q_ref.at[heads, row, token, pl.ds(first, width)]
-
     def _load_queries(self, at: Any) -> Any:
         """The queries of the part's first row from there on, if there is one. Returns the quarters
         in registers; if there is none, those of some row."""
@@ -87,19 +76,19 @@ class Scores:
         @pl.when(page < stop)
         def _():
             plgpu.commit_smem()  # all four warps have read the last ones
-            first = self._columns_of(row, 0, QUARTER)
+            first = self.block.queries(row, 0, QUARTER)
             plgpu.copy_gmem_to_smem(first, refs.q_smem, refs.q_loaded)
             if self.cut.rope:
-                some = self._columns_of(row, RANK, ROPE)
+                some = self.block.queries(row, RANK, ROPE)
                 plgpu.copy_gmem_to_smem(some, refs.q_rope_smem, refs.q_loaded)
             for i in range(3) if interpret else ():
-                some = self._columns_of(row, (1 + i) * QUARTER, QUARTER)
+                some = self.block.queries(row, (1 + i) * QUARTER, QUARTER)
                 plgpu.copy_gmem_to_smem(some, refs.q_others_smem.at[i], refs.q_loaded)
 
         if interpret:
             return ()
         row = self.part.some_row(row)
-        quarters = [self._columns_of(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
+        quarters = [self.block.queries(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
         # Loads of 8 bytes and a shuffle: 4 bytes a thread, as the products have them, touch twice
         # as many lines.
         loaded = [
