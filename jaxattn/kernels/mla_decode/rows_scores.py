@@ -57,7 +57,7 @@ class Scores:
 
     def run(self) -> None:
         zero = jnp.int32(0)
-        queries = self._load_queries(self.part.first())
+        queries = self._load_queries(self.part.settle(self.part.first()))
         taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
 
         @pl.when(taken > 0)
@@ -67,10 +67,10 @@ class Scores:
         self.block.each_empty_row(self._write_nothing)
 
     def _load_queries(self, at: Any) -> Any:
-        """The queries of the part's first row from there on, if there is one. Returns the quarters
+        """The queries of the row at a page, as `settle` has it, if there is one. Returns the quarters
         in registers; if there is none, those of some row."""
         refs, interpret = self.refs, self.cut.interpret
-        place, page, stop = self.part.settle(at)
+        place, page, stop = at
         row = place.row
 
         @pl.when(page < stop)
@@ -103,6 +103,8 @@ class Scores:
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
         pages = Pages(self, place.row, start, pages_before, others)
 
+        stop = start + steps
+        following = self.part.settle((place, stop, stop))  # reads lengths: not when they are needed
         top, total = pages.run(steps)
         # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
         # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
@@ -116,8 +118,7 @@ class Scores:
         self.shared.sums[...] = total
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.sums_written)
-        stop = start + steps
-        q = self._load_queries((place, stop, stop))
+        q = self._load_queries(following)
         lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
         whole = steps == self.part.pages_in(pages.length)
         refs, packed = self.refs, self.block.packed
