@@ -67,8 +67,8 @@ class Scores:
         self.block.each_empty_row(self._write_nothing)
 
     def _load_queries(self, at: Any) -> Any:
-        """The queries of the row at a page, as `settle` has it, if there is one. Returns the quarters
-        in registers; if there is none, those of some row."""
+        """The queries of the row at a page, which `settle` has found, if there is one. Returns the
+        quarters in registers; if there is none, those of some row."""
         refs, interpret = self.refs, self.cut.interpret
         place, page, stop = at
         row = place.row

@@ -11,9 +11,9 @@ and are never joined in memory. A compute warpgroup's step i is
 and a barrier that goes back and forth lets one warpgroup's products run during the other's softmax.
 P stays in registers; the output leaves through the queries' shared memory. Tiles with the most keys
 go first, and the heads that work at one time are few enough for their keys and values to stay in
-L2. A block walks from its last keys to its first: blocks of other tiles begin elsewhere, so that they
-do not all ask L2 for the same keys at the same time. Where all rows are known to be whole, a block of
-each SM takes many tiles (`Config.resident`).
+L2. A block walks from its last keys to its first: blocks of other tiles begin elsewhere, so that
+they do not all ask L2 for the same keys at the same time. Where all rows are known to be whole, a
+block of each SM takes many tiles (`Config.resident`).
 """
 
 import dataclasses

@@ -15,8 +15,13 @@ from tests.helpers.kernel_cases import both_devices, no_races, slow
 # Of each row of the batch: the slots of its partial results. The first was written whole; one has
 # all parts, its first one in slot 5; of the last the schedule knows another length.
 SLOTS = [
-    [], [5, *range(2, 58, 2)], [59, 60], [61, 64, 66, 68, 70, 72, 74, 76, 78], [81, 82, 84], [83, 86],
-]  # fmt: skip
+    [],
+    [5, *range(2, 58, 2)],
+    [59, 60],
+    [61, 64, 66, 68, 70, 72, 74, 76, 78],
+    [81, 82, 84],
+    [83, 86],
+]
 PARTS = 44
 
 
