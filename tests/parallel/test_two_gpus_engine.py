@@ -22,6 +22,7 @@ import jax
 import pytest
 
 from jaxattn.plan.group import COLLECTIVES
+from tests.parallel.processes import LONG
 from tests.parallel.test_two_processes import two_ports
 from tests.parallel.two_gpus_engine import ONE_LAUNCH
 
@@ -151,7 +152,7 @@ def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layou
 def test_a_process_that_is_killed_ends_the_other_with_one_message_and_frees_its_gpu(served):
     leader, other = served.processes[KILLED]
     try:
-        assert other.wait(timeout=120) == -signal.SIGKILL
+        assert other.wait(timeout=LONG + 10) == -signal.SIGKILL
         began = time.perf_counter()
         leader.wait(timeout=30)
     finally:
