@@ -16,7 +16,7 @@ import jax
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.devices import arguments, group_of, jitted_step, model_step
 from jaxattn.engine.garbage import unsearched
-from jaxattn.engine.kept import Kept, UnknownError, folder_of_cache
+from jaxattn.engine.kept import Kept, UnknownError, folder_of_cache, keep_nothing
 from jaxattn.engine.lowered import Lowered
 from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.process import PROCESS
@@ -68,6 +68,8 @@ def compiled_steps(
         steps = PROCESS.steps.get(key)
         if steps is None:
             kept = None
+            if any(each.process_index != jax.process_index() for each in devices):
+                keep_nothing()
             if len(devices) == 1:
                 decides = (model, shape, implementation, leaves, str(tree), x64)
                 kept = _kept(devices[0], decides)
@@ -118,7 +120,8 @@ def _compile(
             kept.store(str(step), executable)
         return executable
 
-    kernels_for = own if backend == "gpu" else None
+    # Processes of one engine tune programs together, and would wait for each other's.
+    kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
     steps = all_steps(limits)
     return Steps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
 
