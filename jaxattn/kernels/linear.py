@@ -201,8 +201,9 @@ def linears_mosaic(
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    turns, norms = (each and each.constants for each in (turned, norm))
     out = launch(
-        lambda **refs: Block(cut, turned, norm, Refs(**refs)).run(),
+        lambda **refs: Block(cut, turns, norms, Refs(**refs)).run(),
         name="linear_layer",
         grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},

@@ -49,6 +49,7 @@ from jaxattn.ops.all_reduce_norm import (
 from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
 
 LEAST_ROWS = 8  # of the head's product
+MANY_LAYERS = 16  # that a step of one token has without a loop; fewer gain little by it
 
 
 class Layer(nnx.Module):
@@ -245,7 +246,8 @@ class Decoder(nnx.Module):
                 return x, y.astype(added), state
 
             carry = x, y, state
-            x, y, state = loop(segment.repeats, body, carry, (params,))
+            unrolled = self._unrolled(segment, valid.size, implementation)
+            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled)
         return self._head(x + (self._own_total(y) if fused else y)), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
@@ -303,6 +305,15 @@ class Decoder(nnx.Module):
     def _fused(self, tokens: int) -> bool:
         """Whether a step of so many tokens sums over the GPUs where it norms."""
         return self.spec.sums_fused and tokens <= self.spec.summed_tokens
+
+    def _unrolled(
+        self, segment: Segment[Block], tokens: int, implementation: Implementation | None
+    ) -> bool:
+        """Whether a step's repeats follow one another without a loop: those of one token on one
+        GPU, where launches that only count take 3 to 6% of the step."""
+        by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
+        one = tokens == 1 == self.spec.parallel.gpus
+        return one and by_kernels and segment.num_layers >= MANY_LAYERS
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""
