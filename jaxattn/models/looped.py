@@ -21,7 +21,7 @@ from jaxattn.models.mailbox import NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
 from jaxattn.ops.norm import add_rms_norm_layer
-from jaxattn.ops.norm_linear import Unnormed
+from jaxattn.ops.norm_linear import Unnormed, array_of
 from jaxattn.parallel.compiled import SCOPE
 
 
@@ -66,22 +66,22 @@ def in_repeat(following: Array) -> LayerOf:
 def apart(norm: RMSNorm) -> Callable:
     """A norm as a function that adds first: (x, added, state) -> (sum, its norm, state)."""
 
-    def add_norm(x: Array, added: Array, state: DecodeState) -> tuple[Array, Array, DecodeState]:
-        x = x + added
+    def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
+        x = x + array_of(added, x.shape)
         return x, norm(x), state
 
     return add_norm
 
 
 def add_norm_in_stack(
-    x: Array, added: Array, state: DecodeState, **options: Any
+    x: Array, added: Any, state: DecodeState, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
     """As `apart`'s, by a norm in the stack of all layers' norms."""
-    return *add_rms_norm_layer(x, added, **options), state
+    return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
 
 
 def left_unnormed(
-    x: Array, added: Array, state: DecodeState, *, weights: Array, **options: Any
+    x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
 ) -> tuple[Array, Unnormed, DecodeState]:
     """As `apart`, but the product that reads the norm makes norm and sum; see `summed`."""
     return x, Unnormed(x, added, weights, **options), state

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn.bench.model.named import find
-from jaxattn.models import CacheSize, DecodeBatch, huggingface
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface
 from jaxattn.models.base import init_state, jit_step, scratch_spec
 from jaxattn.models.decoder_network import MANY_LAYERS, Decoder
 
@@ -48,6 +48,18 @@ def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
     np.testing.assert_array_equal(unrolled[0], looped[0])
     for one, other in zip(unrolled[1], looped[1], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8"])
+def test_the_same_with_the_kernels(folder, monkeypatch):
+    assert jax.default_backend() == "gpu"
+    looped = decoded(folder, "bfloat16")
+    monkeypatch.setattr(decoder_network, "MANY_LAYERS", 1)
+    unrolled = decoded(folder, "bfloat16")
+    assert unrolled[2] != looped[2]
+    near = 1e-3 * np.linalg.norm(looped[0])
+    assert np.isfinite(looped[0]).all() and np.linalg.norm(unrolled[0] - looped[0]) <= near
 
 
 @pytest.mark.parametrize(

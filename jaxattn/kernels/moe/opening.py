@@ -138,7 +138,7 @@ def opening_mosaic(
     h_ref, tiled = jax.new_ref(lane), swizzled(dtype)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     scores = plgpu.SMEM((cut.choice.width,), jnp.float32)
-    normed = norm and norm.constants
+    normed = None if norm is None else norm.constants
     out = launch(
         lambda **refs: Block(cut, normed, Refs(**refs)).run(),
         name="moe_open",
