@@ -24,9 +24,9 @@ from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 from jaxattn.kernels.mla_decode.schedule import Schedule
 
-# Partial results that are read at a time, of 64 dims, of which each takes four registers; of 128 dims,
-# or where few are left.
-MANY, FEW = 16, 8
+# Partial results that are read at a time, by how many times 64 dims, for each of which a result
+# takes four registers; and where few are left.
+MANY, FEW = {1: 16, 2: 8}, 8
 AT_A_TIME = 2  # times 64 dims that the interpreter's launch merges at a time
 
 
@@ -140,11 +140,11 @@ class Combination:
             plgpu.layout_cast(jnp.zeros((ACROSS,), jnp.float32), BY_ROW),
             (nothing,) * len(dims),
         )
-        done = jnp.int32(0)
-        if len(dims) == 1:
-            rounds = lax.div(number, MANY)
-            state = lax.fori_loop(0, rounds, lambda j, state: add(j * MANY, MANY, state), state)
-            done = rounds * MANY
+        many, done = MANY[len(dims)], jnp.int32(0)
+        if many > FEW:
+            rounds = lax.div(number, many)
+            state = lax.fori_loop(0, rounds, lambda j, state: add(j * many, many, state), state)
+            done = rounds * many
         rounds = lax.div(number - done + (FEW - 1), FEW)
         return lax.fori_loop(0, rounds, lambda j, state: add(done + j * FEW, FEW, state), state)
 
