@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxattn import __version__
+from jaxattn.cli.compiled import NONE
 from jaxattn.cli.models import Chosen, one_line
 from jaxattn.cli.options import InputError
 from jaxattn.engine.crew import Crew, end_process
+from jaxattn.engine.kept import keep_nothing
 from jaxattn.engine.links import HostError, host_and_port
 from jaxattn.memory.limits import Limits
 from jaxattn.models.fingerprint import fingerprint
@@ -80,6 +82,11 @@ def read_place(options: argparse.Namespace, environment: Mapping[str, str]) -> P
             "--utilization finds a number of pages for each host by itself, and all need the "
             "same: give --num-pages"
         )
+    if options.compile_cache not in (None, NONE) and place.processes > 1:
+        raise InputError(
+            "--compile-cache keeps executables of one process; several compile together at every "
+            "start: leave it out"
+        )
     return place if place.processes > 1 else None
 
 
@@ -102,6 +109,7 @@ def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
         place.rank,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
+    keep_nothing()
     try:
         if place.rank == 0:
             crew = Crew.leading(place.meeting, place.processes, **options)

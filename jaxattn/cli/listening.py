@@ -69,7 +69,7 @@ def serve(
     _warn_of_others(settings, messages)
     stages.ended("opening the port")
     _log_to_stderr(quiet=options.quiet)
-    if options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
+    if crew is None and options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
         _keep_compiled(messages)
 
     def make() -> Engine:

@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 PACKAGE = Path(__file__).parent.parent
 SUFFIX, UNFINISHED = ".step", ".part"
@@ -122,6 +123,17 @@ class Kept:
         for file in (*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{UNFINISHED}")):
             if file.stat().st_mtime < least:
                 file.unlink(missing_ok=True)
+
+
+def keep_nothing() -> None:
+    """Turns JAX's cache off in this process, which is one of several of an engine.
+
+    XLA's processes tune a program together: each times a part of its products, and waits up to 24
+    hours for what the others have found. One that has the executable already tunes nothing. And
+    JAX lets process 0 alone keep executables.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
 
 
 def folder_of_cache() -> Path | None:

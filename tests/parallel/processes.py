@@ -6,6 +6,7 @@ is the embedded model's with its kernels, on CPUs a small one's.
 """
 
 import dataclasses
+import faulthandler
 import json
 import os
 import signal
@@ -25,12 +26,15 @@ from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
 STUCK = 5.0  # seconds
 SLOW = 120.0  # that a step may take on a machine with other work
+LONG = 90.0  # on GPUs a process that is there after so long says where it is
 
 
 def main(rank: int, coordinator: str, what: str) -> None:
     if on_cpu := os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_default_matmul_precision", "highest")
         jax.config.update("jax_disable_most_optimizations", True)
+    else:
+        faulthandler.dump_traceback_later(LONG)
     wrong = what if rank == 1 else "nothing"
     limits = {"stuck": STUCK if what == "stuck" else SLOW, "silent": SLOW}
     with joined(Place(rank, 2, coordinator), **limits) as crew:

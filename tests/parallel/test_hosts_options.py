@@ -20,6 +20,7 @@ SLURM = {
     "SLURM_PROCID": "2",
     "SLURM_STEP_NUM_TASKS": "4",
 }
+SECOND = ["--processes", "2", "--process", "1", "--coordinator", "host-0:1234"]
 WORKER = {"LWS_LEADER_ADDRESS": "v3-0.v3.ns", "LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"}
 
 
@@ -28,8 +29,7 @@ def place(*flags: str, environment: dict[str, str] | None = None) -> Place | Non
 
 
 def test_flags_say_which_process_this_is():
-    flags = ["--processes", "2", "--process", "1", "--coordinator", "host-0:1234"]
-    found = place(*flags)
+    found = place(*SECOND)
     assert found == Place(1, 2, "host-0:1234") and found.meeting == "host-0:1235"
     assert Place(0, 2, "host-0:1234").meeting == "0.0.0.0:1235"
 
@@ -70,6 +70,7 @@ def test_the_first_node_of_a_list(nodes, first):
         (["--cluster", "kubernetes"], {"JOB_COMPLETION_INDEX": "0"}, "--processes and --coord"),
         (["--processes", "2", "--process", "2", "--coordinator", "a:1"], {}, "numbered from 0"),
         (["--processes", "2", "--process", "1", "--coordinator", "a"], {}, "HOST:PORT; got 'a'"),
+        ([*SECOND, "--compile-cache", "kept"], {}, "--compile-cache keeps executables of one"),
         (
             ["--cluster", "kubernetes", "--utilization", "0.9"],
             WORKER,

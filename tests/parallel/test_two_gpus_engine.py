@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ import jax
 import pytest
 
 from jaxattn.plan.group import COLLECTIVES
+from tests.parallel.processes import LONG
 from tests.parallel.test_two_processes import two_ports
 from tests.parallel.two_gpus_engine import ONE_LAUNCH
 
@@ -42,11 +43,11 @@ pytestmark = [
 class Served:
     """What the engines' processes say, read when it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Iterable[str]) -> None:
         self._began, self._found = time.perf_counter(), dict[str, Any]()
         # Of the leader that loses the other. A pipe that nobody reads yet would fill, and stop it.
         self.errors = tempfile.TemporaryFile("w+")
-        self.processes = {layout: begun(layout, self.errors) for layout in SHARES}
+        self.processes = {layout: begun(layout, self.errors) for layout in layouts}
 
     def __getitem__(self, layout: str) -> Any:
         if layout not in self._found:
@@ -107,9 +108,19 @@ def process(
     )
 
 
+def needed(item: pytest.Item) -> set[str]:
+    """The layouts that a test asks for."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    names = {"killed": {KILLED}, "text": {ALONE}, "peak": {CONTEXT}, "collectives": {CONTEXT}}
+    found = set().union(*(layouts for name, layouts in names.items() if name in item.name))
+    return found | {params["layout"]} if params else found
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    served = Served()
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    here = [each for each in request.session.items if each.path == request.path]
+    asked = set().union(*map(needed, here))
+    served = Served(layout for layout in SHARES if layout in asked)
     try:
         yield served
     finally:
@@ -151,7 +162,7 @@ def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layou
 def test_a_process_that_is_killed_ends_the_other_with_one_message_and_frees_its_gpu(served):
     leader, other = served.processes[KILLED]
     try:
-        assert other.wait(timeout=120) == -signal.SIGKILL
+        assert other.wait(timeout=LONG + 10) == -signal.SIGKILL
         began = time.perf_counter()
         leader.wait(timeout=30)
     finally:

@@ -43,9 +43,9 @@ def two_ports() -> int:
             return port
 
 
-def begun(what: str) -> list[subprocess.Popen[str]]:
+def begun(what: str, **environment: str) -> list[subprocess.Popen[str]]:
     flags = FLAGS.replace("device_count=8", "device_count=2")
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", **environment}
     coordinator = f"127.0.0.1:{two_ports()}"
     return [
         subprocess.Popen(
@@ -60,8 +60,14 @@ def begun(what: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def test_the_leader_generates_what_one_device_does():
-    processes = begun("nothing")
+def test_the_leader_generates_what_one_device_does_and_no_process_keeps_executables(tmp_path):
+    # On GPUs a process that finds one, where another does not, would leave that waiting.
+    processes = begun(
+        "nothing",
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
     try:
         (led, errors), (followed, others) = (each.communicate(timeout=500) for each in processes)
     finally:
@@ -70,6 +76,7 @@ def test_the_leader_generates_what_one_device_does():
     assert [each.returncode for each in processes] == [0, 0], errors[-2000:] + others[-2000:]
     assert followed.splitlines()[-1] == "followed"
     compare(tokens=json.loads(led.splitlines()[-1]))
+    assert not [*tmp_path.iterdir()]
 
 
 @on_virtual_devices
