@@ -17,6 +17,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
+from jaxattn.kernels.gqa_turbo.unpack import turbo_unpack_mosaic
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.moe_route import Router, route
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
@@ -105,6 +106,14 @@ def turbo(
     cache = x(2, 64, kv_heads, page * form.slot_bytes, dtype=jnp.uint8)
     more = (ints(rows) if q_len > 1 else None, f32(count) if dim == 64 else None)
     return op, (q, cache, ints(rows, width), ints(rows), *more, q if dim == 256 else None)
+
+
+def turbo_unpack(dim: int, page: int, preset: str) -> Launch:
+    """Pages of codes as float16 keys and values."""
+    form = TurboFormat(preset=preset, head_dim=dim)
+    cache = x(4, 512, 8, page * form.slot_bytes, dtype=jnp.uint8)
+    op = partial(turbo_unpack_mosaic, form=form)
+    return op, (cache, ints(2, 40), ints(2, 2), ints(1))
 
 
 def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
@@ -382,6 +391,9 @@ EXTRA: dict[str, Launch] = {
     "turbo_decode_pages_of_16": turbo(1, (32, 8, 128), 16, 1, "4bit_nc", soft_cap=30.0),
     "turbo_decode_gate_tokens": turbo(64, (16, 2, 256), 128, 3, "k8v4"),
     "turbo_decode_gate": turbo(64, (16, 2, 256), 64, 1, "4bit_nc"),
+    "turbo_unpack_4bit_nc": turbo_unpack(128, 64, "4bit_nc"),
+    "turbo_unpack_k8v4": turbo_unpack(64, 64, "k8v4"),
+    "turbo_unpack_3bit_nc": turbo_unpack(256, 128, "3bit_nc"),
     "turbo_append_4bit_nc": turbo_append(64, (32, 8, 128), 1, "4bit_nc"),
     "turbo_append_k8v4": turbo_append(1, (64, 8, 64), 300, "k8v4"),
     "turbo_append_3bit_nc": turbo_append(4, (16, 2, 256), 2, "3bit_nc"),
