@@ -127,7 +127,7 @@ def gqa_decode(
         schedule: `decode_schedule` of these `seq_lens`, shapes and window. A row whose length
             differs from the schedule's gives NaN, in its LSE too. The layers of a step share it,
             one call after another: calls count in its `arrived`. Without it each call makes one, in
-            one or two dozen small kernels. XLA does not read it.
+            one or two dozen small kernels. XLA checks it, and does not read it.
         arena: where the kernel's output goes, region "out" of `scratch`; `out` is then a view of
             it, good until the arena is written again. It comes back as it was where XLA runs.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
