@@ -199,9 +199,8 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
-def with_recent(dtype: Any) -> Launch:
+def with_recent(rows: int, keys: int, values: int, dtype: Any) -> Launch:
     """The delta rule of a stack of layers, with recent tokens beside the states."""
-    rows, keys, values = 9, 2, 4
 
     def op(q: Any, k: Any, v: Any, a: Any, b: Any, state: Any, recent: Any, *args: Any) -> Any:
         slots, filled, A_log, dt_bias, layer = args
@@ -216,6 +215,23 @@ def with_recent(dtype: Any) -> Launch:
     weights = f32(values), f32(values)
     gates = x(rows, 1, values), x(rows, 1, values)
     return op, (*heads, *gates, pool, recent, ints(rows), ints(rows), *weights, ints())
+
+
+def kimi_with_recent(rows: int, heads: int) -> Launch:
+    """Kimi's delta rule, with recent tokens beside the states."""
+
+    def op(q: Any, k: Any, v: Any, f: Any, b: Any, state: Any, recent: Any, *args: Any) -> Any:
+        slots, filled, A_log, dt_bias, layer = args
+        return jaxattn.kda.kda_decode(
+            q, k, v, f, b, state, slots, A_log=A_log, dt_bias=dt_bias, layer=layer, recent=recent,
+            filled=filled, **MOSAIC,
+        )  # fmt: skip
+
+    of_heads = [x(rows, 1, heads, 128) for _ in range(4)]
+    recent = jax.eval_shape(lambda: jaxattn.kda.recent_tokens(rows, heads, heads, layers=6))
+    pool, weights = f32(6, rows, heads, 128, 128), (f32(heads), f32(heads, 128))
+    given = *of_heads, x(rows, 1, heads), pool, recent
+    return op, (*given, ints(rows), ints(rows), *weights, ints())
 
 
 def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
@@ -402,8 +418,12 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
-    "gdn_decode_recent_float32": with_recent(jnp.float32),
-    "gdn_decode_recent_bfloat16": with_recent(jnp.bfloat16),
+    "gdn_decode_recent_few": with_recent(1, 16, 32, jnp.float32),
+    "gdn_decode_recent_float32": with_recent(9, 2, 4, jnp.float32),
+    "gdn_decode_recent_bfloat16": with_recent(128, 16, 32, jnp.bfloat16),
+    "kda_decode_recent_few": kimi_with_recent(1, 32),
+    "kda_decode_recent_16": kimi_with_recent(16, 32),
+    "kda_decode_recent": kimi_with_recent(128, 32),
     "kda_decode_few_states": kimi_delta(1, 1, 32),
     "kda_decode_large_tiles": kimi_delta(8, 1, 32),
     "kda_decode": kimi_delta(128, 1, 32),
