@@ -130,14 +130,33 @@ def test_rows_fold_at_different_steps(implementation, channels, strong):
 @pytest.mark.parametrize("stages", [2, 4])
 @of_both
 def test_every_configuration(channels, stages, split, monkeypatch):
-    """Those that few and many states have, in the interpreter."""
-    config = recent.Config(recent.TILE, stages, HEADS // KEY_HEADS, split)
-    monkeypatch.setattr(recent, "choose_config", lambda *_: config)
+    """Those that few and many states have, in the interpreter: the same bits."""
     steps = Steps([2, -1, 0], [15, 0, 4], channels=channels)
     given = steps.draw()
-    out, steps.pool, steps.recent = op(steps, given, "mosaic_gpu_interpret")
+    found = []
+    for config in (recent.Config(recent.TILE, stages, HEADS // KEY_HEADS, split),
+                   recent.Config(recent.TILE, 3, HEADS // KEY_HEADS)):  # fmt: skip
+        monkeypatch.setattr(recent, "choose_config", lambda *_, config=config: config)
+        found.append(op(steps, given, "mosaic_gpu_interpret"))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    out, steps.pool, steps.recent = found[0]
     steps.check(given, out)
     steps.check_others()
+
+
+@both_devices
+@of_both
+@pytest.mark.parametrize("long", [1e-30, 1e18, 1e30])
+def test_queries_and_keys_of_any_length(implementation, channels, long):
+    """Keys of zeros, and those whose squares overflow, as without places; no NaN."""
+    steps = Steps([1, 0], [15, 6], channels=channels)
+    q, k, *rest = (x.astype(jnp.float32) for x in steps.draw())
+    given = q * long, k * long * jnp.array([0, 1.0])[:, None, None, None], *rest
+    found, expected = (op(steps, given, each) for each in (implementation, "xla"))
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -150,7 +169,9 @@ def test_as_many_rows_as_choose_each_configuration(channels, rows, monkeypatch):
     steps = Steps(range(rows), [row % PLACES for row in range(rows)], channels=channels)
     for _ in range(3):
         given = steps.draw()
-        out, steps.pool, steps.recent = op(steps, given, "mosaic_gpu")
+        first, again = (op(steps, given, "mosaic_gpu") for _ in range(2))
+        jax.tree.map(np.testing.assert_array_equal, first, again)
+        out, steps.pool, steps.recent = first
         steps.check(given, out)
 
 
