@@ -12,7 +12,7 @@ from jaxattn import gdn, kda
 from jaxattn.kernels.gdn_decode import recent
 from jaxattn.kernels.gdn_decode.recent import PLACES, Recent
 from tests.helpers.at_once import at_once
-from tests.helpers.kernel_cases import both_devices, no_races, relative
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
 DIM, KEY_HEADS, HEADS, SLOTS, LAYERS, LAYER = 128, 1, 2, 4, 2, 1
 this = sys.modules[__name__]
@@ -115,7 +115,7 @@ of_both = pytest.mark.parametrize("channels", [False, True], ids=["heads", "chan
 
 
 @both_devices
-@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("strong", [slow(False), True])
 @of_both
 def test_rows_fold_at_different_steps(implementation, channels, strong):
     steps = Steps([2, -1, 0], [13, 0, 9], strong=strong, channels=channels)
@@ -175,8 +175,10 @@ def test_few_and_many_rows_on_a_gpu(channels, rows, monkeypatch):
         steps.check(given, out)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@of_both
+@pytest.mark.parametrize(
+    "channels, dtype",
+    [(False, np.float32), slow(False, jnp.bfloat16), slow(True, np.float32), (True, jnp.bfloat16)],
+)
 def test_xla_by_the_recurrence(channels, dtype):
     steps = Steps([2, -1, 0], [0, 0, 5], dtype=dtype, channels=channels)
     for _ in range(20):
