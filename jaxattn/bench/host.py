@@ -13,8 +13,8 @@ while it is shorter than a step. `same tokens` says whether queue and rounds dec
 they did not, their difference says nothing.
 
 With --grammars N, N of the rows follow a grammar in further runs. Each of their steps waits for its
-host, which reads the tokens and fills masks before it samples. `grammar ms` is wall time per step of
-all rows, `grammar host us` what the host takes of it. The model's vocabulary is made of words.
+host, which reads the tokens and fills masks before it samples. `grammar ms` is wall time per step
+of all rows, `grammar host us` what the host takes of it. The model's vocabulary is made of words.
 
 Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
 its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
