@@ -13,8 +13,9 @@ while it is shorter than a step. `same tokens` says whether queue and rounds dec
 they did not, their difference says nothing.
 
 With --grammars N, N of the rows follow a grammar in further runs. Each of their steps waits for its
-host, which reads the tokens and fills masks before it samples. `grammar ms` is wall time per step
-of all rows, `grammar host us` what the host takes of it. The model's vocabulary is made of words.
+host, which reads the tokens and fills masks before it samples. `N grammars ms` is wall time per
+step of all rows, `N grammars us` what the host takes of it. The model's vocabulary is made of
+words.
 
 Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
 its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
@@ -73,9 +74,10 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--grammars",
         type=int,
+        nargs="+",
         metavar="N",
-        default=0,
-        help="rows that follow a grammar, beside others",
+        default=[],
+        help="rows that follow a grammar, in runs of their own",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     args = parser.parse_args(argv)
@@ -86,8 +88,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         Limits(steps_per_round=args.steps_per_round)
     except ValueError as error:
         parser.error(f"--steps-per-round: {error}")
-    if not 0 <= args.grammars <= min(args.rows):
-        parser.error(f"--grammars must be from 0 to the rows; got {args.grammars}")
+    if wrong := [n for n in args.grammars if not 0 < n <= min(args.rows)]:
+        parser.error(f"--grammars must be from 1 to the fewest --rows; got {wrong[0]}")
     if args.repeats < 1:
         parser.error(f"--repeats must be positive; got {args.repeats}")
     if args.small and args.name:
@@ -187,13 +189,13 @@ def measure(
     steps: int,
     repeats: int,
     several: int | None = None,
-    grammars: int = 0,
+    grammars: Sequence[int] = (),
 ) -> dict[str, Any]:
     """A row of the table.
 
     Args:
         several: steps of a call; None lets the engine choose.
-        grammars: rows that follow one, in runs of their own.
+        grammars: how many rows follow one, in runs of their own.
     """
     length = longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
@@ -205,10 +207,13 @@ def measure(
         ready = time.perf_counter() - began
         print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
-        bound: list[Run] = []
-        if grammars:
+        bound: dict[str, float] = {}
+        for count in grammars:
             made = maker(model.vocab_size)
-            bound = [rounds(engine, rows, steps, made(grammars)) for _ in range(repeats)]
+            ran = [rounds(engine, rows, steps, made(count)) for _ in range(repeats)]
+            bound[f"{count} grammars ms"] = statistics.median(run.whole for run in ran) * 1e3
+            host = statistics.median(run.whole - run.waited for run in ran)
+            bound[f"{count} grammars us"] = host * 1e6
         sealed = "; ".join(seal.what) or "yes"
     same = [differing(run.texts, alone.texts) for alone, run in runs]
     exposed = [run.whole - alone.whole for alone, run in runs]
@@ -227,18 +232,7 @@ def measure(
         "tokens/s": rows / statistics.median(run.whole for _, run in runs),
         "sealed": sealed,
         "same tokens": next((told for told in same if told != "yes"), "yes"),
-    } | of_grammars(bound, grammars)
-
-
-def of_grammars(runs: Sequence[Run], rows: int) -> dict[str, Any]:
-    """Columns of runs in which so many rows follow a grammar; none without runs."""
-    if not runs:
-        return {}
-    return {
-        "grammar rows": rows,
-        "grammar ms": statistics.median(run.whole for run in runs) * 1e3,
-        "grammar host us": statistics.median(run.whole - run.waited for run in runs) * 1e6,
-    }
+    } | bound
 
 
 def main(argv: Sequence[str], program: str) -> int:
