@@ -1,5 +1,6 @@
 """The benchmark's counting, its peers in processes of their own, and its pictures; no times."""
 
+import ast
 import errno
 import functools
 import io
@@ -499,6 +500,23 @@ def test_a_run_that_is_cut_short_keeps_its_rows(measured, monkeypatch, tmp_path)
     assert bench.main(["mla", "--small", "--no-peers", "--json", str(file)]) == 130
     assert len(json.loads(file.read_text())["rows"]) == 2
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_profile_is_read_where_warnings_are_errors():
+    """Without what launches_in says about them the process aborts."""
+    program = """
+import jax, jax.numpy as jnp
+from jaxattn.bench.timing import launches_in, recorded
+step = jax.jit(lambda x: jnp.tanh(x @ x))
+x = jnp.ones((64, 64))
+step(x)
+data = recorded(lambda: step(x).block_until_ready())
+print(sorted({launch.op for launch in launches_in(data, planes="/host:CPU", lines="")}))
+"""
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(ast.literal_eval(done.stdout)) > 1  # instructions, and what is none
 
 
 def test_without_a_stdout_nothing_is_measured(measured, monkeypatch, capsys):
