@@ -279,16 +279,13 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """`choose` on one of several GPUs, in the numbers of its own experts."""
         ids, weights, _ = self.choose(
-            logits, halves, 0, valid, biases, layer, implementation=implementation
+            logits, halves, self.always, valid, biases, layer, implementation=implementation
         )
-        ids = ids - share.first
-        ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
-        shape = len(ids), self.always
-        last = jnp.broadcast_to(self.own_experts + jnp.arange(self.always, dtype=ids.dtype), shape)
-        own = share.own_tokens if valid is None else share.own_tokens & (valid.reshape(-1) != 0)
-        last = jnp.where(own[:, None], last, -1)
-        opened = jnp.broadcast_to(self._opening(logits, halves), shape)
-        return jnp.concatenate([ids, last], 1), jnp.concatenate([weights, opened], 1)
+        # One launch: those of padding are -1, and the shared experts are behind the routed ones.
+        routed, always = ids - share.first, ids - self.config.experts
+        own = (routed >= 0) & (routed < self.own_experts)
+        last = jnp.where(share.own_tokens[:, None], self.own_experts + always, -1)
+        return jnp.where(always >= 0, last, jnp.where(own, routed, -1)), weights
 
     def _sum(
         self,
