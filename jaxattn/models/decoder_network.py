@@ -2,7 +2,8 @@
 
 Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
 whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
-out of a cache, and all layers reuse one arena.
+out of a cache, and all layers reuse one arena. A step of one token on a GPU has no scan: its layers
+follow one another, and what one leaves to the next is no array yet where a launch can make it.
 """
 
 import dataclasses
@@ -198,7 +199,7 @@ class Decoder(nnx.Module):
             graphdef, params, stacks = self._split(number)
 
             linear_stacks = linear_stacks_of(self.segments[number])
-            unrolled = self._unrolled(segment, valid.size, implementation)
+            unrolled = self._unrolled(segment, valid.size, implementation, fused)
 
             def body(
                 carry,
@@ -243,7 +244,7 @@ class Decoder(nnx.Module):
                         arena,
                         implementation,
                         fused=fused,
-                        apart=unrolled,
+                        apart=unrolled and not fused,
                     )
                     x = summed(x, normed)
                     state = state.replace(name, arrays, after)
@@ -311,12 +312,16 @@ class Decoder(nnx.Module):
         return self.spec.sums_fused and tokens <= self.spec.summed_tokens
 
     def _unrolled(
-        self, segment: Segment[Block], tokens: int, implementation: Implementation | None
+        self,
+        segment: Segment[Block],
+        tokens: int,
+        implementation: Implementation | None,
+        fused: bool = False,
     ) -> bool:
         """Whether a step's repeats follow one another without a loop: those of one token on one
-        GPU, where launches that only count take 3 to 6% of the step."""
+        GPU, or of launches alone, where launches that only count take 3 to 6% of the step."""
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
-        one = tokens == 1 == self.spec.parallel.gpus
+        one = tokens == 1 and (fused or self.spec.parallel.gpus == 1)
         return one and by_kernels and segment.num_layers >= MANY_LAYERS
 
     def _meets(self, block: Block) -> bool:
