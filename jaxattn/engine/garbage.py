@@ -9,17 +9,25 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from jaxattn.engine.process import PROCESS
+
 
 @contextlib.contextmanager
 def unsearched() -> Iterator[None]:
-    """Within it nothing is searched, unless somebody asks for it."""
-    searched = gc.isenabled()
-    gc.disable()
+    """Within it nothing is searched, unless somebody asks for it.
+
+    Several threads may be within it. The one that turned the search off turns it on again.
+    """
+    searched = False
     try:
+        with PROCESS.searching:  # or another thread turns it on between the two
+            searched = gc.isenabled()
+            gc.disable()
         yield
     finally:
         if searched:
-            gc.enable()
+            with PROCESS.searching:
+                gc.enable()
 
 
 def keep_all() -> None:
