@@ -1,8 +1,8 @@
 """When Python looks for garbage: not within work that makes objects by the thousand.
 
-Python looks whenever 700 objects more are there than before, and now and then through all that the
-process has. JAX keeps some hundred thousand objects, so one such search takes 0.1 s. Lowering makes
-as many. A call of 8 steps of 256 rows makes 2,048 events, and gives them back.
+Python 3.12 looks whenever 700 objects more are there than before. Now and then it looks through all
+that the process has. JAX keeps some hundred thousand objects, so one such search takes 0.1 s.
+Lowering makes as many. A call of 8 steps of 256 rows makes 2,048 events, and gives them back.
 """
 
 import contextlib
