@@ -194,6 +194,11 @@ def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
             f"implementation must be one of {', '.join(map(repr, names))} or None; got "
             f"{implementation!r}"
         )
+    if jax.config.jax_disable_jit:
+        raise ValueError(
+            "an engine runs compiled steps alone, and JAX_DISABLE_JIT is set; unset it, or call "
+            "the model's own prefill and decode"
+        )
     check_caches(model.caches)
     if limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
