@@ -1,6 +1,6 @@
 """`python -m jaxattn.bench WHAT`: checks, times, JSON.
 
-WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, kda, moe, moe-cuts or step.
+WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, kda, recent, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
 jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
@@ -47,6 +47,7 @@ from jaxattn.bench import (
     parallel,
     peers,
     plot,
+    recent,
     record,
     step,
     triton_peers,
@@ -68,6 +69,7 @@ MODULES: dict[str, list[Any]] = {
     "gqa-prefill": [gqa_prefill, gqa_turbo_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "kda": [kda_decode, kda_prefill],
+    "recent": [recent],
     "moe": [moe],
     "moe-cuts": [moe_cuts],
 }

@@ -12,6 +12,11 @@ smallest. `host us` is what the host takes for a step beside its waiting for the
 while it is shorter than a step. `same tokens` says whether queue and rounds decoded the same; where
 they did not, their difference says nothing.
 
+With --grammars N, N of the rows follow a grammar in further runs. Each of their steps waits for its
+host, which reads the tokens and fills masks before it samples. `N grammars ms` is wall time per
+step of all rows, `N grammars us` what the host takes of it. The model's vocabulary is made of
+words.
+
 Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
 its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
 
@@ -33,6 +38,7 @@ from typing import Any
 import jax
 
 from jaxattn.bench import record
+from jaxattn.bench.host_grammar import maker
 from jaxattn.bench.host_queue import PROMPT, WARM, generated, queued, requests
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.model.weights import random_params
@@ -40,7 +46,7 @@ from jaxattn.bench.tables import show, store
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.outcome import Completion, FinishReason
-from jaxattn.engine.request import Request
+from jaxattn.engine.request import Grammar, Request
 from jaxattn.memory.limits import MOST_STEPS, Limits
 from jaxattn.models import Hybrid, HybridConfig
 from jaxattn.models.base import Model
@@ -65,6 +71,14 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="a model of one layer, to compare hosts on a CPU"
     )
+    parser.add_argument(
+        "--grammars",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[],
+        help="rows that follow a grammar, in runs of their own",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     args = parser.parse_args(argv)
     for option, value in (("--rows", min(args.rows)), ("--steps", args.steps)):
@@ -74,6 +88,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         Limits(steps_per_round=args.steps_per_round)
     except ValueError as error:
         parser.error(f"--steps-per-round: {error}")
+    if wrong := [n for n in args.grammars if not 0 < n <= min(args.rows)]:
+        parser.error(f"--grammars must be from 1 to the fewest --rows; got {wrong[0]}")
     if args.repeats < 1:
         parser.error(f"--repeats must be positive; got {args.repeats}")
     if args.small and args.name:
@@ -118,8 +134,8 @@ class Run:
     texts: list[tuple[int, ...]]
 
 
-def rounds(engine: Engine, rows: int, steps: int) -> Run:
-    """Rounds of `generate` in which all rows decode, with callbacks."""
+def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = ()) -> Run:
+    """Rounds of `generate` in which all rows decode, with callbacks; the first follow grammars."""
     first = WARM + 1
     at: dict[int, tuple[float, float]] = {}
     seen = 0
@@ -136,7 +152,11 @@ def rounds(engine: Engine, rows: int, steps: int) -> Run:
             raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
 
     engine.scheduler.drop_rows()  # pools as new ones: pages come in the queue's order
-    done = engine.generate(requests(rows, steps), on_token=on_token, on_finish=on_finish)
+    asked = [
+        dataclasses.replace(request, grammar=grammar)
+        for request, grammar in itertools.zip_longest(requests(rows, steps), grammars)
+    ]
+    done = engine.generate(asked, on_token=on_token, on_finish=on_finish)
     begin, end = at[first], at[first + steps]
     whole, waited = (end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps
     return Run(whole, waited, [each.tokens for each in done])
@@ -163,12 +183,19 @@ def differing(run: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> s
 
 
 def measure(
-    model: Model, params: Any, rows: int, steps: int, repeats: int, several: int | None = None
+    model: Model,
+    params: Any,
+    rows: int,
+    steps: int,
+    repeats: int,
+    several: int | None = None,
+    grammars: Sequence[int] = (),
 ) -> dict[str, Any]:
     """A row of the table.
 
     Args:
         several: steps of a call; None lets the engine choose.
+        grammars: how many rows follow one, in runs of their own.
     """
     length = longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
@@ -180,6 +207,13 @@ def measure(
         ready = time.perf_counter() - began
         print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
         runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
+        bound: dict[str, float] = {}
+        for count in grammars:
+            made = maker(model.vocab_size)
+            ran = [rounds(engine, rows, steps, made(count)) for _ in range(repeats)]
+            bound[f"{count} grammars ms"] = statistics.median(run.whole for run in ran) * 1e3
+            host = statistics.median(run.whole - run.waited for run in ran)
+            bound[f"{count} grammars us"] = host * 1e6
         sealed = "; ".join(seal.what) or "yes"
     same = [differing(run.texts, alone.texts) for alone, run in runs]
     exposed = [run.whole - alone.whole for alone, run in runs]
@@ -198,7 +232,7 @@ def measure(
         "tokens/s": rows / statistics.median(run.whole for _, run in runs),
         "sealed": sealed,
         "same tokens": next((told for told in same if told != "yes"), "yes"),
-    }
+    } | bound
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -218,7 +252,9 @@ def main(argv: Sequence[str], program: str) -> int:
                 file=sys.stderr,
             )
             return 2
-        row = measure(model, params, rows, args.steps, args.repeats, args.steps_per_round)
+        row = measure(
+            model, params, rows, args.steps, args.repeats, args.steps_per_round, args.grammars
+        )
         print(json.dumps(row), file=sys.stderr, flush=True)
         result["rows"].append(row)
         record.end(result)

@@ -14,6 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -299,20 +300,35 @@ def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
 
 def gpu_launches(call: Callable[[], Any]) -> dict[Launch, list[tuple[float, float]]]:
     """The same by kernel and instruction."""
+    return launches_in(recorded(call))
+
+
+def recorded(call: Callable[[], Any]) -> jax.profiler.ProfileData:
+    """A profile of `call`, which waits for what it starts."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             call()
         file = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)[0]
-        data = jax.profiler.ProfileData.from_serialized_xspace(Path(file).read_bytes())
+        return jax.profiler.ProfileData.from_serialized_xspace(Path(file).read_bytes())
+
+
+def launches_in(
+    data: jax.profiler.ProfileData, *, planes: str = "/device:GPU", lines: str = "Stream"
+) -> dict[Launch, list[tuple[float, float]]]:
+    """(start, length) in ns of the events on lines and planes with names that begin so."""
     events: dict[Launch, list[tuple[float, float]]] = defaultdict(list)
-    for plane in data.planes:
-        if plane.name.startswith("/device:GPU"):
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        op = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
-                        launch = Launch(event.name, op)
-                        events[launch].append((event.start_ns, event.duration_ns))
+    with warnings.catch_warnings():
+        # The first look at an event's stats makes a type, at which Python warns. Where warnings are
+        # errors, jaxlib 0.11.2 ends the process there.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in data.planes:
+            if plane.name.startswith(planes):
+                for line in plane.lines:
+                    if line.name.startswith(lines):
+                        for event in line.events:
+                            op = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
+                            launch = Launch(event.name, op)
+                            events[launch].append((event.start_ns, event.duration_ns))
     return events

@@ -52,18 +52,10 @@ def pack_params(
     if isinstance(params, PackedParams):
         return params
     stacks: Any = params["segments"]
-    vectors = tuple(
-        jnp.concatenate([x.astype(jnp.float32) for x in vectors_of(stacks[s], segment)], axis=1)
-        for s, segment in enumerate(segments)
-    )
+    # One program: to compile one for each array takes a second.
+    small, nothing = jax.jit(lambda stacks: _small(stacks, segments))(stacks)
     empty = {
-        s: jax.tree.map_with_path(
-            lambda path, leaf, segment=segment: (
-                leaf[:, :0] if is_vector(path, leaf, segment) else leaf
-            ),
-            stacks[s],
-        )
-        for s, segment in enumerate(segments)
+        s: _without_vectors(stacks[s], segment, nothing[s]) for s, segment in enumerate(segments)
     }
     for s, segment in enumerate(segments):
         for place, block in enumerate(segment.pattern):
@@ -71,7 +63,29 @@ def pack_params(
             _replace(layer["mlp"], block.feed_forward.pack(stream, layer["mlp"]))
             _replace(layer["mixer"], block.mixer.widened(stream, layer["mixer"]))
     rest = nnx.State({**params, "segments": type(stacks)(empty)})
-    return PackedParams(rest, vectors, _mixer_weights(stacks, segments), _norms(stacks, segments))
+    return PackedParams(rest, *small)
+
+
+def _small(stacks: Any, segments: Sequence[Segment[Block]]) -> tuple[Any, list[list[Array]]]:
+    """What is packed of the layers, and what is left of each segment's vectors.
+
+    Returns:
+        (vectors, weights, norms) of `PackedParams`, and arrays without numbers.
+    """
+    found = [vectors_of(stacks[s], segment) for s, segment in enumerate(segments)]
+    vectors = tuple(
+        jnp.concatenate([x.astype(jnp.float32) for x in each], axis=1) for each in found
+    )
+    packed = vectors, _mixer_weights(stacks, segments), _norms(stacks, segments)
+    return packed, [[x[:, :0] for x in each] for each in found]
+
+
+def _without_vectors(stack: Any, segment: Segment[Block], left: Sequence[Array]) -> Any:
+    """A segment's parameters, with what is left in the place of its vectors."""
+    each = iter(left)
+    return jax.tree.map_with_path(
+        lambda path, leaf: next(each) if is_vector(path, leaf, segment) else leaf, stack
+    )
 
 
 def _replace(module: Any, packed: Mapping[str, Array]) -> None:

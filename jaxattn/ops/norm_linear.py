@@ -24,7 +24,7 @@ from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradi
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
 from jaxattn.kernels.hopper.normed import Normed
-from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm
+from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm, sums_parts
 from jaxattn.kernels.moe.combine import Unsummed
 from jaxattn.ops.norm import add_rms_norm_layer
 
@@ -128,7 +128,9 @@ class Unnormed:
         """
         first, affine, _ = taken_apart(layer)
         dtypes = [jnp.dtype(each) for each in out_dtypes]
-        before = self.before(layer, give, parts=True)
+        added = self._added
+        parts = isinstance(added, Unsummed) and sums_parts(weights, added.weights.shape[1])
+        before = self.before(layer, give, parts=parts)
         assert before is not None  # it serves
         x, norm = before
 

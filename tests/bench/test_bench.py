@@ -1,5 +1,6 @@
 """The benchmark's counting, its peers in processes of their own, and its pictures; no times."""
 
+import ast
 import errno
 import functools
 import io
@@ -28,6 +29,7 @@ from jaxattn.bench import (
     moe,
     peers,
     plot,
+    recent,
     record,
     step,
     timing,
@@ -207,6 +209,15 @@ def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
     assert ceilings.of_ceilings(row, {"burst": ones})
     assert plot.shape(row) == module.label(shape)
+
+
+@pytest.mark.parametrize("shape", recent.SMALL_SHAPES)
+def test_recent_tokens_stand_beside_the_op_without_them(shape, timed):
+    row = recent.measure(shape, None)
+    assert row["us"] == row["without us"] == pytest.approx(1e3)
+    assert row["in step us"] == pytest.approx(1e3) and row["times"] == 1
+    assert 0 < row["relative error"] < 1e-6
+    assert plot.shape(row) == recent.label(shape)
 
 
 def bits(tree):
@@ -499,6 +510,23 @@ def test_a_run_that_is_cut_short_keeps_its_rows(measured, monkeypatch, tmp_path)
     assert bench.main(["mla", "--small", "--no-peers", "--json", str(file)]) == 130
     assert len(json.loads(file.read_text())["rows"]) == 2
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_profile_is_read_where_warnings_are_errors():
+    """Without what launches_in says about them the process aborts."""
+    program = """
+import jax, jax.numpy as jnp
+from jaxattn.bench.timing import launches_in, recorded
+step = jax.jit(lambda x: jnp.tanh(x @ x))
+x = jnp.ones((64, 64))
+step(x)
+data = recorded(lambda: step(x).block_until_ready())
+print(sorted({launch.op for launch in launches_in(data, planes="/host:CPU", lines="")}))
+"""
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(ast.literal_eval(done.stdout)) > 1  # instructions, and what is none
 
 
 def test_without_a_stdout_nothing_is_measured(measured, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxattn.bench import host, host_queue
+from jaxattn.bench import host, host_grammar, host_queue
 from jaxattn.engine.engine import Engine
 from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid
@@ -36,7 +36,7 @@ def test_the_rows_of_the_default_options_fit_the_embedded_model():
         assert host.longest(rows, given.steps) <= model.max_position_embeddings
 
 
-@pytest.mark.parametrize("several", [1, 4])
+@pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "40", "--repeats", "1", "--json", str(file)]
@@ -78,6 +78,7 @@ def test_tokens_that_differ_are_counted():
     "given, message",
     [
         (["--rows", "0"], "--rows must be positive; got 0"),
+        (["--rows", "4", "2", "--grammars", "3"], "from 1 to the fewest --rows; got 3"),
         (["--repeats", "0"], "--repeats must be positive; got 0"),
         (["--small", "DeepSeek-V2-Lite"], "--small has a model of its own; give no MODEL"),
         (["--steps-per-round", "9"], "--steps-per-round: steps_per_round must be at most 8; got 9"),
@@ -93,3 +94,24 @@ def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
     assert host.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
     assert "4 rows of 9000 steps take 9,082 tokens" in capsys.readouterr().err
+
+
+def test_rows_that_follow_a_grammar_have_columns_of_their_own(tmp_path):
+    file = tmp_path / "host.json"
+    given = ["--small", "--rows", "3", "--steps", "12", "--repeats", "1", "--grammars", "1", "3"]
+    assert host.main([*given, "--json", str(file)], "bench") == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["sealed"] == "yes"
+    for rows in (1, 3):
+        assert 0 < row[f"{rows} grammars us"] <= row[f"{rows} grammars ms"] * 1e3
+
+
+def test_words_are_tokens_of_a_large_vocabulary():
+    words = host_grammar.Words(5000)
+    texts = {words.token_bytes(id) for id in range(5000)}
+    assert len(texts) == 5000 and words.token_bytes(97) == b"a"
+    [grammar] = host_grammar.maker(5000)(1)
+    mask = np.zeros(-(-5000 // 32), np.int32)
+    grammar.mask(mask)
+    allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:5000]
+    assert allowed[ord("a")] and not allowed[ord("A")] and allowed[256:].all()

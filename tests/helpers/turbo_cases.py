@@ -189,7 +189,9 @@ def random_slots(form: TurboFormat, shape: tuple[int, ...], rng: Any) -> np.ndar
     slots = rng.integers(0, 256, (*shape, form.slot_bytes)).astype(np.uint8)
     numbers = [rng.uniform(0.1, 0.5, shape), rng.uniform(-3, -1, shape)]
     if form.rotated:
-        numbers.insert(0, rng.uniform(0.3, 0.9, shape))
+        # Levels of any codes are 1.6 long with 4 bits, and 2.0 with 3: keys are as normal ones.
+        length = {4: 1.0, 3: 0.8}[form.key_bits]
+        numbers.insert(0, length * rng.uniform(0.3, 0.9, shape))
     else:
         keys = rng.normal(size=(*shape, form.head_dim)).astype(ml_dtypes.float8_e4m3fn)
         slots[..., : form.key_bytes] = keys.view(np.uint8)

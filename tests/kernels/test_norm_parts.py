@@ -8,7 +8,7 @@ import pytest
 from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.hopper.normed import Normed
-from jaxattn.kernels.linear import Config, linears_mosaic
+from jaxattn.kernels.linear import Config, linears_mosaic, sums_parts
 from jaxattn.kernels.moe.combine import Unsummed
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.kernels.moe.product import Panels
@@ -137,6 +137,15 @@ def test_experts_left_unsummed_go_into_the_next_products(implementation):
     wanted = expected(x, ids, weights, gate_up[1], down[1])
     np.testing.assert_allclose(found[0], wanted, rtol=2e-2, atol=2e-2)
     np.testing.assert_allclose(found[1], token + found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes, rows, expected",
+    [((3072, 576), 8, True), ((768, 576), 5, True), ((12288, 64), 11, False)],
+)
+def test_rows_are_summed_where_a_block_has_few_of_their_numbers(sizes, rows, expected):
+    weights = [jax.ShapeDtypeStruct((2, 2048, size), jnp.bfloat16) for size in sizes]
+    assert sums_parts(weights, rows) == expected
 
 
 def test_without_an_arena_the_sum_is_an_array():

@@ -327,3 +327,33 @@ def test_a_checkpoint_gives_the_logits_of_its_published_tensors(values, tmp_path
     found = jax.jit(lambda tokens: model.bind(params)(tokens))(tokens[None])[0]
     expected = Published(values, tensors).logits(tokens)
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def in_fp8(tensors):
+    """(the tensors with their matrices in FP8 blocks, what these mean)."""
+    stored, meant = dict(tensors), dict(tensors)
+    for name, x in tensors.items():
+        if x.ndim == 2 and not name.endswith(("gate.weight", "embed_tokens.weight", "head.weight")):
+            scale = np.abs(x).max().astype(np.float32) / 448  # of the one block that it has
+            stored[name] = (x / scale).astype(jnp.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = np.full((1, 1), scale)
+            meant[name] = stored[name].astype(np.float32) * scale
+    return stored, meant
+
+
+@pytest.mark.parametrize("values", [KIMI, LING], ids=["kimi", "ling"])
+def test_weights_in_fp8_give_the_logits_of_what_they_mean(values, tmp_path):
+    stored, meant = in_fp8(tensors_of(values))
+    assert sum(x.dtype == jnp.float8_e4m3fn for x in stored.values()) > 40
+    quantization = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }  # fmt: skip
+    config = {**values, "quantization_config": quantization}
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, params = huggingface.load(tmp_path, dtype="float32")
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 12)
+    found = jax.jit(lambda tokens: model.bind(params)(tokens))(tokens[None])[0]
+    expected = Published(values, meant).logits(tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)

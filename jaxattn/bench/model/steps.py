@@ -29,7 +29,7 @@ from jaxattn.models.base import init_state, jit_step, overlaid
 from jaxattn.models.decoder import DecoderModel
 
 STEPS = 4  # different batches, taken in turn; the experts of each are counted
-RUN_SECONDS = 0.2  # of a run of steps
+RUN_SECONDS = 0.8  # of a run of steps; the first waits for the host, 1 or 2 ms
 WRITES = 8  # of a step's largest results that are named
 COMPILERS = 8  # threads
 

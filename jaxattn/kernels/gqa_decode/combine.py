@@ -1,7 +1,7 @@
 """Merges the partial results of a pair that `gqa_decode` cut; sinks and gate join here.
 
 The block that has a pair's last piece does it. The interpreter knows no atomic operations: there a
-launch of its own follows, a block for eight packed rows of a pair and 64 of its dims.
+launch of its own follows, a block for eight packed rows of a pair and up to 128 of its dims.
 """
 
 import dataclasses

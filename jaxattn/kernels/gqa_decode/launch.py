@@ -1,8 +1,9 @@
 """Grouped-query decode over a paged cache: softmax(q K^T) V of each row's last S tokens.
 
-A block for each (part of the schedule, tile of packed rows), as many as the GPU runs at a time; a
-block goes through the pieces of (row, KV head) pairs that its part holds. What it does is in
-body.py and merge.py; schedule.py makes the parts, and combine.py merges the pairs that were cut.
+A block for each (part of the schedule, tile of packed rows), as many as the GPU runs at a time, or
+more where pairs are long. A block goes through the pieces of (row, KV head) pairs of its part. What
+it does is in body.py and merge.py; schedule.py makes the parts, and combine.py merges the pairs
+that were cut.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, a cache of q's
 dtype or float8_e4m3fn, any S and group.

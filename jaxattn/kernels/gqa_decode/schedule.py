@@ -38,7 +38,9 @@ LONGER = 40
 # Whole pairs of so many steps or more, on average, are dealt out to up to so many times the parts
 # that the GPU runs at a time, the longest first: which multiprocessor is done takes the next.
 LONG_PAIR, TIMES_MORE = 96, 4
-SHORT_PART = 2  # steps of a part, where few are merged: one for each of two warpgroups
+# Steps of a part that is worth its partial results; and where few are merged, one for each of two
+# warpgroups.
+LEAST_PART, SHORT_PART = 4, 2
 
 
 @jax.tree_util.register_dataclass
@@ -213,7 +215,7 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
-        least=Shortest(short=SHORT_PART),
+        least=Shortest(part=LEAST_PART, short=SHORT_PART),
         least_piece=SHORT_PART,
         longer=LONGER,
     )

@@ -23,7 +23,9 @@ LINE = 128  # and what copies and their places in shared memory are multiples of
 # registers of the one that loads and of each of these. With up to FEW numbers of queries there are
 # registers for two steps at a time.
 MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 3, 2, 1024
-REGISTERS = {3: (40, 152), 2: (40, 232)}
+REGISTERS = {4: (32, 112), 3: (40, 152), 2: (40, 232)}
+# Whose steps four warpgroups take faster one by one.
+ONE_BY_ONE = ("k3v4_nc",)
 MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
@@ -54,8 +56,10 @@ def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
     free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
-    together = 2 if columns * form.head_dim <= FEW else 1
-    for consumers in range(MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
+    few = columns * form.head_dim <= FEW
+    four = few and form.preset in ONE_BY_ONE
+    together = 2 if few and not four else 1
+    for consumers in range(4 if four else MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
         for steps in range(MOST_STEPS, 1, -1):
             room = Room(consumers, steps, pitch, together)
             if bytes_of(form, columns, room) <= free:

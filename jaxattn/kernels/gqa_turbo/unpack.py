@@ -47,7 +47,6 @@ HALVES = (
     "cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
 TURNED = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-INFINITE = float("inf")
 
 
 def takes(page_size: int) -> bool:
@@ -197,11 +196,9 @@ class Writer:
         keys = key_registers(on, form, self.pitch)
         tokens = [plus(times(on.warp, GROUP), on.g, word(8 * h)) for h in range(2)]
         for h, token in enumerate(tokens):
-            by = self._number(0, token) if form.rotated else None
+            by = self._number(0, token) if form.rotated else self._there(number(1.0))
             for c in range(blocks):
-                some = _floats(_halves(keys[2 * c + h]))
-                if by is not None:
-                    some = [arith.mulf(x, by) for x in some]
+                some = [arith.mulf(x, by) for x in _floats(_halves(keys[2 * c + h]))]
                 dim = plus(times(on.t, 4), word(16 * c))
                 self._store(self.k, token, dim, some)
         values = value_registers(on, form, self.pitch)
@@ -221,11 +218,16 @@ class Writer:
                         self._store(self.v, token, dim, some)
 
     def _number(self, kind: int, token: Any) -> Any:
-        """A token's norm, scale or minimum; NaN where the page does not exist."""
+        """A token's norm, scale or minimum."""
         form, on = self.form, self.on
         first = GROUP * (form.key_bytes + form.value_bytes + 2 * kind)
         at = plus(times(on.right(token, 4), self.pitch), times(on.both(token, GROUP - 1), 2))
-        return arith.select(_is(self.place.there), on.halves(at, first), number(float("nan")))
+        return self._there(on.halves(at, first))
+
+    def _there(self, x: Any) -> Any:
+        """NaN where the page does not exist."""
+        exists = arith.cmpi(arith.CmpIPredicate.ne, self.place.there, word(0))
+        return arith.select(exists, x, number(float("nan")))
 
     def _store(self, ref: Any, token: Any, dim: Any, some: list[Any]) -> None:
         """Float32 numbers of neighbouring dims, as float16."""
@@ -254,10 +256,6 @@ def _wide(x: Any) -> Any:
 def _row(x: Any, count: int, y: Any) -> Any:
     """x * count + y, of 64 bits."""
     return arith.addi(arith.muli(_wide(x), mgpu.c(count, _long())), _wide(y))
-
-
-def _is(x: Any) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.ne, x, word(0))
 
 
 def _halves(codes: Any) -> list[Any]:

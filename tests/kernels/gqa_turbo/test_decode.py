@@ -55,9 +55,10 @@ def cut_at(case, cuts):
 
 
 @both_devices
-@pytest.mark.parametrize("preset", ["4bit_nc", slow("3bit_nc")])
+@pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc", slow("3bit_nc")])
 def test_steps_two_at_a_time_and_one_that_is_left(preset, implementation):
-    """Of three warpgroups each has four steps, and one has a fifth, of the next row."""
+    """Of three warpgroups each has four steps, and one has a fifth, of the next row. k3v4_nc has
+    four of three steps, which they take one by one."""
     case = turbo_case([12 * 64 - 7, 64], preset, group=4, kv_heads=1, dim=64)
     schedule = cut_at(case, [(0, 0)])
     assert_turbo_close(case, *decode(case, implementation, schedule=schedule), **BOUNDS)
