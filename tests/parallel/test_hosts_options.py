@@ -92,6 +92,8 @@ def test_a_process_whose_leader_does_not_come_ends_with_one_line(monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
     monkeypatch.setattr(hosts, "end_process", end)
+    kept = []
+    monkeypatch.setattr(hosts, "keep_nothing", lambda: kept.append("nothing"))
     with socket.socket() as taken:  # and so nobody listens there
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1] - 1
@@ -100,6 +102,7 @@ def test_a_process_whose_leader_does_not_come_ends_with_one_line(monkeypatch):
             hosts.joined(Place(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
         ):
             pytest.fail("it goes on alone")
+    assert kept == ["nothing"]
 
 
 def test_another_training_of_a_model_has_another_fingerprint(tmp_path: Path):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,11 +43,11 @@ pytestmark = [
 class Served:
     """What the engines' processes say, read when it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Iterable[str]) -> None:
         self._began, self._found = time.perf_counter(), dict[str, Any]()
         # Of the leader that loses the other. A pipe that nobody reads yet would fill, and stop it.
         self.errors = tempfile.TemporaryFile("w+")
-        self.processes = {layout: begun(layout, self.errors) for layout in SHARES}
+        self.processes = {layout: begun(layout, self.errors) for layout in layouts}
 
     def __getitem__(self, layout: str) -> Any:
         if layout not in self._found:
@@ -108,9 +108,19 @@ def process(
     )
 
 
+def needed(item: pytest.Item) -> set[str]:
+    """The layouts that a test asks for."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    names = {"killed": {KILLED}, "text": {ALONE}, "peak": {CONTEXT}, "collectives": {CONTEXT}}
+    found = set().union(*(layouts for name, layouts in names.items() if name in item.name))
+    return found | {params["layout"]} if params else found
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    served = Served()
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    here = [each for each in request.session.items if each.path == request.path]
+    asked = set().union(*map(needed, here))
+    served = Served(layout for layout in SHARES if layout in asked)
     try:
         yield served
     finally:
