@@ -36,6 +36,7 @@ def combine(
     lse: jax.Array,
     partial_lse: jax.Array,
     schedule: Schedule,
+    seq_lens: jax.Array,
     *,
     used: int,
     sharers: int | None = None,
@@ -49,6 +50,7 @@ def combine(
         first_rows: where in each the op's own rows begin.
         lse: float32 [B, rows].
         partial_lse: float32 [2 * parts, rows], natural logarithm.
+        seq_lens: int32 [B]; where the schedule was made of another length, a row stays as it is.
         used: packed rows that somebody reads, the first ones.
         sharers: warpgroups that share the partial results of a row; None: four where rows are few,
             and so cut in many, but in the interpreter one.
@@ -69,7 +71,7 @@ def combine(
 
     def body(sums, tops, totals, there, **refs):
         together = Sharers(sharers, sums, tops, totals, there) if sharers > 1 else None
-        Block(schedule, first_rows, rows, chunk, together, **refs).run()
+        Block(first_rows, rows, chunk, together, **refs).run()
 
     launch(
         body,
@@ -78,6 +80,8 @@ def combine(
         inputs={
             "partial_lse": partial_lse,
             "slots": schedule.slots,
+            "lens": None if schedule.seq_lens is None else seq_lens,
+            "made_of": schedule.seq_lens,
             "out": out_ref,
             "partial": partial_ref,
             "lse": lse_ref,
@@ -155,7 +159,6 @@ class Block:
 
     def __init__(
         self,
-        schedule: Schedule,
         first_rows: list[int],
         rows: int,
         chunk: int,
@@ -163,16 +166,20 @@ class Block:
         *,
         partial_lse: Any,
         slots: Any,
+        lens: Any,
+        made_of: Any,
         out: Any,
         partial: Any,
         lse: Any,
     ):
-        self.schedule, self.first_rows, self.rows = schedule, first_rows, rows
+        self.first_rows, self.rows = first_rows, rows
         self.chunk, self.sharers = chunk, sharers
         self.partial_lse, self.out, self.partial, self.lse = partial_lse, out, partial, lse
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
         self.slots = [slots[i, self.row] for i in range(3)]
         self.number = self.slots[1]
+        if made_of is not None:
+            self.number = jnp.where(lens[self.row] == made_of[self.row], self.number, 0)
 
     def run(self) -> None:
         many = self.number > (FEW if self.chunk > 1 else 0)
@@ -202,9 +209,7 @@ class Block:
 
         def add(j, states):
             numbers = [(j * sharers + self.wg) * ahead + k for k in range(ahead)]
-            places = [
-                self.schedule.slot_of(self.slots, jnp.minimum(k, number - 1)) for k in numbers
-            ]
+            places = [Schedule.slot_of(self.slots, jnp.minimum(k, number - 1)) for k in numbers]
             every = []
             for state, (lses, pieces) in zip(
                 states, [self._read(at, places) for at in packed], strict=True
