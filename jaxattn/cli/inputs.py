@@ -84,7 +84,7 @@ def encoded_prompts(
         for data in read_prompts(options.prompt, stdin, length * MOST_BYTES_OF_A_TOKEN)
     ]
     if not options.chat:
-        return [Prompt(tokenizer.encode(each), each) for each in texts]
+        return [Prompt(plain(tokenizer, each), each) for each in texts]
     before = opening(options)
     return [Prompt(in_template(tokenizer, [*before, user(each)]), each) for each in texts]
 
@@ -101,6 +101,18 @@ def opening(options: argparse.Namespace) -> list[dict[str, str]]:
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+def plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text as tokens.
+
+    Raises:
+        InputError: the tokenizer gives up on it.
+    """
+    try:
+        return tokenizer.encode(text)
+    except TextError as error:
+        raise InputError(" ".join(str(error).split())) from error
 
 
 def in_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -111,6 +111,8 @@ class Endings:
             self.end(row, FinishReason.STOP, "grammar")
         elif row.request.stop_strings and (text := self._stop_string(row)):
             self.end(row, FinishReason.STOP, text)
+        elif row.request.ends_at is not None and row.request.ends_at(token):
+            self.end(row, FinishReason.STOP, "ends_at")
         elif end == End.LENGTH:
             cut = row.max_tokens < row.request.max_tokens
             self.end(row, FinishReason.LENGTH, "max_model_len" if cut else "max_tokens")

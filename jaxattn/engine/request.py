@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,8 +56,9 @@ class Request:
             as an integer.
         stop_strings: the row ends with the token that completes one of them. The engine needs a
             `detokenize` for them.
-        stops_late: whoever reads its tokens may abort it at a text that they spell. So none comes
-            before the one in front was given, but for one step that is under way.
+        ends_at: called with each of its tokens, in the thread that runs the engine; the row ends
+            with the one of which it says true. So no token comes before the one in front was
+            looked at, but for one step that is under way. It belongs to this request alone.
         grammar: says which tokens may come. It belongs to this request alone and goes on with its
             tokens; a round of the engine with such a row waits for it.
         cache_salt: prompts share what is cached of them only with those of the same salt, so that
@@ -84,7 +85,7 @@ class Request:
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
     stop_strings: Sequence[str] = ()
-    stops_late: bool = False
+    ends_at: Callable[[int], bool] | None = dataclasses.field(default=None, compare=False)
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
     cache_salt: str = ""
     id: int | None = None
@@ -131,6 +132,8 @@ class Request:
                 "grammar must have the methods mask and accept, as "
                 f"jaxattn.engine.request.Grammar says; got {self.grammar!r}"
             )
+        if self.ends_at is not None and not callable(self.ends_at):
+            raise TypeError(f"ends_at must be callable, got {self.ends_at!r}")
         if not isinstance(self.cache_salt, str):
             raise TypeError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not len(self.prompt):
@@ -176,8 +179,8 @@ class Request:
     @property
     def watched(self) -> bool:
         """Whether somebody looks at each of its tokens, or is told more than what they are."""
-        looks = self.stop_strings or self.stops_late or self.grammar is not None
-        return bool(looks) or self.logprobs is not None
+        looks = self.ends_at, self.grammar, self.logprobs
+        return bool(self.stop_strings) or any(each is not None for each in looks)
 
     @property
     def penalized(self) -> bool:

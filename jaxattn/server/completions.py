@@ -18,6 +18,7 @@ from jaxattn.server.sampling import read_sampling
 from jaxattn.server.service import Service
 from jaxattn.server.settings import MOST_CHOICES
 from jaxattn.server.unsupported import refuse_unsupported
+from jaxattn.text import TextError
 
 MAX_TOKENS = 16  # OpenAI's default
 MOST_ID = 2**31 - 1
@@ -95,7 +96,19 @@ def read_prompts(fields: Fields) -> Sequence[str | list[int]]:
 
 
 def _tokens(service: Service, prompt: str | list[int]) -> Sequence[int]:
-    return service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return tokens_of(service, prompt) if isinstance(prompt, str) else prompt
+
+
+def tokens_of(service: Service, text: str) -> list[int]:
+    """The tokens of a plain prompt.
+
+    Raises:
+        ApiError: 400; the tokenizer gives up on it.
+    """
+    try:
+        return service.tokenizer.encode(text)
+    except TextError as error:
+        raise bad("prompt", " ".join(str(error).split())) from error
 
 
 def _text(service: Service, prompt: str | list[int]) -> str:

@@ -46,13 +46,12 @@ class Choice:
 
     Attributes:
         tokens: that were generated.
-        stopped: whether a stop string ended it.
         done: whether its last piece was made.
     """
 
     def __init__(self, number: int, stream: TokenStream, stops: StopStrings):
         self.number, self.tokens = number, 0
-        self.stopped = self.done = False
+        self.done = False
         self._stream, self._stops = stream, stops
 
     def push(self, event: TokenEvent) -> Piece:
@@ -60,7 +59,7 @@ class Choice:
         self.tokens += 1
         text, stop = self._stops.push(self._stream.push(event.token))
         chances = () if event.logprobs is None else ((event.token, event.logprobs),)
-        self.stopped = self.done = stop is not None
+        self.done = stop is not None
         return Piece(self.number, text, 1, "stop" if self.done else None, stop, chances)
 
     def end(self, completion: Completion) -> Piece:
@@ -99,14 +98,10 @@ class Generation:
     Args:
         requests: one for each choice, in their order.
         choices: their texts.
-
-    Attributes:
-        abort: called with rows that a stop string ended, which the engine knows nothing of.
     """
 
     def __init__(self, requests: Sequence[Request], choices: Sequence[Choice]):
         self.requests = requests
-        self.abort: Callable[[Sequence[int]], None] = lambda ids: None
         self._choices: Mapping[int | None, Choice] = {
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
@@ -133,10 +128,6 @@ class Generation:
         """What a step gave for these rows."""
         self._given.append(events)
         self._arrived.set()
-
-    def stopped(self, id: int) -> bool:
-        """Whether a row's text ended at a stop string."""
-        return self._choices[id].stopped
 
     @property
     def done(self) -> bool:
@@ -177,14 +168,11 @@ class Generation:
     def _piece(self, event: Event) -> Piece | None:
         request = event.completion.request if isinstance(event, FinishEvent) else event.request
         choice = self._choices[request.id]
-        if choice.done:  # at a stop string, while another step ran
+        if choice.done:  # at a stop string, and then its row ended
             return None
         if isinstance(event, FinishEvent):
             return choice.end(event.completion)
-        piece = choice.push(event)
-        if choice.stopped and request.id is not None:
-            self.abort([request.id])
-        return piece
+        return choice.push(event)
 
 
 def _joined(pieces: Iterable[Piece | None]) -> list[Piece]:

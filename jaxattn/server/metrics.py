@@ -195,11 +195,11 @@ class Metrics:
             self.totals.later_token_seconds += now - times.last
         times.last = now
 
-    def finished(self, completion: Completion, now: float, *, stopped: bool) -> None:
-        """A row ended; at a stop string if `stopped`, which the engine calls aborted."""
+    def finished(self, completion: Completion, now: float) -> None:
+        """A row ended."""
         assert completion.request.id is not None
         times = self._rows.pop(completion.request.id)
-        reason = "stop" if stopped else REASONS.get(completion.finish_reason, "error")
+        reason = REASONS.get(completion.finish_reason, "error")
         self._success.labels(self.model, reason).inc()
         self._whole.observe(now - times.arrived)
         if (queued := completion.seconds_queued) is not None:

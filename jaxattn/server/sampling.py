@@ -90,7 +90,6 @@ class Sampling:
             min_p=self.min_p,
             seed=(self.seed + choice * GOLDEN) % 2**32,
             stop_tokens=stops,
-            stops_late=bool(self.stops),
             id=id,
             **self.more,
             **more,

@@ -25,8 +25,9 @@ from jaxattn.server.metrics import Metrics
 from jaxattn.server.phase import Phase, unavailable
 from jaxattn.server.sampling import Sampling
 from jaxattn.server.settings import Settings
+from jaxattn.server.stop import StopText
 from jaxattn.server.worker import Engine, Report, Worker
-from jaxattn.text import SamplingDefaults, Tokenizer
+from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 
 LOG = logging.getLogger("jaxattn.server")
 MOST_IDS = 2**31
@@ -237,6 +238,12 @@ class Service:
             )
             more = [{"grammar": matcher} for matcher in matchers]
         given = iter(more)
+
+        def stream() -> TokenStream:
+            return self.tokenizer.stream(
+                skip_special_tokens=sampling.skip_special, continues=continues
+            )
+
         requests = [
             sampling.request(
                 prompt,
@@ -244,19 +251,13 @@ class Service:
                 id=self._free_id(),
                 most=room,
                 ends=self.tokenizer.stop_tokens,
+                ends_at=StopText(stream(), sampling.stops) if sampling.stops else None,
                 **next(given),
             )
             for prompt, room in zip(prompts, rooms, strict=True)
             for choice in range(sampling.choices)
         ]
-        return Generation.of(
-            requests,
-            lambda: self.tokenizer.stream(
-                skip_special_tokens=sampling.skip_special, continues=continues
-            ),
-            sampling.stops,
-            stop_included=sampling.stop_included,
-        )
+        return Generation.of(requests, stream, sampling.stops, stop_included=sampling.stop_included)
 
     @contextlib.contextmanager
     def running(self, generation: Generation, arrived: float) -> Iterator[None]:
@@ -269,7 +270,6 @@ class Service:
             raise unavailable(self.phase)
         requests = generation.requests
         ids = [request.id for request in requests if request.id is not None]
-        generation.abort = self.worker.abort
         self._generations.update(dict.fromkeys(ids, generation))
         most = max(request.max_tokens for request in requests)
         self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
@@ -306,8 +306,7 @@ class Service:
                 continue  # the others get what is theirs
             if isinstance(event, FinishEvent):
                 del self._generations[id]
-                stopped = generation.stopped(id)
-                self.metrics.finished(event.completion, now, stopped=stopped)
+                self.metrics.finished(event.completion, now)
             found.setdefault(generation, []).append(event)
         for generation, given in found.items():
             generation.put(given)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from jaxattn.text import TokenStream
+
 
 class StopStrings:
     """Cuts a text, which comes in pieces, at the first stop string.
@@ -34,6 +36,20 @@ class StopStrings:
         """What waited, after the last piece."""
         held, self._held = self._held, ""
         return held
+
+
+class StopText:
+    """Says of each token of a row whether it completes a stop string: `Request.ends_at`.
+
+    It reads the tokens as the row's `Choice` does, and so ends the row where that one ends the
+    text: at once, in the engine's thread.
+    """
+
+    def __init__(self, stream: TokenStream, stops: Sequence[str]):
+        self._stream, self._stops = stream, StopStrings(stops)
+
+    def __call__(self, token: int) -> bool:
+        return self._stops.push(self._stream.push(token))[1] is not None
 
 
 def _begun(text: str, stop: str) -> int:

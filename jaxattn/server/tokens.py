@@ -4,6 +4,7 @@ Such a request takes a place as others do: its text may be as long as theirs.
 """
 
 from jaxattn.server.chat import encoded, read_tools
+from jaxattn.server.completions import tokens_of
 from jaxattn.server.exchange import Exchange
 from jaxattn.server.sampling import MOST_ID
 from jaxattn.server.service import Service
@@ -20,7 +21,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         refuse_unsupported(fields)
         prompt = fields.text("prompt")
         if prompt is not None:
-            tokens = await service.in_thread(lambda: service.tokenizer.encode(prompt))
+            tokens = await service.in_thread(lambda: tokens_of(service, prompt))
         elif fields.given("messages"):
             tokens = await encoded(service, fields, read_tools(fields))
         else:

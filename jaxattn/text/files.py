@@ -22,6 +22,8 @@ def read_bytes(path: Path, most: int) -> bytes | None:
         TextError: the file has more bytes or cannot be read.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise TextError(f"{path} cannot be read: it is no file")
         with open(path, "rb") as file:
             large = os.fstat(file.fileno()).st_size > most
             content = b"" if large else file.read(most + 1)

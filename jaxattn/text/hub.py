@@ -16,6 +16,7 @@ from jaxattn.text.tiktoken import load_tiktoken
 from jaxattn.text.tokenizer import Message, Tokenizer
 
 JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
+PANIC = "PanicException"  # of Rust code, no `Exception`
 
 
 def load(folder: str | os.PathLike) -> Tokenizer:
@@ -101,7 +102,7 @@ class HubTokenizer(Tokenizer):
         false there is none. If it says nothing, tokenizer.json's own rule holds.
         """
         by_rule = self._add_bos is None
-        ids = self._inner.encode(well_formed(text), add_special_tokens=by_rule).ids
+        ids = self._ids(text, by_rule)
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
 
     def stream(self, *, skip_special_tokens: bool = True, continues: bool = False) -> TokenStream:
@@ -134,7 +135,20 @@ class HubTokenizer(Tokenizer):
         text = self._template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
-        return self._inner.encode(well_formed(text), add_special_tokens=False).ids
+        return self._ids(text, False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text.
+
+        Raises:
+            TextError: the library gives up, as on a pattern of tokenizer.json that takes too long.
+        """
+        try:
+            return self._inner.encode(well_formed(text), add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            raise TextError(f"tokenizer.json cannot encode the text: {error}") from None
 
     def _named(self, settings: Settings, name: str) -> int:
         text = settings.named.get(name)

@@ -437,3 +437,41 @@ def test_requests_added_before_the_start_are_served(params):
     id = engine.add(Request(np.array([65, 66]), max_tokens=3))
     _, done = drained(engine)
     assert len(done[id].tokens) == 3
+
+
+def test_a_row_ends_with_the_token_of_which_its_request_says_so(engine):
+    """And one step more has been sent for it by then, none after that."""
+    [whole] = engine.generate([Request(b"def f(", max_tokens=20)])
+    seen = []
+
+    def ends_at(token):
+        seen.append(token)
+        return len(seen) == 7
+
+    [found] = engine.generate([Request(b"def f(", max_tokens=20, ends_at=ends_at)])
+    assert (found.finish_reason, found.detail) == (FinishReason.STOP, "ends_at")
+    assert found.tokens == whole.tokens[:7] == tuple(seen)
+    assert engine.stats.decode_steps == 7  # six for the tokens behind the first, and one
+
+
+def test_what_ends_a_row_is_not_asked_again_after_a_preemption(params):
+    pool = dataclasses.replace(LIMITS, num_pages=LIMITS.pages_per_row + 1)
+    seen = {place: [] for place in range(3)}
+
+    def ends_at(place):
+        return lambda token: seen[place].append(token) or False
+
+    with Engine(MODEL, params, pool) as engine:
+        done = engine.generate(
+            [
+                Request(bytes([65 + place] * 60), max_tokens=60, ends_at=ends_at(place))
+                for place in seen
+            ]
+        )
+        assert engine.stats.preemptions
+    assert [each.tokens for each in done] == [tuple(tokens) for tokens in seen.values()]
+
+
+def test_what_cannot_be_called_ends_no_row():
+    with pytest.raises(TypeError, match="ends_at must be callable, got 5"):
+        Request(b"a", ends_at=5)

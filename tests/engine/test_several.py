@@ -177,11 +177,11 @@ def test_steps_come_several_at_a_time_where_nobody_waits_for_fewer(sent, four):
     "options",
     [
         {"stop_strings": ["none"]},
-        {"stops_late": True},
+        {"ends_at": lambda token: False},
         {"logprobs": 1},
         {"top_k": 3, "temperature": 1.0},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_a_row_that_the_host_looks_at_gets_its_tokens_one_by_one(sent, four, options):
     four.generate([Request(b"plain", max_tokens=12), Request(b"looked", max_tokens=8, **options)])

@@ -146,7 +146,9 @@ class ScriptedEngine:
             return
         row.tokens.append(token)
         self._events.append(TokenEvent(row.request, token))
-        if len(row.tokens) == row.most:
+        if row.request.ends_at is not None and row.request.ends_at(token):
+            self._end(id, FinishReason.STOP, "ends_at")
+        elif len(row.tokens) == row.most:
             self._end(id, FinishReason.LENGTH, "max_tokens")
 
     def close(self) -> None:

@@ -220,6 +220,7 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "implemented as 'yarn' only"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0"),
+        ({"rope_theta": 10**400}, "rope_theta must be a finite number above 0"),
         ({"kv_lora_rank": None}, "kv_lora_rank must be an integer"),
     ],
 )
@@ -233,6 +234,7 @@ def test_a_configuration_that_is_not_supported(tmp_path, change, message):
         ({"scoring_func": "tanh"}, "scoring_func is implemented as 'sigmoid' only; got 'tanh'"),
         ({"topk_method": "greedy"}, "topk_method is implemented as 'noaux_tc' only"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is implemented as 1 only; got 2"),
+        ({"n_routed_experts": 10**6}, "n_routed_experts must be an integer from 1 to 4,096"),
         ({"norm_topk_prob": None}, "norm_topk_prob must be true or false"),
         ({"num_experts_per_tok": 17}, "top_k=17 must be from 1 to"),
         ({"n_group": 5}, "experts=12 must be a multiple of groups=5"),

@@ -3,7 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxattn.server.stop import StopStrings
+from jaxattn.engine.outcome import TokenEvent
+from jaxattn.engine.request import Request
+from jaxattn.server.generation import Choice
+from jaxattn.server.stop import StopStrings, StopText
+from jaxattn.text import ByteTokenizer
 
 LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
@@ -37,3 +41,18 @@ def test_no_more_waits_than_can_begin_a_stop_string(text, stops):
     if found is None:
         held = text[len(said) :]
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+@given(
+    said=st.text("abé", max_size=12),
+    stops=st.lists(st.text("abé", min_size=1, max_size=3), max_size=3),
+)
+def test_a_row_ends_with_the_token_that_ends_its_text(said, stops):
+    stop_text = StopText(ByteTokenizer().stream(), stops)
+    choice = Choice(0, ByteTokenizer().stream(), StopStrings(stops))
+    for token in said.encode():
+        ends = stop_text(token)
+        piece = choice.push(TokenEvent(Request(b"a"), token))
+        assert ends == choice.done == (piece.finish == "stop")
+        if ends:
+            break

@@ -1,6 +1,7 @@
 """Folders load as they are published; a damaged file is named; stop tokens and BOS are right."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -202,6 +203,25 @@ def test_a_huge_file_or_a_folder_in_its_place_is_named(file, folder):
     (folder / file).mkdir()
     with pytest.raises(TextError, match=f"{file} cannot be read"):
         load(folder)
+
+
+@pytest.mark.parametrize("file", [*FILES, "chat_template.jinja"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(file, folder):
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    with pytest.raises(TextError, match=f"{file} cannot be read: it is no file"):
+        load(folder)
+
+
+def test_a_pattern_that_takes_too_long_is_an_error_of_the_text(folder, capfd):
+    values = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    values["pre_tokenizer"] = pattern | {"invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    tokenizer = load(folder)
+    with pytest.raises(TextError, match="tokenizer.json cannot encode the text: Onig"):
+        tokenizer.encode("a" * 5000 + "b")
+    assert tokenizer.encode("b") == load(folder).encode("b")
 
 
 def test_a_tokenizer_json_cut_off_anywhere_is_damaged(folder):

@@ -4,6 +4,7 @@ The cutting is mla_decode's, of pairs in the place of rows; pairs.py says how th
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,12 @@ class PairSchedule:
                 )
 
 
+def check_groups(op: str, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless each KV head has as many query heads."""
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{op}: {num_heads=} must be a multiple of {num_kv_heads=}")
+
+
 def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -> int:
     """Steps that a row may have, from static shapes."""
     steps = num_steps(max_pages, page_size)
@@ -179,6 +186,7 @@ def decode_schedule(
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
     check_sizes(arguments.op, q_len=q_len, **heads, **pages)
+    check_groups(arguments.op, num_heads, num_kv_heads)
     window = check_window(arguments.op, window)
     seq_lens = arguments.lengths(
         "seq_lens",
@@ -216,6 +224,35 @@ def decode_schedule(
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
 
 
+def check_schedule(
+    op: str,
+    schedule: Any,
+    *,
+    batch: int,
+    q_len: int,
+    num_kv_heads: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None,
+) -> None:
+    """Raises unless it is None, or was made for such rows, whatever implementation runs.
+
+    Raises:
+        TypeError: it is no schedule.
+        ValueError: it is one of other rows, or of another window.
+    """
+    if not isinstance(schedule, PairSchedule | None):
+        raise TypeError(
+            f"{op}: schedule must be what gqa.decode_schedule returns, got "
+            f"{type(schedule).__name__}"
+        )
+    if schedule is not None:
+        steps = most_steps(max_pages, page_size, q_len, window)
+        schedule.check(
+            op, batch=batch, q_len=q_len, num_kv_heads=num_kv_heads, window=window, steps=steps
+        )
+
+
 def schedule_of(
     op: str,
     schedule: PairSchedule | None,
@@ -242,8 +279,8 @@ def schedule_of(
             interpret=interpret,
         )  # fmt: skip
         schedule = dataclasses.replace(schedule, seq_lens=None)
-    schedule.check(
-        op, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads, window=window,
-        steps=most_steps(max_pages, page_size, q_len, window),
+    check_schedule(
+        op, schedule, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads,
+        max_pages=max_pages, page_size=page_size, window=window,
     )  # fmt: skip
     return schedule

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.kernels.gqa_decode.memory import block_columns, refusal
-from jaxattn.kernels.gqa_decode.schedule import may_cut, most_steps, num_parts
+from jaxattn.kernels.gqa_decode.schedule import check_groups, may_cut, most_steps, num_parts
 from jaxattn.kernels.hopper.machine import NUM_SMS
 
 
@@ -50,6 +50,7 @@ def scratch(
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
     check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages)
+    check_groups("gqa.scratch", num_heads, num_kv_heads)
     window = check_window("gqa.scratch", window)
     if refusal(dtype, cache_dtype or dtype, head_dim, page_size):
         return ArenaSpec()

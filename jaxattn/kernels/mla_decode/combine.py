@@ -52,13 +52,14 @@ def combine(
         partial_lse: float32 [2 * parts, rows], natural logarithm.
         seq_lens: int32 [B]; where the schedule was made of another length, a row stays as it is.
         used: packed rows that somebody reads, the first ones.
-        sharers: warpgroups that share the partial results of a row; None: four where rows are few,
-            and so cut in many, but in the interpreter one.
+        sharers: warpgroups that share the partial results of a row; None: four where rows are few
+            and cut in more than one warpgroup reads at a time, but in the interpreter one.
     """
     batch, rows = lse.shape
     used = -(-used // 8) * 8
     if sharers is None:
-        sharers = 1 if interpret or batch * used > SHARED_ROWS else SHARERS
+        cut = len(partial_lse) // 2 > AHEAD * batch  # on average
+        sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
     chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)

@@ -50,14 +50,11 @@ class Places:
         return tuple(sum(self.slots[:quarter]) for quarter in range(len(self.slots)))
 
     @classmethod
-    def of(cls, latents: LatentFormat, tiles: int) -> "Places":
-        """rows_body.py has the reasons for those of 16 bits, rows_fp8.py for those of FP8.
-
-        `tiles` are those of a request: of one alone memory is the bound, and not the products.
-        """
+    def of(cls, latents: LatentFormat) -> "Places":
+        """rows_body.py has the reasons for those of 16 bits, rows_fp8.py for those of FP8."""
         if latents.quantized:
             return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
-        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=tiles > 1)
+        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +79,8 @@ class Shared:
 
 
 def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
-    tiled, copies = swizzled(dtype), copies_of(page_size)
-    kv_places = sum(Places.of(latents, tiles=1).slots)
+    tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
+    kv_places = sum(places.slots)
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
@@ -137,7 +134,7 @@ class Cut:
 
     @property
     def places(self) -> Places:
-        return Places.of(self.latents, self.tiles)
+        return Places.of(self.latents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def read_experts(fields: Fields) -> MoE:
 
 
 def _router(fields: Fields) -> Router:
-    experts, top_k = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    experts, top_k = fields.experts("n_routed_experts"), fields.integer("num_experts_per_tok")
     scale = fields.number("routed_scaling_factor", 1.0)
     if fields.values["model_type"] == "deepseek_v2":
         fields.require("scoring_func", "softmax")

@@ -1,7 +1,7 @@
 """Reading a published config.json: typed fields, and refusals that name them."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +14,8 @@ class ConfigError(ValueError):
 
 
 _MISSING = object()
+MOST = 2**31 - 1
+MOST_EXPERTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +53,19 @@ class Fields:
         outer = {name: value for name, value in self.values.items() if name != "text_config"}
         return Fields({**inner, **outer}, self.where)
 
-    def integer(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+    def integer(
+        self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = MOST
+    ) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise self._error(name, f"must be an integer from {least} to 2**31 - 1", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            last = "2**31 - 1" if most == MOST else f"{most:,}"
+            raise self._error(name, f"must be an integer from {least} to {last}", value)
         return value
+
+    def experts(self, name: str) -> int:
+        """Experts of a layer. Each has tensors of its own, whose names are listed before any file
+        is read: a number without bounds would take for ever."""
+        return self.integer(name, most=MOST_EXPERTS)
 
     def maybe_integer(self, name: str) -> int | None:
         """A field that has to be there, with an integer or null."""
@@ -64,7 +74,7 @@ class Fields:
     def number(self, name: str, default: Any = _MISSING) -> float:
         value = self._get(name, default)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if not plain or not math.isfinite(value) or value <= 0:
+        if not plain or not 0 < value <= sys.float_info.max:  # of an int without bounds too
             raise self._error(name, "must be a finite number above 0", value)
         return float(value)
 

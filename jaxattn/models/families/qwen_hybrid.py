@@ -64,7 +64,7 @@ def read_experts(fields: Fields) -> MoE:
     fields.require("mlp_only_layers", [], None)
     fields.require("norm_topk_prob", True)
     router = Router(
-        experts=fields.integer("num_experts"),
+        experts=fields.experts("num_experts"),
         top_k=fields.integer("num_experts_per_tok"),
         scores="softmax",
         normalize=True,

@@ -75,8 +75,8 @@ def gated_delta_rule_decode(
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         recent: room for 16 tokens beside each state, by `recent_tokens`; donate it. A state is then
             written at every sixteenth token, and read at each. For one token per row, without
-            write_indices and arena. It pays from about 32 rows of 32 heads on. Fold the tokens into
-            the states by `fold_recent` before anything else reads these.
+            write_indices and arena. The more rows the more it gains. Fold the tokens into the
+            states by `fold_recent` before anything else reads these.
         filled: int32, how many recent tokens each row has, 0 to 15. The caller counts: after the
             call a row has one more, or 0 if it had 15. A smaller number takes tokens back.
         arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the

@@ -76,6 +76,14 @@ def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | N
             f"{op}: kv_scale must be a Python number, or float32 [2] or [2, Hk = {heads}], got "
             f"{found} {'' if shape is None else shape}".rstrip()
         )
+    if isinstance(kv_scale, np.ndarray | jax.Array) and not isinstance(kv_scale, jax.core.Tracer):
+        known = np.asarray(kv_scale)
+        wrong = known[~(np.isfinite(known) & (known > 0))]
+        if wrong.size:
+            raise ValueError(
+                f"{op}: kv_scale {tuple(shape)} holds {wrong[0]}, but each number must be positive "
+                "and finite"
+            )
     return jnp.broadcast_to(jnp.asarray(kv_scale).reshape(2, -1), (2, heads))
 
 

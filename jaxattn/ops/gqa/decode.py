@@ -17,7 +17,7 @@ from jaxattn.core.pages import attend_pages
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, check_schedule
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     Scores,
@@ -127,7 +127,7 @@ def gqa_decode(
         schedule: `decode_schedule` of these `seq_lens`, shapes and window. A row whose length
             differs from the schedule's gives NaN, in its LSE too. The layers of a step share it,
             one call after another: calls count in its `arrived`. Without it each call makes one, in
-            one or two dozen small kernels. XLA does not read it.
+            one or two dozen small kernels. XLA checks it, and does not read it.
         arena: where the kernel's output goes, region "out" of `scratch`; `out` is then a view of
             it, good until the arena is written again. It comes back as it was where XLA runs.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
@@ -159,11 +159,10 @@ def gqa_decode(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
-    if not isinstance(schedule, PairSchedule | None):
-        raise TypeError(
-            "gqa_decode: schedule must be what gqa.decode_schedule returns, got "
-            f"{type(schedule).__name__}"
-        )
+    check_schedule(
+        "gqa_decode", schedule, batch=q.shape[0], q_len=q.shape[1], num_kv_heads=kv_cache.shape[-2],
+        max_pages=block_tables.shape[1], page_size=kv_cache.shape[-3], window=scores.window,
+    )  # fmt: skip
     check_arena("gqa_decode", arena)
     refuse_explicit_axes(
         "gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale

@@ -24,7 +24,7 @@ from jaxattn.core.softmax import Softmax
 from jaxattn.core.turbo_slots import page_slots, unpack
 from jaxattn.core.turboquant import TurboFormat, dequantize, rotate
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule
+from jaxattn.kernels.gqa_decode.schedule import PairSchedule, check_schedule
 from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (
     Scores,
@@ -108,11 +108,11 @@ def turbo_attention(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
-    if not isinstance(schedule, PairSchedule | None):
-        raise TypeError(
-            "turbo_attention: schedule must be what gqa.decode_schedule returns, got "
-            f"{type(schedule).__name__}"
-        )
+    check_schedule(
+        arguments.op, schedule, batch=q.shape[0], q_len=q.shape[1],
+        num_kv_heads=kv_cache.shape[-2], max_pages=block_tables.shape[1],
+        page_size=form.page_size(kv_cache), window=scores.window,
+    )  # fmt: skip
     refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
     check_arena(arguments.op, arena)
     number = taken_apart(layer)[2]

@@ -104,6 +104,8 @@ def test_what_does_not_fit_is_named(change, error, message):
         (FP8, jnp.ones(2, jnp.bfloat16), TypeError, r"got bfloat16 \(2,\)"),
         (FP8, True, TypeError, "got bool"),
         (FP8, 0.0, ValueError, "kv_scale must be positive and finite, got 0.0"),
+        (FP8, np.float32([1, -1]), ValueError, r"kv_scale \(2,\) holds -1.0, but each number"),
+        (FP8, jnp.array([[1, 2], [3, np.nan]]), ValueError, r"kv_scale \(2, 2\) holds nan"),
         (jnp.bfloat16, 1.0, ValueError, "bfloat16 has none; drop kv_scale"),
     ],
     ids=str,

@@ -270,6 +270,13 @@ def test_an_arena_comes_back():
         gqa.scratch(
             batch=2, q_len=1, num_heads=4, num_kv_heads=0, head_dim=8, max_pages=3, page_size=16
         )
+    shape = dict(q_len=1, num_heads=5, num_kv_heads=2, head_dim=8, max_pages=3, page_size=16)
+    for op in (
+        functools.partial(gqa.scratch, batch=2),
+        functools.partial(gqa.decode_schedule, [3]),
+    ):
+        with pytest.raises(ValueError, match="num_heads=5 must be a multiple of num_kv_heads=2"):
+            op(**shape)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +300,18 @@ def test_an_arena_comes_back():
         (dict(sinks=normal(4).astype(np.float16)), TypeError, "sinks must be float32"),
         (dict(gate=normal(2, 1, 4, 7)), ValueError, "gate .* has shape"),
         (dict(arena=7), TypeError, "arena must be an Arena"),
+        (dict(schedule=7), TypeError, "schedule must be what gqa.decode_schedule returns, got int"),
+        (
+            dict(schedule=(5, 1, 4)),
+            ValueError,
+            "schedule was made for window = 5, and this .* None",
+        ),
+        (
+            dict(schedule=(None, 2, 4)),
+            ValueError,
+            "schedule was made for S = 2, and this call has 1",
+        ),
+        (dict(schedule=(None, 1, 8)), ValueError, r"made for steps of 64 tokens = 2, .* has 1"),
         (dict(implementation="cuda"), ValueError, "unknown implementation='cuda'"),
     ],
 )
@@ -301,6 +320,14 @@ def test_what_does_not_fit_is_named(change, error, message):
     given = dict(
         q=normal(2, 1, 4, 8), kv_cache=pool.cache, block_tables=pool.tables, seq_lens=pool.lens
     )
+    if isinstance(change.get("schedule"), tuple):
+        window, q_len, pages = change["schedule"]
+        change = change | {
+            "schedule": gqa.decode_schedule(
+                pool.lens, q_len=q_len, num_heads=4, num_kv_heads=2, head_dim=8, window=window,
+                max_pages=pages, page_size=16,
+            )
+        }  # fmt: skip
     with pytest.raises(error, match=f"gqa_decode: .*{message}|gqa_decode: {message}"):
         gqa.gqa_decode(**{**given, "layer": 1, **change})
 
