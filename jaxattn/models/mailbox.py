@@ -26,7 +26,7 @@ def most_tokens(features: int, gpus: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mailboxes(LayerCache):
-    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F] and `peer_counts` [N, T].
+    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F] and `peer_counts` [T].
 
     Attributes:
         gpus: N.
@@ -46,7 +46,7 @@ class Mailboxes(LayerCache):
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         if array == COUNTS:
-            return f"calls of {self.gpus} GPUs x {self.tokens} tokens, for sums in one launch"
+            return f"calls of {self.tokens} tokens, for sums in one launch"
         return (
             f"2 x {self.gpus} GPUs' parts of {self.tokens} tokens x {self.features} "
             f"{jnp.dtype(shape.dtype).name}, for sums over GPUs in one launch"
