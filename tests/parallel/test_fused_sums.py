@@ -33,7 +33,7 @@ def plain(
 ) -> DecoderModel:
     model = decoder(*layers, dtype=dtype)
     stream = dataclasses.replace(model.spec.stream, hidden_size=hidden)
-    return DecoderModel(dataclasses.replace(model.spec, stream=stream))
+    return DecoderModel(dataclasses.replace(model.spec, stream=stream)).with_fused_sums(0)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,9 @@ def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,)}
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
+    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**18 // (7 * 512), 256)
+    wide = plain(hidden=1024).with_fused_sums()
+    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**18 // (7 * 2048), 1024)
     assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 256)
     assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
@@ -132,7 +135,7 @@ def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
     config = dataclasses.replace(
         CONFIG, hidden_size=256, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
     )
-    model = Hybrid(config)
+    model = Hybrid(config).with_fused_sums(0)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
     limits = dataclasses.replace(LIMITS, batch=12, decode_buckets=(8,))
     asked = [Request([7 * at % 251 for at in range(n)], max_tokens=6) for n in (9, 70, 20)]
