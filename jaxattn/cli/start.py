@@ -28,6 +28,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.engine.crew import Crew
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.prepare import prepare
+from jaxattn.engine.process import PROCESS
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
@@ -148,8 +149,11 @@ def start_engine(
 
             weights = checked or chosen.weights(lambda *now: moved("fetching", *now))
             placed = weights.place(lambda *now: moved("loading", *now), model=own, group=group)
-            # Packed by many small programs, which are compiled beside the steps.
-            return placed if group else served.pack(placed)
+            if group:
+                return placed
+            # By many small programs: they are lowered behind the steps, for which others wait.
+            with PROCESS.lowering:
+                return served.pack(placed)
 
         def on_compile(name: str, seconds: float | None) -> None:
             loading.check()
@@ -166,7 +170,7 @@ def start_engine(
                 on_compile=on_compile,
                 on_fits=loading.start,
                 # A CPU compiles one step with all its cores; for a GPU several threads help.
-                workers=8 if jax.default_backend() == "gpu" else 1,
+                workers=16 if jax.default_backend() == "gpu" else 1,
                 parallel=parallel,
             )
             engine = Engine.of(prepared, strict=options.strict, detokenize=tokenizer.decode)

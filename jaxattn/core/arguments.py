@@ -125,16 +125,42 @@ class Arguments:
         return self.lengths("query_lens", query_lens, most, but)[1]
 
     def check_written(
-        self, block_tables: Any, seq_lens: Any, query_lens: Any, tokens: int, page: int
-    ) -> None:
-        """Raises where rows would write to one place, unless something is traced.
+        self, given: tuple[Any, Any, Any], name: str, tokens: jax.Array, page: int
+    ) -> jax.Array | None:
+        """The checked `query_lens`, after the check of what a write of `tokens` [B, S, ...] does.
 
-        The arguments are those of `check_paged` and `check_query_lens`, which have checked them;
-        without `query_lens` a row writes `tokens`.
+        Without `query_lens` a row writes all of its S tokens. What is traced is not looked at.
+
+        Args:
+            given: block_tables, seq_lens and query_lens as the caller gave them; the first two
+                have passed `check_tables`.
+            name: of `tokens`, in messages.
+            page: tokens of a page.
+
+        Returns:
+            `query_lens`, int32 [B], or None where none were given.
+
+        Raises:
+            TypeError, ValueError: `query_lens` do not fit, or two tokens have one place.
         """
-        new = tokens if query_lens is None else query_lens
-        tables, lengths, new = map(as_given, (block_tables, seq_lens, new))
-        check_places(self.op, tables, lengths, new, page)
+        tables, lengths, new = given
+        checked = None if new is None else self.check_query_lens(new, name, tokens)
+        new = tokens.shape[1] if new is None else new
+        check_places(self.op, as_given(tables), as_given(lengths), as_given(new), page)
+        return checked
+
+    def check_new(
+        self,
+        given: tuple[Any, Any, Any],
+        seq_lens: jax.Array,
+        name: str,
+        tokens: jax.Array,
+        page: int,
+    ) -> jax.Array:
+        """As `check_written`, with S for each row [B] of the checked `seq_lens` where no
+        `query_lens` were given."""
+        checked = self.check_written(given, name, tokens, page)
+        return jnp.full_like(seq_lens, tokens.shape[1]) if checked is None else checked
 
     def integers(self, name: str, x: Any, axes: str) -> tuple[Any, jax.Array]:
         """An argument of int32 numbers; lists and other integers are taken where they fit.

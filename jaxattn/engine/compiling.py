@@ -23,6 +23,7 @@ from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.process import PROCESS
 from jaxattn.engine.step import Step
 from jaxattn.engine.steps import all_steps
+from jaxattn.kernels.hopper.beside import Beside, Compiling
 from jaxattn.kernels.hopper.repeated import Shared, launches_shared
 from jaxattn.memory.limits import Limits
 from jaxattn.models.base import Model
@@ -120,7 +121,9 @@ def _compile(
             kept.store(str(step), executable)
         return executable
 
-    return Steps(_in_turn(all_steps(limits), kept, lower, compiled, on_compile, workers))
+    kernels_for = own if backend == "gpu" else None
+    steps = all_steps(limits)
+    return Steps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
 
 
 def _in_turn(
@@ -130,11 +133,16 @@ def _in_turn(
     compiled: Callable[[Step, jax.stages.Lowered], jax.stages.Compiled],
     on_compile: OnCompile | None,
     workers: int,
+    kernels_for: jax.Device | None = None,
 ) -> dict[str, jax.stages.Compiled]:
     """Steps by their names: kept ones are loaded, the others are lowered in turn and then compiled.
 
     Lowering is Python, which one thread runs at a time. Two at once would both reach XLA late.
+    A lowered step's kernels are compiled beside each other, then the step.
     `on_compile` gets a step's own seconds, without those for which the step waits.
+
+    Args:
+        kernels_for: the device that runs kernels; None where there are none.
     """
     told = on_compile or (lambda name, seconds: None)
 
@@ -146,8 +154,11 @@ def _in_turn(
             told(str(step), time.perf_counter() - start)
         return executable
 
-    def finish(step: Step, text: jax.stages.Lowered, lowering: float) -> jax.stages.Compiled:
+    def finish(
+        step: Step, text: jax.stages.Lowered, kernels: Sequence[Compiling], lowering: float
+    ) -> jax.stages.Compiled:
         start = time.perf_counter()
+        concurrent.futures.wait(kernels)
         executable = compiled(step, text)
         told(str(step), lowering + time.perf_counter() - start)
         return executable
@@ -155,14 +166,16 @@ def _in_turn(
     with _uncollected(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
             found = dict(zip(steps, pool.map(load, steps), strict=True))
+            beside = kernels_for and Beside(pool, kernels_for)
             waited = {}
-            for step in steps:
-                if found[step] is None:
+            with PROCESS.lowering:
+                for step in (each for each in steps if found[each] is None):
                     told(str(step), None)
                     start = time.perf_counter()
                     text = lower(step)
+                    kernels = beside.compile(text) if beside else ()
                     lowering = time.perf_counter() - start
-                    waited[step] = pool.submit(finish, step, text, lowering)
+                    waited[step] = pool.submit(finish, step, text, kernels, lowering)
             return {str(step): found[step] or waited[step].result() for step in steps}
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

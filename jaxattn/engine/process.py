@@ -18,12 +18,14 @@ class Process:
     Attributes:
         steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
         collectives: bytes that collectives took of each of these devices when they first ran.
+        lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
     """
 
     def __init__(self) -> None:
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self.collectives: dict[tuple[Any, ...], int] = {}
+        self.lowering = threading.Lock()
         self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self._inside = threading.local()

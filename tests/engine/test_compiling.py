@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from jaxattn.engine import compiling
 from jaxattn.engine.compiling import _in_turn
 
 
@@ -70,3 +71,28 @@ def test_after_an_error_nothing_more_is_compiled_and_garbage_is_looked_for(where
         _in_turn(STEPS, None, lower, compiled, None, 1)
     assert set(done) <= {"prefill"}  # which had begun, or not yet
     assert gc.isenabled()
+
+
+def test_a_step_is_compiled_when_its_kernels_are(monkeypatch):
+    order, decode_is_lowered = [], threading.Event()
+
+    class Beside:
+        def __init__(self, pool, device):
+            self.pool, self.device = pool, device
+
+        def compile(self, text):
+            def kernel():
+                assert self.device == "gpu 0" and decode_is_lowered.wait(10)
+                order.append(f"kernel of {text}")
+                raise ValueError("the step has the same error, with its name")
+
+            return [self.pool.submit(kernel)] if text == "prefill" else []
+
+    def lower(step):
+        if step == "decode":
+            decode_is_lowered.set()
+        return step
+
+    monkeypatch.setattr(compiling, "Beside", Beside)
+    _in_turn(STEPS, None, lower, lambda step, text: order.append(step), None, 1, "gpu 0")
+    assert order == ["kernel of prefill", *STEPS]

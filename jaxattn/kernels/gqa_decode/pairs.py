@@ -41,7 +41,6 @@ class Pairs(Part):
     Attributes:
         kv_ref: the cache [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them.
         query_lens_ref: [B], or None.
-        made_of_ref: [B], `PairSchedule.seq_lens`, or None.
     """
 
     kv_heads: int
@@ -49,7 +48,6 @@ class Pairs(Part):
     q_len: int
     window: int | None
     query_lens_ref: Any
-    made_of_ref: Any
 
     def some_row(self, row: jax.Array) -> jax.Array:
         return jnp.minimum(row, self.lens_ref.shape[0] * self.kv_heads - 1)

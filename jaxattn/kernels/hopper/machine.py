@@ -1,5 +1,6 @@
 """What every kernel here needs of the machine, and how it is run without one."""
 
+import contextlib
 import functools
 import os
 import warnings
@@ -101,6 +102,19 @@ def plain_copies() -> bool:
         return True
     version: int = _mosaic_gpu_ext._get_ptxas_isa_version()
     return version >= PTX_OF_PLAIN_COPIES
+
+
+@functools.cache
+def ask_assembler_once() -> None:
+    """Keeps the assembler's version, for which Mosaic starts a program each time it asks.
+
+    It asks at each conversion from or to 8 bits and fewer, and holds Python's lock meanwhile.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # no plugin for a GPU, or another JAX
+        from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext
+
+        asked = _mosaic_gpu_ext._get_ptxas_isa_version
+        _mosaic_gpu_ext._get_ptxas_isa_version = functools.cache(asked)
 
 
 def swizzled(dtype: DTypeLike, width: int = 128) -> Any:

@@ -26,6 +26,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxattn.kernels.hopper.machine import ask_assembler_once
+
 type Shared = dict[object, Callable[..., Any]]
 
 PLAIN = (str, int, bool, bytes, type(None))
@@ -53,6 +55,7 @@ def launches_shared(shared: Shared | None = None) -> Iterator[None]:
     Args:
         shared: the kernels so far, where several threads have them in common.
     """
+    ask_assembler_once()
     token = _shared.set({} if shared is None else shared)
     try:
         yield

@@ -58,6 +58,7 @@ class Refs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
+    made_of_ref: Any  # None: the schedule is the call's own
     kv_scale_ref: Any  # of a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
@@ -82,10 +83,7 @@ class Block:
     def __init__(self, cut: Cut, refs: Refs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = Part.of(
-            refs.cuts_ref, refs.order_ref, self.index, refs.lens_ref, refs.table_ref, refs.kv_ref,
-            refs.layer_ref,
-        )  # fmt: skip
+        self.part = Part.of(refs, self.index)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
         self.factor = self.kv_scale * (cut.scale * LOG2E)
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)

@@ -45,7 +45,7 @@ class Body(Block):
         def _each_empty_row(row):
             @pl.when((self.part.pages_of(row) <= 0) & (self.wg == 0))
             def _():
-                self.outputs.write_nothing(row)
+                self.outputs.write_nothing(row, self.part.known(row))
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         """Scores and values of its pages, the two warpgroups' in turns, and one result of both."""

@@ -93,7 +93,7 @@ def mla_decode_columns(
         packed = order_queries(packed)
     kv_scale = None if kv_scale is None else kv_scale.reshape(1)
     kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
-    results = Results(arena, schedule, (batch, q_len, num_heads), kept, dtype)
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype)
     cut = Cut(
         q_len=q_len, num_heads=num_heads, columns=columns, parts=parts, out_rows=results.rows,
         first_rows=results.first_rows, scale=scale, dtype=dtype, page_size=page_size,
@@ -110,6 +110,7 @@ def mla_decode_columns(
             "layer_ref": layer,
             "table_ref": block_tables,
             "lens_ref": seq_lens,
+            "made_of_ref": schedule.seq_lens,
             "cuts_ref": schedule.cuts,
             "order_ref": schedule.order,
             "kv_scale_ref": kv_scale,

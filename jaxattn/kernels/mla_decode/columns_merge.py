@@ -26,7 +26,7 @@ from jaxattn.kernels.mla_decode.columns_memory import (
     over_out,
 )
 from jaxattn.kernels.mla_decode.fp8_fragments import store_output
-from jaxattn.kernels.mla_decode.part import Part
+from jaxattn.kernels.mla_decode.part import Part, nothing_or_nan
 from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
 
@@ -106,13 +106,16 @@ class Outputs:
     def write_lse(self, row: jax.Array, whole: jax.Array, lse: jax.Array) -> None:
         self.part.write_lse(self.lse, self.partial_lse, self.columns, row, whole, lse)
 
-    def write_nothing(self, row: jax.Array) -> None:
-        """Of a row without keys: 0, and an LSE of -inf."""
+    def write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        """Of a row without keys: 0, and an LSE of -inf; NaN where it is False that the schedule
+        knows its length."""
         count = self.columns.size
         begin = self.first_rows[0] + row * self.rows + self.columns.start
-        nothing = plgpu.layout_cast(jnp.zeros((count, RANK), self.out.dtype), OUTPUTS)
+        zero = nothing_or_nan(0.0, known, self.out.dtype)
+        nothing = plgpu.layout_cast(jnp.full((count, RANK), zero), OUTPUTS)
         self.out[pl.ds(begin, count), :] = nothing
-        empty = plgpu.layout_cast(jnp.full((count,), -jnp.inf), BY_ROW)
+        lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
+        empty = plgpu.layout_cast(jnp.full((count,), lowest), BY_ROW)
         store(self.lse.at[row, self.columns], empty)
 
 

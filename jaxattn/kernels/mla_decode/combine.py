@@ -36,6 +36,7 @@ def combine(
     lse: jax.Array,
     partial_lse: jax.Array,
     schedule: Schedule,
+    seq_lens: jax.Array,
     *,
     used: int,
     sharers: int | None = None,
@@ -49,6 +50,7 @@ def combine(
         first_rows: where in each the op's own rows begin.
         lse: float32 [B, rows].
         partial_lse: float32 [2 * parts, rows], natural logarithm.
+        seq_lens: int32 [B]; where the schedule was made of another length, a row stays as it is.
         used: packed rows that somebody reads, the first ones.
         sharers: warpgroups that share the partial results of a row; None: four where rows are few,
             and so cut in many, but in the interpreter one.
@@ -78,6 +80,8 @@ def combine(
         inputs={
             "partial_lse": partial_lse,
             "slots": schedule.slots,
+            "lens": None if schedule.seq_lens is None else seq_lens,
+            "made_of": schedule.seq_lens,
             "out": out_ref,
             "partial": partial_ref,
             "lse": lse_ref,
@@ -163,6 +167,8 @@ class Block:
         *,
         partial_lse: Any,
         slots: Any,
+        lens: Any,
+        made_of: Any,
         out: Any,
         partial: Any,
         lse: Any,
@@ -173,6 +179,8 @@ class Block:
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
         self.slots = [slots[i, self.row] for i in range(3)]
         self.number = self.slots[1]
+        if made_of is not None:
+            self.number = jnp.where(lens[self.row] == made_of[self.row], self.number, 0)
 
     def run(self) -> None:
         many = self.number > (FEW if self.chunk > 1 else 0)

@@ -10,6 +10,7 @@ Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla_decode/test_rows.py.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -144,6 +145,7 @@ def mla_decode_mosaic(
             page_size=page_size,
             interpret=interpret,
         )
+        schedule = dataclasses.replace(schedule, seq_lens=None)
     if columns:
         assert not isinstance(q, tuple)
         return mla_decode_columns(
@@ -162,7 +164,7 @@ def mla_decode_mosaic(
         packed = q.reshape(batch, q_len * num_heads, -1)
         queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
 
-    results = Results(arena, schedule, (batch, q_len, num_heads), rows, dtype)
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype)
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
     output_by_tma &= results.in_whole_tiles()
@@ -183,6 +185,7 @@ def mla_decode_mosaic(
             "layer_ref": layer,
             "table_ref": block_tables,
             "lens_ref": seq_lens,
+            "made_of_ref": schedule.seq_lens,
             "cuts_ref": schedule.cuts,
             "order_ref": schedule.order,
             "kv_scale_ref": None if kv_scale is None else kv_scale.reshape(1),

@@ -49,6 +49,7 @@ class Part:
         layer: of the cache.
         index: of the part.
         order_ref: `Schedule.order` [B], or None.
+        made_of_ref: `Schedule.seq_lens` [B], or None.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -59,15 +60,16 @@ class Part:
     layer: jax.Array
     index: jax.Array
     order_ref: Any
+    made_of_ref: Any
 
     @classmethod
-    def of(
-        cls, cuts_ref: Any, order_ref: Any, index: jax.Array, lens_ref: Any, table_ref: Any,
-        kv_ref: Any, layer_ref: Any,
-    ) -> "Part":  # fmt: skip
-        """The part `index` of a `Schedule`'s cuts, of the layer `layer_ref[0]`."""
-        begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (index, index + 1))
-        return cls(begin, end, lens_ref, table_ref, kv_ref, layer_ref[0], index, order_ref)
+    def of(cls, refs: Any, index: jax.Array) -> "Part":
+        """The part `index` of a `Schedule`, `refs` being what a kernel works on."""
+        begin, end = ((refs.cuts_ref[0, i], refs.cuts_ref[1, i]) for i in (index, index + 1))
+        return cls(
+            begin, end, refs.lens_ref, refs.table_ref, refs.kv_ref, refs.layer_ref[0], index,
+            refs.order_ref, refs.made_of_ref,
+        )  # fmt: skip
 
     @property
     def page_size(self) -> int:
@@ -87,14 +89,21 @@ class Part:
             return Place(number, None)
         return Place(number, self.order_ref[self.some_row(number)])
 
+    def known(self, row: jax.Array) -> jax.Array | None:
+        """Whether the schedule was made of the row's length; None: of this call's lengths."""
+        row = self.some_row(row)
+        return None if self.made_of_ref is None else self.lens_ref[row] == self.made_of_ref[row]
+
     def pages_of(self, row: jax.Array) -> jax.Array:
-        return self.pages_in(self.lens_ref[self.some_row(row)])
+        """0 where the schedule was made of another length."""
+        pages, known = self.pages_in(self.lens_ref[self.some_row(row)]), self.known(row)
+        return pages if known is None else jnp.where(known, pages, 0)
 
     def pages_in(self, length: jax.Array) -> jax.Array:
         return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
 
     def _stop_of(self, place: Place) -> jax.Array:
-        # No further than the row: it may have shrunk since the schedule was made.
+        # No further than the row: of cuts that do not say what lengths they are of it may be less.
         pages, (last_place, last_page) = self.pages_of(place.row), self.end
         return jnp.where(place.number == last_place, jnp.minimum(last_page, pages), pages)
 
@@ -173,6 +182,12 @@ class Part:
         inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
         some = pl.ds(inside, tokens)
         return [self.kv_ref.at[self.layer, number, some] for number in numbers]
+
+
+def nothing_or_nan(nothing: float, known: jax.Array | None, dtype: Any) -> jax.Array:
+    """What is written of a row without keys; NaN where it is False that its length is known."""
+    value = jnp.float32(nothing)
+    return (value if known is None else jnp.where(known, value, jnp.nan)).astype(dtype)
 
 
 def visible_keys(

@@ -33,12 +33,14 @@ class Results:
         self,
         arena: Arena | None,
         schedule: Schedule,
+        seq_lens: jax.Array,
         shape: tuple[int, int, int],
         rows: int,
         dtype: Any,
     ):
         """`shape`: (B, S, H)."""
-        self.arena, self.schedule, self.shape, self.rows = arena, schedule, shape, rows
+        self.arena, self.schedule, self.seq_lens = arena, schedule, seq_lens
+        self.shape, self.rows = shape, rows
         batch, parts = shape[0], schedule.parts
         self.spec = spec_of(batch, rows, RANK, dtype, parts)
         self.split = may_split(batch, parts)
@@ -75,7 +77,7 @@ class Results:
         if self.split:
             lse = combine(
                 self.refs, self.first_rows, lse, written["partial_lse_ref"], self.schedule,
-                used=used, interpret=interpret, detect_races=detect_races,
+                self.seq_lens, used=used, interpret=interpret, detect_races=detect_races,
             )  # fmt: skip
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
         if arena is not None:

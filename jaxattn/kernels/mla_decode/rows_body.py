@@ -20,6 +20,9 @@ are in shared memory, in quarters of 128 columns,
 (a model without rotated dims has none of the last, and P has their place to itself). The first
 quarter, for which there is no third place, comes last in Q K^T and first in P K. To have room for
 so much, three quarters of Q live in warpgroup 0's registers.
+
+Of a request that has one tile alone, memory is the bound. There a page meets P at once, so that its
+place is free, and asked for again, without a wait for the next page's scores.
 """
 
 from jax.experimental import pallas as pl

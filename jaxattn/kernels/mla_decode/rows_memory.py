@@ -50,11 +50,14 @@ class Places:
         return tuple(sum(self.slots[:quarter]) for quarter in range(len(self.slots)))
 
     @classmethod
-    def of(cls, latents: LatentFormat) -> "Places":
-        """rows_body.py has the reasons for those of 16 bits, rows_fp8.py for those of FP8."""
+    def of(cls, latents: LatentFormat, tiles: int) -> "Places":
+        """rows_body.py has the reasons for those of 16 bits, rows_fp8.py for those of FP8.
+
+        `tiles` are those of a request: of one alone memory is the bound, and not the products.
+        """
         if latents.quantized:
             return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
-        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)
+        return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=tiles > 1)
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +82,8 @@ class Shared:
 
 
 def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
-    tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
-    kv_places = sum(places.slots)
+    tiled, copies = swizzled(dtype), copies_of(page_size)
+    kv_places = sum(Places.of(latents, tiles=1).slots)
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
@@ -134,7 +137,7 @@ class Cut:
 
     @property
     def places(self) -> Places:
-        return Places.of(self.latents)
+        return Places.of(self.latents, self.tiles)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,7 @@ class Refs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
+    made_of_ref: Any  # None: the schedule is the call's own
     kv_scale_ref: Any  # of a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
@@ -184,19 +188,28 @@ class Block:
     def __init__(self, cut: Cut, refs: Refs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = Part.of(
-            refs.cuts_ref, refs.order_ref, self.index, refs.lens_ref, refs.table_ref, refs.kv_ref,
-            refs.layer_ref,
-        )  # fmt: skip
+        self.part = Part.of(refs, self.index)
         self.packed = pl.ds(self.tile * TILE, TILE)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
 
-    def each_empty_row(self, write: Callable[[jax.Array], None]) -> None:
-        """Calls write(row) for this block's share of the rows without tokens."""
+    def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
+        """Calls write(row, known) for this block's share of the rows without tokens, and of those
+        of which the schedule knows another length: there `known` is False."""
 
         @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)
         def _each(row):
-            pl.when(self.part.pages_of(row) <= 0)(lambda: write(row))
+            pl.when(self.part.pages_of(row) <= 0)(lambda: write(row, self.part.known(row)))
+
+    def queries(self, row: jax.Array, first: int, width: int) -> Any:
+        """Some columns of the tile's queries."""
+        refs, tiles_of_heads = self.refs, self.cut.num_heads // TILE
+        if refs.q_rope_ref is None:
+            return refs.q_ref.at[row, self.packed, pl.ds(first, width)]
+        token = lax.div(self.tile, tiles_of_heads)
+        heads = pl.ds(lax.rem(self.tile, tiles_of_heads) * TILE, TILE)
+        if first == RANK:
+            return refs.q_rope_ref.at[row, token, heads]
+        return refs.q_ref.at[heads, row, token, pl.ds(first, width)]
 
     def rows_of(self, row: jax.Array) -> Any:
         """A row's rows of the output."""

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.mla_decode.part import Place
 from jaxattn.kernels.mla_decode.rows_memory import (
     HALF,
     LAYOUT,
@@ -62,6 +63,18 @@ class Pages:
         if quarter == 0:
             at = jax.tree.map(functools.partial(jnp.where, self.is_right), at, before)
         self._load(quarter, at, into)
+        if quarter == 1 and not self.cut.interpret:
+            self._ask_for_queries(*ahead[0])
+
+    def _ask_for_queries(self, place: Place, page: jax.Array, stop: jax.Array) -> None:
+        """Where a row begins its queries are asked into L2, three pages before they are loaded."""
+
+        @pl.when((page == 0) & (page < stop) & jnp.logical_not(self.is_right))
+        def _():
+            for first in range(0, RANK, QUARTER):
+                plgpu.async_prefetch(self.block.queries(place.row, first, QUARTER))
+            if self.cut.rope:
+                plgpu.async_prefetch(self.block.queries(place.row, RANK, ROPE))
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
         """Its rope columns likewise."""

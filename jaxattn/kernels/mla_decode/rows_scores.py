@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.machine import shown
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.hopper.online_softmax import PARTIAL, partial_sums, reference
-from jaxattn.kernels.mla_decode.part import Place, visible_keys
+from jaxattn.kernels.mla_decode.part import Place, nothing_or_nan, visible_keys
 from jaxattn.kernels.mla_decode.rows_memory import (
     LAYOUT,
     PAGES,
@@ -57,7 +57,7 @@ class Scores:
 
     def run(self) -> None:
         zero = jnp.int32(0)
-        queries = self._load_queries(self.part.first())
+        queries = self._load_queries(self.part.settle(self.part.first()))
         taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
 
         @pl.when(taken > 0)
@@ -66,40 +66,29 @@ class Scores:
 
         self.block.each_empty_row(self._write_nothing)
 
-    def _columns_of(self, row: jax.Array, first: int, width: int) -> Any:
-        """Some columns of the tile's queries."""
-        refs, tiles_of_heads = self.refs, self.cut.num_heads // TILE
-        if refs.q_rope_ref is None:
-            return refs.q_ref.at[row, self.block.packed, pl.ds(first, width)]
-        token = lax.div(self.block.tile, tiles_of_heads)
-        heads = pl.ds(lax.rem(self.block.tile, tiles_of_heads) * TILE, TILE)
-        if first == RANK:
-            return refs.q_rope_ref.at[row, token, heads]
-        return refs.q_ref.at[heads, row, token, pl.ds(first, width)]
-
     def _load_queries(self, at: Any) -> Any:
-        """The queries of the part's first row from there on, if there is one. Returns the quarters
-        in registers; if there is none, those of some row."""
+        """The queries of the row at a page, which `settle` has found, if there is one. Returns the
+        quarters in registers; if there is none, those of some row."""
         refs, interpret = self.refs, self.cut.interpret
-        place, page, stop = self.part.settle(at)
+        place, page, stop = at
         row = place.row
 
         @pl.when(page < stop)
         def _():
             plgpu.commit_smem()  # all four warps have read the last ones
-            first = self._columns_of(row, 0, QUARTER)
+            first = self.block.queries(row, 0, QUARTER)
             plgpu.copy_gmem_to_smem(first, refs.q_smem, refs.q_loaded)
             if self.cut.rope:
-                some = self._columns_of(row, RANK, ROPE)
+                some = self.block.queries(row, RANK, ROPE)
                 plgpu.copy_gmem_to_smem(some, refs.q_rope_smem, refs.q_loaded)
             for i in range(3) if interpret else ():
-                some = self._columns_of(row, (1 + i) * QUARTER, QUARTER)
+                some = self.block.queries(row, (1 + i) * QUARTER, QUARTER)
                 plgpu.copy_gmem_to_smem(some, refs.q_others_smem.at[i], refs.q_loaded)
 
         if interpret:
             return ()
         row = self.part.some_row(row)
-        quarters = [self._columns_of(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
+        quarters = [self.block.queries(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
         # Loads of 8 bytes and a shuffle: 4 bytes a thread, as the products have them, touch twice
         # as many lines.
         loaded = [
@@ -114,6 +103,8 @@ class Scores:
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
         pages = Pages(self, place.row, start, pages_before, others)
 
+        stop = start + steps
+        following = self.part.settle((place, stop, stop))  # reads lengths: not when they are needed
         top, total = pages.run(steps)
         # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
         # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
@@ -127,16 +118,16 @@ class Scores:
         self.shared.sums[...] = total
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.sums_written)
-        stop = start + steps
-        q = self._load_queries((place, stop, stop))
+        q = self._load_queries(following)
         lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
         whole = steps == self.part.pages_in(pages.length)
         refs, packed = self.refs, self.block.packed
         self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole, lse)
         return pages_before + steps, pieces_before + 1, q
 
-    def _write_nothing(self, row: jax.Array) -> None:
-        nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf), BY_ROW)
+    def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
+        nothing = plgpu.layout_cast(jnp.full((TILE,), lowest), BY_ROW)
         store(self.refs.lse_ref.at[row, self.block.packed], nothing)
 
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.machine import wgmma
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.hopper.online_softmax import emptied, rescaled
-from jaxattn.kernels.mla_decode.part import Place
+from jaxattn.kernels.mla_decode.part import Place, nothing_or_nan
 from jaxattn.kernels.mla_decode.rows_fp8 import FP8Pages
 from jaxattn.kernels.mla_decode.rows_memory import LAYOUT, PAGES, QUARTER, Block
 from jaxattn.kernels.mla_decode.rows_pages import Pages
@@ -48,12 +48,13 @@ class Values:
         pages = self.pages.begin()
         self.part.each_piece(self._piece, (jnp.int32(0), pages))
 
-        def write_zeros(row: jax.Array) -> None:
+        def write_nothing(row: jax.Array, known: jax.Array | None) -> None:
+            zero = nothing_or_nan(0.0, known, self.cut.dtype)
+            nothing = plgpu.layout_cast(jnp.full((TILE, QUARTER), zero), LAYOUT)
             for some in self.columns:
-                zero = self.zero.astype(self.cut.dtype)
-                store(self.refs.out_ref.at[self.block.rows_of(row), some], zero)
+                store(self.refs.out_ref.at[self.block.rows_of(row), some], nothing)
 
-        self.block.each_empty_row(write_zeros)
+        self.block.each_empty_row(write_nothing)
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         pages_before, pages = carry

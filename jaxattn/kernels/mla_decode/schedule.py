@@ -66,12 +66,15 @@ class Schedule:
         order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
             inside of a row. None: row i is always at place i.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.
+        seq_lens: int32 [B], the lengths that it was made of, 0 where they were too long. A call
+            gives NaN for rows of other lengths. None: the call's own, or nobody says.
     """
 
     cuts: jax.Array
     slots: jax.Array
     order: jax.Array | None = None
     max_pages: int = dataclasses.field(default=0, metadata={"static": True})
+    seq_lens: jax.Array | None = None
 
     @property
     def places(self) -> jax.Array:

@@ -1,5 +1,6 @@
 """What both MLA decode kernels share: the schedule's shape, and what they keep in the arena."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ def decode_schedule(
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
     parts = num_parts(batch, q_len, num_heads, steps, num_sms)
-    return make_schedule(
+    schedule = make_schedule(
         seq_lens,
         parts=parts,
         max_pages=steps,
@@ -79,6 +80,7 @@ def decode_schedule(
         pieces=most_pieces(batch, parts) if batch_invariant else 0,
         least=shortest(q_len, num_heads),
     )
+    return dataclasses.replace(schedule, seq_lens=seq_lens)
 
 
 def scratch(

@@ -11,7 +11,9 @@ and are never joined in memory. A compute warpgroup's step i is
 and a barrier that goes back and forth lets one warpgroup's products run during the other's softmax.
 P stays in registers; the output leaves through the queries' shared memory. Tiles with the most keys
 go first, and the heads that work at one time are few enough for their keys and values to stay in
-L2. Where all rows are known to be whole, a block of each SM takes many tiles (`Config.resident`).
+L2. A block walks from its last keys to its first: blocks of other tiles begin elsewhere, so that
+they do not all ask L2 for the same keys at the same time. Where all rows are known to be whole, a
+block of each SM takes many tiles (`Config.resident`).
 """
 
 import dataclasses
@@ -116,8 +118,8 @@ def _over_rows(vector: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (TILE, width), [0])
 
 
-def _iota(dimension: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (TILE, KEYS), dimension, layout=LAYOUT)
+def _iota(dimension: int, width: int = KEYS) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (TILE, width), dimension, layout=LAYOUT)
 
 
 class Block:
@@ -179,7 +181,7 @@ class Block:
         @pl.loop(0, steps)
         def _step(i):
             slot = lax.rem(done + i, stages)
-            at = pl.ds((low + i) * KEYS, KEYS)
+            at = pl.ds((low + steps - 1 - i) * KEYS, KEYS)
 
             @pl.when(done + i >= stages)
             def _keys_are_read():
@@ -308,10 +310,12 @@ class Attention:
 
                 @pl.when(self.wg == half)
                 def _my_half(half=half):
-                    values = refs.v_smem.at[slot, pl.ds(half * TILE, TILE)]
-                    inside = _iota(0) + half * TILE < left
-                    kept = plgpu.load(values, layout=LAYOUT)
-                    values[...] = jnp.where(inside, kept, jnp.zeros((), self.cut.dtype))
+                    inside = _iota(0, ROPE) + half * TILE < left
+                    for column in range(0, VALUES, ROPE):
+                        columns = pl.ds(column, ROPE)
+                        values = refs.v_smem.at[slot, pl.ds(half * TILE, TILE), columns]
+                        kept = plgpu.load(values, layout=LAYOUT)
+                        values[...] = jnp.where(inside, kept, jnp.zeros((), self.cut.dtype))
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs.cleared)
@@ -357,18 +361,19 @@ class Tile:
         s = attention.scores(slot)
         plgpu.barrier_arrive(refs.k_read.at[slot])
 
-        # Steps whose keys all of this warpgroup's queries see; the last is masked.
+        # The first steps are masked, to the last keys that not all of this warpgroup's queries see.
         whole = lax.div(jnp.maximum(jnp.minimum(self.mine + 1 + offset, keys), 0), KEYS)
-        whole = jnp.where(first > 0, 0, jnp.minimum(whole, steps - 1))
+        masks = steps - jnp.where(first > 0, 0, jnp.minimum(whole, steps - 1))
         carry = (s, attention.zero_rows + EMPTY, attention.zero_rows, attention.zero_out)
-        carry = lax.fori_loop(0, whole, functools.partial(self._step, masked=False), carry)
         masked = functools.partial(self._step, masked=True)
-        s, top, total, o = lax.fori_loop(whole, steps - 1, masked, carry)
+        carry = lax.fori_loop(0, jnp.minimum(masks, steps - 1), masked, carry)
+        unmasked = functools.partial(self._step, masked=False)
+        s, top, total, o = lax.fori_loop(masks, steps - 1, unmasked, carry)
 
         slot = lax.rem(self.done + steps - 1, stages)
         p, top, total, o = attention.softmax(self._mask(s, steps - 1), top, total, o)
         plgpu.barrier_wait(refs.v_loaded.at[slot])
-        attention.clear_tail(slot, keys - (item.low + steps - 1) * KEYS)
+        attention.clear_tail(slot, self._left(steps - 1))
         plgpu.barrier_wait(refs.turn.at[wg])
         o = attention.add_values(o, p, slot)
         plgpu.barrier_arrive(refs.turn.at[1 - wg])
@@ -384,11 +389,21 @@ class Tile:
             s = self._mask(s, i)
         p, top, total, o = attention.softmax(s, top, total, o)
         plgpu.barrier_wait(refs.v_loaded.at[slot])
+        if masked:  # by both warpgroups: what has a tail is the first step
+            attention.clear_tail(slot, self._left(i))
         plgpu.barrier_wait(refs.k_loaded.at[next_slot])
         plgpu.barrier_wait(refs.turn.at[attention.wg])
         o, s = attention.products(o, p, slot, next_slot)
         plgpu.barrier_arrive(refs.k_read.at[next_slot])
         return s, top, total, o
+
+    def _first_key(self, i: jax.Array) -> jax.Array:
+        """Of step i: the walk is from the last keys to the first."""
+        return (self.item.low + self.item.steps - 1 - i) * KEYS
+
+    def _left(self, i: jax.Array) -> jax.Array:
+        """Keys from step i's first one on."""
+        return self.item.bounds[2] - self._first_key(i)
 
     @property
     def _stages(self) -> int:
@@ -396,7 +411,7 @@ class Tile:
 
     def _mask(self, s: jax.Array, i: jax.Array) -> jax.Array:
         first, _, keys, offset = self.item.bounds
-        key = (self.item.low + i) * KEYS + _iota(1)
+        key = self._first_key(i) + _iota(1)
         last = jnp.minimum(self.mine + _iota(0) + offset, keys - 1)
         return jnp.where((key >= first) & (key <= last), s, -jnp.inf)
 

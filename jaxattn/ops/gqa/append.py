@@ -177,9 +177,7 @@ def gqa_append(
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
-    if query_lens is not None:
-        query_lens = arguments.check_query_lens(query_lens, "k", k)
-    arguments.check_written(*given, k.shape[1], kv_cache.shape[-3])
+    query_lens = arguments.check_written(given, "k", k, kv_cache.shape[-3])
     kv_scale = check_kv_scale(op, kv_cache, kv_scale)
     refuse_explicit_axes(
         op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens, kv_scale

@@ -123,11 +123,7 @@ def gqa_cache_write(
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
-    if query_lens is None:
-        query_lens = jnp.full_like(seq_lens, k.shape[1])
-    else:
-        query_lens = arguments.check_query_lens(query_lens, "k", k)
-    arguments.check_written(*given, k.shape[1], kv_cache.shape[-3])
+    query_lens = arguments.check_new(given, seq_lens, "k", k, kv_cache.shape[-3])
     kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
     refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens, kv_scale)
     format = KVFormat.of(kv_cache.dtype, k.shape[-1])

@@ -64,9 +64,7 @@ def turbo_append(
         arguments, kv_cache, block_tables, seq_lens, layer, form
     )
     check_head_dim(arguments, "k", k, form)
-    if query_lens is not None:
-        query_lens = arguments.check_query_lens(query_lens, "k", k)
-    arguments.check_written(*given, k.shape[1], form.page_size(kv_cache))
+    query_lens = arguments.check_written(given, "k", k, form.page_size(kv_cache))
     refuse_explicit_axes(op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens)
     out_dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     number = taken_apart(layer)[2]

@@ -94,11 +94,7 @@ def turbo_cache_write(
         arguments, kv_cache, block_tables, seq_lens, layer, form
     )
     check_head_dim(arguments, "k", k, form)
-    if query_lens is None:
-        query_lens = jnp.full_like(seq_lens, k.shape[1])
-    else:
-        query_lens = arguments.check_query_lens(query_lens, "k", k)
-    arguments.check_written(*given, k.shape[1], form.page_size(kv_cache))
+    query_lens = arguments.check_new(given, seq_lens, "k", k, form.page_size(kv_cache))
     refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens)
     number = taken_apart(layer)[2]
 

@@ -104,9 +104,7 @@ def mla_append(
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
-    if query_lens is not None:
-        query_lens = arguments.check_query_lens(query_lens, "kv", kv)
-    arguments.check_written(*given, kv.shape[1], kv_cache.shape[-2])
+    query_lens = arguments.check_written(given, "kv", kv, kv_cache.shape[-2])
     axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
     weights = arguments.check("weights", weights, axes, FLOATS)
     if weights.ndim == 2 and layer is None:

@@ -152,11 +152,7 @@ def mla_cache_write(
     format, kv_scale = _written_format(arguments, kv_cache, latent, kv_scale)
     if rotation is not None or config is not None:
         latent = _rotated(arguments.op, latent, rotation, config, format)
-    if query_lens is None:
-        query_lens = jnp.full_like(seq_lens, latent.shape[1])
-    else:
-        query_lens = arguments.check_query_lens(query_lens, "latent", latent)
-    arguments.check_written(*given, latent.shape[1], kv_cache.shape[-2])
+    query_lens = arguments.check_new(given, seq_lens, "latent", latent, kv_cache.shape[-2])
     refuse_explicit_axes(arguments.op, kv_cache, latent, block_tables, seq_lens, query_lens)
     return _write(
         kv_cache, latent, block_tables, seq_lens, query_lens, layer, kv_scale, format=format

@@ -107,9 +107,9 @@ def mla_decode(
         kv_lora_rank: R; the latent's first R dims are the values.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar,
             by which the stored numbers are multiplied.
-        schedule: `decode_schedule` of these `seq_lens` and shapes (of other lengths it gives wrong
-            numbers). The layers of a step share it; without it each call works it out, in one or
-            two dozen small kernels.
+        schedule: `decode_schedule` of these `seq_lens` and shapes. A row of which it knows another
+            length is NaN, its LSE too. The layers of a step share it; without it each call works
+            it out, in one or two dozen small kernels. XLA does not read it.
         arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
             it, good until the arena is written again.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is

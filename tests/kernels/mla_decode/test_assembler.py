@@ -12,7 +12,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper import machine
 from jaxattn.kernels.mla_decode import launch, schedule
 from tests.helpers.kernel_cases import assert_mla_close
-from tests.kernels.mla_decode.test_columns import stored
+from tests.kernels.mla_decode.test_columns import decode, stored
 from tests.kernels.mla_decode.test_rows import kernel
 
 
@@ -51,6 +51,22 @@ def test_the_other_kernel_is_right_for_few_rows_too(monkeypatch):
     some = stored("uint8", [70, 0, 3], heads=5)
     case = some.case
     outs = kernel(case.q, *case.args[1:], scale=case.scale, interpret=True, layer=case.layer)
+    assert_mla_close(some.held, *outs)
+
+
+@pytest.mark.gpu
+def test_what_this_machines_assembler_makes_of_it():
+    """By name the kernel for few rows is right or refused; the op is right either way."""
+    some = stored("uint8", [700, 0, 3], heads=5)
+    case = some.case
+    if machine.plain_copies():
+        assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
+    else:
+        with pytest.raises(Refusal, match="needs ptxas of CUDA 13"):
+            kernel(*case.args, scale=case.scale, columns=True, interpret=False, layer=case.layer)
+    outs = mla.mla_decode(
+        *case.args, scale=case.scale, layer=case.layer, implementation="mosaic_gpu"
+    )
     assert_mla_close(some.held, *outs)
 
 

@@ -13,8 +13,15 @@ from jaxattn.kernels.mla_decode.schedule import Schedule
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 # Of each row of the batch: the slots of its partial results. The first was written whole; one has
-# all parts, its first one in slot 5.
-SLOTS = [[], [5, *range(2, 58, 2)], [59, 60], [61, 64, 66, 68, 70, 72, 74, 76, 78], [81, 82, 84]]
+# all parts, its first one in slot 5; of the last the schedule knows another length.
+SLOTS = [
+    [],
+    [5, *range(2, 58, 2)],
+    [59, 60],
+    [61, 64, 66, 68, 70, 72, 74, 76, 78],
+    [81, 82, 84],
+    [83, 86],
+]
 PARTS = 44
 
 
@@ -54,14 +61,16 @@ def test_parts_that_see_nothing_much_and_nan(
     first = [each[0] if each else 0 for each in SLOTS]
     others = [each[1] - 2 if each else 0 for each in SLOTS]
     slots = jnp.asarray([first, [len(each) for each in SLOTS], others], jnp.int32)
-    schedule = Schedule(jnp.zeros((2, PARTS + 1), jnp.int32), slots)
+    merges = [bool(some) and some is not SLOTS[-1] for some in SLOTS]
+    lens, made_of = jnp.arange(batch), jnp.arange(batch).at[-1].add(1)
+    schedule = Schedule(jnp.zeros((2, PARTS + 1), jnp.int32), slots, seq_lens=made_of)
     before = rng.standard_normal((3 + batch * rows + 2, 512)).astype(np.float32)
     before_lse = rng.standard_normal((batch, rows)).astype(np.float32)
 
     def run(out, partial, own_lse, lse):
         refs = [jax.new_ref(out), jax.new_ref(partial.reshape(-1, 512))]
         merged = combine(
-            refs, [3, 0], own_lse, lse, schedule, used=used - 1, sharers=sharers,
+            refs, [3, 0], own_lse, lse, schedule, lens, used=used - 1, sharers=sharers,
             interpret=interpret, detect_races=interpret,
         )  # fmt: skip
         return jax.freeze(refs[0]), merged
@@ -71,7 +80,7 @@ def test_parts_that_see_nothing_much_and_nan(
         out, found = jax.block_until_ready(jax.jit(run)(*map(jnp.asarray, given)))
     expected, expected_lse = before.copy(), before_lse.copy()
     for row, some in enumerate(SLOTS):
-        if some:
+        if merges[row]:
             here = 3 + row * rows
             expected[here : here + used], expected_lse[row, :used] = merged_exactly(
                 partial[some, :used], lse[some, :used]
@@ -79,7 +88,8 @@ def test_parts_that_see_nothing_much_and_nan(
     np.testing.assert_allclose(out, expected, atol=1e-4)
     np.testing.assert_allclose(found, expected_lse, rtol=1e-5)
     for row, some in enumerate(SLOTS):
-        if not some:
-            np.testing.assert_array_equal(out[3 : 3 + rows], before[3 : 3 + rows])
-        assert np.isneginf(found[row, 1]) == bool(some)
+        here = 3 + row * rows
+        if not merges[row]:
+            np.testing.assert_array_equal(out[here : here + rows], before[here : here + rows])
+        assert np.isneginf(found[row, 1]) == merges[row]
         assert np.isnan(found[row, 2]) == (4 in some)

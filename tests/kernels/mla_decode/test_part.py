@@ -13,7 +13,7 @@ ROWS, PAGES = 4, 7
 def walks(begin, end, lens, order):
     """How many pages there are and their (row, page): piece by piece, and ahead."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
-    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, 0, order)
+    part = Part(tuple(begin), tuple(end), lens, table, cache, 0, 0, order, None)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
 
     def add(taken, row, page):

@@ -119,6 +119,29 @@ def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implement
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
+@both_devices
+@pytest.mark.parametrize("heads, batch_invariant", [(64, False), slow(64, True), (16, True)])
+def test_rows_of_which_the_schedule_knows_another_length_are_nan(
+    heads, batch_invariant, implementation
+):
+    """Longer, shorter, without tokens before, and without them now: the others are as they were.
+    Both kernels, rows in pieces and whole."""
+    case = mla_case([70, 900, 0, 129, 40, 0, 200], heads=heads)
+    shape = dict(
+        q_len=1, num_heads=heads, max_pages=case.block_tables.shape[1],
+        batch_invariant=batch_invariant, interpret=implementation != "mosaic_gpu",
+    )  # fmt: skip
+    made_of = jnp.asarray([70, 129, 33, 900, 0, 0, 200], jnp.int32)
+    schedule = decode_schedule(made_of, **shape)
+    known = np.asarray(made_of == case.seq_lens)
+    found = run(case, implementation, schedule=schedule)
+    usual = run(case, implementation, schedule=decode_schedule(case.seq_lens, **shape))
+    for some, expected in zip(found, usual, strict=True):
+        some, expected = np.asarray(some, np.float32), np.asarray(expected, np.float32)
+        assert np.isnan(some[~known]).all()
+        np.testing.assert_allclose(some[known], expected[known], rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "lens, q_len, heads", [([196, 0, 1, 64], 1, 28), ([4096, 700], 2, 128)]
