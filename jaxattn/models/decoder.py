@@ -119,6 +119,9 @@ class DecoderModel(Model):
         """
         return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
 
+    def without_peer_memory(self) -> "DecoderModel":
+        return self.with_fused_sums(0)
+
     def init_params(self, key: Array) -> nnx.State:
         """Random parameters."""
         return _init_params(self.spec, key)

@@ -6,6 +6,7 @@ runs in tests/parallel/test_two_gpus.py.
 
 import dataclasses
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.engine import prepare
 from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
@@ -131,7 +133,10 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
 @pytest.mark.slow
 @on_virtual_devices
 def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
-    """One bucket sums in a launch, and one has more rows than that."""
+    """One bucket sums in a launch, and one has more rows than that.
+
+    GPUs that do not reach each other's memory have none.
+    """
     config = dataclasses.replace(
         CONFIG, hidden_size=256, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
     )
@@ -147,5 +152,9 @@ def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
             assert not engine.seal.counts
             inbox = {item.name: item.nbytes for item in engine.plan.items}.get("peer inbox")
             assert inbox == (2 * 2 * 8 * 256 * 4 if each is not model else None)
+    with mock.patch.object(prepare, "peers_reach", lambda devices: False):
+        apart = Engine(model.with_fused_sums(8), params, limits, **options)
+    with apart:
+        assert "peer inbox" not in {item.name for item in apart.plan.items}
     first, second = found.values()
     assert first == second
