@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 # share a floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "serve", "plan.__main__"),
-    ("cli", "bench"),
+    ("bench",),
+    ("cli",),
     ("server",),
     ("jaxattn",),
     ("plan",),

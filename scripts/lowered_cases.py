@@ -17,6 +17,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
+from jaxattn.kernels.gqa_turbo.unpack import turbo_unpack_mosaic
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.moe_route import Router, route
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
@@ -107,6 +108,14 @@ def turbo(
     return op, (q, cache, ints(rows, width), ints(rows), *more, q if dim == 256 else None)
 
 
+def turbo_unpack(dim: int, page: int, preset: str) -> Launch:
+    """Pages of codes as float16 keys and values."""
+    form = TurboFormat(preset=preset, head_dim=dim)
+    cache = x(4, 512, 8, page * form.slot_bytes, dtype=jnp.uint8)
+    op = partial(turbo_unpack_mosaic, form=form)
+    return op, (cache, ints(2, 40), ints(2, 2), ints(1))
+
+
 def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
     """New tokens on their way into a TurboQuant cache."""
     count, kv_heads, dim = heads
@@ -190,9 +199,8 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
-def with_recent(dtype: Any) -> Launch:
+def with_recent(rows: int, keys: int, values: int, dtype: Any) -> Launch:
     """The delta rule of a stack of layers, with recent tokens beside the states."""
-    rows, keys, values = 9, 2, 4
 
     def op(q: Any, k: Any, v: Any, a: Any, b: Any, state: Any, recent: Any, *args: Any) -> Any:
         slots, filled, A_log, dt_bias, layer = args
@@ -207,6 +215,23 @@ def with_recent(dtype: Any) -> Launch:
     weights = f32(values), f32(values)
     gates = x(rows, 1, values), x(rows, 1, values)
     return op, (*heads, *gates, pool, recent, ints(rows), ints(rows), *weights, ints())
+
+
+def kimi_with_recent(rows: int, heads: int) -> Launch:
+    """Kimi's delta rule, with recent tokens beside the states."""
+
+    def op(q: Any, k: Any, v: Any, f: Any, b: Any, state: Any, recent: Any, *args: Any) -> Any:
+        slots, filled, A_log, dt_bias, layer = args
+        return jaxattn.kda.kda_decode(
+            q, k, v, f, b, state, slots, A_log=A_log, dt_bias=dt_bias, layer=layer, recent=recent,
+            filled=filled, **MOSAIC,
+        )  # fmt: skip
+
+    of_heads = [x(rows, 1, heads, 128) for _ in range(4)]
+    recent = jax.eval_shape(lambda: jaxattn.kda.recent_tokens(rows, heads, heads, layers=6))
+    pool, weights = f32(6, rows, heads, 128, 128), (f32(heads), f32(heads, 128))
+    given = *of_heads, x(rows, 1, heads), pool, recent
+    return op, (*given, ints(rows), ints(rows), *weights, ints())
 
 
 def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
@@ -366,6 +391,9 @@ EXTRA: dict[str, Launch] = {
     "turbo_decode_pages_of_16": turbo(1, (32, 8, 128), 16, 1, "4bit_nc", soft_cap=30.0),
     "turbo_decode_gate_tokens": turbo(64, (16, 2, 256), 128, 3, "k8v4"),
     "turbo_decode_gate": turbo(64, (16, 2, 256), 64, 1, "4bit_nc"),
+    "turbo_unpack_4bit_nc": turbo_unpack(128, 64, "4bit_nc"),
+    "turbo_unpack_k8v4": turbo_unpack(64, 64, "k8v4"),
+    "turbo_unpack_3bit_nc": turbo_unpack(256, 128, "3bit_nc"),
     "turbo_append_4bit_nc": turbo_append(64, (32, 8, 128), 1, "4bit_nc"),
     "turbo_append_k8v4": turbo_append(1, (64, 8, 64), 300, "k8v4"),
     "turbo_append_3bit_nc": turbo_append(4, (16, 2, 256), 2, "3bit_nc"),
@@ -390,8 +418,12 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
-    "gdn_decode_recent_float32": with_recent(jnp.float32),
-    "gdn_decode_recent_bfloat16": with_recent(jnp.bfloat16),
+    "gdn_decode_recent_few": with_recent(1, 16, 32, jnp.float32),
+    "gdn_decode_recent_float32": with_recent(9, 2, 4, jnp.float32),
+    "gdn_decode_recent_bfloat16": with_recent(128, 16, 32, jnp.bfloat16),
+    "kda_decode_recent_few": kimi_with_recent(1, 32),
+    "kda_decode_recent_16": kimi_with_recent(16, 32),
+    "kda_decode_recent": kimi_with_recent(128, 32),
     "kda_decode_few_states": kimi_delta(1, 1, 32),
     "kda_decode_large_tiles": kimi_delta(8, 1, 32),
     "kda_decode": kimi_delta(128, 1, 32),

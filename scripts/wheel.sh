@@ -5,7 +5,8 @@
 #     bash scripts/wheel.sh            # the wheel's dependencies are installed too, which takes minutes
 #     bash scripts/wheel.sh PYTHON     # ... are those that PYTHON's environment has
 #
-# The Python needs `build`, `hatchling` and `twine`, which the extra `release` brings.
+# The Python needs `build`, `hatchling` and `twine`, which the extra `release` brings; with PYTHON also pytest,
+# which the extra `test` brings.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${1:-python3}

@@ -55,6 +55,7 @@ from jaxattn.bench.ceilings import ceilings, of_ceilings
 from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
+from jaxattn.cli.command import exit_code
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -81,7 +82,7 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
 }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=__doc__,
@@ -260,10 +261,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
+    """Ends as all commands do: see cli/command.py."""
+    return exit_code(PROGRAM, lambda: answer(sys.argv[1:] if argv is None else argv))
+
+
+def answer(given: list[str]) -> int:
     if given and given[0] in COMMANDS:
         return COMMANDS[given[0]](given[1:], PROGRAM)
-    args = parse(argv)
+    args = parse(given)
     try:
         if args.plot:
             plot.require_matplotlib()  # before all the measuring

@@ -20,6 +20,7 @@ from jaxattn.cli.models import Chosen, one_line
 from jaxattn.cli.options import InputError
 from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import start_engine
+from jaxattn.engine import garbage
 from jaxattn.engine.crew import Crew
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.seal import SealError
@@ -80,6 +81,7 @@ def serve(
         address = f"http://{host}:{bound.getsockname()[1]}"
         messages.print(stages.line())
         messages.print(f"serving {settings.names[0]} at {address}/v1; a page to chat at {address}/")
+        garbage.keep_all()  # model, modules and what JAX keeps of them; requests come after
 
     interrupt.listen(False)  # asyncio hears of signals from here on
     try:

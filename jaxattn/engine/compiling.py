@@ -6,17 +6,16 @@ is on, they are kept for the next process too (kept.py).
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.devices import arguments, group_of, jitted_step, model_step
+from jaxattn.engine.garbage import unsearched
 from jaxattn.engine.kept import Kept, UnknownError, folder_of_cache, keep_nothing
 from jaxattn.engine.lowered import Lowered
 from jaxattn.engine.model_steps import EntryPoint
@@ -121,7 +120,8 @@ def _compile(
             kept.store(str(step), executable)
         return executable
 
-    kernels_for = own if backend == "gpu" else None
+    # Processes of one engine tune programs together, and would wait for each other's.
+    kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
     steps = all_steps(limits)
     return Steps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
 
@@ -163,7 +163,7 @@ def _in_turn(
         told(str(step), lowering + time.perf_counter() - start)
         return executable
 
-    with _uncollected(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with unsearched(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
             found = dict(zip(steps, pool.map(load, steps), strict=True))
             beside = kernels_for and Beside(pool, kernels_for)
@@ -180,19 +180,6 @@ def _in_turn(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Turns off Python's search for garbage. Lowering makes objects by the hundred thousand, and
-    the search through them takes a sixth of its time."""
-    searched = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if searched:
-            gc.enable()
 
 
 def _placed(shapes: Any, device: jax.Device) -> Any:

@@ -20,6 +20,7 @@ import jax
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compiling import OnCompile
 from jaxattn.engine.endings import Detokenize
+from jaxattn.engine.garbage import unsearched
 from jaxattn.engine.lifecycle import Lifecycle
 from jaxattn.engine.numbering import MOST_IDS, all_numbered, numbered
 from jaxattn.engine.outcome import (
@@ -215,11 +216,8 @@ class Engine(Lifecycle):
             for request in requests:
                 self._add(request)
             while self.busy:
-                events = self._step()
-                ended = [event for event in events if isinstance(event, FinishEvent)]
-                for event in ended:  # before a callback can be interrupted
-                    done.setdefault(event.completion.request.id, event.completion)
-                _tell(events, on_token, on_finish)
+                with unsearched():
+                    self._round(done, on_token, on_finish)
         except KeyboardInterrupt as interrupt:
             self._interrupt(requests, done)
             completions = [done[request.id] for request in requests]
@@ -228,6 +226,19 @@ class Engine(Lifecycle):
             self._clear()
             self.stats.seconds = time.perf_counter() - started
         return [done[request.id] for request in requests]
+
+    def _round(
+        self,
+        done: dict[int | None, Completion],
+        on_token: OnToken | None,
+        on_finish: OnFinish | None,
+    ) -> None:
+        """A round of `generate`. Its events are gone when it returns."""
+        events = self._step()
+        ended = [event for event in events if isinstance(event, FinishEvent)]
+        for event in ended:  # before a callback can be interrupted
+            done.setdefault(event.completion.request.id, event.completion)
+        _tell(events, on_token, on_finish)
 
     def _interrupt(self, requests: list[Request], done: dict[int | None, Completion]) -> None:
         """Ends what is not done: rows with what they generated, the rest with nothing."""

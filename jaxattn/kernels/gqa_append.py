@@ -103,6 +103,9 @@ class Block:
         @pl.when(line < self.q_lines)
         def _queries() -> None:
             x = self.load(refs["q_ref"].at[token, line, pl.ds(0, width)])
+            if refs["gates_ref"] is not None:
+                gate = self.load(refs["q_ref"].at[token, line, pl.ds(width, width)])
+                refs["gates_ref"].at[token, line][...] = gate.astype(refs["gates_ref"].dtype)
             refs["out_ref"].at[token, line][...] = prepared(x, weight_of(0)).astype(self.dtype)
 
         @pl.when(line >= self.q_lines)
@@ -199,9 +202,10 @@ def gqa_append_mosaic(
     query_lens: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     kv_scale: jax.Array | None = None,
+    gates: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """`jaxattn.gqa.gqa_append` on a Hopper GPU; arguments are documented there.
 
     `kv_scale` is float32 [2, Hk] with a float8_e4m3fn cache, and None with others.
@@ -223,9 +227,10 @@ def gqa_append_mosaic(
         "gqa_append", Block, q, k, v, weights, cache_ref, block_tables, seq_lens, angles=angles,
         page_size=layers.shape[3], interleaved=interleaved, eps=eps, dtype=dtype,
         query_lens=query_lens, layer=layer, kv_scale=kv_scale, interpret=interpret,
-        detect_races=detect_races,
+        gates=gates, detect_races=detect_races,
     )  # fmt: skip
-    return out, jax.freeze(cache_ref).reshape(kv_cache.shape)
+    queries, *behind = out
+    return queries, jax.freeze(cache_ref).reshape(kv_cache.shape), *behind
 
 
 def launch_append(
@@ -248,18 +253,21 @@ def launch_append(
     layer: jax.Array | int | None,
     kv_scale: jax.Array | None = None,
     lines: int = 3,
+    gates: bool = False,
     interpret: bool,
     detect_races: bool,
-) -> jax.Array:
+) -> list[jax.Array]:
     """The queries [B, S, H, D]; keys and values go to `cache_ref` [L, N, ..].
 
     Args:
         make: the block, of the fields of `Block`.
         lines: of shared memory, float32, of which the first three are for the rotation.
+        gates: q has those of each head behind its queries, and they come second.
     """
     batch, q_len, heads, of_head = q.shape
     kv_heads, dim = k.shape[2:]
     together, width, tokens = heads_together(dim), line_width(dim), batch * q_len
+    apart = q[..., dim:] if gates and together > 1 else None
     if together > 1:
         q, of_head = q[..., :dim], dim
     q_lines, kv_lines, rotated = heads // together, kv_heads // together, angles.shape[-1] // 2
@@ -296,10 +304,16 @@ def launch_append(
         # The last axis is the one that may have more than 65,535 blocks.
         grid={"line": q_lines + kv_lines, "token": tokens},
         inputs={**inputs, "cache_ref": cache_ref},
-        outputs={"out_ref": jax.ShapeDtypeStruct((tokens, q_lines, width), dtype)},
+        outputs={
+            "out_ref": jax.ShapeDtypeStruct((tokens, q_lines, width), dtype),
+            "gates_ref": jax.ShapeDtypeStruct((tokens, q_lines, width), q.dtype)
+            if gates and apart is None
+            else None,
+        },
         scratch={"smem": plgpu.SMEM((lines * width,), jnp.float32)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         detect_races=detect_races,
-    )["out_ref"]
-    return out.reshape(batch, q_len, heads, dim)
+    )
+    found = [x.reshape(batch, q_len, heads, dim) for x in out.values()]
+    return found if apart is None else [*found, apart]

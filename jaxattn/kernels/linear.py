@@ -201,8 +201,10 @@ def linears_mosaic(
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    turns = None if turned is None else turned.constants
+    norms = None if norm is None else norm.constants
     out = launch(
-        lambda **refs: Block(cut, turned, norm, Refs(**refs)).run(),
+        lambda **refs: Block(cut, turns, norms, Refs(**refs)).run(),
         name="linear_layer",
         grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},
@@ -212,8 +214,7 @@ def linears_mosaic(
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": None if apart is None else jax.new_ref(apart),
             "angles_ref": None if turned is None else turned.angles,
-            "added_ref": None if norm is None else norm.added,
-            "norms_ref": None if norm is None else norm.weights,
+            **({} if norm is None else norm.operands),
         },
         outputs={
             "out_refs": tuple(

@@ -62,10 +62,8 @@ class Refs:
     layer_ref: Any
     apart_ref: Any  # the interpreter's, for the sums of a cluster
     angles_ref: Any  # of rotated dims, else None
-    added_ref: Any  # of a norm, as the two below, else None
-    norms_ref: Any
     out_refs: Any
-    total_ref: Any
+    total_ref: Any  # of a norm, else None
     normed_ref: Any
     x_smem: Any  # [stage, columns, 64]; of a norm `hopper.normed.smem`
     w_smem: Any  # [stage, matrix, 64, 128]
@@ -73,6 +71,10 @@ class Refs:
     turn_smem: Any
     loaded: Any  # of each stage
     met: Any
+    added_ref: Any = None  # of a norm, as those below
+    norms_ref: Any = None
+    positions_ref: Any = None
+    shares_ref: Any = None
 
 
 class Block:
@@ -109,6 +111,7 @@ class Block:
                 row=layer * normed.affine[0] + normed.affine[1], total_ref=refs.total_ref,
                 normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * STEP,
                 pairs=cut.steps // cut.parts // 2, eps=normed.eps, interpret=cut.interpret,
+                parts=normed.added, positions_ref=refs.positions_ref, shares_ref=refs.shares_ref,
             )  # fmt: skip
 
     def run(self) -> None:

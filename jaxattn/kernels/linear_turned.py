@@ -33,8 +33,13 @@ class Turned:
         interleaved: whether a pair is of neighbours, or of dims half of them apart.
     """
 
-    angles: jax.Array
+    angles: Any
     interleaved: bool
+
+    @property
+    def constants(self) -> "Turned":
+        """Without its array: a body that holds no array is one kernel for many launches."""
+        return dataclasses.replace(self, angles=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

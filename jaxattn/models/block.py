@@ -190,7 +190,8 @@ class FeedForward(abc.ABC):
         layer: LayerOf,
         arena: Arena | None,
         implementation: Implementation | None,
-    ) -> tuple[Array, Arena | None]:
+        apart: bool = False,
+    ) -> tuple[Any, Arena | None]:
         """The output and the arena.
 
         Args:
@@ -198,6 +199,7 @@ class FeedForward(abc.ABC):
             stacks: the parameters `stacked`, [repeats, ...] each.
             layer: the number of this layer in them.
             arena: None in prefill.
+            apart: whether the output may be an `Unsummed`, which the next norm sums up.
         """
         return module(x), arena
 

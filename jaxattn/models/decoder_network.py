@@ -46,9 +46,11 @@ from jaxattn.ops.all_reduce_norm import (
     norm_gather_layer,
     own_sum_norm_layer,
 )
+from jaxattn.ops.norm_linear import Unsummed, array_of
 from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
 
 LEAST_ROWS = 8  # of the head's product
+MANY_LAYERS = 16  # that a step of one token has without a loop; fewer gain little by it
 
 
 class Layer(nnx.Module):
@@ -196,6 +198,7 @@ class Decoder(nnx.Module):
             graphdef, params, stacks = self._split(number)
 
             linear_stacks = linear_stacks_of(self.segments[number])
+            unrolled = self._unrolled(segment, valid.size, implementation)
 
             def body(
                 carry,
@@ -204,6 +207,7 @@ class Decoder(nnx.Module):
                 stacks=stacks,
                 linear_stacks=linear_stacks,
                 segment=segment,
+                unrolled=unrolled,
             ):
                 (x, y, state), (following, params) = carry, xs
                 pattern = nnx.merge(graphdef, params)
@@ -239,13 +243,15 @@ class Decoder(nnx.Module):
                         arena,
                         implementation,
                         fused=fused,
+                        apart=unrolled,
                     )
                     x = summed(x, normed)
                     state = state.replace(name, arrays, after)
-                return x, y.astype(added), state
+                return x, y if unrolled else y.astype(added), state
 
-            carry = x, y, state
-            x, y, state = loop(segment.repeats, body, carry, (params,))
+            carry = x, y if unrolled else array_of(y, x.shape).astype(added), state
+            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled)
+            y = array_of(y, x.shape).astype(added)
         return self._head(x + (self._own_total(y) if fused else y)), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
@@ -305,6 +311,15 @@ class Decoder(nnx.Module):
         fits = self.spec.sums_fused and tokens <= self.spec.summed_tokens
         return fits and jax.process_count() == 1  # as the kernel has it
 
+    def _unrolled(
+        self, segment: Segment[Block], tokens: int, implementation: Implementation | None
+    ) -> bool:
+        """Whether a step's repeats follow one another without a loop: those of one token on one
+        GPU, where launches that only count take 3 to 6% of the step."""
+        by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
+        one = tokens == 1 == self.spec.parallel.gpus
+        return one and by_kernels and segment.num_layers >= MANY_LAYERS
+
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""
         return block.feed_forward.summed_over == "experts" and self.spec.parallel.experts_meet
@@ -339,21 +354,25 @@ class Decoder(nnx.Module):
         arena: Arena | None,
         implementation: Implementation | None,
         fused: bool = False,
-    ) -> tuple[Array, Arena | None]:
+        apart: bool = False,
+    ) -> tuple[Any, Arena | None]:
         """A layer's feed-forward; tokens of all data groups meet where experts do.
 
         Args:
             everyones: `valid` of all those tokens.
             following: the repeat after the layer's.
             fused: the tokens have met, and the output is one GPU's part, see `_part`.
+            apart: whether the output may be an `Unsummed`.
         """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
         meets = self._meets(block)
         if meets:
             x, valid = x if fused else met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
-            module, x, valid, stacks, in_repeat(following), arena, implementation
+            module, x, valid, stacks, in_repeat(following), arena, implementation, apart
         )
+        if isinstance(y, Unsummed):
+            return y, arena
         if fused:
             return (y if meets else self._part(y, fused)), arena
         y = self._total(y, over)

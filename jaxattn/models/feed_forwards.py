@@ -117,7 +117,8 @@ class MoE(FeedForward):
         layer: LayerOf,
         arena: Arena | None,
         implementation: Implementation | None,
-    ) -> tuple[Array, Arena | None]:
+        apart: bool = False,
+    ) -> tuple[Any, Arena | None]:
         return module.step(
             x,
             stacks,
@@ -125,6 +126,7 @@ class MoE(FeedForward):
             valid=valid,
             share=self._share(x.size // x.shape[-1]),
             arena=arena,
+            apart=apart,
             implementation=implementation,
         )
 

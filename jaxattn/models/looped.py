@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array
@@ -20,7 +21,7 @@ from jaxattn.models.mailbox import NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
 from jaxattn.ops.norm import add_rms_norm_layer
-from jaxattn.ops.norm_linear import Unnormed
+from jaxattn.ops.norm_linear import Unnormed, array_of
 from jaxattn.parallel.compiled import SCOPE
 
 
@@ -29,8 +30,13 @@ def loop[Carry](
     body: Callable[[Carry, Any], Carry],
     carry: Carry,
     stacks: Any,
+    unrolled: bool = False,
 ) -> Carry:
     """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
+
+    Unrolled, the layers' numbers are constants and nothing counts. That saves a launch of 1.2 us
+    for each repeat, and 1 us of the host's way from one repeat to the next (H200). Launches that
+    are one kernel (`kernels/hopper/repeated.py`) are still lowered and compiled once.
 
     A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
     XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
@@ -44,6 +50,11 @@ def loop[Carry](
         one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, here, keepdims=False), stacks)
         return following, body(carry, (following, *one))
 
+    if unrolled:
+        for i in range(repeats):
+            one = jax.tree.map(lambda x, i=i: x[i], stacks)
+            carry = body(carry, (np.int32(i + 1), *one))
+        return carry
     return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
 
 
@@ -55,22 +66,22 @@ def in_repeat(following: Array) -> LayerOf:
 def apart(norm: RMSNorm) -> Callable:
     """A norm as a function that adds first: (x, added, state) -> (sum, its norm, state)."""
 
-    def add_norm(x: Array, added: Array, state: DecodeState) -> tuple[Array, Array, DecodeState]:
-        x = x + added
+    def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
+        x = x + array_of(added, x.shape)
         return x, norm(x), state
 
     return add_norm
 
 
 def add_norm_in_stack(
-    x: Array, added: Array, state: DecodeState, **options: Any
+    x: Array, added: Any, state: DecodeState, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
     """As `apart`'s, by a norm in the stack of all layers' norms."""
-    return *add_rms_norm_layer(x, added, **options), state
+    return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
 
 
 def left_unnormed(
-    x: Array, added: Array, state: DecodeState, *, weights: Array, **options: Any
+    x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
 ) -> tuple[Array, Unnormed, DecodeState]:
     """As `apart`, but the product that reads the norm makes norm and sum; see `summed`."""
     return x, Unnormed(x, added, weights, **options), state

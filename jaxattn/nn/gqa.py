@@ -254,7 +254,7 @@ class GroupedQueryAttention(Paged):
             rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
         q, k, v = self._projected(x)
         addressing = (block_tables, seq_lens)
-        queries, kv_cache = gqa.gqa_append(
+        queries, kv_cache, *gates = gqa.gqa_append(
             q,
             k,
             v,
@@ -268,6 +268,7 @@ class GroupedQueryAttention(Paged):
             query_lens=query_lens,
             kv_scale=self._scale,
             layer=layer,
+            gates=self.gated,
             implementation=implementation,
         )
 
@@ -290,7 +291,7 @@ class GroupedQueryAttention(Paged):
             )
             return out, lse, rest
 
-        heads = [queries, q[..., self.head_dim :]] if self.gated else [queries]
+        heads = [queries, *gates]
         if spread is None:
             out, _, rest = attend(heads, *addressing, query_lens)
         else:

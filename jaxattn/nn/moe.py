@@ -18,7 +18,7 @@ from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.moe import Listed, mixture_of_experts
 from jaxattn.ops.moe_route import Router, route_serves
-from jaxattn.ops.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.norm_linear import Unnormed, Unsummed, tokens_of
 from jaxattn.ops.opening import open_experts, opens
 from jaxattn.ops.router import added_up, choose_experts, router_products
 
@@ -142,8 +142,9 @@ class MixtureOfExperts(nnx.Module):
         valid: Bool[Array, "*T"] | Int[Array, "*T"] | None = None,
         share: Share | None = None,
         arena: Arena | None = None,
+        apart: bool = False,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "*T F"], Arena | None]:
+    ) -> tuple[Any, Arena | None]:
         """The experts' sum in a loop over layers, and the arena. Not differentiable on a GPU.
 
         Args:
@@ -156,6 +157,7 @@ class MixtureOfExperts(nnx.Module):
             share: which experts are this GPU's, where others have the rest; the output is its part
                 of the sum.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
+            apart: whether the sum may be the experts' `Unsummed`, see `mixture_of_experts`.
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         halves = self.dtype == jnp.bfloat16
@@ -164,23 +166,26 @@ class MixtureOfExperts(nnx.Module):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
             opened = alone and self._opens(shape, stacks)
             if opened and arena is not None:
-                return self._open_and_mix(x, stacks, layer, valid, arena, implementation)
+                return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
             if halves and x.serves([router], layer):
                 (logits,) = x.linears((router,), layer=layer, out_dtypes=[jnp.float32], give=True)
                 logits = logits.reshape(shape.shape[0], -1)
                 return self._sum(
-                    tokens_of(x), stacks, layer, logits, halves, valid, share, arena, implementation
-                )
+                    tokens_of(x), stacks, layer, logits, halves, valid, share, arena, apart,
+                    implementation,
+                )  # fmt: skip
             x = tokens_of(x)
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         if arena is not None and alone and self._opens(tokens, stacks):
-            return self._open_and_mix(x, stacks, layer, valid, arena, implementation)
+            return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
         if halves:
             logits = router_products(x, router, layer, implementation, gates=gate)
         else:
             of_layer = None if gate is None else gate[layer.index]
             logits = self._exact_logits(x, router[layer.index], of_layer)
-        return self._sum(x, stacks, layer, logits, halves, valid, share, arena, implementation)
+        return self._sum(
+            x, stacks, layer, logits, halves, valid, share, arena, apart, implementation
+        )
 
     def _open_and_mix(
         self,
@@ -189,13 +194,16 @@ class MixtureOfExperts(nnx.Module):
         layer: LayerOf,
         valid: Array | None,
         arena: Arena,
+        apart: bool,
         implementation: Implementation | None,
-    ) -> tuple[Array, Arena | None]:
+    ) -> tuple[Any, Arena | None]:
         token = x if isinstance(x, Unnormed) else x.reshape(1, -1).astype(self.dtype)
         ids, weights, listed, arena = self.open(token, stacks, layer, valid, arena, implementation)
         normed = tokens_of(token).reshape(1, -1)
-        y, after = self._mixed(normed, ids, weights, listed, stacks, layer, arena, implementation)
-        return y.reshape(x.shape), after
+        y, after = self._mixed(
+            normed, ids, weights, listed, stacks, layer, arena, apart, implementation
+        )
+        return y if isinstance(y, Unsummed) else y.reshape(x.shape), after
 
     def choose(
         self,
@@ -271,16 +279,13 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """`choose` on one of several GPUs, in the numbers of its own experts."""
         ids, weights, _ = self.choose(
-            logits, halves, 0, valid, biases, layer, implementation=implementation
+            logits, halves, self.always, valid, biases, layer, implementation=implementation
         )
-        ids = ids - share.first
-        ids = jnp.where((ids >= 0) & (ids < self.own_experts), ids, -1)
-        shape = len(ids), self.always
-        last = jnp.broadcast_to(self.own_experts + jnp.arange(self.always, dtype=ids.dtype), shape)
-        own = share.own_tokens if valid is None else share.own_tokens & (valid.reshape(-1) != 0)
-        last = jnp.where(own[:, None], last, -1)
-        opened = jnp.broadcast_to(self._opening(logits, halves), shape)
-        return jnp.concatenate([ids, last], 1), jnp.concatenate([weights, opened], 1)
+        # One launch: those of padding are -1, and the shared experts are behind the routed ones.
+        routed, always = ids - share.first, ids - self.config.experts
+        own = (routed >= 0) & (routed < self.own_experts)
+        last = jnp.where(share.own_tokens[:, None], self.own_experts + always, -1)
+        return jnp.where(always >= 0, last, jnp.where(own, routed, -1)), weights
 
     def _sum(
         self,
@@ -292,8 +297,9 @@ class MixtureOfExperts(nnx.Module):
         valid: Array | None = None,
         share: Share | None = None,
         arena: Arena | None = None,
+        apart: bool = False,
         implementation: Implementation | None = None,
-    ) -> tuple[Array, Arena | None]:
+    ) -> tuple[Any, Arena | None]:
         valid = None if valid is None else valid.reshape(-1)
         biases = stacks.get("correction_bias")
         tokens, listed = x.reshape(-1, x.shape[-1]).astype(self.dtype), None
@@ -312,7 +318,12 @@ class MixtureOfExperts(nnx.Module):
             ids, weights = self._choose_own(
                 logits, halves, valid, biases, layer, share, implementation
             )
-        y, arena = self._mixed(tokens, ids, weights, listed, stacks, layer, arena, implementation)
+        apart = apart and not self.has_shared
+        y, arena = self._mixed(
+            tokens, ids, weights, listed, stacks, layer, arena, apart, implementation
+        )
+        if isinstance(y, Unsummed):
+            return y, arena
         y = y.reshape(x.shape)
         if self.has_shared:
             opening = self._opening(logits, halves).reshape(*x.shape[:-1], 1)
@@ -332,8 +343,9 @@ class MixtureOfExperts(nnx.Module):
         stacks: Mapping[str, Array],
         layer: LayerOf,
         arena: Arena | None,
+        apart: bool,
         implementation: Implementation | None,
-    ) -> tuple[Float[Array, "T F"], Arena | None]:
+    ) -> tuple[Any, Arena | None]:
         """What the chosen experts make of the tokens, and the arena."""
         found = mixture_of_experts(
             tokens,
@@ -346,6 +358,7 @@ class MixtureOfExperts(nnx.Module):
             layer=layer,
             arena=arena,
             listed=listed,
+            apart=apart,
             implementation=implementation,
         )
         return (found, None) if arena is None else found

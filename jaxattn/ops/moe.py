@@ -37,6 +37,7 @@ def mixture_of_experts(
     layer: int | Int[Array, ""] | LayerOf | None = None,
     arena: Arena | None = None,
     listed: Listed | None = None,
+    apart: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
     """Sum over a token's experts of `weights * down(silu(gate(x)) * up(x))`, in float32.
@@ -63,6 +64,8 @@ def mixture_of_experts(
         layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
         arena: where the kernels keep what is between the products, regions of `scratch`.
         listed: the work list of these `ids` and this x, where `choose_experts` made it.
+        apart: with an arena: kernels leave the sum to who reads it. It is then a `Unsummed`, whose
+            `total` is the array; that reads the arena as it is now.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F a
             multiple of 128, I of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
 
@@ -97,7 +100,7 @@ def mixture_of_experts(
             return mixture_of_experts_mosaic(
                 x, ids, weights, gate_up, down,
                 gate_up_scale=gate_up_scale, down_scale=down_scale, layer=first, affine=affine,
-                arena=arena, listed=listed, interpret=interpret,
+                arena=arena, listed=listed, apart=apart and arena is not None, interpret=interpret,
             )  # fmt: skip
 
         function = kernels if arena is not None else with_gradient_of(reference, kernels)

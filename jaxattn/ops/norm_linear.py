@@ -9,6 +9,7 @@ product of a layer makes the norm while its own weights are on their way (kernel
 Where the kernel cannot do this, the norm is a launch of its own (ops/norm.py).
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +25,7 @@ from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
 from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm
+from jaxattn.kernels.moe.combine import Unsummed
 from jaxattn.ops.norm import add_rms_norm_layer
 
 
@@ -35,7 +37,7 @@ class Unnormed:
 
     Args:
         x: a residual stream, float32 [*T, F].
-        added: what is added to it, in x's shape.
+        added: what is added to it, in x's shape; or the `Unsummed` of one token's experts.
         norms: the norms' weights of all layers, [N, F].
         layer: the norm's place in `norms`.
         eps: epsilon of the norm.
@@ -46,7 +48,7 @@ class Unnormed:
     def __init__(
         self,
         x: Float[Array, "*T F"],
-        added: Float[Array, "*T F"],
+        added: Float[Array, "*T F"] | Unsummed,
         norms: Float[Array, "N F"],
         *,
         layer: LayerOf,
@@ -67,20 +69,35 @@ class Unnormed:
     def __jax_array__(self) -> Float[Array, "*T F"]:
         return self._normed[1]
 
-    def before(self, layer: LayerOf, give: bool = True) -> tuple[Array, Normed] | None:
+    @property
+    def _sum(self) -> Float[Array, "*T F"]:
+        """What is added, as an array."""
+        return array_of(self._added, self.shape)
+
+    def before(
+        self, layer: LayerOf, give: bool = True, parts: bool = False
+    ) -> tuple[Array, Normed] | None:
         """(x [1, F], its `Normed`) for a kernel that is given the number of `layer`, or None where
         no kernel makes this norm. Such a kernel has no gradient.
 
         Args:
             give: whether the kernel also gives the normed token.
+            parts: whether it sums up `Unsummed`.
         """
         fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
         same = layer.repeat is self._layer.repeat
         if not fits or not same or self.size != self.shape[-1] or self._implementation == "xla":
             return None
         shape, (_, affine, _) = (1, self.shape[-1]), taken_apart(self._layer)
-        operands = self._x.reshape(shape), self._added.reshape(shape), self._norms
-        x, added, norms = without_gradient(OP, operands)
+        added: Any = None
+        if parts and isinstance(self._added, Unsummed):
+            added = self._added.parts
+            operands = added.rows, added.positions, added.weights
+            rows, positions, weights = without_gradient(OP, operands)
+            added = dataclasses.replace(added, rows=rows, positions=positions, weights=weights)
+        else:
+            added = without_gradient(OP, self._sum.reshape(shape))
+        x, norms = without_gradient(OP, (self._x.reshape(shape), self._norms))
         return x, Normed(added=added, weights=norms, affine=affine, eps=self._eps, gives=give)
 
     def was_made(self, total: Array, normed: Array | None = None) -> None:
@@ -92,7 +109,7 @@ class Unnormed:
     def serves(self, weights: Sequence[Array], layer: LayerOf) -> bool:
         """Whether one launch makes the norm and the products with those stacks of weights."""
         return (
-            self.before(layer) is not None
+            self.before(layer, parts=True) is not None
             and weights[0].dtype == self.dtype
             and refusal_with_norm(1, self.shape[-1], weights) is None
         )
@@ -111,7 +128,7 @@ class Unnormed:
         """
         first, affine, _ = taken_apart(layer)
         dtypes = [jnp.dtype(each) for each in out_dtypes]
-        before = self.before(layer, give)
+        before = self.before(layer, give, parts=True)
         assert before is not None  # it serves
         x, norm = before
 
@@ -123,7 +140,7 @@ class Unnormed:
             )  # fmt: skip
 
         def xla() -> list[Array]:
-            total = (self._x + self._added).reshape(x.shape)
+            total = (self._x + self._sum).reshape(x.shape)
             row = lax.dynamic_index_in_dim(self._norms, self._layer.index, keepdims=False)
             normed = rms_norm(total, row, self._eps).astype(self.dtype)
             here = partial(lax.dynamic_index_in_dim, index=layer.index, keepdims=False)
@@ -140,9 +157,14 @@ class Unnormed:
     @cached_property
     def _normed(self) -> tuple[Array, Array]:
         return add_rms_norm_layer(
-            self._x, self._added, self._norms, layer=self._layer, eps=self._eps, dtype=self.dtype,
+            self._x, self._sum, self._norms, layer=self._layer, eps=self._eps, dtype=self.dtype,
             implementation=self._implementation,
         )  # fmt: skip
+
+
+def array_of(added: Any, shape: tuple[int, ...]) -> Array:
+    """`Unsummed`, summed up by a launch of their own, or the array that it is, in this shape."""
+    return (added.total if isinstance(added, Unsummed) else added).reshape(shape)
 
 
 def tokens_of(x: Any) -> Array:

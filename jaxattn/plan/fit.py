@@ -9,6 +9,7 @@ from jaxattn.memory.limits import Limits, larger_shares
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
 from jaxattn.plan.group import plan_group
+from jaxattn.plan.parallel import layouts_that_fit
 from jaxattn.plan.placement import Placement, check_placement, page_bytes
 from jaxattn.plan.single import single
 
@@ -95,7 +96,7 @@ def advice(
             found.append(f"--utilization {larger:g}")
             break
     if gpus := gpus_for(limits):
-        found.append(f"{gpus} GPUs (--gpus {gpus})")
+        found.append(f"{gpus} GPUs (--gpus {gpus}){_served(model, memory, limits, gpus)}")
     for name in ("batch", "max_model_len", "num_pages", "prefill_chunk"):
         if getattr(limits, name) and (value := smaller(name, place, limits)):
             found.append(f"--{name.replace('_', '-')} {value}")
@@ -126,6 +127,16 @@ def advice(
     if limits.num_pages:
         changes.append("no --num-pages")
     return (" with ".join(changes),)
+
+
+def _served(model: KnownModel, memory: DeviceMemory, limits: Limits, gpus: int) -> str:
+    """What is added where no layout of so many GPUs serves the model, and one of more does."""
+    if not isinstance(model, BuiltModel):
+        return ""
+    for n in range(gpus, 2 * gpus + 1):
+        if next(layouts_that_fit(model.model, memory, limits, n), None):
+            return f", or {n} for a layout that jaxattn serves" if n != gpus else ""
+    return ""
 
 
 def _with(limits: Limits, **smaller: int) -> Limits:

@@ -5,6 +5,7 @@ bounded by tracing the step that one of them runs.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from jaxattn.engine.executable_memory import Executable
@@ -74,18 +75,23 @@ def best_layout(
     """The layout of so many GPUs whose caches hold the most tokens in all; None if none fits.
 
     Of equals the first: fewer groups with rows of their own, whose steps wait for one another.
+    """
+    fitting = list(layouts_that_fit(model, memory, limits, gpus))
+    return max(fitting, key=lambda each: each[0])[1] if fitting else None
+
+
+def layouts_that_fit(
+    model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
+) -> Iterator[tuple[int, Parallel]]:
+    """Layouts of so many GPUs, each with the tokens that their caches hold in all.
+
     Weights and caches decide, and nothing is traced.
     """
-    best: tuple[int, Parallel] | None = None
     for parallel in layouts(model, gpus):
         if any(rows % parallel.data for rows in limits.batches):
             continue  # each data group has as many rows
         one, own = _one("", model, memory, limits, parallel)
         own = dataclasses.replace(own, utilization=own.utilization or 0.9, num_pages=None)
         filled = one.filled(own)
-        if filled is None:
-            continue
-        tokens = filled * own.page_tokens * parallel.data
-        if best is None or tokens > best[0]:
-            best = tokens, parallel
-    return best[1] if best else None
+        if filled is not None:
+            yield filled * own.page_tokens * parallel.data, parallel

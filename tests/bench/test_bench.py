@@ -1,6 +1,8 @@
 """The benchmark's counting, its peers in processes of their own, and its pictures; no times."""
 
+import errno
 import functools
+import io
 import json
 import subprocess
 import sys
@@ -494,10 +496,35 @@ def test_a_run_that_is_cut_short_keeps_its_rows(measured, monkeypatch, tmp_path)
         return whole(shape, *args, **kwargs)
 
     monkeypatch.setattr(mla, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["mla", "--small", "--no-peers", "--json", str(file)])
+    assert bench.main(["mla", "--small", "--no-peers", "--json", str(file)]) == 130
     assert len(json.loads(file.read_text())["rows"]) == 2
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_without_a_stdout_nothing_is_measured(measured, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(mla, "measure", lambda *args, **kwargs: pytest.fail("it was measured"))
+    assert bench.main(["mla", "--small", "--no-peers"]) == 1
+    assert "error: stdout is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device"),
+    ],
+)
+def test_an_output_that_takes_no_more_ends_without_a_traceback(
+    error, code, said, measured, monkeypatch, capsys
+):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise error
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert bench.main(["mla", "--small", "--no-peers"]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_every_peer_runs_a_bench_of_ours_and_names_a_package():

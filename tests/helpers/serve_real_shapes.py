@@ -3,10 +3,12 @@
     python -m tests.helpers.serve_real_shapes DeepSeek-V2-Lite
 
 Random weights of the model's real shapes are served from what the plan leaves of the device, and
-then some hundred mixed steps run. Prints JSON.
+then some hundred mixed steps run. Prints JSON. XLA_PYTHON_CLIENT_MEM_FRACTION is the part of the
+device that it may have, so that two models can be served side by side.
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -21,9 +23,13 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.memory.limits import Limits
 
 LIMITS = Limits(
-    batch=32, max_model_len=8192, prefill_chunk=512, decode_buckets=(1,), utilization=0.97
+    batch=32,
+    max_model_len=8192,
+    prefill_chunk=512,
+    decode_buckets=(1,),
+    utilization=float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]),
 )
-REQUESTS = 80
+REQUESTS = 48
 
 
 def requests(vocab: int) -> list[Request]:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.kernels import rms_norm
+from jaxattn.kernels import linear, rms_norm
 from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.hopper.repeated import launches_shared, told
 from jaxattn.ops.norm import rms_norm_layer
 
@@ -48,6 +49,32 @@ def test_launches_of_one_kernel_are_one_within_it_alone():
 def test_another_constant_in_the_body_is_another_kernel():
     with launches_shared():
         assert kernels(functools.partial(twice, second=1e-5)) == 2
+
+
+def test_a_norm_within_a_product_is_no_other_kernel_for_another_layer(monkeypatch):
+    monkeypatch.setattr(linear, "require_hopper", lambda *args, **kwargs: None)
+    weights = jax.ShapeDtypeStruct((2, 1024, 128), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((1, 1024), jnp.float32)
+
+    def step(x, added, norms, weights):
+        found = []
+        for layer in range(2):
+            normed = Normed(added=added, weights=norms, affine=(1, 0), eps=1e-6)
+            y, x = linear.linears_mosaic(
+                x, [weights], layer=layer, out_dtypes=[jnp.float32], norm=normed
+            )
+            found += [x, y]  # JAX lowers launches of which it uses other results apart
+        return found
+
+    def count():
+        anew = jax.jit(lambda *given: step(*given))
+        traced = anew.trace(row, row, jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16), weights)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return len(re.findall("custom_call @mosaic_gpu", text))
+
+    with launches_shared():
+        assert count() == 1
+    assert count() == 2
 
 
 def test_steps_that_share_have_one_kernel_in_common():

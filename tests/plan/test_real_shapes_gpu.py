@@ -24,9 +24,11 @@ MODELS = [
 
 @pytest.fixture(scope="module", params=MODELS)
 def served(request):
-    """In a process of its own: JAX reads these once, and its peak cannot be reset."""
-    environment = os.environ | {
+    """In a process of its own: JAX reads these once, and its peak cannot be reset. A fraction that
+    the environment names is kept, for several such tests on one device."""
+    environment = {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
+        **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     }
     command = [sys.executable, "-m", "tests.helpers.serve_real_shapes", request.param]

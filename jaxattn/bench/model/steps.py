@@ -23,6 +23,7 @@ from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.engine.sampling import Level, SamplingBatch, sample
+from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.base import init_state, jit_step, overlaid
 from jaxattn.models.decoder import DecoderModel
@@ -169,7 +170,9 @@ class Steps:
             else self.implementation,
         )
         batch = self.rows.chunks(entry.tokens)[0] if prefill else self.rows.decode(entry.rows, 0)
-        return step.lower(self.params, self.state, batch).compile()
+        with launches_shared():
+            lowered = step.lower(self.params, self.state, batch)
+        return lowered.compile()
 
 
 def _with_tokens(step: Callable) -> Callable:

@@ -26,17 +26,6 @@ def none_yet(pieces: jax.Array) -> jax.Array:
     return (pieces < 0).astype(jnp.uint32)
 
 
-def global_fence() -> None:
-    """What the thread has written in global memory comes before anything that it writes next, and
-    what it reads next is as new as anything that it has read."""
-
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
-        asm("fence.acq_rel.gpu;", [], [], "~{memory}")
-
-    fence()
-
-
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
     """
@@ -50,8 +39,11 @@ class Arrivals:
     told: Any
 
     def count(self, at: jax.Array, pieces: jax.Array) -> None:
-        """One more piece of so many is there. One warpgroup counts, after each thread's fence and a
-        meeting of all."""
+        """One more piece of so many is there. One warpgroup counts, after a meeting of all.
+
+        What its thread releases is what each thread had written when they met; and once they have
+        met again, each reads what it has acquired. A fence of each thread would wait twice more.
+        """
         count = plgpu.inline_mgpu(arg_types=(PLAIN, PLAIN, SPLAT, SPLAT))(self._count)
         count(self.counts, self.told, jnp.int32(at), jnp.int32(pieces))
 

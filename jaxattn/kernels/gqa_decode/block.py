@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gqa_decode.arrivals import Arrivals, global_fence
-from jaxattn.kernels.gqa_decode.combine import Combination
+from jaxattn.kernels.gqa_decode.arrivals import Arrivals
+from jaxattn.kernels.gqa_decode.combine import Combination, chunks_of
 from jaxattn.kernels.gqa_decode.fp8 import Tiles
 from jaxattn.kernels.gqa_decode.memory import ACROSS, QUERIES
 from jaxattn.kernels.gqa_decode.merge import Epilogue, Outputs, merge, write_nothing
@@ -289,20 +289,21 @@ class Block[C: Cut, M]:
 
         @pl.when(arrivals.last(self.wg))
         def _merge() -> None:
-            global_fence()
             combination = Combination(
                 first_rows=cut.first_rows, rows=cut.out_rows, out=outputs.out, lse=outputs.lse,
                 partial=outputs.partial, partial_lse=outputs.partial_lse,
                 sinks=self.epilogue.sinks, gate=self.epilogue.gate,
             )  # fmt: skip
             row, head = self.part.row_and_head(pair)
-            dims = cut.head_dim // WIDTH
+            chunks = chunks_of(cut.head_dim, cut.consumers)
+            shares = cut.head_dim // (chunks * WIDTH)
 
-            @pl.loop(self.wg, dims * (cut.columns // ACROSS), step=cut.consumers)
+            @pl.loop(self.wg, shares * (cut.columns // ACROSS), step=cut.consumers)
             def _each(i: jax.Array) -> None:
-                first = self.rows.first + lax.div(i, dims) * ACROSS
+                first = self.rows.first + lax.div(i, shares) * ACROSS
                 eight = dataclasses.replace(self.rows, columns=ACROSS, first=first)
-                combination.write(row, head, slots, eight, lax.rem(i, dims) * WIDTH)
+                first_dim = lax.rem(i, shares) * (chunks * WIDTH)
+                combination.write(row, head, slots, eight, first_dim, chunks)
 
     def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
         """Of a pair's scores, whose queries have come to that place."""

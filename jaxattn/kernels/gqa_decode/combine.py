@@ -19,11 +19,20 @@ from jaxattn.kernels.gqa_decode.memory import ACROSS
 from jaxattn.kernels.gqa_decode.merge import gated, with_sink
 from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import asked_for
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 from jaxattn.kernels.mla_decode.schedule import Schedule
 
-AHEAD = 8  # partial results that are read at a time, four registers each
+# Partial results that are read at a time, by how many times 64 dims, for each of which a result
+# takes four registers; and where few are left.
+MANY, FEW = {1: 16, 2: 8}, 8
+AT_A_TIME = 2  # times 64 dims that the interpreter's launch merges at a time
+
+
+def chunks_of(head_dim: int, consumers: int) -> int:
+    """Times 64 dims that each of the warpgroups merges at a time, so that all are in one go."""
+    return -(-head_dim // (WIDTH * consumers))
 
 
 def _wide(vector: jax.Array) -> jax.Array:
@@ -52,46 +61,61 @@ class Combination:
     gate: Any
 
     def write(
-        self, row: Any, head: Any, slots: list[jax.Array], packed: PackedRows, first_dim: Any
+        self,
+        row: Any,
+        head: Any,
+        slots: list[jax.Array],
+        packed: PackedRows,
+        first_dim: Any,
+        chunks: int,
     ) -> None:
-        """Eight packed rows of the pair (row, KV head), and 64 of its dims.
+        """Eight packed rows of the pair (row, KV head), and so many times 64 of its dims.
 
         Args:
             slots: the pair's of `Schedule`.
             packed: the eight.
         """
-        at, dims = packed.row_of(row, head), pl.ds(pl.multiple_of(first_dim, WIDTH), WIDTH)
-        top, total, out = self._sum(slots, packed.first, dims)
+        at = packed.row_of(row, head)
+        firsts = [pl.multiple_of(first_dim + i * WIDTH, WIDTH) for i in range(chunks)]
+        gates = []
+        if self.gate is not None:  # read from memory, while the partial results come from L2
+            gates = [packed.load(self.gate, at, first, WIDTH) for first in firsts]
+            asked_for(interpret=packed.interpret)
+        top, total, outs = self._sum(slots, packed.first, firsts)
         empty = total == 0
+        share = 1 / total
         if self.sinks is not None:
             # The sum was relative to `top`, and so is the output.
             new_top, total = with_sink(top, total, packed.of_heads(self.sinks, head))
-            out = out * _wide(jnp.exp2(top - new_top))
+            share = jnp.exp2(top - new_top) / total
             top = new_top
-        out = out * _wide(1 / total)
-        if self.gate is not None:
-            out = gated(out, packed.load(self.gate, at, first_dim, WIDTH))
-        out = jnp.where(_wide(empty.astype(jnp.float32)) > 0, 0.0, out)
-        packed.store(self.out, self.first_rows[0] + at, first_dim, out.astype(self.out.dtype))
+        dead = _wide(empty.astype(jnp.float32)) > 0
+        for i, (first, out) in enumerate(zip(firsts, outs, strict=True)):
+            out = out * _wide(share)
+            if self.gate is not None:
+                out = gated(out, gates[i])
+            out = jnp.where(dead, 0.0, out)
+            packed.store(self.out, self.first_rows[0] + at, first, out.astype(self.out.dtype))
 
         @pl.when(first_dim == 0)
         def _lse():
             lse = (top + jnp.log2(total)) * (1 / LOG2E)
             packed.store_numbers(self.lse, at, jnp.where(empty, -jnp.inf, lse))
 
-    def _sum(self, slots: list[jax.Array], first: Any, dims: Any) -> Any:
+    def _sum(self, slots: list[jax.Array], first: Any, first_dims: list[Any]) -> Any:
         """(maximum of the log2 of weights, their sum divided by 2**that, outputs times it)."""
         number, mine = slots[1], pl.ds(pl.multiple_of(first, ACROSS), ACROSS)
+        dims = [pl.ds(each, WIDTH) for each in first_dims]
 
-        def add(j: jax.Array, state: Any) -> Any:
-            top, total, out = state
-            numbers = [j * AHEAD + k for k in range(AHEAD)]
+        def add(begin: jax.Array, count: int, state: Any) -> Any:
+            top, total, outs = state
+            numbers = [begin + k for k in range(count)]
             places = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
             of_rows = [
                 pl.ds(self.first_rows[1] + slot * self.rows + first, ACROSS) for slot in places
             ]
             pieces = [
-                plgpu.load(self.partial.at[at, dims], layout=SCORES, optimized=False)
+                [plgpu.load(self.partial.at[at, d], layout=SCORES, optimized=False) for d in dims]
                 for at in of_rows
             ]
             lses = [
@@ -103,19 +127,26 @@ class Combination:
             ]
             new_top = functools.reduce(jnp.maximum, lses, top)
             rescale = jnp.exp2(top - new_top)
-            total, out = total * rescale, out * _wide(rescale)
-            for lse, one in zip(lses, pieces, strict=True):
+            total, outs = total * rescale, [out * _wide(rescale) for out in outs]
+            for lse, some in zip(lses, pieces, strict=True):
                 weight = jnp.exp2(lse - new_top)
                 total += weight
-                out += _wide(weight) * one
-            return new_top, total, out
+                outs = [out + _wide(weight) * one for out, one in zip(outs, some, strict=True)]
+            return new_top, total, tuple(outs)
 
+        nothing = plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES)
         state = (
             plgpu.layout_cast(jnp.full((ACROSS,), EMPTY, jnp.float32), BY_ROW),
             plgpu.layout_cast(jnp.zeros((ACROSS,), jnp.float32), BY_ROW),
-            plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES),
+            (nothing,) * len(dims),
         )
-        return lax.fori_loop(0, lax.div(number + (AHEAD - 1), AHEAD), add, state)
+        many, done = MANY[len(dims)], jnp.int32(0)
+        if many > FEW:
+            rounds = lax.div(number, many)
+            state = lax.fori_loop(0, rounds, lambda j, state: add(j * many, many, state), state)
+            done = rounds * many
+        rounds = lax.div(number - done + (FEW - 1), FEW)
+        return lax.fori_loop(0, rounds, lambda j, state: add(done + j * FEW, FEW, state), state)
 
 
 def combine(
@@ -141,6 +172,8 @@ def combine(
         first_rows, partial_lse, sinks, gate: as `Combination` has them.
     """
     pairs, rows = line.slots.shape[1], partial_lse.shape[1]
+    dims = refs[0].shape[1] // WIDTH
+    chunks = min(dims, AT_A_TIME)
     lse_ref = jax.new_ref(lse)
 
     def body(slots_ref: Any, **refs: Any) -> None:
@@ -155,12 +188,12 @@ def combine(
 
         @pl.when(slots[1] > 0)
         def _merge() -> None:
-            combination.write(row, head, slots, packed, piece * WIDTH)
+            combination.write(row, head, slots, packed, piece * chunks * WIDTH, chunks)
 
     launch(
         body,
         name="gqa_decode_combine",
-        grid={"pair": pairs, "chunk": rows // ACROSS, "dims": refs[0].shape[1] // WIDTH},
+        grid={"pair": pairs, "chunk": rows // ACROSS, "dims": dims // chunks},
         inputs={
             "slots_ref": line.slots,
             "out": refs[0],

@@ -7,7 +7,7 @@ ring is filled again as soon as what lies there was read.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,30 @@ class Ring:
     copies: Callable[
         [jax.Array, list[jax.Array], jax.Array, jax.Array, jax.Array], list[tuple[Any, Any]]
     ]
+
+
+class Turns(NamedTuple):
+    """Whose a step is. Counted on from step to step: a division takes longer than a step's copy.
+
+    Attributes:
+        wg: the warpgroup.
+        turn: how many steps it had before.
+        slots: the step's place in each ring.
+    """
+
+    wg: jax.Array
+    turn: jax.Array
+    slots: tuple[jax.Array, ...]
+
+    def next(self, consumers: int, rings: tuple[Ring, ...]) -> "Turns":
+        """Of the step after it."""
+        around = self.wg == consumers - 1
+        slots = tuple(
+            jnp.where(around, jnp.where(slot == ring.steps - 1, 0, slot + 1), slot)
+            for slot, ring in zip(self.slots, rings, strict=True)
+        )
+        wg = jnp.where(around, 0, self.wg + 1)
+        return Turns(wg, self.turn + around.astype(jnp.int32), slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,26 +109,28 @@ class Loader:
         number, done = carry
         pair, stop = place.row, start + steps
         at = lax.rem(number, QUERIES)
-        # Before anything is waited for, the first page's number and the queries are asked for.
-        numbers = self.part.numbers(pair, start, stop)
+        # Before anything is waited for, the first pages' numbers and the queries are asked for.
+        numbers_of = self.part.numbers_of(pair, stop)
+        numbers = numbers_of(start), numbers_of(start + 1)
         asked = self.queries.ask(pair)
+        wg, turn = place_of(done, self.consumers)
+        turns = Turns(wg, turn, tuple(lax.rem(turn, ring.steps) for ring in self.rings))
 
-        def step(i, numbers):
-            wg, turn = place_of(done + i, self.consumers)
-            following = self.part.numbers(pair, start + i + 1, stop)
-            for ring in self.rings:
-                slot = lax.rem(turn, ring.steps)
-                free = functools.partial(plgpu.barrier_wait, ring.read.at[wg, slot])
-                pl.when(turn >= ring.steps)(free)
-                for some, to in ring.copies(pair, numbers, start + i, wg, slot):
-                    plgpu.copy_gmem_to_smem(some, to, ring.loaded.at[wg, slot])
+        def step(i, carry):
+            (numbers, following), turns = carry
+            later = numbers_of(start + i + 2)  # which nobody waits for before the next step's end
+            for ring, slot in zip(self.rings, turns.slots, strict=True):
+                free = functools.partial(plgpu.barrier_wait, ring.read.at[turns.wg, slot])
+                pl.when(turns.turn >= ring.steps)(free)
+                for some, to in ring.copies(pair, numbers, start + i, turns.wg, slot):
+                    plgpu.copy_gmem_to_smem(some, to, ring.loaded.at[turns.wg, slot])
             # A barrier tells odd rounds from even ones: no warp may be a round behind.
             meet(interpret=self.interpret)
-            return following
+            return (following, later), turns.next(self.consumers, self.rings)
 
-        numbers = step(jnp.int32(0), numbers)
+        carry = step(jnp.int32(0), (numbers, turns))
         read = self.memory.queries_read.at[at]
         pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(read))
         self.queries.put(asked, pair, at)
-        lax.fori_loop(1, steps, step, numbers)
+        lax.fori_loop(1, steps, step, carry)
         return number + 1, done + steps

@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gqa_decode.arrivals import global_fence
 from jaxattn.kernels.gqa_decode.fp8 import Tiles
 from jaxattn.kernels.gqa_decode.pairs import VALUES, Pairs
 from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
@@ -214,9 +213,6 @@ def merge(
             def _lse():
                 slot = outputs.part.partial_slot(pair)
                 store(outputs.partial_lse.at[slot, outputs.columns], lse_of(top, total))
-
-            if not epilogue.interpret:
-                global_fence()
 
     each = -(-dims // (consumers * WIDTH)) * WIDTH
     if dims == consumers * each:

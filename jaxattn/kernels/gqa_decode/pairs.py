@@ -6,6 +6,7 @@ are in no part, and nobody reads their pages.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,7 +82,7 @@ class Pairs(Part):
         return self.query_lens_ref[self.row_and_head(self.some_row(pair))[0]]
 
     def ask_ahead(self, *, interpret: bool) -> None:
-        """Asks for what `numbers` of the first piece reads in turn."""
+        """Asks for what `numbers_of` the first piece reads in turn."""
         ask_for_all(self.lens_ref, interpret=interpret)
         if self.made_of_ref is not None:
             ask_for_all(self.made_of_ref, interpret=interpret)
@@ -106,20 +107,30 @@ class Pairs(Part):
     def pages_of(self, row: jax.Array) -> jax.Array:
         return self.pages_in(self.length_of(row)) - self.first_step_of(row)
 
-    def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
-        """The cache's pages of a step. Of steps from `stop` on, those of the step before it; past
-        the row's end or left of its window, the nearest page within: what is read is masked."""
+    def numbers_of(self, row: jax.Array, stop: jax.Array) -> Callable[[jax.Array], list[jax.Array]]:
+        """The cache's pages of a pair's step, by its number. Of steps from `stop` on, those of the
+        step before it; past the row's end or left of its window, the nearest page within: what is
+        read is masked. What depends on the pair alone is read once, here: the loading warpgroup has
+        less time for a step than that takes.
+        """
         pair = self.some_row(row)
         of_row, size = self.row_and_head(pair)[0], self.page_size
-        step = jnp.clip(page, 0, jnp.maximum(stop - 1, 0)) + self.first_step_of(pair)
+        last_step, first_step = jnp.maximum(stop - 1, 0), self.first_step_of(pair)
         end = lax.div(self.length_of(pair) + size - 1, size) - 1
         end = jnp.clip(end, 0, self.table_ref.shape[1] - 1)
-        first = lax.div(step * PAGE, size)
-        places = [jnp.minimum(first + j, end) for j in range(copies_of(size))]
+        begin = None
         if (key := self.first_key(pair)) is not None:
             begin = jnp.minimum(lax.div(key, size), end)
-            places = [jnp.maximum(place, begin) for place in places]
-        return [self.table_ref[of_row, place] for place in places]
+
+        def numbers(page: jax.Array) -> list[jax.Array]:
+            step = jnp.clip(page, 0, last_step) + first_step
+            first = lax.div(step * PAGE, size)
+            places = [jnp.minimum(first + j, end) for j in range(copies_of(size))]
+            if begin is not None:
+                places = [jnp.maximum(place, begin) for place in places]
+            return [self.table_ref[of_row, place] for place in places]
+
+        return numbers
 
     def boxes(self, kind: int, pair: jax.Array, numbers: list[jax.Array], step: jax.Array) -> Any:
         """A step's keys or values [tokens, D], as many tokens as lie together at a time."""

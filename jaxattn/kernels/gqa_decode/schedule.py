@@ -20,6 +20,7 @@ from jaxattn.kernels.mla_decode.schedule import (
     PAGE,
     Schedule,
     Shortest,
+    deal_out,
     make_schedule,
     may_split,
     most_pieces,
@@ -32,7 +33,10 @@ INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or w
 PAIR_COST, MERGE_COST = 2, 6
 # Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
 # by at most one part in this.
-LONGER = 50
+LONGER = 40
+# Whole pairs of so many steps or more, on average, are dealt out to up to so many times the parts
+# that the GPU runs at a time, the longest first: which multiprocessor is done takes the next.
+LONG_PAIR, TIMES_MORE = 96, 4
 SHORT_PART = 2  # steps of a part, where few are merged: one for each of two warpgroups
 
 
@@ -49,6 +53,9 @@ class PairSchedule:
         num_kv_heads: Hk.
         q_len: S.
         window: keys that a token sees, or None.
+        fine: the same for a kernel that takes its bytes' time, with more parts than the GPU runs at
+            a time, where whole pairs are long; of others the parts behind those of `line` are
+            empty. None: there are not so many pairs.
     """
 
     line: Schedule
@@ -57,6 +64,7 @@ class PairSchedule:
     window: int | None = dataclasses.field(metadata={"static": True})
     arrived: jax.Array | None = None
     seq_lens: jax.Array | None = None
+    fine: Schedule | None = None
 
     def arrived_of(self, tiles: int) -> jax.Array:
         """`arrived`, made here where it is None, for so many tiles of a pair.
@@ -118,6 +126,24 @@ def may_cut(pairs: int, parts: int, steps: int) -> bool:
     return may_split(pairs, parts) and not 0 < steps < 2 * MIN_PART
 
 
+def in_more_parts(line: Schedule, pages: jax.Array, pairs: int) -> Schedule:
+    """`PairSchedule.fine` of a line of more pairs than parts; `pages` are steps of each pair."""
+    assert line.order is not None, "of more pairs than parts there is an order"
+    more = min(pairs, TIMES_MORE * line.parts)
+    cost = jnp.where(pages > 0, pages + PAIR_COST, 0)
+    number = jnp.sum(pages > 0, dtype=jnp.int32)
+    if pairs > more:
+        order, firsts = deal_out(cost, more)
+    else:
+        order = jnp.argsort(-cost, stable=True).astype(jnp.int32)
+        firsts = jnp.minimum(jnp.arange(more + 1, dtype=jnp.int32), number)
+    long = jnp.sum(pages) >= LONG_PAIR * number
+    whole = (jnp.max(line.slots[1]) == 0) & long
+    others = jnp.pad(line.cuts, ((0, 0), (0, more - line.parts)), mode="edge")
+    cuts = jnp.where(whole, jnp.stack([firsts, jnp.zeros_like(firsts)]), others)
+    return dataclasses.replace(line, cuts=cuts, order=jnp.where(whole, order, line.order))
+
+
 def decode_schedule(
     seq_lens: jax.Array,
     *,
@@ -171,8 +197,9 @@ def decode_schedule(
     )  # fmt: skip
     pieces = most_pieces(pairs, parts) if batch_invariant else 0
     split = may_cut(pairs, parts, steps)
+    lens = jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads)
     line = make_schedule(
-        jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads),
+        lens,
         parts=parts,
         max_pages=steps,
         row_cost=PAIR_COST,
@@ -182,7 +209,10 @@ def decode_schedule(
         least_piece=SHORT_PART,
         longer=LONGER,
     )
-    schedule = PairSchedule(line, num_kv_heads, q_len, window, seq_lens=seq_lens)
+    fine = None
+    if pairs > parts and steps >= LONG_PAIR:
+        fine = in_more_parts(line, jnp.clip((lens + PAGE - 1) // PAGE, 0, steps), pairs)
+    schedule = PairSchedule(line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine)
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
 
 

@@ -110,7 +110,7 @@ def turbo_append_mosaic(
     refuse(op, q.shape[2], *k.shape[2:])
     q, k, v, weights, angles = without_gradient(op, (q, k, v, weights, angles))
     cache_ref = jax.new_ref(kv_cache if layer is not None else kv_cache[None])
-    out = launch_append(
+    (out,) = launch_append(
         op, functools.partial(CodedBlock, form=form, interpret=interpret), q, k, v, weights,
         cache_ref, block_tables, seq_lens, angles=angles, page_size=form.page_size(kv_cache),
         interleaved=interleaved, eps=eps, dtype=dtype, query_lens=query_lens, layer=layer,

@@ -40,7 +40,7 @@ from jaxattn.kernels.mla_decode.columns_memory import SCORES
 from jaxattn.kernels.mla_decode.schedule import PAGE
 
 
-class _Registers:
+class Registers:
     """`codes.Words` of this thread; `ref` is a step's codes, `low` the constant held, if any is."""
 
     def __init__(self, ref: Any, low: Any = None):
@@ -140,7 +140,7 @@ class Fragments:
     ) -> tuple[jax.Array, ...]:
         def run(ctx: Any, ref: Any, *lows: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-            words = made(_Registers(ref, *map(single, lows)), self.form, self.pitch)
+            words = made(Registers(ref, *map(single, lows)), self.form, self.pitch)
             registers = [vector.bitcast(four, joined([x])) for x in words]
             size = len(registers) // count
             parts = [registers[i * size : (i + 1) * size] for i in range(count)]

@@ -36,7 +36,7 @@ class CodedPairs(Pairs):
         """(from, to) of a step's codes, as much as lies together at a time.
 
         Args:
-            numbers: of `Pairs.numbers`.
+            numbers: as `Pairs.numbers_of` gives them.
             to: a step of `Memory.codes`.
         """
         head = self.row_and_head(pair)[1]

@@ -8,9 +8,13 @@ squares of this part. The factor needs the squares of all K, so it comes last. T
 cluster have all K between them, and read one another's squares as they do their sums.
 
 The blocks of the first tile also store the sum and the normed token.
+
+What is added may be the results of a token's experts, which have not been summed up. Then each
+block sums them, in the order in which `moe_combine` would.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,21 +34,62 @@ CHANNEL = plgpu.Layout.WG_STRIDED((PAIR,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Rows whose sum is added: of each k `weights[0, k] * row`, exactly 0 where k has no row.
+
+    Attributes:
+        rows: float32, panels of K's columns one below the other.
+        positions: int32, of each k its row in a panel, or -1.
+        weights: float32 [1, number of k].
+        first: row where the first panel begins.
+        height: rows of a panel.
+    """
+
+    rows: Any
+    positions: Any
+    weights: Any
+    first: int
+    height: int
+
+    @property
+    def constants(self) -> "Parts":
+        """Without its arrays."""
+        return dataclasses.replace(self, rows=None, positions=None, weights=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Normed:
     """What comes before a product of one token.
 
     Attributes:
-        added: what is added to the stream x, [1, K].
+        added: what is added to the stream x, [1, K], or `Parts` of it.
         weights: the weights of all norms, [N, K].
         affine: (a, b), for the norm `a * layer + b`.
         gives: whether the launch also gives the normed token.
     """
 
-    added: jax.Array
-    weights: jax.Array
+    added: Any
+    weights: Any
     affine: tuple[int, int]
     eps: float
     gives: bool = False
+
+    @property
+    def constants(self) -> "Normed":
+        """Without its arrays: a body that holds no array is one kernel for many launches."""
+        parts = self.added.constants if isinstance(self.added, Parts) else None
+        return dataclasses.replace(self, added=parts, weights=None)
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """Of a launch, by the names of references that `Norm` takes."""
+        parts = self.added if isinstance(self.added, Parts) else None
+        return {
+            "added_ref": self.added if parts is None else parts.rows,
+            "norms_ref": self.weights,
+            "positions_ref": parts and parts.positions,
+            "shares_ref": parts and parts.weights,
+        }
 
 
 def refusal(tokens: int, steps: int, parts: int) -> str | None:
@@ -74,6 +119,8 @@ class Norm:
 
     Attributes:
         x_ref, added_ref: [1, K].
+        parts: what `added_ref` has in the place of [1, K], or None.
+        positions_ref, shares_ref: of parts.
         row: of the norms' weights.
         total_ref, normed_ref: [1, K]; the second may be None.
         x_smem: of `smem`.
@@ -92,6 +139,9 @@ class Norm:
     pairs: int
     eps: float
     interpret: bool
+    parts: Parts | None = None
+    positions_ref: Any = None
+    shares_ref: Any = None
 
     @property
     def operand(self) -> Any:
@@ -101,9 +151,10 @@ class Norm:
     def make(self) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """(the sums, the sums times weights, the squares by thread), with the operand written."""
         sums, weighted = [], []
+        added = self._added()
         for pair in range(self.pairs):
             some = self._some(pair)
-            total = self._load(self.x_ref.at[0, some]) + self._load(self.added_ref.at[0, some])
+            total = self._load(self.x_ref.at[0, some]) + added(pair)
             sums.append(total)
             weighted.append(total * self._load(self.weights_ref.at[self.row, some]))
         for pair, each in enumerate(weighted):
@@ -112,6 +163,37 @@ class Norm:
         meet(interpret=self.interpret)
         first, *rest = (each * each for each in sums)
         return sums, weighted, sum(rest, first)
+
+    def _added(self) -> Callable[[int], jax.Array]:
+        """What is added to a pair of steps."""
+        parts = self.parts
+        if parts is None:
+            return lambda pair: self._load(self.added_ref.at[0, self._some(pair)])
+
+        def full(value: Any) -> jax.Array:
+            return plgpu.layout_cast(lax.broadcast_in_dim(value, (PAIR,), []), CHANNEL)
+
+        width = self.added_ref.shape[1]
+        numbers = range(self.shares_ref.shape[1])
+        places = [self.positions_ref[k] for k in numbers]
+        shares = [self.shares_ref[0, k] for k in numbers]
+
+        def summed(pair: int) -> jax.Array:
+            column = self.first + pair * PAIR
+            of_panel = parts.first + lax.div(column, width) * parts.height
+            some = pl.ds(pl.multiple_of(lax.rem(column, width), PAIR), PAIR)
+            rows = [
+                self._load(self.added_ref.at[of_panel + jnp.maximum(place, 0), some])
+                for place in places
+            ]
+            total = full(jnp.float32(0))
+            for place, share, row in zip(places, shares, rows, strict=True):
+                # A select: where there is no row, what was read may be NaN.
+                there = full(place) >= 0
+                total += jnp.where(there, row * full(share), full(jnp.float32(0)))
+            return total
+
+        return summed
 
     def _put(self, pair: int, x: jax.Array) -> None:
         if self.interpret:

@@ -71,7 +71,7 @@ def combine(
 
     def body(sums, tops, totals, there, **refs):
         together = Sharers(sharers, sums, tops, totals, there) if sharers > 1 else None
-        Block(schedule, first_rows, rows, chunk, together, **refs).run()
+        Block(first_rows, rows, chunk, together, **refs).run()
 
     launch(
         body,
@@ -159,7 +159,6 @@ class Block:
 
     def __init__(
         self,
-        schedule: Schedule,
         first_rows: list[int],
         rows: int,
         chunk: int,
@@ -173,7 +172,7 @@ class Block:
         partial: Any,
         lse: Any,
     ):
-        self.schedule, self.first_rows, self.rows = schedule, first_rows, rows
+        self.first_rows, self.rows = first_rows, rows
         self.chunk, self.sharers = chunk, sharers
         self.partial_lse, self.out, self.partial, self.lse = partial_lse, out, partial, lse
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
@@ -210,9 +209,7 @@ class Block:
 
         def add(j, states):
             numbers = [(j * sharers + self.wg) * ahead + k for k in range(ahead)]
-            places = [
-                self.schedule.slot_of(self.slots, jnp.minimum(k, number - 1)) for k in numbers
-            ]
+            places = [Schedule.slot_of(self.slots, jnp.minimum(k, number - 1)) for k in numbers]
             every = []
             for state, (lses, pieces) in zip(
                 states, [self._read(at, places) for at in packed], strict=True

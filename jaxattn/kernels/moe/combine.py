@@ -4,6 +4,7 @@ Limits: 128 columns at least. Reference and tests: `jaxattn.ops.moe` (implementa
 tests/kernels/moe/test_kernel.py.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,9 +15,47 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.normed import Parts
 from jaxattn.kernels.moe.product import Panels
 
 THREADS = 128
+
+
+class Unsummed:
+    """What a token's experts made of it, before they are summed up.
+
+    Args: as of `combine`, and its modes.
+    """
+
+    def __init__(
+        self,
+        y: jax.Array,
+        positions: jax.Array,
+        weights: jax.Array,
+        panels: Panels,
+        features: int,
+        columns: int,
+        modes: dict[str, bool],
+    ) -> None:
+        self.y, self.positions, self.weights = y, positions, weights.astype(jnp.float32)
+        self.panels, self.features, self.columns, self.modes = panels, features, columns, modes
+
+    @functools.cached_property
+    def total(self) -> jax.Array:
+        """float32 [T, F], by a launch of its own."""
+        return combine(
+            self.y, self.positions, self.weights, results=self.panels, features=self.features,
+            columns=self.columns, **self.modes,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> Parts:
+        """Of one token, for the launch that norms the sum."""
+        panels = self.panels
+        return Parts(
+            rows=self.y, positions=self.positions, weights=self.weights, first=panels.first,
+            height=panels.rows,
+        )  # fmt: skip
 
 
 def combine(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.machine import require_hopper
-from jaxattn.kernels.moe.combine import combine
+from jaxattn.kernels.moe.combine import Unsummed
 from jaxattn.kernels.moe.config import (
     BLOCK,
     GROUP,
@@ -103,13 +103,14 @@ def mixture_of_experts_mosaic(
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
     listed: Listed | None = None,
+    apart: bool = False,
     config: Config | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> Any:
     """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
 
-    `affine` (a, b): the layer is `a * layer + b`.
+    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is a `Unsummed`.
     """
     refuse(x, gate_up, interpret=interpret)
     # Without an arena the op has a gradient of its own, and this is never differentiated.
@@ -171,10 +172,8 @@ def mixture_of_experts_mosaic(
         gated=False, name="moe_down", **common,
     )  # fmt: skip
     y = jax.freeze(y_ref)
-    out = combine(
-        y, work.positions, weights, results=places["y"], features=features,
-        columns=config.combine, **modes,
-    )  # fmt: skip
+    results = Unsummed(y, work.positions, weights, places["y"], features, config.combine, modes)
+    out = results if apart else results.total
     if arena is None:
         return out
     return out, arena.with_lane(spec, "h", h).with_lane(spec, "y", y)

@@ -138,8 +138,9 @@ def opening_mosaic(
     h_ref, tiled = jax.new_ref(lane), swizzled(dtype)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     scores = plgpu.SMEM((cut.choice.width,), jnp.float32)
+    normed = None if norm is None else norm.constants
     out = launch(
-        lambda **refs: Block(cut, norm, Refs(**refs)).run(),
+        lambda **refs: Block(cut, normed, Refs(**refs)).run(),
         name="moe_open",
         grid={"tile": 1 + -(-cut.items // PARTS)},
         cluster={"part": PARTS},

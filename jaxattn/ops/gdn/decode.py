@@ -75,7 +75,8 @@ def gated_delta_rule_decode(
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         recent: room for 16 tokens beside each state, by `recent_tokens`; donate it. A state is then
             written at every sixteenth token, and read at each. For one token per row, without
-            write_indices and arena. With 32 heads it is slower up to 16 rows, and faster at 128.
+            write_indices and arena. It pays from about 32 rows of 32 heads on. Fold the tokens into
+            the states by `fold_recent` before anything else reads these.
         filled: int32, how many recent tokens each row has, 0 to 15. The caller counts: after the
             call a row has one more, or 0 if it had 15. A smaller number takes tokens back.
         arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the
@@ -110,23 +111,21 @@ def gated_delta_rule_decode(
         )
 
     if recent is not None:
-        if arena is not None or write_indices is not None:
-            raise ValueError(f"{op}: recent is for calls without arena and write_indices")
+        refuse_beside_recent(op, arena, write_indices)
 
         def with_places(state: Array, recent: Recent, slots: Array, filled: Array, factor: float,
                         interpret: bool) -> tuple[Any, ...]:  # fmt: skip
             return recent_decode_mosaic(
-                *operands(), state, recent, slots, filled, num_key_heads=k.shape[2], layer=layer,
-                scale=factor, l2norm=use_qk_l2norm, interpret=interpret,
+                op, *operands(), state, recent, slots, filled, num_key_heads=k.shape[2],
+                layer=layer, scale=factor, l2norm=use_qk_l2norm, interpret=interpret,
             )  # fmt: skip
 
         return decode_recent(
-            q, k, v, lambda: gdn_gates(a, b, A_log, dt_bias), with_places, state, recent, filled,
-            state_indices, layer=layer, scale=scale, use_qk_l2norm=use_qk_l2norm,
-            implementation=implementation,
+            op, q, k, v, lambda: gdn_gates(a, b, A_log, dt_bias), with_places, state, recent,
+            filled, state_indices, layer=layer, scale=scale, use_qk_l2norm=use_qk_l2norm,
+            channels=False, implementation=implementation,
         )  # fmt: skip
-    if filled is not None:
-        raise ValueError(f"{op}: filled says how much of recent is filled; give recent as well")
+    refuse_filled(op, filled)
 
     def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
         return gdn_decode_mosaic(
@@ -160,6 +159,16 @@ def gated_delta_rule_decode(
         arena=arena,
         implementation=implementation,
     )
+
+
+def refuse_beside_recent(op: str, arena: Any, write_indices: Any) -> None:
+    if arena is not None or write_indices is not None:
+        raise ValueError(f"{op}: recent is for calls without arena and write_indices")
+
+
+def refuse_filled(op: str, filled: Any) -> None:
+    if filled is not None:
+        raise ValueError(f"{op}: filled says how much of recent is filled; give recent as well")
 
 
 class Slots(NamedTuple):

@@ -133,8 +133,9 @@ def gqa_append(
     query_lens: Int[Array, "B"] | None = None,
     kv_scale: Array | float | None = None,
     layer: Array | int | LayerOf | None = None,
+    gates: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B S H D"], Array]:
+) -> tuple[Array, ...]:
     """Norms and rotates each row's new queries and keys, and caches keys and values.
 
     Args:
@@ -156,12 +157,14 @@ def gqa_append(
         query_lens: int32 new tokens of each row, the first of its S; S, if None.
         kv_scale: for a float8_e4m3fn cache, as for `gqa_cache_write`.
         layer: index into the stacks, a Python int, a traced scalar or a `LayerOf`.
+        gates: whether the heads' gates are returned too, in one array of their own. E is 2 D.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
             has D 64, 128 and 256 and a cache of bfloat16, float16 or FP8.
 
     Returns:
-        (queries [B, S, H, D], the cache). A row with seq_lens 0 writes nothing, nor does a traced
-        one that `gqa_cache_write` would not write; its queries are normed like any other's.
+        (queries [B, S, H, D], the cache), and with `gates` the gates [B, S, H, D] in q's dtype. A
+        row with seq_lens 0 writes nothing, nor does a traced one that `gqa_cache_write` would not
+        write; its queries are normed like any other's.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
@@ -173,6 +176,12 @@ def gqa_append(
     q, k, v, weights, eps = check_new_heads(
         arguments, q, k, v, weights, rotation=rotation, config=config, eps=eps, layer=layer
     )
+    dim = k.shape[-1]
+    if gates and q.shape[-1] != 2 * dim:
+        raise ValueError(
+            f"{op}: gates=True wants q [B, S, H, 2 D] with D = {dim} gates behind each head's "
+            f"queries; got q {q.shape}"
+        )
     given = block_tables, seq_lens, query_lens
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
@@ -185,7 +194,7 @@ def gqa_append(
     out_dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     number = taken_apart(layer)[2]
 
-    def mosaic(interpret: bool) -> tuple[Array, Array]:
+    def mosaic(interpret: bool) -> tuple[Array, ...]:
         return gqa_append_mosaic(
             q,
             k,
@@ -201,10 +210,11 @@ def gqa_append(
             query_lens=query_lens,
             layer=number,
             kv_scale=kv_scale,
+            gates=gates,
             interpret=interpret,
         )
 
-    def xla() -> tuple[Array, Array]:
+    def xla() -> tuple[Array, ...]:
         queries, keys = normed_and_rotated(
             q, k, weights, layer=number, rotation=rotation, config=config, eps=eps
         )
@@ -218,7 +228,8 @@ def gqa_append(
             layer=number,
             kv_scale=kv_scale,
         )
-        return queries.astype(out_dtype), written
+        behind = (q[..., dim:],) if gates else ()
+        return queries.astype(out_dtype), written, *behind
 
     with jax.named_scope(op):
         return dispatch_kernel(op, implementation, mosaic, xla)

@@ -19,6 +19,7 @@ from jaxattn.core.pages import Unfold, page_blocks
 from jaxattn.core.turbo_reads import page_numbers
 from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, hadamard
 from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
+from jaxattn.kernels.gqa_turbo.unpack import takes, turbo_unpack_mosaic
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import Scores, window_begins
 
@@ -69,19 +70,27 @@ def turbo_prefill_mosaic(
         block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
         unfold=Unfold(page, tokens),
     )  # fmt: skip
-    queries = _half(_turned(q) if form.rotated else q)
+    queries, size = _half(_turned(q) if form.rotated else q), pages.shape[-1] * page
+    stack, at = (kv_cache[None], 0) if layer is None else (kv_cache, layer)
+    at = jnp.asarray(at, jnp.int32).reshape(1)
+
+    def unpacked(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A block's keys and values."""
+        if not takes(page):
+            kv = read(pages[i], firsts[i])[0]
+            return kv[:, :, 0], kv[:, :, 1]
+        held = jnp.stack([zero if begins is None else begins, lengths]) - firsts[i]
+        return turbo_unpack_mosaic(stack, pages[i], held, at, form=form, interpret=interpret)
 
     def add_block(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        kv, positions = read(pages[i], firsts[i])
-        there = jnp.clip(lengths - firsts[i], 0, positions.shape[0])
+        there = jnp.clip(lengths - firsts[i], 0, size)
         bounds = zero, query_lens, zero, there, lengths - query_lens - firsts[i]
         found = gqa_prefill_mosaic(
-            queries, kv[:, :, 0], kv[:, :, 1], jnp.stack(bounds, axis=1), scale=scores.scale,
+            queries, *unpacked(i), jnp.stack(bounds, axis=1), scale=scores.scale,
             window=scores.window, soft_cap=scores.soft_cap, interpret=interpret,
         )  # fmt: skip
         return merged(*state, *found)
 
-    size = pages.shape[-1] * page
     start = jnp.int32(0)
     if begins is not None:
         start = jnp.min(jnp.where(lengths > 0, begins, jnp.iinfo(jnp.int32).max)) // size

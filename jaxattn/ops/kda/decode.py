@@ -10,9 +10,28 @@ from jaxattn.arena import Arena
 from jaxattn.core.checks import floats
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
-from jaxattn.ops.gdn.decode import Slots, check_gate_shapes, decode_rule
+from jaxattn.kernels.gdn_decode.recent import Recent, recent_decode_mosaic
+from jaxattn.ops.gdn.decode import (
+    Slots,
+    check_gate_shapes,
+    decode_rule,
+    refuse_beside_recent,
+    refuse_filled,
+)
+from jaxattn.ops.gdn.recent import decode_recent, recent_zeros
 from jaxattn.ops.gdn.recurrent import _check_heads
 from jaxattn.ops.kda.gates import check_lower_bound, kda_gates
+
+
+def recent_tokens(
+    num_slots: int, num_k_heads: int, num_v_heads: int, *, layers: int | None = None,
+    head_k_dim: int = 128, head_v_dim: int = 128,
+) -> Recent:  # fmt: skip
+    """Zeros with room for 16 tokens beside each state of a pool [Z, ..] or a stack [L, Z, ..]."""
+    of_decay = (head_k_dim,)
+    return recent_zeros(
+        num_slots, num_k_heads, num_v_heads, layers, head_k_dim, head_v_dim, of_decay
+    )
 
 
 def kda_decode(
@@ -31,6 +50,8 @@ def kda_decode(
     layer: int | Int[Array, ""] | None = None,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
+    recent: Recent | None = None,
+    filled: Int[Array, " B"] | None = None,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -42,11 +63,13 @@ def kda_decode(
     Args:
         q, k, v: one dtype. The recurrence itself is float32.
         f, b, A_log, dt_bias, lower_bound: inputs of `kda_gates`, any float dtype.
-        state, state_indices, write_indices, layer, scale, use_qk_l2norm, arena, implementation: as
-            in `jaxattn.gdn.gated_delta_rule_decode`.
+        state, state_indices, write_indices, layer, scale, use_qk_l2norm, filled, arena,
+            implementation: as in `jaxattn.gdn.gated_delta_rule_decode`.
+        recent: as there, by `jaxattn.kda.recent_tokens`.
 
     Returns:
-        `(o, state)`, or with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
+        `(o, state)`, with an arena `(o, state, arena)`, with recent `(o, state, recent)`; o is
+        `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
         TypeError: an argument is no array, or its dtype does not fit.
@@ -64,12 +87,37 @@ def kda_decode(
     )  # fmt: skip
     check_lower_bound(op, lower_bound)
 
-    def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
-        return gdn_decode_mosaic(
-            op,
+    def gates() -> tuple[Array, Array]:
+        return kda_gates(f, b, A_log, dt_bias, lower_bound=lower_bound)
+
+    def operands() -> tuple[Array, Array, Array]:
+        return (
             jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1),
             b,
             jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in (A_log, dt_bias)]),
+        )
+
+    of_gates: Any = {"f": lax.collapse(f, 2), "lower_bound": lower_bound}
+    if recent is not None:
+        refuse_beside_recent(op, arena, write_indices)
+
+        def with_places(state: Array, recent: Recent, slots: Array, filled: Array, factor: float,
+                        interpret: bool) -> tuple[Any, ...]:  # fmt: skip
+            return recent_decode_mosaic(
+                op, *operands(), state, recent, slots, filled, num_key_heads=k.shape[2],
+                layer=layer, scale=factor, l2norm=use_qk_l2norm, **of_gates, interpret=interpret,
+            )  # fmt: skip
+
+        return decode_recent(
+            op, q, k, v, gates, with_places, state, recent, filled, state_indices, layer=layer,
+            scale=scale, use_qk_l2norm=use_qk_l2norm, channels=True, implementation=implementation,
+        )  # fmt: skip
+    refuse_filled(op, filled)
+
+    def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
+        return gdn_decode_mosaic(
+            op,
+            *operands(),
             None,
             state,
             slots.reads,
@@ -78,8 +126,7 @@ def kda_decode(
             layer=layer,
             scale=factor,
             l2norm=use_qk_l2norm,
-            f=lax.collapse(f, 2),
-            lower_bound=lower_bound,
+            **of_gates,
             arena=arena,
             interpret=interpret,
         )
@@ -89,7 +136,7 @@ def kda_decode(
         q,
         k,
         v,
-        lambda: kda_gates(f, b, A_log, dt_bias, lower_bound=lower_bound),
+        gates,
         state,
         state_indices,
         kernel,

@@ -1,33 +1,42 @@
 """Decode with recent tokens beside the states, against a float64 recurrence token by token."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import gdn
-from jaxattn.kernels.gdn_decode.recent import PLACES, Recent, recent_decode_mosaic
+from jaxattn import gdn, kda
+from jaxattn.kernels.gdn_decode import recent
+from jaxattn.kernels.gdn_decode.recent import PLACES, Recent
 from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import both_devices, no_races, relative
 
 DIM, KEY_HEADS, HEADS, SLOTS, LAYERS, LAYER = 128, 1, 2, 4, 2, 1
+this = sys.modules[__name__]
 
 
 class Steps:
     """A pool whose rows are at different counts, NaN in every place that is not filled, and its
-    states in float64."""
+    states in float64. With `channels` a decay is of a channel (KDA)."""
 
-    def __init__(self, slots, filled, *, dtype=np.float32, strong=False):
+    def __init__(self, slots, filled, *, dtype=np.float32, strong=False, channels=False):
+        self.channels, self.of_decay = channels, (DIM,) if channels else ()
         self.rng, self.slots = np.random.default_rng(0), np.array(slots, np.int32)
         state = self.rng.normal(size=(LAYERS, SLOTS, HEADS, DIM, DIM))
         self.begun = self.pool = jnp.asarray(state, dtype)
-        self.A_log, self.dt_bias = self.rng.normal(size=(2, HEADS)).astype(np.float32)
+        self.A_log = self.rng.normal(size=HEADS).astype(np.float32)
+        self.dt_bias = self.rng.normal(size=(HEADS, *self.of_decay)).astype(np.float32)
         if strong:  # a decay of 0, and one of 1
             self.A_log[:] = 9.0, -40.0
+            if channels:  # side by side: log decays from -1 to -1000, and 0
+                self.A_log[:] = 0.0
+                rates = 10 ** self.rng.uniform(0, 3, self.dt_bias.shape)
+                self.dt_bias[...] = np.where(np.arange(DIM) % 3, rates, -1000.0)
         self.filled = np.array(filled, np.int32)
-        room = gdn.recent_tokens(SLOTS, KEY_HEADS, HEADS, layers=LAYERS)
+        room = (kda if channels else gdn).recent_tokens(SLOTS, KEY_HEADS, HEADS, layers=LAYERS)
         places = [np.full(x.shape, np.nan, np.float32) for x in room]
         for slot, count in zip(self.slots, self.filled, strict=True):
             if slot >= 0:
@@ -44,15 +53,22 @@ class Steps:
         keys, deltas, decays = (np.asarray(x[LAYER, slot], np.float64) for x in self.recent)
         keys = np.repeat(keys, HEADS // KEY_HEADS, axis=0)
         for j in range(self.filled[row]):
-            whole = whole * decays[:, j, None, None] + deltas[:, j, :, None] * keys[:, j, None]
+            whole = whole * self.wide(decays[:, j]) + deltas[:, j, :, None] * keys[:, j, None]
         return whole
 
+    def wide(self, decays):
+        """As they meet states."""
+        return decays[:, None] if self.channels else decays[:, None, None]
+
     def draw(self):
-        """q, k, v, a, b of a token per row."""
+        """q, k, v, a, b of a token per row; with `channels` f stands for a."""
         batch = len(self.slots)
         shapes = ((KEY_HEADS, DIM), (KEY_HEADS, DIM), (HEADS, DIM))
         tokens = (self.rng.normal(size=(batch, 1, *shape)) for shape in shapes)
-        gates = self.rng.normal(size=(2, batch, 1, HEADS)).astype(np.float32)
+        gates = (
+            self.rng.normal(size=(batch, 1, HEADS, *more)).astype(np.float32)
+            for more in (self.of_decay, ())
+        )
         return (*(jnp.asarray(x, jnp.bfloat16) for x in tokens), *map(jnp.asarray, gates))
 
     def check(self, given, out, bound=1e-5):
@@ -63,9 +79,10 @@ class Steps:
             if slot < 0:
                 assert (np.asarray(out[row]) == 0).all()
                 continue
-            rate = np.exp(np.float64(self.A_log)) * np.logaddexp(0, a[row] + self.dt_bias)
+            rate = np.exp(np.float64(self.A_log)).reshape(-1, *(1 for _ in self.of_decay))
+            rate = rate * np.logaddexp(0, a[row] + self.dt_bias)
             beta = 1 / (1 + np.exp(-b[row]))
-            state = self.exact[slot] * np.exp(-rate)[:, None, None]
+            state = self.exact[slot] * self.wide(np.exp(-rate))
             delta = beta[:, None] * (v[row] - np.einsum("hvk,hk->hv", state, k[row]))
             self.exact[slot] = state = state + delta[:, :, None] * k[row][:, None]
             expected = np.einsum("hvk,hk->hv", state, q[row]) * DIM**-0.5
@@ -84,9 +101,8 @@ class Steps:
 
 
 def op(steps, given, implementation, filled=None):
-    step = functools.partial(
-        gdn.gated_delta_rule_decode, layer=LAYER, implementation=implementation
-    )
+    decode = kda.kda_decode if steps.channels else gdn.gated_delta_rule_decode
+    step = functools.partial(decode, layer=LAYER, implementation=implementation)
     q, k, v, a, b = given
     return jax.jit(step)(
         q, k, v, a, b, steps.pool, jnp.asarray(steps.slots), A_log=steps.A_log,
@@ -95,10 +111,14 @@ def op(steps, given, implementation, filled=None):
     )  # fmt: skip
 
 
+of_both = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+
+
 @both_devices
 @pytest.mark.parametrize("strong", [False, True])
-def test_rows_fold_at_different_steps(implementation, strong):
-    steps = Steps([2, -1, 0], [13, 0, 9], strong=strong)
+@of_both
+def test_rows_fold_at_different_steps(implementation, channels, strong):
+    steps = Steps([2, -1, 0], [13, 0, 9], strong=strong, channels=channels)
     for _ in range(5):
         given = steps.draw()
         out, steps.pool, steps.recent = op(steps, given, implementation)
@@ -106,9 +126,38 @@ def test_rows_fold_at_different_steps(implementation, strong):
     steps.check_others()
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("stages", [2, 4])
+@of_both
+def test_every_configuration(channels, stages, split, monkeypatch):
+    """Those that few and many states have, in the interpreter."""
+    config = recent.Config(recent.TILE, stages, HEADS // KEY_HEADS, split)
+    monkeypatch.setattr(recent, "choose_config", lambda *_: config)
+    steps = Steps([2, -1, 0], [15, 0, 4], channels=channels)
+    given = steps.draw()
+    out, steps.pool, steps.recent = op(steps, given, "mosaic_gpu_interpret")
+    steps.check(given, out)
+    steps.check_others()
+
+
+@pytest.mark.gpu
+@of_both
+@pytest.mark.parametrize("rows", [1, 40, 90, 120, 140])
+def test_as_many_rows_as_choose_each_configuration(channels, rows, monkeypatch):
+    """With 4 value heads: four blocks per state, then 4, 3, 2 and again 3 tiles per block."""
+    monkeypatch.setattr(this, "SLOTS", rows)
+    monkeypatch.setattr(this, "HEADS", 4)
+    steps = Steps(range(rows), [row % PLACES for row in range(rows)], channels=channels)
+    for _ in range(3):
+        given = steps.draw()
+        out, steps.pool, steps.recent = op(steps, given, "mosaic_gpu")
+        steps.check(given, out)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_xla_by_the_recurrence(dtype):
-    steps = Steps([2, -1, 0], [0, 0, 5], dtype=dtype)
+@of_both
+def test_xla_by_the_recurrence(channels, dtype):
+    steps = Steps([2, -1, 0], [0, 0, 5], dtype=dtype, channels=channels)
     for _ in range(20):
         given = steps.draw()
         out, steps.pool, steps.recent = op(steps, given, "xla")
@@ -117,8 +166,9 @@ def test_xla_by_the_recurrence(dtype):
 
 
 @both_devices
-def test_states_of_16_bits(implementation):
-    steps = Steps([2, -1, 0], [14, 0, 9], dtype=jnp.bfloat16)
+@of_both
+def test_states_of_16_bits(implementation, channels):
+    steps = Steps([2, -1, 0], [14, 0, 9], dtype=jnp.bfloat16, channels=channels)
     for _ in range(3):
         given = steps.draw()
         out, steps.pool, steps.recent = op(steps, given, implementation)
@@ -127,29 +177,59 @@ def test_states_of_16_bits(implementation):
 
 
 @both_devices
-def test_fewer_filled_go_back(implementation):
-    steps = Steps([1], [4])
+@of_both
+def test_fewer_filled_go_back(implementation, channels):
+    steps = Steps([1], [4], channels=channels)
     first, other = steps.draw(), steps.draw()
     *_, steps.recent = op(steps, first, implementation)
     out, steps.pool, steps.recent = op(steps, other, implementation)
     steps.check(other, out)  # as if the first had not been
 
 
-def test_no_race_in_the_interpreter():
-    steps = Steps([2, -1, 0], [14, 0, 3])
-    weights = jnp.asarray(np.concatenate([steps.A_log, steps.dt_bias]))
+@of_both
+def test_folded_states_go_on_alone(channels):
+    steps = Steps([2, -1, 0], [15, 0, 4], channels=channels)
+    fold = (kda if channels else gdn).fold_recent
+    slots = jnp.asarray(steps.slots)
+    pool = jax.jit(fold)(steps.pool, steps.recent, steps.filled, slots, layer=LAYER)
+    steps.begun, untouched = pool, np.ones((LAYERS, SLOTS), bool)
+    for slot, exact in steps.exact.items():
+        assert relative(pool[LAYER, slot], exact) < 1e-6
+        untouched[LAYER, slot] = False
+    np.testing.assert_array_equal(np.asarray(pool)[untouched], np.asarray(steps.pool)[untouched])
+    with pytest.raises(ValueError, match=r"fold_recent: filled must lie in \[0, 16\)"):
+        fold(steps.pool, steps.recent, np.array([16, 0, 0]), steps.slots, layer=LAYER)
+    with pytest.raises(TypeError, match=r"fold_recent: state_indices must be integers"):
+        fold(steps.pool, steps.recent, steps.filled, None, layer=LAYER)
+    with pytest.raises(TypeError, match=r"fold_recent: recent must be what recent_tokens returns"):
+        fold(steps.pool, None, steps.filled, steps.slots, layer=LAYER)
+
+
+def bare(steps, given, **options):
+    """The kernel alone, interpreted."""
+    q, k, v, a, b = given
+    qkv = jnp.concatenate([x.reshape(len(steps.slots), 1, -1) for x in (q, k, v)], axis=-1)
+    weights = np.concatenate([steps.A_log, steps.dt_bias.reshape(-1)])
+    ba = b if steps.channels else jnp.concatenate([b, a], -1)
+    return at_once(
+        recent.recent_decode_mosaic, "op", qkv, ba, jnp.asarray(weights), steps.pool, steps.recent,
+        jnp.asarray(steps.slots), jnp.asarray(steps.filled), num_key_heads=KEY_HEADS, layer=LAYER,
+        scale=DIM**-0.5, f=a.reshape(*a.shape[:2], -1) if steps.channels else None, interpret=True,
+        **options,
+    )  # fmt: skip
+
+
+@of_both
+@pytest.mark.parametrize("split", [False, True])
+def test_no_race_in_the_interpreter(channels, split):
+    steps = Steps([2, -1, 0], [14, 0, 3], channels=channels)
+    config = recent.Config(recent.TILE, 2, HEADS // KEY_HEADS, split)
     for _ in range(2):
-        given = q, k, v, a, b = steps.draw()
-        qkv = jnp.concatenate([x.reshape(3, 1, -1) for x in (q, k, v)], axis=-1)
+        given = steps.draw()
         with no_races():
             out, steps.pool, steps.recent = jax.block_until_ready(
-                at_once(
-                    recent_decode_mosaic, qkv, jnp.concatenate([b, a], -1), weights, steps.pool,
-                    steps.recent, jnp.asarray(steps.slots), jnp.asarray(steps.filled),
-                    num_key_heads=KEY_HEADS, layer=LAYER, scale=DIM**-0.5, interpret=True,
-                    detect_races=True,
-                )
-            )  # fmt: skip
+                bare(steps, given, config=config, detect_races=True)
+            )
         steps.check(given, out)
 
 

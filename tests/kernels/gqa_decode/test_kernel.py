@@ -13,6 +13,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.formats import FP8
 from jaxattn.gqa import gqa_decode
+from jaxattn.kernels.gqa_decode import schedule as schedules
 from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch
@@ -84,6 +85,35 @@ def test_a_pair_of_many_pieces_has_its_sink_and_its_gate_once(implementation):
     case = gqa_case([700], group=5, kv_heads=2, sinks=True, gate=True, soft_cap=5.0)
     cuts = [(0, 0), *((0, step) for step in range(1, 11)), (1, 0), (1, 4)]
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
+
+
+@both_devices
+@pytest.mark.parametrize("pieces, dim", [(19, 128), slow(9, 256)])
+def test_pieces_are_merged_by_many_and_then_by_few(pieces, dim, implementation):
+    case = gqa_case([64 * pieces + 30], group=4, kv_heads=1, dim=dim, gate=True)
+    cuts = [(0, step) for step in range(pieces)]
+    assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
+
+
+@both_devices
+@pytest.mark.parametrize("lens", [[70, 0, 130, 66], slow([770, 0, 0])])
+def test_long_pairs_are_parts_of_their_own(lens, implementation, monkeypatch):
+    """More parts than blocks that run at a time, the longest pair first; or those of a line that is
+    cut, and empty ones."""
+    monkeypatch.setattr(schedules, "LONG_PAIR", 1)
+    case = gqa_case(lens, group=4, kv_heads=2, dim=64)
+    shape = expected_shape(case) | {"interpret": True}
+    schedule = decode_schedule(case.seq_lens, **shape)
+    pairs, (places, steps) = 2 * len(lens), np.asarray(schedule.fine.cuts)
+    assert schedule.fine.parts == pairs > schedule.line.parts
+    assert sorted(np.asarray(schedule.fine.order)) == list(range(pairs))
+    if max(lens) < 770:
+        rows = np.asarray(schedule.fine.order)[places[:6]] // 2
+        assert rows.tolist() == [2, 2, 0, 0, 3, 3] and (places[6:] == 6).all() and not steps.any()
+    else:
+        assert np.asarray(schedule.line.slots[1]).max() > 1
+        assert (places[schedule.line.parts :] == places[-1]).all()
+    assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
 
 
 @both_devices

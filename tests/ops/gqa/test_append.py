@@ -34,7 +34,7 @@ def append(args, config, implementation, **options):
     positions = jnp.maximum(args[-1][:, None] - args[0].shape[1] + jnp.arange(args[0].shape[1]), 0)
     op = functools.partial(
         gqa_append, config=config, eps=EPS, implementation=implementation,
-        rotation=rotation(positions, config),
+        rotation=rotation(positions, config), gates=options.pop("gates", False),
     )  # fmt: skip
     return jax.jit(op)(*args, **{"layer": 1, **options})
 
@@ -137,12 +137,25 @@ def test_a_layer_that_the_cache_lacks_reads_no_weights_behind_the_stack(implemen
     assert (np.asarray(cache) == 1).all()
 
 
+@anywhere
+@pytest.mark.parametrize("dim, heads", [(256, 4), (128, 2), (64, 6)])
+def test_gates_come_as_they_are_in_an_array_of_their_own(dim, heads, implementation):
+    config = RopeConfig(dim=64, interleaved=False)
+    args, _ = arguments(dim, heads=heads, gated=True)
+    queries, cache, gates = append(args, config, implementation, gates=True)
+    np.testing.assert_array_equal(gates, args[0][..., dim:])
+    alone = append(args, config, implementation)
+    for one, other in zip((queries, cache), alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(config=RopeConfig(dim=256)), "256 dims are to be rotated of D = 128"),
         (dict(weights=jnp.zeros((2, 128))), "must be float32 of W = 256"),
         (dict(kv_scale=1.0), "drop kv_scale"),
+        (dict(gates=True), "gates=True wants q"),
         (dict(q=jnp.zeros((4, 2, 4, 96), jnp.bfloat16)), "must have D = 128"),
         (dict(kv_cache=jnp.zeros((2, 8, 2, 16, 2, 128), FP8)), "needs kv_scale="),
     ],

@@ -1,0 +1,83 @@
+"""A decode step of one token may have its layers one after another, without a loop."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxattn.bench.model.named import find
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface
+from jaxattn.models.base import init_state, jit_step, scratch_spec
+from jaxattn.models.decoder_network import MANY_LAYERS, Decoder
+
+FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
+
+
+def decoded(folder: str, dtype: str) -> tuple[np.ndarray, list[np.ndarray], str]:
+    """(logits of three steps, the caches after them, the step's program)."""
+    model, params = huggingface.load(FOLDERS / folder, dtype=dtype)
+    params = model.pack(params)
+    spec = scratch_spec(model, 1, max_pages=1)
+    state = init_state(model, CacheSize(pages=1, slots=1), spec)
+
+    def step(*given):  # JAX keeps the trace of a function
+        return model.decode(*given)
+
+    run, found, text = jit_step(step), [], ""
+    for length in (1, 2, 3):
+        batch = DecodeBatch(
+            np.array([[5 + length]], np.int32), np.array([length], np.int32),
+            np.zeros((1, 1), np.int32), np.zeros(1, np.int32),
+        )  # fmt: skip
+        text = text or run.lower(params, state, batch).as_text()
+        logits, state = run(params, state, batch)
+        found.append(np.asarray(logits))
+    caches = [np.asarray(x, np.float32) for x in jax.tree.leaves(state.caches)]
+    return np.stack(found), caches, text
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe"])
+def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
+    looped = decoded(folder, "float32")
+    monkeypatch.setattr(Decoder, "_unrolled", lambda self, segment, *_: segment.repeats > 1)
+    unrolled = decoded(folder, "float32")
+    products = [len(re.findall("dot_general", text)) for *_, text in (looped, unrolled)]
+    assert products[1] > products[0]  # a repeat's are written down for each of two
+    np.testing.assert_array_equal(unrolled[0], looped[0])
+    for one, other in zip(unrolled[1], looped[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8"])
+def test_the_same_with_the_kernels(folder, monkeypatch):
+    assert jax.default_backend() == "gpu"
+    looped = decoded(folder, "bfloat16")
+    monkeypatch.setattr(decoder_network, "MANY_LAYERS", 1)
+    unrolled = decoded(folder, "bfloat16")
+    assert unrolled[2] != looped[2]
+    near = 1e-3 * np.linalg.norm(looped[0])
+    assert np.isfinite(looped[0]).all() and np.linalg.norm(unrolled[0] - looped[0]) <= near
+
+
+@pytest.mark.parametrize(
+    "name, tokens, backend, implementation, expected",
+    [
+        ("DeepSeek-V2-Lite", 1, "gpu", None, [False, True]),  # one dense layer is no loop at all
+        ("DeepSeek-V2-Lite", 1, "gpu", "mosaic_gpu", [False, True]),
+        ("DeepSeek-V2-Lite", 1, "gpu", "xla", [False, False]),
+        ("DeepSeek-V2-Lite", 1, "cpu", None, [False, False]),
+        ("DeepSeek-V2-Lite", 2, "gpu", None, [False, False]),
+        ("Qwen3-Next-80B-A3B-FP8", 1, "gpu", None, [True]),
+    ],
+)
+def test_which_steps_have_no_loop(name, tokens, backend, implementation, expected, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    spec = find(name)[2].spec
+    decoder = Decoder.__new__(Decoder)
+    object.__setattr__(decoder, "spec", spec)
+    found = [decoder._unrolled(segment, tokens, implementation) for segment in spec.segments]
+    assert found == expected
+    assert max(segment.num_layers for segment in spec.segments) >= MANY_LAYERS
