@@ -41,6 +41,13 @@ def experts(**options):
         (lambda: load(None), TypeError, "load: folder must be a path, got NoneType"),
         (lambda: Limits(decode_buckets=4), TypeError, r"decode_buckets must be several .* got 4"),
         (lambda: Limits(q_lens=None), TypeError, "q_lens must be several integers"),
+        # A negative one would count from the end of the vocabulary.
+        (lambda: Request(b"x", logit_bias={-1: 1}), ValueError, "token must be from 0 .* got -1"),
+        (
+            lambda: Request(b"x", stop_tokens=[7, -1]),
+            ValueError,
+            r"stop_tokens\[1\] must be from 0",
+        ),
         (lambda: Request(b"x", grammar="json"), TypeError, "grammar must have the methods mask"),
         (lambda: Request(b"x", grammar=MaskAlone()), TypeError, "methods mask and accept"),
         (lambda: moe.Router(**ROUTER | dict(experts="32")), ValueError, "experts must be .*'32'"),

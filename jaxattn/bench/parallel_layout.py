@@ -23,6 +23,7 @@ from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.timing import launches, seconds
 from jaxattn.core.dispatch import Implementation
+from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.memory.budget import nbytes
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.base import init_state, jit_step, overlaid
@@ -151,7 +152,8 @@ class Layout:
             each.result()
 
     def _lowered(self, count: int) -> Any:
-        return self.traced(count).lower()
+        with launches_shared():
+            return self.traced(count).lower()
 
     def roof_bytes(self, count: int) -> int:
         """Bytes that each GPU has to move in a step of `count` rows, as if tokens chose their

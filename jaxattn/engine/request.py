@@ -100,7 +100,7 @@ class Request:
             if isinstance(value, str | bytes) or not isinstance(value, Sequence | frozenset | set):
                 raise TypeError(f"{name} must be a sequence of {kind}, got {value!r}")
         for place, token in enumerate(stops):
-            _check_integer(f"stop_tokens[{place}]", token)
+            _check_token(f"stop_tokens[{place}]", token)
         object.__setattr__(self, "stop_tokens", tuple(map(operator.index, stops)))
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         for text in self.stop_strings:
@@ -224,7 +224,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
         if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
         token, bias = pair
-        _check_integer("logit_bias: a token", token)
+        _check_token("logit_bias: a token", token)
         if not isinstance(bias, numbers.Real):
             raise TypeError(f"logit_bias[{token}] must be a number, got {bias!r}")
         if not -100 <= float(bias) <= 100:
@@ -233,6 +233,13 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     if len(found) > MOST_BIASES:
         raise ValueError(f"logit_bias has {len(found)} tokens; at most {MOST_BIASES} are taken")
     return tuple(sorted(found.items()))
+
+
+def _check_token(name: str, token: Any) -> None:
+    """That it is a token of some model: a negative one would count from the vocabulary's end."""
+    _check_integer(name, token)
+    if not 0 <= token < 2**31:
+        raise ValueError(f"{name} must be from 0 to 2**31 - 1; got {token}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -104,6 +104,9 @@ class Scheduler:
             )
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
+        biases: Any = request.logit_bias  # pairs, in the order of tokens
+        if biases and biases[-1][0] >= self.vocab_size:
+            return f"logit_bias has a token outside of 0 to {self.vocab_size - 1:,}"
         new = self._max_tokens(request)
         # The last token that it generates is never read; a draft behind it may be.
         pool = self._pages[0]  # all groups have as many

@@ -198,7 +198,7 @@ class Decoder(nnx.Module):
             graphdef, params, stacks = self._split(number)
 
             linear_stacks = linear_stacks_of(self.segments[number])
-            unrolled = self._unrolled(segment, valid.size, implementation)
+            unrolled = self._unrolled(segment, valid.size, implementation, fused)
 
             def body(
                 carry,
@@ -243,7 +243,7 @@ class Decoder(nnx.Module):
                         arena,
                         implementation,
                         fused=fused,
-                        apart=unrolled,
+                        apart=unrolled and not fused,
                     )
                     x = summed(x, normed)
                     state = state.replace(name, arrays, after)
@@ -312,12 +312,16 @@ class Decoder(nnx.Module):
         return fits and jax.process_count() == 1  # as the kernel has it
 
     def _unrolled(
-        self, segment: Segment[Block], tokens: int, implementation: Implementation | None
+        self,
+        segment: Segment[Block],
+        tokens: int,
+        implementation: Implementation | None,
+        fused: bool = False,
     ) -> bool:
         """Whether a step's repeats follow one another without a loop: those of one token on one
-        GPU, where launches that only count take 3 to 6% of the step."""
+        GPU, or of launches alone, where launches that only count take 3 to 6% of the step."""
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
-        one = tokens == 1 == self.spec.parallel.gpus
+        one = tokens == 1 and (fused or self.spec.parallel.gpus == 1)
         return one and by_kernels and segment.num_layers >= MANY_LAYERS
 
     def _meets(self, block: Block) -> bool:

@@ -12,7 +12,7 @@ from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
-from jaxattn.kernels.linear_block import STEP
+from jaxattn.kernels.linear_block import ROWS, STEP
 from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.block import Mixer, Stream
 from jaxattn.models.caches import RecurrentState
@@ -120,6 +120,16 @@ def _small_weights(params: Any) -> list[Array]:
     return [leaf[...] for leaf in leaves]
 
 
+def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict[str, Array]:
+    """The gates' columns, a multiple of so many, so that one launch has them and the other
+    projections."""
+    gates = params[name]["weight"][...]
+    more = -gates.shape[-1] % columns
+    if stream.dtype != "bfloat16" or not more:
+        return {}
+    return {f"{name}.weight": jnp.pad(gates, ((0, 0), (0, 0), (0, more)))}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GDN(DeltaMixer):
     """A gated delta net over state slots, in Qwen3-Next's names."""
@@ -161,12 +171,7 @@ class GDN(DeltaMixer):
         return gdn.pack_gdn_weights(*_small_weights(params))
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
-        """The gates' columns, so that one launch has them and the other projections."""
-        gates = params["in_proj_ba"]["weight"][...]
-        more = -gates.shape[-1] % STEP
-        if stream.dtype != "bfloat16" or not more:
-            return {}
-        return {"in_proj_ba.weight": jnp.pad(gates, ((0, 0), (0, 0), (0, more)))}
+        return _widened_gates(stream, params, "in_proj_ba", STEP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +188,7 @@ class KDA(DeltaMixer):
     gate_rank: int | None = None
     lower_bound: float | None = None
 
+    norms = True
     kernels = {"kimi_delta_attention_decode": "kda_decode"}
 
     @property
@@ -212,3 +218,7 @@ class KDA(DeltaMixer):
 
     def pack(self, params: Any) -> Float[Array, "repeats W"]:
         return kda.pack_kda_weights(*_small_weights(params))
+
+    def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
+        # Decoding takes all that the launch writes, without a slice.
+        return _widened_gates(stream, params, "in_proj_b", ROWS)

@@ -17,7 +17,7 @@ from jaxattn.core.norms import gated_rms_norm
 from jaxattn.nn.delta import DeltaLayer, Projected, new_rates, new_taps
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.ops.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.norm_linear import Unnormed
 
 
 class KimiDeltaAttention(DeltaLayer):
@@ -83,9 +83,9 @@ class KimiDeltaAttention(DeltaLayer):
         if gate_rank is None:
             self.in_proj_fg = linear(hidden_size, 2 * width)
         else:
-            self.in_proj_fg_a = linear(hidden_size, 2 * gate_rank)
+            self.in_proj_fg_a = linear(hidden_size, 2 * gate_rank, out_dtype=dtype)
             self.f_b_proj = linear(gate_rank, width)
-            self.g_b_proj = linear(gate_rank, width)
+            self.g_b_proj = linear(gate_rank, width, out_dtype=dtype)
         self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
         self.A_log = new_rates(rngs, num_heads)
         self.dt_bias = nnx.Param(jnp.ones((width,), jnp.float32))
@@ -134,7 +134,7 @@ class KimiDeltaAttention(DeltaLayer):
         op = "KimiDeltaAttention.decode"
         pools = conv_state, ssm_state
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
-        made = self._project(tokens_of(x))
+        made = self._project(x)
         y, conv_state, ssm_state, *rest = kda.kimi_delta_attention_decode(
             *made,
             self.packed_weights() if weights is None else weights,
@@ -157,20 +157,20 @@ class KimiDeltaAttention(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array) -> Projected:
+    def _project(self, x: Array | Unnormed) -> Projected:
         with jax.named_scope("kda_in_proj"):
             of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
-            qkv, fg = linears(x, self.in_proj_qkv, of_gates)
+            qkv, fg, b = linears(x, self.in_proj_qkv, of_gates, self.in_proj_b)
             f, gate = jnp.split(fg, 2, axis=-1)
             if self.gate_rank is not None:
                 f, gate = self.f_b_proj(f), self.g_b_proj(gate)
-            b = self.in_proj_b(x)
             return Projected(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
 
     def _gates(self, made: Projected) -> tuple[Array, Array]:
+        beta = made.beta[..., : self.num_heads]  # zeros of packed parameters may follow
         return kda.kda_gates(
-            made.decays.reshape(*made.beta.shape, self.head_dim),
-            made.beta,
+            made.decays.reshape(*beta.shape, self.head_dim),
+            beta,
             self.A_log[...],
             self.dt_bias[...].reshape(self.num_heads, self.head_dim),
             lower_bound=self.lower_bound,

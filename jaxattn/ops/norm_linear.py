@@ -163,8 +163,8 @@ class Unnormed:
 
 
 def array_of(added: Any, shape: tuple[int, ...]) -> Array:
-    """`Unsummed`, summed up by a launch of their own, or the array that it is, in this shape."""
-    return (added.total if isinstance(added, Unsummed) else added).reshape(shape)
+    """`Unsummed`, summed up by a launch of their own in this shape, or the array that it is."""
+    return added.total.reshape(shape) if isinstance(added, Unsummed) else added
 
 
 def tokens_of(x: Any) -> Array:

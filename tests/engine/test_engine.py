@@ -202,8 +202,9 @@ def test_a_request_waits_for_pages_while_a_row_is_free(engine):
         (Request(b"y", max_tokens=250), "1 prompt tokens and 250 to generate need 4 pages of 64"),
         (Request(b"y" * 256), "the prompt has 256 tokens, which leaves none of the model length"),
         (Request([1, 256]), "the prompt has a token outside of 0 to 255"),
+        (Request(b"y", logit_bias={256: 1.0}), "logit_bias has a token outside of 0 to 255"),
     ],
-    ids=["pages", "model length", "vocabulary"],
+    ids=["pages", "model length", "vocabulary", "bias"],
 )
 def test_a_request_that_can_never_fit_is_refused_and_the_others_finish(engine, hopeless, reason):
     finished = []

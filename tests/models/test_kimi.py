@@ -5,11 +5,14 @@ published tensors by name, token by token in float64.
 """
 
 import json
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 
 from jaxattn.models import huggingface
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
@@ -110,6 +113,33 @@ def test_layers_are_a_prefix_a_body_and_a_tail():
     kinds = [type(block.feed_forward) for block in spec.blocks]
     assert kinds == [MLP] + [MoE] * 26
     assert len(spec.segments) > 2 and sum(len(s.pattern) for s in spec.segments) < 10
+
+
+@pytest.mark.parametrize("values", [KIMI, LING], ids=["kimi", "ling"])
+def test_b_gets_columns_of_zeros_that_change_nothing(values):
+    """In bfloat16, so that one launch has a layer's projections."""
+    model = read(values)
+    packed = jax.eval_shape(model.pack, model.param_shapes())
+    layer = packed.params["segments"][0]["layers"][0]["mixer"]
+    assert layer["in_proj_b"]["weight"].shape == (1, HIDDEN, 128)
+
+    delta = next(block.mixer for block in model.spec.blocks if isinstance(block.mixer, KDA))
+    module = delta.build(model.spec.stream, nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 1, HIDDEN))
+    pools = jnp.ones((3, 3, 3 * HEADS * DIM), jnp.bfloat16), jnp.ones((3, HEADS, DIM, DIM))
+    slots, ones = jnp.array([2, 0]), jnp.ones(2, jnp.int32)
+
+    def results():
+        decoded = module.decode(x, *pools, state_indices=slots)[:3]
+        whole = module.prefill(x, *pools, state_indices=slots, seq_lens=ones, query_lens=ones)
+        return decoded, whole
+
+    before, weight = results(), module.in_proj_b.weight
+    stack = {"in_proj_b": {"weight": weight[...][None]}}
+    wide = delta.widened(model.spec.stream, stack)["in_proj_b.weight"][0]
+    assert not wide[:, HEADS:].any()
+    weight.set_value(wide)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), before, results())
 
 
 def test_ling_is_bounded_and_gated_and_turns():

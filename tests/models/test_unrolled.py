@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxattn.bench.model.named import find
-from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, divided, huggingface
 from jaxattn.models.base import init_state, jit_step, scratch_spec
 from jaxattn.models.decoder_network import MANY_LAYERS, Decoder
+from jaxattn.parallel import Parallel
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 
@@ -81,3 +82,14 @@ def test_which_steps_have_no_loop(name, tokens, backend, implementation, expecte
     found = [decoder._unrolled(segment, tokens, implementation) for segment in spec.segments]
     assert found == expected
     assert max(segment.num_layers for segment in spec.segments) >= MANY_LAYERS
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_token_over_two_gpus_has_no_loop_where_sums_are_launches(fused, monkeypatch):
+    """XLA's all-reduce ends a CUDA graph in each layer, loop or not."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    decoder = Decoder.__new__(Decoder)
+    spec = divided(find("DeepSeek-V2-Lite")[2], Parallel(tensor=2)).spec
+    object.__setattr__(decoder, "spec", spec)
+    for tokens, expected in ((1, fused), (2, False)):
+        assert decoder._unrolled(spec.segments[1], tokens, None, fused) == expected

@@ -64,7 +64,7 @@ def pack_kda_weights(
 def kimi_delta_attention_decode(
     qkv: Float[Array, "B S 3*H*D"],
     f: Float[Array, "B S H*D"],
-    b: Float[Array, "B S H"],
+    b: Float[Array, "B S _"],
     gate: Float[Array, "B S H*D"],
     weights: Float[Array, "*L P"],
     conv_state: Float[Array, "*L Z W-1 3*H*D"],
@@ -84,6 +84,7 @@ def kimi_delta_attention_decode(
     Args:
         qkv: the projections' columns q | k | v, head after head; float32, bfloat16 or float16.
         f, b: inputs of `kda_gates`, head after head, any float dtype. The gates are float32.
+            Columns of b behind the heads' are not read.
         gate: the norm's output is times sigmoid of it; any float dtype.
         weights: `pack_kda_weights(...)` of this layer, or of a stack of layers, which `layer`
             indexes as well.
@@ -155,7 +156,7 @@ def kimi_delta_attention_decode(
                 k,
                 v,
                 f.reshape(*f.shape[:2], heads, dim),
-                b,
+                b[..., :heads],
                 state,
                 slots.reads,
                 A_log=A_log,
@@ -215,9 +216,13 @@ def _check(
         raise ValueError(f"{op}: qkv must be [B, S, 3 H D] with S >= 1, got {list(qkv.shape)}")
     rows = qkv.shape[:2]
     check_gate_shapes(
-        op, (("qkv", qkv, (*rows, 3 * values)), ("f", f, (*rows, values)), ("b", b, (*rows, heads)),
+        op, (("qkv", qkv, (*rows, 3 * values)), ("f", f, (*rows, values)),
              ("gate", gate, (*rows, values))),
     )  # fmt: skip
+    if b.ndim != 3 or b.shape[:2] != rows or b.shape[2] < heads:
+        raise ValueError(
+            f"{op}: b must be {[*rows, heads]}, or have columns behind these, got {list(b.shape)}"
+        )
     width = conv_state.shape[-2] + 1
     length = heads + values + dim + width * 3 * values
     one, stack = [length], [*state.shape[: state.ndim - 4], length]

@@ -192,6 +192,15 @@ def test_no_races(config):
 
 
 @implementations
+def test_columns_behind_b_are_not_read(implementation):
+    case = make([4, -1, 0])
+    expected = decode(case, "xla")
+    case.b = jnp.pad(case.b, ((0, 0), (0, 0), (0, 30)), constant_values=np.nan)
+    for ours, theirs in zip(decode(case, implementation), expected, strict=True):
+        assert relative(np.nan_to_num(np.asarray(ours)), np.nan_to_num(np.asarray(theirs))) < 1e-5
+
+
+@implementations
 def test_the_rule_alone_with_two_value_heads_a_key_head(implementation):
     rng = np.random.default_rng(3)
     q, k = (jnp.asarray(rng.normal(size=(3, 2, 1, DIM)), jnp.float32) for _ in range(2))
@@ -240,6 +249,7 @@ def test_an_arena_and_states_of_either_dtype_on_a_gpu(dtype):
     [
         ({"f": np.zeros((3, 1, 4))}, r"f must be \[3, 1, 256\], got \[3, 1, 4\]"),
         ({"gate": np.zeros((3, 256))}, r"gate must be \[3, 1, 256\]"),
+        ({"b": np.zeros((3, 1, 1))}, r"b must be \[3, 1, 2\], or have columns behind these"),
         ({"weights": np.zeros(7, np.float32)}, "as pack_kda_weights returns them"),
         ({"lower_bound": 0.0}, "lower_bound must be below 0"),
     ],
