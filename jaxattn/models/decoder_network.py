@@ -309,7 +309,8 @@ class Decoder(nnx.Module):
 
     def _fused(self, tokens: int) -> bool:
         """Whether a step of so many tokens sums over the GPUs where it norms."""
-        return self.spec.sums_fused and tokens <= self.spec.summed_tokens
+        fits = self.spec.sums_fused and tokens <= self.spec.summed_tokens
+        return fits and jax.process_count() == 1  # as the kernel has it
 
     def _unrolled(
         self,

@@ -39,7 +39,7 @@ class DecoderSpec:
     max_position_embeddings: int
     tie_embeddings: bool = False
     parallel: Parallel = ALONE
-    fused_tokens: int | None = 0
+    fused_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))

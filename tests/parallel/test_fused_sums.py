@@ -6,6 +6,7 @@ runs in tests/parallel/test_two_gpus.py.
 
 import dataclasses
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.engine import prepare
 from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
@@ -33,7 +35,7 @@ def plain(
 ) -> DecoderModel:
     model = decoder(*layers, dtype=dtype)
     stream = dataclasses.replace(model.spec.stream, hidden_size=hidden)
-    return DecoderModel(dataclasses.replace(model.spec, stream=stream))
+    return DecoderModel(dataclasses.replace(model.spec, stream=stream)).with_fused_sums(0)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,9 @@ def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,)}
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
+    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**18 // (7 * 512), 256)
+    wide = plain(hidden=1024).with_fused_sums()
+    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**18 // (7 * 2048), 1024)
     assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 256)
     assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
@@ -128,11 +133,14 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
 @pytest.mark.slow
 @on_virtual_devices
 def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
-    """One bucket sums in a launch, and one has more rows than that."""
+    """One bucket sums in a launch, and one has more rows than that.
+
+    GPUs that do not reach each other's memory have none.
+    """
     config = dataclasses.replace(
         CONFIG, hidden_size=256, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
     )
-    model = Hybrid(config)
+    model = Hybrid(config).with_fused_sums(0)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
     limits = dataclasses.replace(LIMITS, batch=12, decode_buckets=(8,))
     asked = [Request([7 * at % 251 for at in range(n)], max_tokens=6) for n in (9, 70, 20)]
@@ -144,5 +152,9 @@ def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
             assert not engine.seal.counts
             inbox = {item.name: item.nbytes for item in engine.plan.items}.get("peer inbox")
             assert inbox == (2 * 2 * 8 * 256 * 4 if each is not model else None)
+    with mock.patch.object(prepare, "peers_reach", lambda devices: False):
+        apart = Engine(model.with_fused_sums(8), params, limits, **options)
+    with apart:
+        assert "peer inbox" not in {item.name for item in apart.plan.items}
     first, second = found.values()
     assert first == second
