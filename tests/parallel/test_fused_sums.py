@@ -93,9 +93,9 @@ def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,)}
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
-    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**18 // (7 * 512), 256)
+    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 512), 256)
     wide = plain(hidden=1024).with_fused_sums()
-    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**18 // (7 * 2048), 1024)
+    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 2048), 1024)
     assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 256)
     assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
