@@ -36,7 +36,7 @@ def test_the_rows_of_the_default_options_fit_the_embedded_model():
         assert host.longest(rows, given.steps) <= model.max_position_embeddings
 
 
-@pytest.mark.parametrize("several", [1, 4])
+@pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "40", "--repeats", "1", "--json", str(file)]

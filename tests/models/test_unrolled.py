@@ -39,7 +39,9 @@ def decoded(folder: str, dtype: str) -> tuple[np.ndarray, list[np.ndarray], str]
     return np.stack(found), caches, text
 
 
-@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "folder", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "qwen3_5_moe"]
+)
 def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
     looped = decoded(folder, "float32")
     monkeypatch.setattr(Decoder, "_unrolled", lambda self, segment, *_: segment.repeats > 1)
