@@ -7,7 +7,9 @@ import pytest
 
 import jaxattn
 from jaxattn import Arena, ArenaError, ArenaSpec, Limits, Request, mla, moe
+from jaxattn.engine.prepare import prepare
 from jaxattn.models import Hybrid, load
+from jaxattn.models.checkpoint import EMBEDDED
 
 LOGITS = np.zeros((2, 32), np.float32)
 ROUTER = dict(experts=32, top_k=2, scores="sigmoid")
@@ -62,6 +64,12 @@ def experts(**options):
 def test_it_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_an_engine_without_jit_is_refused():
+    model, params = load(EMBEDDED)
+    with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT is set; unset it"):
+        prepare(model, params)
 
 
 def test_an_array_that_was_donated_is_named():

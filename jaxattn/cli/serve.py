@@ -131,6 +131,8 @@ def answered(
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises InputError where options contradict each other, or one wants another."""
+    if jax.config.jax_disable_jit:
+        raise InputError("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it")
     if options.model is not None and options.checkpoint is not None:
         raise InputError("--checkpoint is another word for --model: give one of them")
     if options.port is not None:

@@ -34,6 +34,7 @@ from jaxattn.models import divided
 from jaxattn.models.base import Model
 from jaxattn.models.layer_cache import check_caches
 from jaxattn.parallel import ALONE, Parallel
+from jaxattn.parallel.peers import peers_reach
 from jaxattn.parallel.probe import collectives_bytes
 
 
@@ -116,8 +117,11 @@ def prepare(
             f"{parallel.gpus}; use steps_per_round=1"
         )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
-    model, limits = divided(model, parallel), _laid_out(limits, parallel)
+    whole, limits = model, _laid_out(limits, parallel)
+    model = divided(whole, parallel)
     own_devices, packed = _devices(devices, parallel), checked_params(model, params)
+    if not peers_reach(own_devices):
+        model = divided(whole.without_peer_memory(), parallel)
     gpu = own_devices[0].platform == "gpu"
     limits = with_steps(limits, packed, gpu=gpu, gpus=parallel.gpus)
     compiler = Compiler(
@@ -193,6 +197,11 @@ def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
         raise ValueError(
             f"implementation must be one of {', '.join(map(repr, names))} or None; got "
             f"{implementation!r}"
+        )
+    if jax.config.jax_disable_jit:
+        raise ValueError(
+            "an engine runs compiled steps alone, and JAX_DISABLE_JIT is set; unset it, or call "
+            "the model's own prefill and decode"
         )
     check_caches(model.caches)
     if limits.max_model_len > model.max_position_embeddings:

@@ -1,23 +1,27 @@
 """Sum over GPUs, residual sum and RMS norm in one launch: a warpgroup a token, over peer memory.
 
 XLA's own all-reduce is a launch that no CUDA graph holds, between two that convert and one that
-norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included, and
-then the number of the call. Then it waits until every GPU has written this number. It adds the
-parts in the order of the GPUs, so that all GPUs have the same bits.
+norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included. Then it
+waits until every GPU has. It adds the parts in the order of the GPUs, so that all GPUs have the
+same bits.
 
-    inbox   bfloat16 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
-    counts  int32 [N, T]            of each token: the calls whose parts have come, from each GPU
+    inbox   int32 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
+    counts  int32 [T]            of each token: the calls that this GPU has ended
+
+Two numbers of a part and the number of the call are eight bytes, which memory never shows in part.
+A thread reads the eight bytes that the same thread of another GPU wrote, until they have this
+call's number. So nothing is signalled behind the parts, and no fence waits for them to arrive.
 
 A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
-one of these has read the side before. Each count has one writer. A sum over GPUs would not show
-whether a late GPU's part is in it, or a fast GPU's part of the next call. Counts go on from call to
-call, so nothing is reset. If a peer never runs, the kernel waits for its part without end.
+one of these has read the side before. Counts go on from call to call, so nothing is reset. If a
+peer never runs, the kernel waits for its part without end.
 
-Limits: 128 to 8192 features, a multiple of 128; 2 to 8 GPUs, which are all of the mesh, in one
+Limits: 256 to 8192 features, a multiple of 256; 2 to 8 GPUs, which are all of the mesh, in one
 process; an inbox below 2 GiB. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla");
 tests: tests/parallel/test_two_gpus_norm.py.
 """
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -28,11 +32,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
-from jaxattn.kernels.hopper.mlir import arith, ir, scf, utils
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, scf, utils, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
+    element,
+    fragmented,
     i32,
+    joined,
     plus,
     pointer,
     single,
@@ -40,21 +47,24 @@ from jaxattn.kernels.hopper.registers import (
     times,
     word,
 )
-from jaxattn.kernels.rms_norm import MOST_FEATURES, THREADS, norms_features
+from jaxattn.kernels.rms_norm import MOST_FEATURES, THREADS
 
 MOST_GPUS = 8
 # What a call does. "sum" adds the parts of all GPUs, which have the same tokens. Where each has
 # tokens of its own, "norm" adds the GPU's own part and gives the norms of all, and "own" adds the
 # parts that all GPUs have of its tokens.
 type Meeting = Literal["sum", "norm", "own"]
-BYTES = 2  # of a number that is sent
+BYTES = 4  # of the inbox for a number that is sent, half of a call's number included
 MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
+NUMBERS = 2  # that a call's number is sent with
+LOADS = 16  # of 16 bytes that a thread waits for at a time
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
 def meets(features: int, gpus: int) -> bool:
     """Whether the kernel sums rows of so many features over so many GPUs."""
-    return norms_features(features) and 2 <= gpus <= MOST_GPUS
+    sent = features % (NUMBERS * THREADS) == 0 < features <= MOST_FEATURES
+    return sent and 2 <= gpus <= MOST_GPUS
 
 
 def all_reduce_norm_mosaic(
@@ -99,12 +109,13 @@ def all_reduce_norm_mosaic(
         )
     if not meets(features, gpus) or not tokens:
         raise Refusal(
-            f"{op}: the kernel has a multiple of {THREADS} features, at most {MOST_FEATURES}, some "
-            f"tokens, and 2 to {MOST_GPUS} GPUs; got x {x.shape} on {gpus} GPUs"
+            f"{op}: the kernel has a multiple of {NUMBERS * THREADS} features, at most "
+            f"{MOST_FEATURES}, some tokens, and 2 to {MOST_GPUS} GPUs; got x {x.shape} on {gpus} "
+            "GPUs"
         )
     x, part, weights = without_gradient(op, (x, part, weights))
-    vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    together = next(n for n in (8, 4, 2) if features % (n * THREADS) == 0)
+    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=together)
 
     if meeting == "own":
         part = part.reshape(gpus, tokens, features)
@@ -116,7 +127,7 @@ def all_reduce_norm_mosaic(
         x_ref, part_ref, weights_ref, layer_ref, inbox_ref, counts_ref, sum_ref, out_ref
     ) -> None:
         token, own = lax.axis_index("token"), lax.axis_index(axes)
-        call = counts_ref[own, token] + 1
+        call = counts_ref[token] + 1
         side = call & 1  # of negative numbers, which follow the largest, too
 
         def weight() -> jax.Array:
@@ -137,19 +148,22 @@ def all_reduce_norm_mosaic(
                     return [normed(load(x_ref.at[token]) + load(part_ref.at[token]), weight())]
 
         sent = [each.astype(jnp.bfloat16) for each in parts()]
-        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
+        places = PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
         send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(_send)
-        send(inbox_ref, counts_ref, call, side, own, token, *sent)
+        send(inbox_ref, call, side, own, token, *sent)
         if meeting != "norm":  # read while parts of other GPUs are on the way
             values, scales = load(x_ref.at[token]), weight()
-        wait = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_wait)
-        wait(counts_ref, call, token)
+        part_of = plgpu.ShapeDtypeStruct((features,), jnp.bfloat16, layout=layout)
+        receive = plgpu.inline_mgpu(
+            arg_types=(PLAIN, PLAIN, SPLAT, SPLAT, SPLAT), return_type=(part_of,) * gpus
+        )(functools.partial(_receive, together=together))
+        come = receive(inbox_ref, counts_ref, call, side, token)
         if meeting == "norm":
-            for gpu in range(gpus):
-                out_ref.at[gpu, token][...] = load(inbox_ref.at[side, gpu, token]).astype(dtype)
+            for gpu, each in enumerate(come):
+                out_ref.at[gpu, token][...] = each.astype(dtype)
             return
-        for gpu in range(gpus):
-            values += load(inbox_ref.at[side, gpu, token])
+        for each in come:
+            values += each.astype(jnp.float32)
         out_ref.at[token][...] = normed(values, scales).astype(dtype)
 
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(counts)
@@ -182,51 +196,107 @@ def all_reduce_norm_mosaic(
     return out["sum_ref"], normed, jax.freeze(inbox_ref), jax.freeze(counts_ref)
 
 
-def _send(
-    ctx: Any, inbox: Any, counts: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any
-) -> None:
-    """Writes a token's part into the inbox on each GPU, and then the call's number there.
+def _send(ctx: Any, inbox: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any) -> None:
+    """Writes a token's part into the inbox on each GPU, with the call's number.
 
     Args:
         sent: one for all GPUs, or one for each.
     """
     call, side, own, token = (single(x) for x in (call, side, own, token))
-    thread = Thread()
-    _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
-    row = plus(times(plus(times(side, gpus), own), tokens), token)
-    wide = ir.VectorType(sent[0].registers.flat[0].type).shape[0] * BYTES
-    place = plus(times(row, features * BYTES), times(thread.index, wide))
-    for gpu in range(gpus):
-        there = ctx.to_remote(inbox, word(gpu))
-        for number, vector in enumerate(sent[gpu % len(sent)].registers.flat):
-            store(vector, there, place, number * THREADS * wide)
-    utils.warpgroup_barrier()
-    with _each(thread, gpus):
-        count = pointer(
-            ctx.to_remote(counts, thread.index), times(plus(times(own, tokens), token), 4)
+    gpus, count = ir.MemRefType(inbox.type).shape[1], sent[0].registers.size * _words(sent[0])
+    wide = 2 - count % 2
+    if wide == 1:
+        code = "{ .reg .b64 a; mov.b64 a, {$1, $2}; st.relaxed.sys.global.b64 [$0], a; }"
+    else:
+        code = (
+            "{ .reg .b64 a, b; mov.b64 a, {$1, $3}; mov.b64 b, {$2, $3}; "
+            "st.relaxed.sys.global.v2.b64 [$0], {a, b}; }"
         )
-        asm("st.release.sys.global.u32 [$0], $1;", [], [count, call], "l,r,~{memory}")
+    constraints = ",".join(["l", *"r" * (wide + 1), "~{memory}"])
+    # All before the first store, behind which the peers' addresses would be read again.
+    there = [
+        _places(ctx.to_remote(inbox, word(gpu)), side, own, token, count) for gpu in range(gpus)
+    ]
+    for gpu, places in enumerate(there):
+        part = sent[gpu % len(sent)]
+        words = [
+            element(vector.bitcast(ir.VectorType.get((_words(part),), i32()), each), place)
+            for each in part.registers.flat
+            for place in range(_words(part))
+        ]
+        for piece, place in enumerate(places):
+            asm(code, [], [place, *words[piece * wide :][:wide], call], constraints)
 
 
-def _wait(ctx: Any, counts: Any, call: Any, token: Any) -> None:
-    """Waits for each GPU's part of a token. The warpgroup then sees all that came with it."""
+def _receive(
+    ctx: Any, inbox: Any, counts: Any, call: Any, side: Any, token: Any, *, together: int
+) -> tuple[Any, ...]:
+    """Each GPU's part of a token, as soon as all are there; then the call is counted.
+
+    Args:
+        together: numbers of a part that lie side by side in a thread.
+    """
     del ctx
-    call, token, thread = single(call), single(token), Thread()
-    gpus, tokens = ir.MemRefType(counts.type).shape
-    with _each(thread, gpus):
-        place = pointer(counts, times(plus(times(thread.index, tokens), token), 4))
-        loop = scf.WhileOp([], [])
+    call, side, token = (single(x) for x in (call, side, token))
+    _, gpus, _, features = ir.MemRefType(inbox.type).shape
+    count = features // (NUMBERS * THREADS)
+    wide = 2 - count % 2
+    group = max(1, LOADS * wide // count)
+    words: list[Any] = []
+    for first in range(0, gpus, group):
+        waited = range(first, min(first + group, gpus))
+        loop = scf.WhileOp([i32()] * (len(waited) * count), [])
         with ir.InsertionPoint(loop.before.blocks.append()):
-            acquire = "ld.acquire.sys.global.u32 $0, [$1];"
-            (come,) = asm(acquire, [i32()], [place], "=r,l,~{memory}")
-            # Behind the largest number comes the smallest, so numbers are compared by difference.
-            missing = arith.cmpi(arith.CmpIPredicate.slt, plus(come, times(call, -1)), word(0))
-            scf.condition(missing, [])
-        with ir.InsertionPoint(loop.after.blocks.append()):
+            come, missing = list[Any](), word(0)
+            for gpu in waited:
+                for place in _places(inbox, side, word(gpu), token, count):
+                    for number, marked in _pieces(place, wide):
+                        come.append(number)
+                        missing = arith.ori(missing, arith.xori(marked, call))
+            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, missing, word(0)), come)
+        with ir.InsertionPoint(loop.after.blocks.append(*[i32()] * (len(waited) * count))):
             scf.yield_([])
-    utils.warpgroup_barrier()
+        words += loop.results
+    utils.warpgroup_barrier()  # all threads have read the count
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+        store(call, counts, times(token, 4))
+    layout = mgpu.WGStridedFragLayout((features,), together)
+    of = ir.VectorType.get((together,), ir.BF16Type.get())
+    half = together // NUMBERS
+    vectors = [vector.bitcast(of, joined(words[i : i + half])) for i in range(0, len(words), half)]
+    each = len(vectors) // gpus
+    return tuple(
+        fragmented(vectors[gpu * each :][:each], (features,), layout) for gpu in range(gpus)
+    )
 
 
-def _each(thread: Thread, gpus: int) -> Any:
-    """Where thread number g is at work for GPU g."""
-    return utils.when(arith.cmpi(arith.CmpIPredicate.ult, thread.index, word(gpus)))
+def _words(part: Any) -> int:
+    """In a register of a part, which is of several bfloat16."""
+    return ir.VectorType(part.registers.flat[0].type).shape[0] // NUMBERS
+
+
+def _places(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> list[Any]:
+    """Where a thread has its words of a GPU's part of a token, two by two if they are even.
+
+    What neighbouring threads have lies side by side.
+    """
+    _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
+    row = plus(times(plus(times(side, gpus), gpu), tokens), token)
+    wide = 8 * (2 - words % 2)  # bytes
+    place = plus(times(row, features * BYTES), times(Thread().index, wide))
+    pieces = words * 8 // wide
+    return [pointer(inbox, place, piece * THREADS * wide) for piece in range(pieces)]
+
+
+def _pieces(place: Any, words: int) -> list[tuple[Any, Any]]:
+    """So many words at a place, each with the call's number that it came with."""
+    if words == 1:
+        code = "{ .reg .b64 a; ld.relaxed.sys.global.b64 a, [$2]; mov.b64 {$0, $1}, a; }"
+    else:
+        code = (
+            "{ .reg .b64 a, b; ld.relaxed.sys.global.v2.b64 {a, b}, [$4]; mov.b64 {$0, $1}, a; "
+            "mov.b64 {$2, $3}, b; }"
+        )
+    constraints = ",".join(["=r"] * (2 * words) + ["l", "~{memory}"])
+    found = asm(code, [i32()] * (2 * words), [place], constraints)
+    return list(zip(found[::2], found[1::2], strict=True))

@@ -173,6 +173,10 @@ class Model(abc.ABC):
             raise ValueError(f"cache_format={name!r}: {type(self).__name__} has auto alone")
         return self
 
+    def without_peer_memory(self) -> "Model":
+        """The same model, whose kernels reach the memory of no other GPU."""
+        return self
+
     def pack(self, params: Any) -> Any:
         """The parameters as the steps read them fastest. The engine calls it once, on loading."""
         return params

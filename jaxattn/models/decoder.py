@@ -107,17 +107,20 @@ class DecoderModel(Model):
         return DecoderModel(self.spec, tokens)
 
     def with_fused_sums(self, tokens: int | None = None) -> "DecoderModel":
-        """The same model that, on several GPUs, sums layers' outputs by a kernel of its own.
+        """The same model that, on several GPUs, sums layers' outputs of so many tokens by a kernel.
 
         Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
         (`jaxattn.ops.all_reduce_norm`). It is for bfloat16 and one process, and for `data` 1 or
-        data groups of one GPU with experts over all; elsewhere the steps stay as they are.
+        data groups of one GPU with experts over all; elsewhere the steps have XLA's.
 
         Args:
-            tokens: the most of a data group. None: as many as send 256 KiB from each GPU, at most
+            tokens: the most of a data group. None: as many as send 512 KiB from each GPU, at most
                 256.
         """
         return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
+
+    def without_peer_memory(self) -> "DecoderModel":
+        return self.with_fused_sums(0)
 
     def init_params(self, key: Array) -> nnx.State:
         """Random parameters."""

@@ -25,7 +25,7 @@ class DecoderSpec:
         parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
         fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
             the residual and norm in one launch, where `sums_fused` says so. 0: never. None: as
-            many as send 256 KiB from each GPU.
+            many as send 512 KiB from each GPU.
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:
@@ -39,7 +39,7 @@ class DecoderSpec:
     max_position_embeddings: int
     tie_embeddings: bool = False
     parallel: Parallel = ALONE
-    fused_tokens: int | None = 0
+    fused_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))

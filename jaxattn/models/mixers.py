@@ -58,6 +58,4 @@ class PagedMixer(Mixer):
         """Tokens of a page of the cache's arrays."""
 
     def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
-        if self.parallel.context > 1:
-            return None
-        return batch.block_tables.shape[1] * self.page_size(arrays)
+        return batch.block_tables.shape[1] * self.page_size(arrays) * self.parallel.context

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.checks import FLOATS, check_layer, finite
@@ -34,12 +34,12 @@ class Mailbox:
     Other GPUs write here. It may be copied nowhere while a step runs.
 
     Attributes:
-        inbox: bfloat16 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
-        counts: int32 [N, T], the number of calls whose part of a token has come from each GPU.
+        inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
+        counts: int32 [T], the number of calls that were for a token.
     """
 
-    inbox: BFloat16[Array, "2 N T F"]
-    counts: Int[Array, "N T"]
+    inbox: Int[Array, "2 N T F"]
+    counts: Int[Array, "T"]
 
     @classmethod
     def empty(cls, gpus: int, tokens: int, features: int) -> "Mailbox":
@@ -48,8 +48,8 @@ class Mailbox:
         Wait until those of all GPUs are there: what is written into one before is lost, and then
         the kernel waits for it without end.
         """
-        inbox = jnp.zeros((2, gpus, tokens, features), jnp.bfloat16)
-        return cls(inbox, jnp.zeros((gpus, tokens), jnp.int32))
+        inbox = jnp.zeros((2, gpus, tokens, features), jnp.int32)
+        return cls(inbox, jnp.zeros(tokens, jnp.int32))
 
 
 def all_reduce_norm_layer(
@@ -78,7 +78,7 @@ def all_reduce_norm_layer(
         layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
         dtype: of the norm; x's, if None.
         implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
-            It has F a multiple of 128, at most 8192, and no gradient.
+            It has F a multiple of 256, at most 8192, and no gradient.
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxattn.core.checks import Within
 from jaxattn.core.layers import taken_apart
 from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.parallel.layout import Parallel
 
 type Attend = Callable[
-    [list[Array], Int[Array, "rows M"], Int[Array, "rows"]], tuple[Array, Array, list[Array]]
+    [list[Array], Int[Array, "rows M"], Within], tuple[Array, Array, list[Array]]
 ]
 
 
@@ -38,9 +39,11 @@ class Spread:
         places: int32 [B, M * N], the page of each place of a row; -1 where another GPU has it, so
             that nothing is written there.
         tables: int32 [B * S, M], this GPU's own pages of each new token's row.
-        lens: int32 [B * S], how many tokens of its own pages each new token sees.
+        lens: int32 [B * S], how many tokens of its own pages each new token sees; no more than its
+            table has places for.
         axes: the mesh axes that the pages are spread over.
         ways: N.
+        most: tokens that a table has places for.
     """
 
     places: Int[Array, "B MN"]
@@ -48,6 +51,7 @@ class Spread:
     lens: Int[Array, "rows"]
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     ways: int = dataclasses.field(metadata={"static": True})
+    most: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(
@@ -73,7 +77,9 @@ class Spread:
         ends = seq_lens[:, None] - jnp.arange(q_len - 1, -1, -1)
         ends = jnp.where((seq_lens > 0)[:, None], jnp.maximum(ends, 0), 0).reshape(-1)
         tables = jnp.repeat(block_tables, q_len, axis=0)
-        return cls(places, tables, own_lengths(ends, gpu, ways, page_size), axes, ways)
+        most = block_tables.shape[1] * page_size
+        lens = jnp.minimum(own_lengths(ends, gpu, ways, page_size), most)
+        return cls(places, tables, lens, axes, ways, most)
 
     def attend(
         self, heads: list[Float[Array, "B S h D"]], attend: Attend
@@ -94,7 +100,7 @@ class Spread:
             together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
             together = lax.all_gather(together, self.axes, axis=2, tiled=True)
         parts = jnp.split(together, _ends(widths), axis=-1)
-        out, lse, rest = attend(parts, self.tables, self.lens)
+        out, lse, rest = attend(parts, self.tables, Within(self.lens, self.most))
         with jax.named_scope("context_merge"):
             wide = jnp.promote_types(out.dtype, jnp.float32)
             sent = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)

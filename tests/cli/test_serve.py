@@ -178,6 +178,13 @@ def test_a_prompt_of_stdin_is_read_to_its_end():
     assert read_prompts(["-", "x"], stdin, 64) == [b"y" * 63, b"x"]
 
 
+def test_without_jit_nothing_is_served(model, capsys):
+    with jax.disable_jit():
+        assert main(["--model", model, "--prompt", "x", *SMALL]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it\n")
+
+
 def test_a_plan_reads_no_stdin(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["--model", model, "--plan", "--prompt", "-", *SMALL]) == 0

@@ -172,11 +172,13 @@ def test_extreme_tokens(preset):
     k[1], k[2, 7], k[3], k[4] = 1e30, 3.0, 1e-30, 7000.0
     v = np.zeros((5, 128), np.float32)
     v[0], v[1, 0], v[2], v[3] = 2.5, 1e30, -65504.0, 1 + 1e-9 * np.arange(128)
+    v[4] = 1e30
     keys, values = (np.asarray(x) for x in dequantize(form, quantize(form, k, v)))
     assert np.isfinite(keys).all() and np.isfinite(values).all()
     assert (keys[0] == 0).all() and (np.abs(keys[3]) < 1e-6).all()
     np.testing.assert_array_equal(values[[0, 2]], v[[0, 2]])
     np.testing.assert_allclose(values[3], 1)
+    assert (values[4] == 65504).all()
     if form.rotated:  # one number alone, rotated, has all codes of one size: nothing is lost
         back = np.asarray(rotate(jnp.asarray(keys)))
         np.testing.assert_allclose(back[2], k[2], atol=3e-3)

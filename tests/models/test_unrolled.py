@@ -86,12 +86,10 @@ def test_which_steps_have_no_loop(name, tokens, backend, implementation, expecte
     assert max(segment.num_layers for segment in spec.segments) >= MANY_LAYERS
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_one_token_over_two_gpus_has_no_loop_where_sums_are_launches(fused, monkeypatch):
-    """XLA's all-reduce ends a CUDA graph in each layer, loop or not."""
+def test_one_token_over_two_gpus_has_a_loop(monkeypatch):
+    """Each sum over GPUs that a program has costs the host a meeting of its threads."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     decoder = Decoder.__new__(Decoder)
     spec = divided(find("DeepSeek-V2-Lite")[2], Parallel(tensor=2)).spec
     object.__setattr__(decoder, "spec", spec)
-    for tokens, expected in ((1, fused), (2, False)):
-        assert decoder._unrolled(spec.segments[1], tokens, None, fused) == expected
+    assert not any(decoder._unrolled(segment, 1, None) for segment in spec.segments)

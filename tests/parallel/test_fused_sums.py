@@ -6,6 +6,7 @@ runs in tests/parallel/test_two_gpus.py.
 
 import dataclasses
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.engine import prepare
 from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
@@ -29,11 +31,11 @@ ROWS = len(SMALL.lengths)
 
 
 def plain(
-    dtype: str = "bfloat16", hidden: int = 128, layers: tuple[tuple[str, str], ...] = LAYERS
+    dtype: str = "bfloat16", hidden: int = 256, layers: tuple[tuple[str, str], ...] = LAYERS
 ) -> DecoderModel:
     model = decoder(*layers, dtype=dtype)
     stream = dataclasses.replace(model.spec.stream, hidden_size=hidden)
-    return DecoderModel(dataclasses.replace(model.spec, stream=stream))
+    return DecoderModel(dataclasses.replace(model.spec, stream=stream)).with_fused_sums(0)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_step_gives_the_same_bits(layout):
     model, parallel = plain(), Parallel(**layout)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
-    assert fused.state.caches[NAME][INBOX].shape[1:] == (parallel.tensor, ROWS, 128)
+    assert fused.state.caches[NAME][INBOX].shape[1:] == (parallel.tensor, ROWS, 256)
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
@@ -60,7 +62,7 @@ def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
     model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
-    assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 128)
+    assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 256)
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
@@ -88,13 +90,16 @@ def test_a_layer_still_has_two_sums_of_one_operand_and_nothing_is_copied():
 
 def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     fused = plain().with_fused_sums(8)
-    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 128), COUNTS: (2, 8)}
+    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,)}
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
-    assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 128)
+    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 512), 256)
+    wide = plain(hidden=1024).with_fused_sums()
+    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 2048), 1024)
+    assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 256)
     assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
-    assert not caches(plain(hidden=96).with_fused_sums(8), tensor=2)
+    assert not caches(plain(hidden=384).with_fused_sums(8), tensor=2)
 
 
 def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
@@ -103,7 +108,7 @@ def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
     if NAME not in found:
         return {}
     shapes = found[NAME].shapes(CacheSize(pages=1, slots=1))
-    assert shapes[INBOX].dtype == jnp.bfloat16
+    assert shapes[INBOX].dtype == jnp.int32
     return {name: shape.shape for name, shape in shapes.items()}
 
 
@@ -113,8 +118,8 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
     rows, parallel = 4, Parallel(tensor=2)
     whole = plain(layers=LAYERS[:1])
     columns = divided(whole, parallel).logit_columns
-    # The counts are [2, tokens], as many as a GPU has logits.
-    model = divided(whole.with_fused_sums(rows * columns // 4), parallel)
+    # The counts are [tokens], as many as a GPU has logits.
+    model = divided(whole.with_fused_sums(rows * columns // 2), parallel)
     limits, entry = Limits(batch=rows, max_model_len=64), EntryPoint("decode", rows, 1)
     shapes, group = packed_shapes(model), Group(parallel, tuple(jax.devices()[:2]))
     tree = jax.tree.structure(shapes)
@@ -128,11 +133,14 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
 @pytest.mark.slow
 @on_virtual_devices
 def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
-    """One bucket sums in a launch, and one has more rows than that."""
+    """One bucket sums in a launch, and one has more rows than that.
+
+    GPUs that do not reach each other's memory have none.
+    """
     config = dataclasses.replace(
-        CONFIG, hidden_size=128, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
+        CONFIG, hidden_size=256, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=False
     )
-    model = Hybrid(config)
+    model = Hybrid(config).with_fused_sums(0)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
     limits = dataclasses.replace(LIMITS, batch=12, decode_buckets=(8,))
     asked = [Request([7 * at % 251 for at in range(n)], max_tokens=6) for n in (9, 70, 20)]
@@ -143,6 +151,10 @@ def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
             found[each] = [done.tokens for done in engine.generate(asked)]
             assert not engine.seal.counts
             inbox = {item.name: item.nbytes for item in engine.plan.items}.get("peer inbox")
-            assert inbox == (2 * 2 * 8 * 128 * 2 if each is not model else None)
+            assert inbox == (2 * 2 * 8 * 256 * 4 if each is not model else None)
+    with mock.patch.object(prepare, "peers_reach", lambda devices: False):
+        apart = Engine(model.with_fused_sums(8), params, limits, **options)
+    with apart:
+        assert "peer inbox" not in {item.name for item in apart.plan.items}
     first, second = found.values()
     assert first == second

@@ -60,7 +60,7 @@ def decoder(*blocks: Block) -> DecoderModel:
     stream = Stream(hidden_size=1024, eps=1e-6, dtype="bfloat16", param_dtype="bfloat16")
     return DecoderModel(
         DecoderSpec(vocab_size=2048, stream=stream, blocks=blocks, max_position_embeddings=4096)
-    )
+    ).with_fused_sums(0)
 
 
 LATENTS = decoder(Block(LATENT, MLP(intermediate_size=1024)), Block(DELTA, EXPERTS))

@@ -34,9 +34,8 @@ from jaxattn.kernels.hopper.narrow import store
 
 PLACES = 16
 KEPT = PLACES - 1  # the last token is folded at once
-SOME = 3  # places that are copied, and taken by a loop, at a time: few tokens need no more
-GROUPS = KEPT // SOME
-COPIES = 3 * GROUPS  # of keys, deltas and decays
+SOME = 4  # places that are copied at a time: few tokens need no more
+COPIES = 3 * -(-KEPT // SOME)  # of keys, deltas and decays
 TILE = 32  # rows of a state that are in registers at a time
 
 
@@ -65,10 +64,14 @@ class Rows:
 
 
 def choose_config(group: int, states: int) -> Config:
-    """Few states have four blocks each. Of others three blocks share a multiprocessor."""
+    """Few states have four blocks each. Of as many as have a place at once, four blocks per
+    multiprocessor with two tiles each, a block has the more tiles the fewer there are."""
     if states * SPLIT <= NUM_SMS:
         return Config(TILE, 2, group, split=True)
-    return Config(TILE, 3, group)
+    stages = next(
+        (stages for most, stages in ((2, 4), (3, 3), (4, 2)) if states <= most * NUM_SMS), 3
+    )
+    return Config(TILE, stages, group)
 
 
 class RecentBlock(Block):
@@ -95,7 +98,6 @@ class RecentBlock(Block):
         self.all_decays = decays_ref.at[(*at, self.head)]
         self.filled = jnp.clip(filled_ref[self.row], 0, KEPT)
         self.fold = self.filled == KEPT
-        self.groups = lax.div(self.filled + (SOME - 1), jnp.int32(SOME))
 
     def run(self) -> None:
         pl.when(self.live)(self._step)
@@ -130,19 +132,20 @@ class RecentBlock(Block):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _each_some(self, do: Any) -> None:
-        for some in range(GROUPS):
+        for some in range(-(-KEPT // SOME)):
             pl.when(self.filled > some * SOME)(functools.partial(do, some))
 
     def _fetch_some(self, some: int) -> None:
         first = some * SOME
+        count = min(SOME, KEPT - first)
         of_rows = [(self.all_keys, Rows.KEYS), (self.all_deltas, Rows.DELTAS)]
         if self.op.channels:
             of_rows.append((self.all_decays, Rows.DECAYS))
         elif some == 0:
             plgpu.copy_gmem_to_smem(self.all_decays, self.decays, self._copied(some, 2))
         for i, (source, row) in enumerate(of_rows):
-            target = self.rows.at[pl.ds(row + first, SOME)]
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(first, SOME)], target, self._copied(some, i))
+            target = self.rows.at[pl.ds(row + first, count)]
+            plgpu.copy_gmem_to_smem(source.at[pl.ds(first, count)], target, self._copied(some, i))
 
     def _copied(self, some: int, i: int) -> Any:
         """The barrier of a copy."""
@@ -156,41 +159,19 @@ class RecentBlock(Block):
         """Each key times the decays of all later tokens; returns the product of all decays. A
         thread has a channel."""
 
-        self._clear()
+        def one(i: Any, later: Any) -> Any:
+            j = self.filled - 1 - i
+            key = self.keys.at[j]
+            key[...] = plgpu.load(key, layout=CHANNEL, optimized=False) * later
+            if not self.op.channels:
+                return later * self.decays[j]
+            of_channels = self.rows.at[Rows.DECAYS + j]
+            return later * plgpu.load(of_channels, layout=CHANNEL, optimized=False)
 
-        def some(i: Any, later: Any) -> Any:
-            first = (self.groups - 1 - i) * SOME
-            keys = [self.keys.at[first + j] for j in range(SOME)]
-            found = [plgpu.load(key, layout=CHANNEL, optimized=False) for key in keys]
-            decays = [self._decay(first + j) for j in range(SOME)]
-            for key, x, decay in reversed(list(zip(keys, found, decays, strict=True))):
-                key[...] = x * later
-                later = later * decay
-            return later
-
-        past = lax.fori_loop(0, self.groups, some, decay)
+        past = lax.fori_loop(0, self.filled, one, decay)
         if self.op.channels:
             self.rows.at[Rows.PAST][...] = past
         return past
-
-    def _clear(self) -> None:
-        """What stands in the rest of the last group: it decays nothing and adds nothing."""
-        zeros = plgpu.layout_cast(jnp.zeros((DIM,), jnp.float32), CHANNEL)
-        for j in (self.filled + more for more in range(SOME - 1)):
-
-            @pl.when(j < self.groups * SOME)
-            def _(j=j):
-                self.keys.at[j][...] = zeros
-                self.deltas.at[j][...] = zeros
-                if self.op.channels:
-                    self.rows.at[Rows.DECAYS + j][...] = zeros + 1.0
-                else:
-                    self.decays[j] = jnp.float32(1.0)
-
-    def _decay(self, j: Any) -> Any:
-        if not self.op.channels:
-            return self.decays[j]
-        return plgpu.load(self.rows.at[Rows.DECAYS + j], layout=CHANNEL, optimized=False)
 
     def _sums(self, q: jax.Array, k: jax.Array) -> None:
         """Products of the scaled keys with the new key and the new query. Those of deltas and of
@@ -226,17 +207,13 @@ class RecentBlock(Block):
             rows = pl.ds(self.first_value + step * TILE, TILE)
             v = plgpu.load(self.rows.at[Rows.V, rows], layout=self.by_value)
 
-            def delta_of(j):
-                return plgpu.load(self.deltas.at[j, rows], layout=self.by_value)
-
-            def added(group, carry):
-                for j in (group * SOME + more for more in range(SOME)):
-                    delta = delta_of(j)
-                    carry = [x + self.rows[Rows.SUMS + i, j] * delta for i, x in enumerate(carry)]
-                return tuple(carry)
+            def one(j, carry):
+                delta = plgpu.load(self.deltas.at[j, rows], layout=self.by_value)
+                of_keys = (self.rows[Rows.SUMS + i, j] for i in range(2))
+                return tuple(x + some * delta for x, some in zip(carry, of_keys, strict=True))
 
             seen = [(state * self._across(x)).sum(axis=1) for x in (past_k, past_q)]
-            by_key, by_query = lax.fori_loop(0, self.groups, added, tuple(seen))
+            by_key, by_query = lax.fori_loop(0, self.filled, one, tuple(seen))
             delta = beta * (v - by_key)
             out = self._out_at(0, 0).at[rows]
             store(out, (by_query + delta * k_q).astype(self.out_ref.dtype))
@@ -247,16 +224,15 @@ class RecentBlock(Block):
 
             @pl.when(self.fold)
             def _():
-                def folded(group, state):
-                    for j in (group * SOME + more for more in range(SOME)):
-                        key = plgpu.load(self.keys.at[j], layout=self.by_key)
-                        state = state + self._over_keys(delta_of(j)) * self._across(key)
-                    return state
+                def folded(j, state):
+                    delta = plgpu.load(self.deltas.at[j, rows], layout=self.by_value)
+                    key = plgpu.load(self.keys.at[j], layout=self.by_key)
+                    return state + self._over_keys(delta) * self._across(key)
 
                 decays = past
                 if self.op.channels:
                     decays = self._across(plgpu.load(self.rows.at[Rows.PAST], layout=self.by_key))
-                whole = lax.fori_loop(0, GROUPS, folded, state * decays)
+                whole = lax.fori_loop(0, KEPT, folded, state * decays)
                 key = self._across(plgpu.load(own_k, layout=self.by_key))
                 self._store(whole + self._over_keys(delta) * key, 0, step, at)
 

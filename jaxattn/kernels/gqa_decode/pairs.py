@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxattn.kernels.hopper.first_reads import ask_for_all, ask_for_one
+from jaxattn.kernels.gqa_decode.first_reads import ask_for_all, ask_for_one
 from jaxattn.kernels.mla_decode.part import Part
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 

@@ -39,7 +39,6 @@ class Body(Block):
     """The two warpgroups of a block."""
 
     def run(self) -> None:
-        self.part.ask_ahead(interpret=self.cut.interpret)
         self.part.each_piece(self._piece)
 
         @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)

@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.first_reads import ask_for_all, ask_for_one
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
@@ -89,21 +88,6 @@ class Part:
         if self.order_ref is None:
             return Place(number, None)
         return Place(number, self.order_ref[self.some_row(number)])
-
-    def ask_ahead(self, *, interpret: bool) -> None:
-        """Asks for what a block reads in turn before its first page is on the way. Where rows are
-        about as many as parts, the part's first row may be guessed before its cuts are there."""
-        for each in (self.lens_ref, self.made_of_ref):
-            if each is not None:
-                ask_for_all(each, interpret=interpret)
-        batch = self.lens_ref.shape[0]
-        if batch > 1:
-            guess = jnp.minimum(self.index, batch - 1)
-            ask_for_one(self.table_ref, guess, jnp.int32(0), interpret=interpret)
-        page = lax.div(self.begin[1] * PAGE, self.page_size)
-        row = self.some_row(self.place(self.begin[0]).row)
-        page = jnp.minimum(page, self.table_ref.shape[1] - 1)
-        ask_for_one(self.table_ref, row, page, interpret=interpret)
 
     def known(self, row: jax.Array) -> jax.Array | None:
         """Whether the schedule was made of the row's length; None: of this call's lengths."""

@@ -45,7 +45,6 @@ class Values:
         self.zero = plgpu.layout_cast(jnp.zeros((TILE, QUARTER), jnp.float32), LAYOUT)
 
     def run(self) -> None:
-        self.part.ask_ahead(interpret=self.cut.interpret)
         pages = self.pages.begin()
         self.part.each_piece(self._piece, (jnp.int32(0), pages))
 

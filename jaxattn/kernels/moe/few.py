@@ -5,7 +5,7 @@ list is `jaxattn.kernels.moe.work.work_list`'s of tokens that stay where they ar
 copied on the way to where there are 8 rows, as a tile reads so many; no one reads what the others
 become.
 
-One token's list is made where it was routed (`moe/route.py`), and not sorted.
+One token's list is made where it was routed (`moe/route.py`), by the same code.
 
 Limits: 8 tokens, 128 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_work.py.
 """
@@ -163,22 +163,3 @@ class Lister:
             tiles.at[place][...] = value
         positions[...] = jnp.where(mine < nobody, slot * full(GROUP) + token, full(-1))
         total[...] = count
-
-    def write_one(self, ids: list[Any], tiles: Any, total: Any, positions: Any) -> None:
-        """Writes the list of one token, whose experts are different ones: nothing has to be sorted,
-        and tiles are in the order of `ids`, without those who are no experts."""
-        full = self._full
-        pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=self.layout)
-        known = [jnp.where((each >= 0) & (each < self.experts), 1, 0) for each in ids]
-        expert, position = full(0), full(-1)
-        count: Any = 0
-        for k, (each, there) in enumerate(zip(ids, known, strict=True)):
-            expert = jnp.where((pair == full(count)) & (full(there) > full(0)), full(each), expert)
-            place = full(jnp.where(there > 0, count * GROUP, -1))
-            position = jnp.where(pair == full(k), place, position)
-            count += there
-        entries = {EXPERT: expert, FROM: full(0), TO: pair * full(GROUP), GROUPS: full(1)}
-        for row, value in entries.items():
-            tiles.at[row][...] = value
-        positions[...] = position
-        total[...] = full(count)

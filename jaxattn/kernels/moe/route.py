@@ -93,7 +93,6 @@ def route_mosaic(
         best_of_group=best_of_group, normalize=normalize, scale=scale, interpret=interpret,
     )  # fmt: skip
     stacked = bias is not None and bias.ndim == 2
-    whole = experts == choice.width  # a thread's are read without a copy, which takes longer
     full = choice.full
     lister = None
     if x is not None:
@@ -108,7 +107,7 @@ def route_mosaic(
         if lister is not None:
             lister.copy(x_ref, rows)
 
-        def copy(source: Any, before: int, target: Any) -> None:
+        def load(source: Any, before: int, target: Any) -> None:
             """Copies come behind what is written over whole vectors."""
             target[...] = full(jnp.float32(0))
             plgpu.commit_smem()
@@ -117,22 +116,17 @@ def route_mosaic(
                 some, there = pl.ds(first, size), pl.ds(before + first, size)
                 plgpu.copy_gmem_to_smem(source.at[there], target.at[some], loaded)
 
-        sources = [(logits_ref.at[token], 0, high_smem)]
+        load(logits_ref.at[token], 0, high_smem)
         if halves:
-            sources.append((logits_ref.at[token], columns, low_smem))
+            load(logits_ref.at[token], columns, low_smem)
         if bias is not None:
             row = layer_ref[0] * affine[0] + affine[1] if stacked else 0
-            sources.append((bias_ref.at[row], 0, bias_smem))
-        if whole:
-            places = [source.at[pl.ds(before, experts)] for source, before, _ in sources]
-        else:
-            for each in sources:
-                copy(*each)
-            plgpu.barrier_wait(loaded)
-            places = [target for *_, target in sources]
-        found = [plgpu.load(each, layout=choice.layout, optimized=False) for each in places]
-        of_bias = None if bias is None else found.pop()
-        every = sum(found[1:], found[0])
+            load(bias_ref.at[row], 0, bias_smem)
+        plgpu.barrier_wait(loaded)
+        every = plgpu.load(high_smem, layout=choice.layout)
+        if halves:
+            every += plgpu.load(low_smem, layout=choice.layout)
+        of_bias = None if bias is None else plgpu.load(bias_smem, layout=choice.layout)
         ids, weights = choice.take(every, of_bias, scores_smem, choice_smem, ids_smem)
         opened = jnp.float32(1)
         if gated:
@@ -148,10 +142,10 @@ def route_mosaic(
             ids_ref[token, k] = place
             weights_ref[token, k] = weight
         if lister is not None:
-            lister.write_one(ids, **of_list)
+            lister.write([ids], **of_list)
 
     copies = -(-experts // COPIED) * (1 + halves + (bias is not None))
-    scores = None if whole else plgpu.SMEM((choice.width,), jnp.float32)
+    scores = plgpu.SMEM((choice.width,), jnp.float32)
     out = launch(
         body,
         name="moe_route",
@@ -173,7 +167,8 @@ def route_mosaic(
             "low_smem": scores if halves else None,
             "bias_smem": None if bias is None else scores,
             **choice.scratch(),
-            "loaded": None if whole else plgpu.Barrier(num_arrivals=copies),
+            "loaded": plgpu.Barrier(num_arrivals=copies),
+            **({} if lister is None else lister.scratch()),
         },
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

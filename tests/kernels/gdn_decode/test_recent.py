@@ -161,9 +161,9 @@ def test_queries_and_keys_of_any_length(implementation, channels, long):
 
 @pytest.mark.gpu
 @of_both
-@pytest.mark.parametrize("rows", [1, 9, 140])
-def test_few_and_many_rows_on_a_gpu(channels, rows, monkeypatch):
-    """With 4 value heads: four blocks per state, then one; with 140 rows some wait for others."""
+@pytest.mark.parametrize("rows", [1, 40, 90, 120, 140])
+def test_as_many_rows_as_choose_each_configuration(channels, rows, monkeypatch):
+    """With 4 value heads: four blocks per state, then 4, 3, 2 and again 3 tiles per block."""
     monkeypatch.setattr(this, "SLOTS", rows)
     monkeypatch.setattr(this, "HEADS", 4)
     steps = Steps(range(rows), [row % PLACES for row in range(rows)], channels=channels)

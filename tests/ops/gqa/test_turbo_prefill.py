@@ -90,5 +90,8 @@ def test_real_shapes(lens, group, kv_heads, dim, options, preset):
     np.testing.assert_array_equal(seen, ~np.isneginf(np.asarray(expected[1])))
     np.testing.assert_allclose(lse[seen], expected[1][seen], atol=4e-3)
     some, other = (np.asarray(x, np.float32)[seen] for x in (out, expected[0]))
-    error = np.linalg.norm(some - other, axis=-1) / np.linalg.norm(other, axis=-1)
+    # A key of float16 is off by up to 2**-11, and so is its score. One such key may have an eighth of
+    # the weight where the values cancel to a 24th of their length, dim**0.5 and more.
+    lengths = np.maximum(np.linalg.norm(other, axis=-1), 0.15 * dim**0.5)
+    error = np.linalg.norm(some - other, axis=-1) / lengths
     assert error.max() < 6e-3 and (np.asarray(out)[~seen] == 0).all()

@@ -1,0 +1,37 @@
+"""Whether the GPUs of a process reach each other's memory, as CUDA's driver says."""
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+
+import jax
+
+
+def peers_reach(devices: Sequence[jax.Device]) -> bool:
+    """Whether each of these GPUs can write into the memory of each other one.
+
+    GPUs of one board do, over NVLink. Others may not, as some in virtual machines: XLA's
+    collectives go by the host's memory there. True of what is no GPU, and of a single one.
+
+    Args:
+        devices: of this process.
+    """
+    if len(devices) < 2 or devices[0].platform != "gpu":
+        return True
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    if cuda.cuInit(0):
+        return False
+    numbers = []
+    for device in devices:
+        number = ctypes.c_int()
+        if cuda.cuDeviceGet(ctypes.byref(number), device.local_hardware_id or 0):
+            return False
+        numbers.append(number.value)
+    for own, other in itertools.permutations(numbers, 2):
+        reached = ctypes.c_int()
+        if cuda.cuDeviceCanAccessPeer(ctypes.byref(reached), own, other) or not reached.value:
+            return False
+    return True
