@@ -82,7 +82,7 @@ def fold_recent(
     check_dtype(FOLD, "state", state, "float32", "bfloat16")
     channels = isinstance(recent, Recent) and getattr(recent.decays, "ndim", 0) == state.ndim
     value_heads, value_dim, key_dim = state.shape[-3:]
-    keys = getattr(recent, "keys", None)
+    keys: Any = getattr(recent, "keys", None)
     key_heads = keys.shape[-3] if getattr(keys, "ndim", 0) == state.ndim else value_heads
     check_recent(FOLD, state, recent, (key_heads, value_heads, key_dim, value_dim), channels)
     if not key_heads or value_heads % key_heads:
