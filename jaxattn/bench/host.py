@@ -25,6 +25,7 @@ Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -90,6 +91,10 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         parser.error(f"--steps-per-round: {error}")
     if wrong := [n for n in args.grammars if not 0 < n <= min(args.rows)]:
         parser.error(f"--grammars must be from 1 to the fewest --rows; got {wrong[0]}")
+    if args.grammars and importlib.util.find_spec("llguidance") is None:
+        parser.error(
+            "--grammars needs llguidance, which is not installed: pip install 'jaxattn[server]'"
+        )
     if args.repeats < 1:
         parser.error(f"--repeats must be positive; got {args.repeats}")
     if args.small and args.name:

@@ -151,7 +151,7 @@ def start_engine(
             placed = weights.place(lambda *now: moved("loading", *now), model=own, group=group)
             if group:
                 return placed
-            # By many small programs: they are lowered behind the steps, for which others wait.
+            # By many small programs. Steps are lowered first: their compilation waits for that.
             with PROCESS.lowering:
                 return served.pack(placed)
 

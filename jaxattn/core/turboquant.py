@@ -216,8 +216,8 @@ def _quantize_values(v: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax
     v = jnp.where(jnp.isinf(v), jnp.nan, v).astype(jnp.float32)
     low, high = jnp.min(v, axis=-1), jnp.max(v, axis=-1)
     minimum = _as_f16(low)
-    # Shares, for the difference of two float32 numbers may be none. XLA rounds one of them alone:
-    # those of equal numbers might differ.
+    # Shares, for the difference of two float32 numbers may be none. XLA rounds one of them alone,
+    # so that equal numbers might differ.
     scale = _as_f16(jnp.where(high == low, 0, high / most - low / most))
     # With the rounded numbers, which are those that a reader has.
     above = v - minimum.astype(jnp.float32)[..., None]

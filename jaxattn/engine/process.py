@@ -19,6 +19,7 @@ class Process:
         steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
         collectives: bytes that collectives took of each of these devices when they first ran.
         lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
+        searching: held by who turns Python's search for garbage off or on.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Process:
         self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self.collectives: dict[tuple[Any, ...], int] = {}
         self.lowering = threading.Lock()
+        self.searching = threading.Lock()
         self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self._inside = threading.local()

@@ -56,9 +56,9 @@ class Request:
             as an integer.
         stop_strings: the row ends with the token that completes one of them. The engine needs a
             `detokenize` for them.
-        ends_at: called with each of its tokens, in the thread that runs the engine; the row ends
-            with the one of which it says true. So no token comes before the one in front was
-            looked at, but for one step that is under way. It belongs to this request alone.
+        ends_at: called with each of its tokens, in the thread that runs the engine. The row ends
+            with the token for which it returns true. One more step may be under way by then, and
+            is wasted. What it raises ends all rows. It belongs to this request alone.
         grammar: says which tokens may come. It belongs to this request alone and goes on with its
             tokens; a round of the engine with such a row waits for it.
         cache_salt: prompts share what is cached of them only with those of the same salt, so that

@@ -5,8 +5,8 @@
     own_sum_norm_layer       and then the parts of all of what is added to its own
 
 It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does all of it in one
-launch; elsewhere XLA's all-reduce runs, and a norm after it. A model asks for it by
-`DecoderModel.with_fused_sums`.
+launch; elsewhere XLA's all-reduce runs, and a norm after it. A model's decode steps have it, of as
+many tokens as `DecoderModel.with_fused_sums` says.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """`bench host`: a round beside its executables, of a model that a CPU runs in no time."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -89,6 +90,13 @@ def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
     with pytest.raises(SystemExit):
         host.parse(given, "bench")
     assert message in capsys.readouterr().err
+
+
+def test_grammars_without_their_library_are_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(SystemExit):
+        host.parse(["--small", "--grammars", "1"], "bench")
+    assert "--grammars needs llguidance" in capsys.readouterr().err
 
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):

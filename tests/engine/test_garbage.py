@@ -3,10 +3,12 @@
 import gc
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from jaxattn import Engine
+from jaxattn.engine import garbage
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, prompts
 
@@ -34,6 +36,34 @@ def test_who_has_turned_the_search_off_keeps_it_off(engine):
     try:
         engine.generate(prompts(3))
         assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_two_threads_leave_the_search_as_it_was(monkeypatch):
+    """One leaves while the other is coming in."""
+    inside, leave, looked = threading.Event(), threading.Event(), gc.isenabled
+
+    def first():
+        with garbage.unsearched():
+            inside.set()
+            leave.wait(10)
+
+    def isenabled():
+        found = looked()
+        leave.set()
+        other.join(0.2)  # it waits for this thread, or is through
+        return found
+
+    other = threading.Thread(target=first)
+    other.start()
+    inside.wait(10)
+    try:
+        monkeypatch.setattr(gc, "isenabled", isenabled)
+        with garbage.unsearched():
+            pass
+        other.join(10)
+        assert looked()
     finally:
         gc.enable()
 

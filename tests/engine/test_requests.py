@@ -472,6 +472,19 @@ def test_what_ends_a_row_is_not_asked_again_after_a_preemption(params):
     assert [each.tokens for each in done] == [tuple(tokens) for tokens in seen.values()]
 
 
+def test_an_error_of_what_ends_a_row_ends_all_rows(engine):
+    def ends_at(token):
+        raise ZeroDivisionError
+
+    ids = [engine.add(Request(b"a", max_tokens=9, ends_at=ends_at))]
+    ids.append(engine.add(Request(b"b", max_tokens=9)))
+    with pytest.raises(ZeroDivisionError):
+        drained(engine)
+    _, done = drained(engine)
+    assert [done[id].finish_reason for id in ids] == [FinishReason.FAILED] * 2
+    assert len(engine.generate([Request(b"a", max_tokens=3)])[0].tokens) == 3
+
+
 def test_what_cannot_be_called_ends_no_row():
     with pytest.raises(TypeError, match="ends_at must be callable, got 5"):
         Request(b"a", ends_at=5)

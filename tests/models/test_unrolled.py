@@ -1,5 +1,6 @@
 """A decode step of one token may have its layers one after another, without a loop."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -84,6 +85,18 @@ def test_which_steps_have_no_loop(name, tokens, backend, implementation, expecte
     found = [decoder._unrolled(segment, tokens, implementation) for segment in spec.segments]
     assert found == expected
     assert max(segment.num_layers for segment in spec.segments) >= MANY_LAYERS
+
+
+@pytest.mark.parametrize("layers, expected", [(128, True), (129, False)])
+def test_a_step_of_very_many_layers_has_a_loop(layers, expected, monkeypatch):
+    """Its time to lower and to compile, and the memory for both, grow with the layers."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    spec = find("Qwen3-32B")[2].spec
+    [segment] = spec.segments
+    decoder = Decoder.__new__(Decoder)
+    object.__setattr__(decoder, "spec", spec)
+    many = dataclasses.replace(segment, repeats=layers)
+    assert decoder._unrolled(many, 1, None) == expected
 
 
 def test_one_token_over_two_gpus_has_a_loop(monkeypatch):
