@@ -51,6 +51,7 @@ class Cut:
         consumers: w, warpgroups that take steps in turns.
         registers: of each thread that loads, and of each that computes; None leaves all warpgroups
             what they have.
+        batch_invariant: of the schedule.
     """
 
     q_len: int
@@ -67,6 +68,7 @@ class Cut:
     page_size: int
     consumers: int
     registers: tuple[int, int] | None
+    batch_invariant: bool
     interpret: bool
 
 
@@ -245,7 +247,8 @@ class Block[C: Cut, M]:
         consumers, memory = self.cut.consumers, self.epilogue.memory
         taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
         accs, top, total = self.result(self.steps(piece, taken, self.empty()))
-        merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps)
+        begins = lax.rem(done, consumers) if self.cut.batch_invariant else None
+        merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps, begins)
         if self.refs.slots_ref is not None:
             whole = steps == self.part.pages_of(pair)
             pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))

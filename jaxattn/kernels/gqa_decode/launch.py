@@ -98,6 +98,7 @@ def gqa_decode_mosaic(
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows,
         scale=scale, window=window, soft_cap=soft_cap, page_size=page_size,
         consumers=room.consumers, registers=room.registers, interpret=interpret,
+        batch_invariant=schedule.batch_invariant,
         dtype=operand_dtype, fp8=fp8, ahead=room.ahead,
     )  # fmt: skip
     memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size, room)

@@ -129,6 +129,7 @@ def merge(
     epilogue: Epilogue[Any],
     pair: jax.Array,
     steps: jax.Array,
+    begins: jax.Array | None = None,
 ) -> None:
     """Writes a piece's result; all warpgroups come here.
 
@@ -136,6 +137,8 @@ def merge(
         accs: this warpgroup's output, blocks of [dims, N] float32.
         top, total: largest log2 of each packed row's weights, and their sum divided by 2**that.
         pair, steps: the piece's.
+        begins: the warpgroup that has the piece's first step: sums begin with it, so that their
+            bits do not depend on which it is. None: with the first warpgroup.
     """
     wg, memory, outputs = epilogue.wg, epilogue.memory, epilogue.outputs
     consumers = memory.outputs.shape[0]
@@ -154,8 +157,11 @@ def merge(
         store_turned(to, acc, interpret=epilogue.interpret)
     epilogue.meet()
 
-    every_top = [plgpu.load(tops.at[i], layout=BY_ROW) for i in range(consumers)]
-    every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in range(consumers)]
+    every: list[Any] = list(range(consumers))
+    if begins is not None:
+        every = [lax.rem(begins + i, consumers) for i in every]
+    every_top = [plgpu.load(tops.at[i], layout=BY_ROW) for i in every]
+    every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in every]
     top = functools.reduce(jnp.maximum, every_top)
     factors = [jnp.exp2(one - top) for one in every_top]
     weighed = [n * factor for n, factor in zip(every_total, factors, strict=True)]
@@ -178,7 +184,7 @@ def merge(
         share = jnp.exp2(top - top_now) / total_now
         if epilogue.kv_scale is not None:
             share *= epilogue.kv_scale[VALUES, head]
-        some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in range(consumers)]
+        some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in every]
         both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
         share = jnp.where(empty, -1.0, share)
         shares = [wide(jnp.where(empty, -1.0, factor * share)) for factor in factors]

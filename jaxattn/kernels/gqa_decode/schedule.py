@@ -59,6 +59,8 @@ class PairSchedule:
         fine: the same for a kernel that takes its bytes' time, with more parts than the GPU runs at
             a time, where whole pairs are long; of others the parts behind those of `line` are
             empty. None: there are not so many pairs.
+        batch_invariant: whether a pair's result has the same bits whatever comes before it in its
+            part.
     """
 
     line: Schedule
@@ -68,6 +70,7 @@ class PairSchedule:
     arrived: jax.Array | None = None
     seq_lens: jax.Array | None = None
     fine: Schedule | None = None
+    batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def arrived_of(self, tiles: int) -> jax.Array:
         """`arrived`, made here where it is None, for so many tiles of a pair.
@@ -222,7 +225,10 @@ def decode_schedule(
     fine = None
     if pairs > parts and steps >= LONG_PAIR:
         fine = in_more_parts(line, jnp.clip((lens + PAGE - 1) // PAGE, 0, steps), pairs)
-    schedule = PairSchedule(line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine)
+    schedule = PairSchedule(
+        line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
 
 

@@ -96,6 +96,7 @@ def turbo_decode_mosaic(
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
         window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
         registers=REGISTERS[room.consumers], interpret=interpret, form=form, room=room,
+        batch_invariant=schedule.batch_invariant,
     )  # fmt: skip
     written = launch(
         lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),

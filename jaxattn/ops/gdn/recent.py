@@ -77,13 +77,21 @@ def fold_recent(
     reads, counts = as_given(state_indices), as_given(filled)
     if reads is None:
         raise TypeError(f"{FOLD}: state_indices must be integers of shape [B], got None")
-    check_pool(FOLD, "state", state, reads, layer, state.shape[-3:], *reads.shape[:1])
+    batch = reads.shape[0] if reads.ndim else 1
+    check_pool(FOLD, "state", state, reads, layer, state.shape[-3:], batch)
     check_dtype(FOLD, "state", state, "float32", "bfloat16")
     channels = isinstance(recent, Recent) and getattr(recent.decays, "ndim", 0) == state.ndim
     value_heads, value_dim, key_dim = state.shape[-3:]
-    key_heads = recent.keys.shape[-3] if isinstance(recent, Recent) else value_heads
+    keys: Any = getattr(recent, "keys", None)
+    key_heads = keys.shape[-3] if getattr(keys, "ndim", 0) == state.ndim else value_heads
     check_recent(FOLD, state, recent, (key_heads, value_heads, key_dim, value_dim), channels)
-    slots, counts = jnp.asarray(reads), checked_counts(FOLD, counts, reads.shape[0])
+    if not key_heads or value_heads % key_heads:
+        raise ValueError(
+            f"{FOLD}: recent.keys has {key_heads} heads, and state's {value_heads} must be a "
+            "multiple of them; make it with recent_tokens"
+        )
+    slots, counts = jnp.asarray(reads), checked_counts(FOLD, counts, batch)
+    counts = jnp.clip(counts, 0, PLACES - 1)  # traced ones, as decode takes them
     refuse_explicit_axes(FOLD, state, slots, counts, *recent)
     with jax.named_scope(FOLD):
         beside = Recent(*(state_read(x, slots, layer=layer) for x in recent))

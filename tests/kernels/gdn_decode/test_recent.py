@@ -228,6 +228,39 @@ def test_folded_states_go_on_alone(channels):
         fold(steps.pool, None, steps.filled, steps.slots, layer=LAYER)
 
 
+def test_what_fold_recent_cannot_take_is_named():
+    steps = Steps([1], [3])
+    zeros = jnp.zeros((LAYERS, SLOTS, 3, PLACES, DIM), jnp.float32)
+
+    def fold(recent=steps.recent, slots=steps.slots):
+        return gdn.fold_recent(steps.pool, recent, steps.filled, slots, layer=LAYER)
+
+    for keys, error, message in (
+        (None, TypeError, r"recent\.keys must be an array, got NoneType"),
+        ([1.0], TypeError, r"recent\.keys must be an array, got list"),
+        (zeros[0, 0, 0], ValueError, r"recent\.keys must be float32 \[2, 4, 2, 16, 128\]"),
+        (zeros, ValueError, r"recent\.keys has 3 heads, and state's 2 must be a multiple"),
+        (zeros[:, :, :0], ValueError, r"recent\.keys has 0 heads, and state's 2 must be"),
+    ):
+        with pytest.raises(error, match=rf"fold_recent: {message}"):
+            fold(steps.recent._replace(keys=keys))
+    with pytest.raises(ValueError, match=r"fold_recent: state_indices must be integers of shape"):
+        fold(slots=np.int32(1))
+
+
+@of_both
+def test_traced_counts_out_of_range_are_folded_as_decode_takes_them(channels):
+    """Place 16 is nobody's; its decay of 0 would erase the state."""
+    steps = Steps([1, 2], [15, 0], channels=channels)
+    fold = jax.jit(functools.partial(kda.fold_recent if channels else gdn.fold_recent, layer=LAYER))
+    room = Recent(*(jnp.nan_to_num(x) for x in steps.recent))
+    found, wanted = (
+        fold(steps.pool, room, np.array(counts, np.int32), steps.slots)
+        for counts in ([16, -3], [15, 0])
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
 def bare(steps, given, **options):
     """The kernel alone, interpreted."""
     q, k, v, a, b = given

@@ -253,6 +253,26 @@ def test_real_shapes(lens, group, kv_heads, dim, options):
     assert_gqa_close(case, *decode(case, "mosaic_gpu"))
 
 
+@both_devices
+@pytest.mark.parametrize("dim", [64, slow(128)])
+def test_a_batch_invariant_rows_bits_do_not_depend_on_its_place_in_a_part(dim, implementation):
+    """More pairs than parts: a row is the first of a part, or comes behind 7 steps, of which three
+    warpgroups have had unlike many, as two have."""
+    gpu = implementation == "mosaic_gpu"
+    count = 132 if gpu else 4
+    case = gqa_case([448] * count + [310] * count, group=8, kv_heads=1, dim=dim, dtype=jnp.float16)
+    shape = expected_shape(case) | {"interpret": not gpu}
+    runs = []
+    for others in (448, 0):
+        lens = jnp.asarray([others] * count + [310] * count, jnp.int32)
+        schedule = decode_schedule(lens, batch_invariant=True, **shape)
+        some = dataclasses.replace(case, seq_lens=lens)
+        found = decode(some, implementation, schedule=schedule)
+        runs.append([np.asarray(x[count:], np.float32) for x in found[:2]])
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.gpu
 def test_a_batch_invariant_rows_bits_do_not_depend_on_the_others():
     case = gqa_case([4000, 100, 2500], group=4, kv_heads=8)
