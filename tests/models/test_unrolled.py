@@ -11,7 +11,7 @@ import pytest
 from jaxattn.bench.model.named import find
 from jaxattn.models import CacheSize, DecodeBatch, decoder_network, divided, huggingface
 from jaxattn.models.base import init_state, jit_step, scratch_spec
-from jaxattn.models.decoder_network import MANY_LAYERS, Decoder
+from jaxattn.models.decoder_network import Decoder
 from jaxattn.parallel import Parallel
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -59,7 +59,7 @@ def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
 def test_the_same_with_the_kernels(folder, monkeypatch):
     assert jax.default_backend() == "gpu"
     looped = decoded(folder, "bfloat16")
-    monkeypatch.setattr(decoder_network, "MANY_LAYERS", 1)
+    monkeypatch.setattr(decoder_network, "MANY_REPEATS", 1)
     unrolled = decoded(folder, "bfloat16")
     assert unrolled[2] != looped[2]
     near = 1e-3 * np.linalg.norm(looped[0])
@@ -74,7 +74,7 @@ def test_the_same_with_the_kernels(folder, monkeypatch):
         ("DeepSeek-V2-Lite", 1, "gpu", "xla", [False, False]),
         ("DeepSeek-V2-Lite", 1, "cpu", None, [False, False]),
         ("DeepSeek-V2-Lite", 2, "gpu", None, [False, False]),
-        ("Qwen3-Next-80B-A3B-FP8", 1, "gpu", None, [True]),
+        ("Qwen3-Next-80B-A3B-FP8", 1, "gpu", None, [False]),  # 12 repeats of four layers
     ],
 )
 def test_which_steps_have_no_loop(name, tokens, backend, implementation, expected, monkeypatch):
@@ -84,7 +84,6 @@ def test_which_steps_have_no_loop(name, tokens, backend, implementation, expecte
     object.__setattr__(decoder, "spec", spec)
     found = [decoder._unrolled(segment, tokens, implementation) for segment in spec.segments]
     assert found == expected
-    assert max(segment.num_layers for segment in spec.segments) >= MANY_LAYERS
 
 
 @pytest.mark.parametrize("layers, expected", [(128, True), (129, False)])

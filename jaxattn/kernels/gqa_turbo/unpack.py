@@ -83,7 +83,8 @@ def turbo_unpack_mosaic(
     def body(
         kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, k_ref: Any, v_ref: Any
     ) -> None:
-        step, head = lax.axis_index("step"), lax.axis_index("head")
+        block = lax.axis_index("block")
+        step, head = lax.div(block, kv_heads), lax.rem(block, kv_heads)
         row, first = lax.div(step, count * steps), lax.rem(step, count * steps)
         page, inside = pages_ref[row, lax.div(first, steps)], lax.rem(first, steps)
         there = (page >= 0) & (page < kv_cache.shape[1])
@@ -97,7 +98,8 @@ def turbo_unpack_mosaic(
     written = launch(
         body,
         name=f"turbo_unpack_{form.preset}",
-        grid={"step": batch * count * steps, "head": kv_heads},
+        # One axis, for all but the last have at most 65,535 blocks.
+        grid={"block": batch * count * steps * kv_heads},
         inputs={"kv_ref": kv_cache, "pages_ref": pages, "held_ref": held, "layer_ref": layer},
         outputs={"k_ref": out, "v_ref": out},
         warpgroups=None,

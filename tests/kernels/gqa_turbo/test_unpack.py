@@ -87,3 +87,13 @@ def assert_equal(found, expected):
 def test_many_pages(preset, dim, page):
     form, *args = case(preset, dim, page, pages=40, heads=4)
     assert_equal(unpacked(form, *args, interpret=False), expected(form, *args))
+
+
+@pytest.mark.gpu
+def test_more_steps_than_an_axis_of_blocks_may_have():
+    form, cache, tables, held = case("4bit_nc", 64, 64, pages=2, heads=1)
+    rows = 32_800  # of two pages, each a step
+    many = jnp.tile(tables, (rows // 2, 1)), jnp.tile(held, (1, rows // 2))
+    k, v = unpacked(form, cache, *many, interpret=False)
+    for found, wanted in zip((k, v), expected(form, cache, tables, held), strict=True):
+        assert_equal([found[-2:]], [wanted])
