@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jaxattn import Engine, Limits, Request
+from jaxattn.engine.outcome import FinishReason
 from jaxattn.engine.steps import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
@@ -67,7 +68,9 @@ def test_a_bias_forbids_a_token_and_forces_another(engine):
     often = max(plain, key=plain.count)
     assert often not in alone(engine, logit_bias={often: -100}).tokens
     assert set(alone(engine, logit_bias={17: 100}).tokens) == {17}
-    assert alone(engine, logit_bias={256: 100, 2**31 - 1: 100}).tokens == plain
+    beyond = alone(engine, logit_bias={256: 100, 2**31 - 1: 100})
+    assert (beyond.finish_reason, beyond.tokens) == (FinishReason.REFUSED, ())
+    assert beyond.detail == "logit_bias has a token outside of 0 to 255"
 
 
 def test_a_penalty_of_presence_lets_no_token_come_twice(engine):
