@@ -75,18 +75,22 @@ def engine(parallel: Parallel, limits: Limits = LIMITS) -> Engine:
     )
 
 
+# Each device has half of each row's pages, or the pages of half of the rows.
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, pytest.param(Parallel(data=2, tensor=2), marks=pytest.mark.slow)],
+    ids=lambda layout: layout.flags,
+)
 @on_virtual_devices
-def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer():
+def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer(layout):
     with engine(Parallel()) as one:
         expected = [each.tokens for each in one.generate(requests())]
         whole = one.plan["kv cache"]
-    # Each device has half of each row's pages, or the pages of half of the rows.
-    for layout in (LAYOUT, Parallel(data=2, tensor=2)):
-        with engine(layout) as group:
-            assert [each.tokens for each in group.generate(requests())] == expected, layout.flags
-            assert not group.seal.counts
-            assert group.plan["kv cache"] == whole // 2
-            assert_in_place(group)
+    with engine(layout) as group:
+        assert [each.tokens for each in group.generate(requests())] == expected
+        assert not group.seal.counts
+        assert group.plan["kv cache"] == whole // 2
+        assert_in_place(group)
 
 
 def assert_in_place(group: Engine) -> None:
