@@ -316,17 +316,21 @@ class Published:
         return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
 
 
+def assert_logits(folder, config, tensors, expected, count):
+    """A checkpoint of these tensors gives `expected`'s logits of as many tokens, in float32."""
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    model, params = huggingface.load(folder, dtype="float32")
+    tokens = np.random.default_rng(1).integers(0, VOCAB, count)
+    found = jax.jit(lambda tokens: model.bind(params)(tokens))(tokens[None])[0]
+    np.testing.assert_allclose(found, expected.logits(tokens), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("values", [KIMI, LING], ids=["kimi", "ling"])
 def test_a_checkpoint_gives_the_logits_of_its_published_tensors(values, tmp_path):
     tensors = tensors_of(values)
-    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    model, params = huggingface.load(tmp_path, dtype="float32")
-    tokens = np.random.default_rng(1).integers(0, VOCAB, 20)
-    found = jax.jit(lambda tokens: model.bind(params)(tokens))(tokens[None])[0]
-    expected = Published(values, tensors).logits(tokens)
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+    assert_logits(tmp_path, values, tensors, Published(values, tensors), 20)
 
 
 def in_fp8(tensors):
@@ -350,10 +354,4 @@ def test_weights_in_fp8_give_the_logits_of_what_they_mean(values, tmp_path):
         "weight_block_size": [128, 128],
     }  # fmt: skip
     config = {**values, "quantization_config": quantization}
-    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model, params = huggingface.load(tmp_path, dtype="float32")
-    tokens = np.random.default_rng(1).integers(0, VOCAB, 12)
-    found = jax.jit(lambda tokens: model.bind(params)(tokens))(tokens[None])[0]
-    expected = Published(values, meant).logits(tokens)
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+    assert_logits(tmp_path, config, stored, Published(values, meant), 12)

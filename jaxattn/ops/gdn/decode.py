@@ -27,7 +27,7 @@ from jaxattn.core.slots import (
 )
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
-from jaxattn.kernels.gdn_decode.recent import Recent, recent_decode_mosaic
+from jaxattn.kernels.gdn_decode.recent import Recent
 from jaxattn.ops.gdn.recent import decode_recent
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
 
@@ -112,16 +112,8 @@ def gated_delta_rule_decode(
 
     if recent is not None:
         refuse_beside_recent(op, arena, write_indices)
-
-        def with_places(state: Array, recent: Recent, slots: Array, filled: Array, factor: float,
-                        interpret: bool) -> tuple[Any, ...]:  # fmt: skip
-            return recent_decode_mosaic(
-                op, *operands(), state, recent, slots, filled, num_key_heads=k.shape[2],
-                layer=layer, scale=factor, l2norm=use_qk_l2norm, interpret=interpret,
-            )  # fmt: skip
-
         return decode_recent(
-            op, q, k, v, lambda: gdn_gates(a, b, A_log, dt_bias), with_places, state, recent,
+            op, q, k, v, lambda: gdn_gates(a, b, A_log, dt_bias), operands, state, recent,
             filled, state_indices, layer=layer, scale=scale, use_qk_l2norm=use_qk_l2norm,
             channels=False, implementation=implementation,
         )  # fmt: skip

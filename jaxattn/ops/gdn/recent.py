@@ -20,7 +20,7 @@ from jaxattn.core.checks import (
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.slots import check_pool, rows_in_use, state_read, state_write
 from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gdn_decode.recent import PLACES, Recent
+from jaxattn.kernels.gdn_decode.recent import PLACES, Recent, recent_decode_mosaic
 from jaxattn.ops.gdn.chunk_xla import l2norm
 
 FOLD = "fold_recent"
@@ -105,7 +105,7 @@ def decode_recent(
     k: Array,
     v: Array,
     gates: Callable[[], tuple[Array, Array]],
-    kernel: Callable[..., tuple[Any, ...]],
+    operands: Callable[[], tuple[Array, Array, Array]],
     state: Float[Array, "*L Z Hv Dv Dk"],
     recent: Recent,
     filled: Int[Array, " B"] | None,
@@ -116,6 +116,7 @@ def decode_recent(
     use_qk_l2norm: bool,
     channels: bool,
     implementation: Implementation | None,
+    **of_gates: Any,
 ) -> tuple[Array, Array, Recent]:
     """Decode of one token per row, with recent tokens beside the states.
 
@@ -123,7 +124,8 @@ def decode_recent(
         op: the public name, for messages.
         gates: makes (g, beta), [B, 1, Hv] each; with decays per channel g is [B, 1, Hv, Dk].
         channels: whether it is.
-        kernel: of (state, recent, slots, filled, scale, interpret).
+        operands: makes the kernel's arrays, as a layer's projections would write them.
+        of_gates: what else the kernel takes for its gates.
 
     Raises:
         TypeError, ValueError: as `gated_delta_rule_decode`.
@@ -142,7 +144,10 @@ def decode_recent(
     refuse_explicit_axes(op, q, k, v, state, slots, counts, *recent)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        return kernel(state, recent, slots, counts, factor, interpret)
+        return recent_decode_mosaic(
+            op, *operands(), state, recent, slots, counts, num_key_heads=key_heads, layer=layer,
+            scale=factor, l2norm=use_qk_l2norm, **of_gates, interpret=interpret,
+        )  # fmt: skip
 
     def xla() -> tuple[Array, Array, Recent]:
         with jax.named_scope(op):

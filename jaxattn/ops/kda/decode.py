@@ -10,7 +10,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.checks import floats
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
-from jaxattn.kernels.gdn_decode.recent import Recent, recent_decode_mosaic
+from jaxattn.kernels.gdn_decode.recent import Recent
 from jaxattn.ops.gdn.decode import (
     Slots,
     check_gate_shapes,
@@ -100,17 +100,10 @@ def kda_decode(
     of_gates: Any = {"f": lax.collapse(f, 2), "lower_bound": lower_bound}
     if recent is not None:
         refuse_beside_recent(op, arena, write_indices)
-
-        def with_places(state: Array, recent: Recent, slots: Array, filled: Array, factor: float,
-                        interpret: bool) -> tuple[Any, ...]:  # fmt: skip
-            return recent_decode_mosaic(
-                op, *operands(), state, recent, slots, filled, num_key_heads=k.shape[2],
-                layer=layer, scale=factor, l2norm=use_qk_l2norm, **of_gates, interpret=interpret,
-            )  # fmt: skip
-
         return decode_recent(
-            op, q, k, v, gates, with_places, state, recent, filled, state_indices, layer=layer,
+            op, q, k, v, gates, operands, state, recent, filled, state_indices, layer=layer,
             scale=scale, use_qk_l2norm=use_qk_l2norm, channels=True, implementation=implementation,
+            **of_gates,
         )  # fmt: skip
     refuse_filled(op, filled)
 
