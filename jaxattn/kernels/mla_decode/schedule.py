@@ -61,9 +61,9 @@ class Schedule:
 
     Attributes:
         cuts: int32 [2, parts + 1], `places` and `pages` in one array, as the kernels take them.
-        slots: int32 [3 or 4, B], of each row: its first partial result, how many it has (0: its output
-            is written whole), and where the others are counted from, see `slot_of`. A fourth row,
-            where there is one, says how far they are apart, else 2.
+        slots: int32 [3, B], of each row: its first partial result, how many it has (0: its output
+            is written whole), and where the others are counted from, see `slot_of`. Some have a
+            fourth: how far the others are apart, which is 2 else.
         order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
             inside of a row. None: row i is always at place i.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
+from jaxattn.core.pages import new_places
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.varying import refuse_explicit_axes
 
@@ -195,15 +196,10 @@ def _write(
     format: LatentFormat,
 ) -> jax.Array:
     num_pages, page = kv_cache.shape[-3:-1]
-    tokens = jnp.arange(latent.shape[1])
-    position = (seq_lens - query_lens)[:, None] + tokens
-    column = position // page
-    written = (seq_lens > 0)[:, None] & (tokens < query_lens[:, None]) & (position >= 0)
-    written &= column < block_tables.shape[1]
-    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
-    # An index past the end is dropped; a negative one would count from the end.
-    pages = jnp.where(written & (pages >= 0), pages, num_pages)
+    pages, inside = new_places(
+        block_tables, seq_lens, query_lens, tokens=latent.shape[1], page=page, num_pages=num_pages
+    )
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
-    return kv_cache.at[(*layers, pages, position % page)].set(
+    return kv_cache.at[(*layers, pages, inside)].set(
         format.pack(latent, kv_scale), mode="drop", wrap_negative_indices=False
     )
