@@ -202,8 +202,8 @@ def decode_schedule(
     )
     fine = None
     if may_have_more(pairs, parts, steps):
-        pages = jnp.clip((lens + PAGE - 1) // PAGE, 0, steps)
-        fine = in_more_parts(line, pages, cost=PAIR_COST, cut=split and not batch_invariant)
+        each = jnp.clip((lens + PAGE - 1) // PAGE, 0, steps)
+        fine = in_more_parts(line, each, cost=PAIR_COST, cut=split and not batch_invariant)
     schedule = PairSchedule(
         line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine,
         batch_invariant=batch_invariant,
