@@ -171,6 +171,10 @@ def decode_schedule(
     check_sizes(arguments.op, q_len=q_len, **heads, **pages)
     check_groups(arguments.op, num_heads, num_kv_heads)
     window = check_window(arguments.op, window)
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(
+            f"{arguments.op}: batch_invariant must be True or False, got {batch_invariant!r}"
+        )
     seq_lens = arguments.lengths(
         "seq_lens",
         seq_lens,

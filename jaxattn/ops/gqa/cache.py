@@ -8,7 +8,6 @@ float32 [2] for keys and for values, or float32 [2, Hk] for each of their heads.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import FLOATS
+from jaxattn.core.checks import FLOATS, check_positive
 from jaxattn.core.formats import FP8, KVFormat
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import new_places
@@ -67,9 +66,7 @@ def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | N
             f"number, or float32 [2] or [2, Hk = {heads}] of keys and values"
         )
     if isinstance(kv_scale, int | float | np.floating) and not isinstance(kv_scale, bool):
-        if not (math.isfinite(kv_scale) and kv_scale > 0):
-            raise ValueError(f"{op}: kv_scale must be positive and finite, got {kv_scale}")
-        return jnp.full((2, heads), kv_scale, jnp.float32)
+        return jnp.full((2, heads), check_positive(op, "kv_scale", kv_scale), jnp.float32)
     found = str(getattr(kv_scale, "dtype", type(kv_scale).__name__))
     shape = getattr(kv_scale, "shape", None)
     if found != "float32" or shape not in ((2,), (2, heads)):
