@@ -173,7 +173,9 @@ class Layout:
         """The most tokens that caches hold in all beside a step of `count` rows; None where nothing
         says how much memory a device has."""
         memory = device_memory(self.group.devices[0])
-        return memory and cache_tokens(
+        if memory is None:
+            return None
+        return cache_tokens(
             self.model,
             self.parallel,
             total=memory.total,
