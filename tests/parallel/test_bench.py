@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxattn.bench import parallel
+from jaxattn.bench import parallel, plot, plot_parallel
 from jaxattn.bench.parallel_layout import Layout
 from jaxattn.memory.device import KNOWN
 from jaxattn.memory.limits import Limits
@@ -70,3 +70,37 @@ def test_the_commands_for_2_4_and_8_gpus_name_models_and_layouts_that_there_are(
             args = parallel.parse([*words[1:], "--one-launch"], "bench")
             found.append(max(layout.gpus for layout in args.layouts))
     assert set(found) == {2, 4, 8}
+
+
+def run(*rows: tuple[int, str, int, float]) -> dict:
+    names = ("GPUs", "layout", "B", "tokens/s")
+    made = [dict(zip(names, row, strict=True)) for row in rows]
+    times = {"T": 4096, "roof ms": 1.0, "kernels ms": 2.0, "ms": 3.0}
+    return {"what": "parallel", "model": "tiny", "rows": [{**row, **times} for row in made]}
+
+
+def test_a_line_of_the_picture_is_beside_one_gpu_of_as_many_rows_or_of_a_groups():
+    ran = run(
+        (1, "", 32, 10.0),
+        (2, "--tensor 2", 32, 15.0),
+        (2, "--tensor 2", 32, 16.0),
+        (4, "--tensor 4 --expert 4", 32, 25.0),
+        (2, "--data 2 --expert 2", 64, 25.0),
+        (4, "--data 4 --expert 4", 128, 50.0),
+        (4, "--tensor 4 --context 4", 64, 50.0),  # nothing to compare with
+    )
+    found = plot_parallel.lines([{"model": "tiny", **row} for row in ran["rows"]])
+    assert found == {
+        "tiny, TP, 32 rows of 4,096": [(1, 1.0), (2, 1.6), (4, 2.5)],
+        "tiny, DP + EP, 32 rows per GPU of 4,096": [(1, 1.0), (2, 2.5), (4, 5.0)],
+    }
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_picture_has_lines_bars_or_both(alone, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [(1, "", 32, 10.0)] * alone + [(2, "--tensor 2", 32, 15.0)]
+    plot.save(run(*rows), tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(plot.PlotError, match="no decode steps"):
+        plot.save(run(), tmp_path / "none.png")
