@@ -189,6 +189,7 @@ class Layout:
             cache: {name: filled[cache, name] for name in arrays}
             for cache, arrays in self.state_shapes.caches.items()
         }
+        caches |= {each.name: each.connected(caches[each.name]) for each in self.model.caches}
         self.state = DecodeState(self.group.make(empty, self.specs[1].arena), caches)
         jax.block_until_ready((self.params, self.state))
 

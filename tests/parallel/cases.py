@@ -147,6 +147,9 @@ class Stepped:
             self.params = group.join([own.pack(x) for x in group.split(placed)], own.packed_specs())
             specs = (own.packed_specs(), own.state_specs(), group.rows)
             self.state = group.make(make, specs[1])
+            for each in own.caches:
+                arrays = each.connected(self.state.caches[each.name])
+                self.state = self.state.replace(each.name, arrays)
             self._prefill = group.step(own.prefill, specs, (columns, specs[1]))
             self._decode = group.step(self._greedy, specs, (group.rows, specs[1]))
             out = group.shardings(((columns, specs[1]), (group.rows, specs[1])))

@@ -19,7 +19,7 @@ from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
-from jaxattn.models.mailbox import COUNTS, INBOX, NAME
+from jaxattn.models.mailbox import ADDRESSES, COUNTS, INBOX, NAME
 from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
@@ -90,7 +90,7 @@ def test_a_layer_still_has_two_sums_of_one_operand_and_nothing_is_copied():
 
 def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     fused = plain().with_fused_sums(8)
-    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,)}
+    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,), ADDRESSES: (3, 2)}
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
     assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 512), 256)

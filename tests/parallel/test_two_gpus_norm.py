@@ -20,6 +20,7 @@ from jaxattn import check_aliasing
 from jaxattn.models.base import jit_step
 from jaxattn.ops.all_reduce_norm import (
     Mailbox,
+    addressed,
     all_reduce_norm_layer,
     norm_gather_layer,
     own_sum_norm_layer,
@@ -70,9 +71,11 @@ def mailboxes(group: Group, calls: int = 0) -> Mailbox:
 
     def make() -> Mailbox:
         made = Mailbox.empty(2, MOST, FEATURES)
-        return Mailbox(made.inbox, made.counts + jnp.int32(calls))
+        return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
-    return jax.block_until_ready(group.make(make, PartitionSpec(group.parallel.axes("tensor"))))
+    made = jax.block_until_ready(group.make(make, PartitionSpec(group.parallel.axes("tensor"))))
+    addresses = addressed(made.inbox, made.addresses)
+    return Mailbox(made.inbox, made.counts, jax.block_until_ready(addresses))
 
 
 @pytest.mark.parametrize("tokens, calls", [(1, 0), (17, 0), (64, 2**31 - 4)])
