@@ -9,7 +9,7 @@ profile, waiting for the others included. Rows differ by how the sum is made:
 
     XLA           an all-reduce with XLA's default flags: its own kernel up to 4 MiB
     NCCL          the same with `--nccl`, which turns that kernel off
-    one launch    `all_reduce_norm_layer`, with residual and norm: bfloat16, tokens of 2,048 features
+    one launch    `all_reduce_norm_layer`, with residual and norm, of tokens of 2,048 bfloat16
 
 A loop with launches of the third kind copies its residual in each turn, which a model's step does
 not. `kernels` names what ran.
