@@ -58,6 +58,8 @@ def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:
     It is there on all of them: one may write to another as soon as a step begins.
     """
     state = group.make(partial(new_state, model, limits), model.state_specs())
+    for each in model.caches:
+        state = state.replace(each.name, each.connected(state.caches[each.name]))
     return jax.block_until_ready(state)
 
 

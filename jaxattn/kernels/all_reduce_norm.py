@@ -5,8 +5,15 @@ norms. Here each GPU writes its part of a token into an inbox on every GPU, itse
 waits until every GPU has. It adds the parts in the order of the GPUs, so that all GPUs have the
 same bits.
 
-    inbox   int32 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
-    counts  int32 [T]            of each token: the calls that this GPU has ended
+    inbox      int32 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
+    counts     int32 [T]            of each token: the calls that this GPU has ended
+    addresses  int32 [N + 1, 2]     of the inbox on each GPU, the lower word first; then this GPU's
+                                    number
+
+JAX has peer references for a kernel. With them XLA meets all GPUs' threads on the host, and copies
+addresses to the device, for every launch of every step before it begins. An inbox stays where it is
+as long as its engine lives, so its addresses are written down once. A launch that is given an inbox
+elsewhere, as a copy would be, ends the program with an error.
 
 Two numbers of a part and the number of the call are eight bytes, which memory never shows in part.
 A thread reads the eight bytes that the same thread of another GPU wrote, until they have this
@@ -32,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
-from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, scf, utils, vector
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, scf, utils, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm,
@@ -61,6 +68,10 @@ LOADS = 16  # of 16 bytes that a thread waits for at a time
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
+def i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
 def meets(features: int, gpus: int) -> bool:
     """Whether the kernel sums rows of so many features over so many GPUs."""
     sent = features % (NUMBERS * THREADS) == 0 < features <= MOST_FEATURES
@@ -73,6 +84,7 @@ def all_reduce_norm_mosaic(
     weights: jax.Array,
     inbox: jax.Array,
     counts: jax.Array,
+    addresses: jax.Array,
     *,
     axes: tuple[str, ...],
     layer: jax.Array | int,
@@ -124,9 +136,17 @@ def all_reduce_norm_mosaic(
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def body(
-        x_ref, part_ref, weights_ref, layer_ref, inbox_ref, counts_ref, sum_ref, out_ref
+        x_ref,
+        part_ref,
+        weights_ref,
+        layer_ref,
+        addresses_ref,
+        inbox_ref,
+        counts_ref,
+        sum_ref,
+        out_ref,
     ) -> None:
-        token, own = lax.axis_index("token"), lax.axis_index(axes)
+        token, own = lax.axis_index("token"), addresses_ref[gpus, 0]
         call = counts_ref[token] + 1
         side = call & 1  # of negative numbers, which follow the largest, too
 
@@ -148,9 +168,9 @@ def all_reduce_norm_mosaic(
                     return [normed(load(x_ref.at[token]) + load(part_ref.at[token]), weight())]
 
         sent = [each.astype(jnp.bfloat16) for each in parts()]
-        places = PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
+        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
         send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(_send)
-        send(inbox_ref, call, side, own, token, *sent)
+        send(inbox_ref, addresses_ref, call, side, own, token, *sent)
         if meeting != "norm":  # read while parts of other GPUs are on the way
             values, scales = load(x_ref.at[token]), weight()
         part_of = plgpu.ShapeDtypeStruct((features,), jnp.bfloat16, layout=layout)
@@ -178,6 +198,7 @@ def all_reduce_norm_mosaic(
             "part_ref": part,
             "weights_ref": weights,
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            "addresses_ref": addresses,
             "inbox_ref": inbox_ref,
             "counts_ref": counts_ref,
         },
@@ -196,12 +217,15 @@ def all_reduce_norm_mosaic(
     return out["sum_ref"], normed, jax.freeze(inbox_ref), jax.freeze(counts_ref)
 
 
-def _send(ctx: Any, inbox: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any) -> None:
+def _send(
+    ctx: Any, inbox: Any, addresses: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any
+) -> None:
     """Writes a token's part into the inbox on each GPU, with the call's number.
 
     Args:
         sent: one for all GPUs, or one for each.
     """
+    del ctx
     call, side, own, token = (single(x) for x in (call, side, own, token))
     gpus, count = ir.MemRefType(inbox.type).shape[1], sent[0].registers.size * _words(sent[0])
     wide = 2 - count % 2
@@ -213,10 +237,13 @@ def _send(ctx: Any, inbox: Any, call: Any, side: Any, own: Any, token: Any, *sen
             "st.relaxed.sys.global.v2.b64 [$0], {a, b}; }"
         )
     constraints = ",".join(["l", *"r" * (wide + 1), "~{memory}"])
-    # All before the first store, behind which the peers' addresses would be read again.
-    there = [
-        _places(ctx.to_remote(inbox, word(gpu)), side, own, token, count) for gpu in range(gpus)
+    offset = _offset(inbox, side, own, token, count)
+    of_each = [
+        asm("ld.global.b64 $0, [$1];", [i64()], [pointer(addresses, word(8 * gpu))], "=l,l")[0]
+        for gpu in range(gpus)
     ]
+    _must_be_at(inbox, of_each, own)
+    there = [_places(arith.addi(address, offset), count) for address in of_each]
     for gpu, places in enumerate(there):
         part = sent[gpu % len(sent)]
         words = [
@@ -226,6 +253,20 @@ def _send(ctx: Any, inbox: Any, call: Any, side: Any, own: Any, token: Any, *sen
         ]
         for piece, place in enumerate(places):
             asm(code, [], [place, *words[piece * wide :][:wide], call], constraints)
+
+
+def _must_be_at(inbox: Any, of_each: list[Any], own: Any) -> None:
+    """Ends the program with an error where this GPU's inbox is not where its peers write to.
+
+    Without it, a kernel that was given a copy of the inbox would wait for ever.
+    """
+    known = of_each[0]
+    for gpu, address in enumerate(of_each[1:], 1):
+        equal = arith.cmpi(arith.CmpIPredicate.eq, own, word(gpu))
+        known = arith.select(equal, address, known)
+    here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
+    code = "{ .reg .pred p; setp.ne.b64 p, $0, $1; @p trap; }"
+    asm(code, [], [here, known], "l,l")
 
 
 def _receive(
@@ -242,6 +283,7 @@ def _receive(
     count = features // (NUMBERS * THREADS)
     wide = 2 - count % 2
     group = max(1, LOADS * wide // count)
+    here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
     words: list[Any] = []
     for first in range(0, gpus, group):
         waited = range(first, min(first + group, gpus))
@@ -249,7 +291,8 @@ def _receive(
         with ir.InsertionPoint(loop.before.blocks.append()):
             come, missing = list[Any](), word(0)
             for gpu in waited:
-                for place in _places(inbox, side, word(gpu), token, count):
+                offset = _offset(inbox, side, word(gpu), token, count)
+                for place in _places(arith.addi(here, offset), count):
                     for number, marked in _pieces(place, wide):
                         come.append(number)
                         missing = arith.ori(missing, arith.xori(marked, call))
@@ -275,17 +318,22 @@ def _words(part: Any) -> int:
     return ir.VectorType(part.registers.flat[0].type).shape[0] // NUMBERS
 
 
-def _places(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> list[Any]:
-    """Where a thread has its words of a GPU's part of a token, two by two if they are even.
+def _offset(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> Any:
+    """Bytes from an inbox's beginning to the first of a thread's words of a GPU's part of a token.
 
-    What neighbouring threads have lies side by side.
+    What neighbouring threads have lies side by side, two words each if they are even.
     """
     _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
     row = plus(times(plus(times(side, gpus), gpu), tokens), token)
     wide = 8 * (2 - words % 2)  # bytes
-    place = plus(times(row, features * BYTES), times(Thread().index, wide))
-    pieces = words * 8 // wide
-    return [pointer(inbox, place, piece * THREADS * wide) for piece in range(pieces)]
+    return arith.extui(i64(), plus(times(row, features * BYTES), times(Thread().index, wide)))
+
+
+def _places(first: Any, words: int) -> list[Any]:
+    """The addresses of a thread's words from the first on, two by two if they are even."""
+    wide = 8 * (2 - words % 2)  # bytes
+    pieces = range(words * 8 // wide)
+    return [arith.addi(first, mgpu.c(piece * THREADS * wide, i64())) for piece in pieces]
 
 
 def _pieces(place: Any, words: int) -> list[tuple[Any, Any]]:

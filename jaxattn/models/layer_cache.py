@@ -97,6 +97,10 @@ class LayerCache(abc.ABC):
         shapes = self.shapes(size)
         return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
 
+    def connected(self, arrays: Arrays) -> Arrays:
+        """The arrays over several GPUs, once they lie where they stay: what says where is set."""
+        return arrays
+
     def items(self, size: CacheSize) -> tuple[Item, ...]:
         """The lines of the plan: one for each array, "kv_cache" as "kv cache"."""
         without = self.shapes(dataclasses.replace(size, checkpoints=0))

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
-from jaxattn.ops.all_reduce_norm import Mailbox
+from jaxattn.ops.all_reduce_norm import Mailbox, addressed
 
 NAME = "mailbox"
-INBOX, COUNTS = "peer_inbox", "peer_counts"
+INBOX, COUNTS, ADDRESSES = "peer_inbox", "peer_counts", "peer_addresses"
 # The most that a GPU sends in one launch. On two H200s 128 tokens of 2,048 features take 6.7 us,
 # and XLA's all-reduce alone 10.9; more was not measured.
 MOST_BYTES, MOST_TOKENS = 2**19, 256
@@ -27,7 +27,8 @@ def most_tokens(features: int, gpus: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mailboxes(LayerCache):
-    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F] and `peer_counts` [T].
+    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F], `peer_counts` [T] and
+    `peer_addresses` [N + 1, 2].
 
     Attributes:
         gpus: N.
@@ -43,9 +44,15 @@ class Mailboxes(LayerCache):
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         made = jax.eval_shape(lambda: Mailbox.empty(self.gpus, self.tokens, self.features))
-        return {INBOX: made.inbox, COUNTS: made.counts}
+        return {INBOX: made.inbox, COUNTS: made.counts, ADDRESSES: made.addresses}
+
+    def connected(self, arrays: Arrays) -> Arrays:
+        """With the addresses of the inboxes, which other GPUs write to."""
+        return {**arrays, ADDRESSES: addressed(arrays[INBOX], arrays[ADDRESSES])}
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        if array == ADDRESSES:
+            return f"where the inboxes of {self.gpus} GPUs lie, for sums in one launch"
         if array == COUNTS:
             return f"calls of {self.tokens} tokens, for sums in one launch"
         return (
@@ -56,9 +63,9 @@ class Mailboxes(LayerCache):
 
 def opened(arrays: Arrays) -> Mailbox:
     """The mailbox in those arrays."""
-    return Mailbox(arrays[INBOX], arrays[COUNTS])
+    return Mailbox(arrays[INBOX], arrays[COUNTS], arrays[ADDRESSES])
 
 
 def closed(mailbox: Mailbox) -> Arrays:
     """The inverse of `opened`."""
-    return {INBOX: mailbox.inbox, COUNTS: mailbox.counts}
+    return {INBOX: mailbox.inbox, COUNTS: mailbox.counts, ADDRESSES: mailbox.addresses}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -36,10 +37,13 @@ class Mailbox:
     Attributes:
         inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
         counts: int32 [T], the number of calls that were for a token.
+        addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `addressed`. Then the
+            GPU's own number.
     """
 
     inbox: Int[Array, "2 N T F"]
     counts: Int[Array, "T"]
+    addresses: Int[Array, "N_1 2"]
 
     @classmethod
     def empty(cls, gpus: int, tokens: int, features: int) -> "Mailbox":
@@ -49,7 +53,25 @@ class Mailbox:
         the kernel waits for it without end.
         """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.int32)
-        return cls(inbox, jnp.zeros(tokens, jnp.int32))
+        return cls(inbox, jnp.zeros(tokens, jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
+
+
+def addressed(inbox: jax.Array, addresses: jax.Array) -> jax.Array:
+    """The addresses of a mailbox's inboxes, which lie one after another on the GPUs of a mesh.
+
+    To be called once, on the host, when the inboxes are there. They must stay where they are: a
+    step that uses them is given them donated, and gives them back.
+
+    Args:
+        inbox: of all GPUs, each with one along the first axis.
+        addresses: of the same GPUs, to be replaced.
+    """
+    parts = sorted(inbox.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    places = np.array([shard.data.unsafe_buffer_pointer() for shard in parts], np.uint64)
+    words = places.astype("<u8").view("<u4").reshape(-1, 2).astype(np.uint32).view(np.int32)
+    tables = [np.concatenate([words, [[gpu, 0]]]) for gpu in range(len(parts))]
+    table = np.concatenate(tables).astype(np.int32)
+    return jax.make_array_from_callback(table.shape, addresses.sharding, lambda part: table[part])
 
 
 def all_reduce_norm_layer(
@@ -175,11 +197,11 @@ def _met(
 
     def mosaic(interpret: bool) -> tuple[Array, Array, Mailbox]:
         total, normed, *kept = all_reduce_norm_mosaic(
-            x, part, weights, mailbox.inbox, mailbox.counts,
+            x, part, weights, mailbox.inbox, mailbox.counts, mailbox.addresses,
             axes=names, layer=first, affine=affine, eps=eps, dtype=out_dtype, meeting=meeting,
             interpret=interpret,
         )  # fmt: skip
-        return total, normed, Mailbox(*kept)
+        return total, normed, Mailbox(kept[0], kept[1], mailbox.addresses)
 
     def xla() -> tuple[Array, Array, Mailbox]:
         sent = part.astype(jnp.bfloat16)

@@ -102,12 +102,27 @@ class Spread:
         parts = jnp.split(together, _ends(widths), axis=-1)
         out, lse, rest = attend(parts, self.tables, Within(self.lens, self.most))
         with jax.named_scope("context_merge"):
-            wide = jnp.promote_types(out.dtype, jnp.float32)
-            sent = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
-            sent = sent.reshape(batch, q_len, self.ways, own, -1)
+            sent = _joined(out, lse).reshape(batch, q_len, self.ways, own, -1)
             met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
-            merged, _ = merge_attention_states(met[..., :-1], met[..., -1])
+            merged, _ = merge_attention_states(*_apart(met, out.dtype))
         return merged.astype(out.dtype), rest
+
+
+def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
+    """Both in one array [*h, R + 1]; of 16 bits [*h, R + 2], whose last two are a float32's."""
+    if out.dtype.itemsize != 2:
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        return jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
+    bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (out, lse.astype(jnp.float32)))
+    return jnp.concatenate([*bits], axis=-1)
+
+
+def _apart(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
+    """The inverse of `_joined`, in float32 at least."""
+    if joined.dtype != jnp.uint16:
+        return joined[..., :-1], joined[..., -1]
+    out = lax.bitcast_convert_type(joined[..., :-2], dtype)
+    return out.astype(jnp.float32), lax.bitcast_convert_type(joined[..., -2:], jnp.float32)
 
 
 def own_lengths(
