@@ -247,7 +247,7 @@ class Decoder(nnx.Module):
                         arena,
                         implementation,
                         fused=fused,
-                        apart=unrolled,
+                        apart=unrolled and not fused,
                     )
                     x = summed(x, normed)
                     state = state.replace(name, arrays, after)
@@ -318,14 +318,14 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, segment: Segment[Block], tokens: int, implementation: Implementation | None
     ) -> bool:
-        """Whether a step's repeats follow one another without a loop: those of one token on one
-        GPU, where launches that only count take 3 to 6% of the step.
-
-        On several GPUs XLA's threads meet on the host for each sum that the program has, before
-        each step: 0.3 to 1.6 ms without a loop (two H200s).
+        """Whether a step's repeats follow one another without a loop: those of one token, where
+        launches that only count take 3 to 6% of the step. On several GPUs its sums are launches of
+        ours, and each GPU has all of a row's pages: collectives of XLA stay in a loop.
         """
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
-        one = tokens == 1 == self.spec.parallel.gpus
+        parallel = self.spec.parallel
+        own = parallel.gpus == 1 or (self._fused(tokens) and parallel.context == 1)
+        one = tokens == 1 and own
         return one and by_kernels and MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
 
     def _meets(self, block: Block) -> bool:

@@ -14,12 +14,18 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
+from jaxattn.bench.model.named import find
+from jaxattn.bench.parallel_layout import Layout
+from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.engine import prepare
 from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
+from jaxattn.models import CacheSize, DecoderModel, Hybrid, decoder_network, divided
+from jaxattn.models.decoder_network import Decoder
+from jaxattn.models.families.fields import Fields
 from jaxattn.models.mailbox import ADDRESSES, COUNTS, INBOX, NAME
+from jaxattn.models.registry import read_model
 from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
@@ -86,6 +92,37 @@ def test_a_layer_still_has_two_sums_of_one_operand_and_nothing_is_copied():
     assert len(sums) == 2 * len(LAYERS)
     assert all(each.serves for each in sums), sums
     check_aliasing(compiled, slack=4096)
+
+
+@pytest.mark.slow
+@on_virtual_devices
+def test_one_token_without_a_loop_gives_the_same_bits(monkeypatch):
+    model, parallel = plain(layers=(("mla", "moe"),) * 3), Parallel(tensor=2)
+    one = dataclasses.replace(SMALL, lengths=SMALL.lengths[:1])
+    found = []
+    for unrolled in (False, True):
+        monkeypatch.setattr(Decoder, "_unrolled", lambda self, *_, unrolled=unrolled: unrolled)
+        steps = Stepped(model.with_fused_sums(1), parallel, one)
+        tokens, _ = followed(model, parallel, one, steps=steps)
+        sums = [each for each in all_reduces(steps.compiled_decode.as_text()) if each.of_layers]
+        caches = {name: each for name, each in steps.state.caches.items() if name != NAME}
+        found.append((len(sums), tokens, jax.tree.map(np.asarray, caches)))
+    assert found[1][0] > found[0][0]
+    jax.tree.map(np.testing.assert_array_equal, *(each[1:] for each in found))
+
+
+@on_virtual_devices
+def test_the_kernels_of_one_token_without_a_loop_are_traced(monkeypatch):
+    """Experts' outputs wait for no norm: the sum over GPUs takes whole parts."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(decoder_network, "MANY_REPEATS", 2)
+    fields = find("DeepSeek-V2-Lite")[1] | {"num_hidden_layers": 3}
+    model, parallel = read_model(Fields(fields, "a test")).model, Parallel(tensor=2)
+    devices, options = jax.devices()[:2], {"tokens": 64, "platform": "gpu"}
+    layout = Layout(model, parallel, [1], devices=devices, **options)
+    with traced_for_hopper(True):
+        program = str(layout.traced(1).jaxpr)
+    assert program.count("kernel_name='all_reduce_norm'") == 6  # two in each of three layers
 
 
 def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
