@@ -7,7 +7,6 @@ from typing import Any
 
 from tokenizers import Tokenizer as Inner
 
-from jaxattn.core.fields import shown
 from jaxattn.text.chat import ChatTemplate
 from jaxattn.text.config import Settings, read_settings
 from jaxattn.text.files import MOST_JSON_BYTES, TextError, parse_object, read_text
@@ -72,13 +71,15 @@ def load_json(text: str, path: Path) -> tuple[Inner, Spelling]:
 
 def _check_merges(model: Any, path: Path) -> None:
     """The library ends the process where a merge's second token lacks the prefix of all such."""
-    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
-    merges = model.get("merges") if isinstance(prefix, str) and prefix else None
-    for merge in merges if isinstance(merges, list) else ():
+    values = model if isinstance(model, dict) else {}
+    prefix, merges = values.get("continuing_subword_prefix"), values.get("merges")
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges if prefix else ():
         tokens = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(tokens, list) and tokens and str(tokens[-1]).startswith(prefix)):
             raise TextError(
-                f"{path} is damaged: merge {shown(merge)} lacks the prefix {shown(prefix)}"
+                f"{path} is damaged: merge {merge!r:.60} lacks the prefix {prefix!r:.60}"
             )
 
 
