@@ -32,6 +32,7 @@ from jaxattn.models.looped import (
     add_norm_in_stack,
     apart,
     in_repeat,
+    kept,
     leave_in_stacks,
     left_unnormed,
     linear_stacks_of,
@@ -39,6 +40,7 @@ from jaxattn.models.looped import (
     sum_add_norm,
     summed,
 )
+from jaxattn.models.mailbox import EXCHANGE
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
@@ -223,10 +225,11 @@ class Decoder(nnx.Module):
                         implementation,
                     )  # fmt: skip
                     x, normed, state = add_norm(x, y, state)
+                    given = state.caches[name] | state.caches.get(EXCHANGE, {})
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
                         normed,
-                        state.caches[name],
+                        given,
                         state.arena,
                         batch,
                         self.spec.layer_of(segment, place, following),
@@ -250,7 +253,7 @@ class Decoder(nnx.Module):
                         apart=unrolled and not fused,
                     )
                     x = summed(x, normed)
-                    state = state.replace(name, arrays, after)
+                    state = kept(state, name, arrays, after)
                 return x, y if unrolled else y.astype(added), state
 
             carry = x, y if unrolled else array_of(y, x.shape).astype(added), state

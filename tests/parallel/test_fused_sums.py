@@ -22,18 +22,22 @@ from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, decoder_network, divided
+from jaxattn.models.blocks import GQA
 from jaxattn.models.decoder_network import Decoder
 from jaxattn.models.families.fields import Fields
-from jaxattn.models.mailbox import ADDRESSES, COUNTS, INBOX, NAME
+from jaxattn.models.mailbox import EXCHANGE, NAME
 from jaxattn.models.registry import read_model
 from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
-from tests.parallel.cases import SMALL, Stepped, decoder, followed
+from tests.parallel.cases import LATENT, ROPE, SMALL, Stepped, decoder, followed
 from tests.parallel.test_engine import CONFIG, LIMITS
 
 LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("mla", "wide"))
 ROWS = len(SMALL.lengths)
+# Heads of two GPUs whose queries are a multiple of 256 numbers.
+WIDE = dataclasses.replace(LATENT, kv_lora_rank=56)
+GROUPED = GQA(num_heads=8, num_kv_heads=2, head_dim=64, rope=ROPE)
 
 
 def plain(
@@ -57,7 +61,30 @@ def test_a_step_gives_the_same_bits(layout):
     model, parallel = plain(), Parallel(**layout)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
-    assert fused.state.caches[NAME][INBOX].shape[1:] == (parallel.tensor, ROWS, 256)
+    assert fused.state.caches[NAME]["peer_inbox"].shape[1:] == (parallel.tensor, ROWS, 256)
+    found, found_logits = followed(model, parallel, steps=fused)
+    np.testing.assert_array_equal(found_logits, logits)
+    np.testing.assert_array_equal(found, tokens)
+
+
+@pytest.mark.parametrize(
+    "mixer, pieces", [(WIDE, (1, 512)), pytest.param(GROUPED, (1, 512), marks=pytest.mark.slow)]
+)
+@on_virtual_devices
+def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces):
+    """Queries and outputs are sent in pieces of as many numbers as a launch sends."""
+    parallel = Parallel(tensor=2, context=2)
+    spec = plain(layers=(("mla", "moe"), ("gdn", "mlp"))).spec
+    blocks = tuple(
+        dataclasses.replace(block, mixer=mixer) if block.mixer.cache_name == "latents" else block
+        for block in spec.blocks
+    )
+    model = DecoderModel(dataclasses.replace(spec, blocks=blocks))
+    tokens, logits = followed(model, parallel)
+    fused = Stepped(model.with_fused_sums(ROWS), parallel)
+    assert fused.model.spec.exchanged_in == pieces
+    inbox = fused.state.caches[EXCHANGE]["exchange_inbox"]
+    assert inbox.shape[1:] == (2, ROWS * pieces[0], pieces[1])
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
@@ -68,7 +95,7 @@ def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
     model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
-    assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 256)
+    assert fused.state.caches[NAME]["peer_inbox"].shape[1:] == (4, ROWS, 256)
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
@@ -127,13 +154,22 @@ def test_the_kernels_of_one_token_without_a_loop_are_traced(monkeypatch):
 
 def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     fused = plain().with_fused_sums(8)
-    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,), ADDRESSES: (3, 2)}
+    assert caches(fused, tensor=2) == {
+        "peer_inbox": (2, 2, 8, 256),
+        "peer_counts": (8,),
+        "peer_addresses": (3, 2),
+    }
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
-    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 512), 256)
+    assert caches(plain().with_fused_sums(), tensor=8)["peer_inbox"] == (
+        2,
+        8,
+        2**19 // (7 * 512),
+        256,
+    )
     wide = plain(hidden=1024).with_fused_sums()
-    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 2048), 1024)
-    assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 256)
+    assert caches(wide, tensor=8)["peer_inbox"] == (2, 8, 2**19 // (7 * 2048), 1024)
+    assert caches(fused, data=2, expert=2)["peer_inbox"] == (2, 2, 8, 256)
     assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
     assert not caches(plain(hidden=384).with_fused_sums(8), tensor=2)
@@ -145,7 +181,7 @@ def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
     if NAME not in found:
         return {}
     shapes = found[NAME].shapes(CacheSize(pages=1, slots=1))
-    assert shapes[INBOX].dtype == jnp.int32
+    assert shapes["peer_inbox"].dtype == jnp.int32
     return {name: shape.shape for name, shape in shapes.items()}
 
 
