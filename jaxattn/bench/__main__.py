@@ -3,9 +3,11 @@
 WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, kda, recent, moe, moe-cuts or step.
 
 `python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
-jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench dense` the dense
-products of a decode step, `python -m jaxattn.bench host` what the engine's host adds to a step, and
-`python -m jaxattn.bench serve` a server under load. Each has a --help of its own.
+jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench collectives` sums
+over GPUs, `python -m jaxattn.bench long-row` attention of one long row over GPUs, `python -m
+jaxattn.bench dense` the dense products of a decode step, `python -m jaxattn.bench host` what the
+engine's host adds to a step, and `python -m jaxattn.bench serve` a server under load. Each has a
+--help of its own.
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
@@ -27,6 +29,7 @@ import jax
 
 from jaxattn import __version__, interrupt
 from jaxattn.bench import (
+    collectives,
     compare,
     dense,
     gdn_decode,
@@ -39,6 +42,7 @@ from jaxattn.bench import (
     host,
     kda_decode,
     kda_prefill,
+    long_row,
     mla,
     mla_fp8,
     mla_prefill,
@@ -77,6 +81,8 @@ MODULES: dict[str, list[Any]] = {
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
     "parallel": parallel.main,
+    "collectives": collectives.main,
+    "long-row": long_row.main,
     "compare": compare.main,
     "dense": dense.main,
     "host": host.main,

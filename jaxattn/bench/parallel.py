@@ -22,6 +22,9 @@ FUSION,COLLECTIVES
 `jaxattn.ops.all_reduce_norm` too; their rows have `one launch` True. Data groups of one GPU have
 them too, and of the others those of one group.
 
+`cache tokens` are the most that the layout's caches hold in all, in 90% of the cards' memory beside
+weights, a slot per row and the step's temp.
+
 `roof ms` is what the bytes of a step take, read once at the card's rate (`bench model` says which).
 `collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
 of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that

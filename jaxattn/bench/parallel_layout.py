@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.bench.cache_tokens import cache_tokens
 from jaxattn.bench.model.roof import RATES, moved
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
@@ -25,6 +26,7 @@ from jaxattn.bench.timing import launches, seconds
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.memory.budget import nbytes
+from jaxattn.memory.device import device_memory
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.base import init_state, jit_step, overlaid
 from jaxattn.models.blocks import MoE
@@ -167,6 +169,20 @@ class Layout:
                 touched = kind.own_experts * (1 - missed)
         return moved(self.model, local, self.rows.context, touched).total
 
+    def cache_tokens(self, count: int, temp: int) -> int | None:
+        """The most tokens that caches hold in all beside a step of `count` rows; None where nothing
+        says how much memory a device has."""
+        memory = device_memory(self.group.devices[0])
+        if memory is None:
+            return None
+        return cache_tokens(
+            self.model,
+            self.parallel,
+            total=memory.total,
+            rows=count // self.parallel.data,
+            held=self.nbytes[0] + nbytes(self.state_shapes.arena) + temp,
+        )
+
     # --- on the devices
 
     def fill(self) -> None:
@@ -261,6 +277,7 @@ class Layout:
             if any(name in f"{launch.kernel} {launch.op}".lower() for name in COLLECTIVES)
         ]
         memory = compiled.memory_analysis()
+        temp = memory.temp_size_in_bytes if memory else 0
         kind = self.group.devices[0].device_kind
         rate = next((rate for name, rate in RATES.items() if name in kind), None)
         return {
@@ -277,7 +294,8 @@ class Layout:
             "collectives ms": sum(meeting) / gpus * 1e3,
             "all-reduces": len(forms),
             "other form": sum(not each.serves for each in forms),
-            "temp MiB": memory.temp_size_in_bytes / 2**20 if memory else 0,
+            "temp MiB": temp / 2**20,
+            "cache tokens": self.cache_tokens(count, temp),
             "all-reduce forms": [dataclasses.asdict(each) for each in forms],
             "launches": {f"{k.kernel} {k.op}": tuple(v) for k, v in spent.items()},
         }

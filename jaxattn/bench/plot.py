@@ -1,6 +1,7 @@
 """Pictures of a run: where its rows stand under its roof, and times beside those of peers.
 
-A run of `model` has bars instead: each step's roof, its kernels and its time.
+A run of `model` has bars instead: each step's roof, its kernels and its time. One of `parallel` has
+them too, beside how tokens per second grow with the GPUs (plot_parallel.py).
 """
 
 import json
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from jaxattn.bench import plot_parallel
 
 OURS = "jaxattn"
 # A colour and a marker for each; ours first, then the peers in the order in which rows have them.
@@ -86,6 +89,9 @@ def save(result: dict[str, Any], path: Path) -> None:
     if result.get("what") == "model":
         _written(_model(figure_type, result), path)
         return
+    if result.get("what") == "parallel":
+        _written(_parallel(figure_type, result), path)
+        return
     rows = [row for row in result.get("rows", []) if "TFLOP/s" in row and "GB/s" in row]
     if not rows:
         raise PlotError(
@@ -153,6 +159,14 @@ def _model(figure_type: Any, result: dict[str, Any]) -> Any:
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
+    rows = [{"model": result.get("model", ""), **row} for row in result.get("rows", [])]
+    if not rows:
+        raise PlotError("the run has no decode steps: draw those of a whole run")
+    title = f"{result.get('device', '')}, {result.get('date', '')}"
+    return plot_parallel.draw(figure_type, rows, title)
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

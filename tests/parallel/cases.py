@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.bench.model.weights import draw_of
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, PrefillBatch, divided
 from jaxattn.models.base import init_state, jit_step, scratch_spec
@@ -85,6 +87,19 @@ def params_of(model: DecoderModel) -> Any:
     return model.init_params(jax.random.key(3))
 
 
+@functools.cache
+def drawn_params(model: DecoderModel) -> Any:
+    """Uniform ones of NumPy's, which nothing is compiled for."""
+    random = np.random.default_rng(3)
+
+    def drawn(path: Any, leaf: Any) -> np.ndarray:
+        draw = draw_of(jax.tree_util.keystr(path, simple=True, separator="."), leaf, model)
+        values = random.uniform(-draw.reach, draw.reach, leaf.shape) + draw.center
+        return values.astype(leaf.dtype)
+
+    return jax.tree.map_with_path(drawn, model.param_shapes())
+
+
 def prompts(model: DecoderModel, sizes: Sizes) -> list[np.ndarray]:
     random = np.random.default_rng(5)
     return [random.integers(0, model.vocab_size, length) for length in sizes.lengths]
@@ -124,9 +139,12 @@ class Stepped:
         parallel: Parallel,
         sizes: Sizes = SMALL,
         params: Any = None,
+        implementation: Implementation | None = None,
     ):
         self.model = own = divided(model, parallel)
         self.parallel, self.sizes, self.rows = parallel, sizes, len(sizes.lengths)
+        self._options: Any = dict(implementation=implementation)
+        prefill = functools.partial(own.prefill, **self._options)
         local = self.rows // parallel.data
         stripes = -(-sizes.table // parallel.context)
         self.tables = np.arange(self.rows * stripes, dtype=np.int32).reshape(self.rows, stripes)
@@ -139,7 +157,7 @@ class Stepped:
         columns = PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
         if parallel.gpus == 1:
             self.params, self.state = own.pack(params), make()
-            self._prefill, self._decode, out = own.prefill, self._greedy, (None, None)
+            self._prefill, self._decode, out = prefill, self._greedy, (None, None)
         else:
             group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
             # NumPy slices without compiling.
@@ -150,11 +168,17 @@ class Stepped:
             for each in own.caches:
                 arrays = each.connected(self.state.caches[each.name])
                 self.state = self.state.replace(each.name, arrays)
-            self._prefill = group.step(own.prefill, specs, (columns, specs[1]))
+            self._prefill = group.step(prefill, specs, (columns, specs[1]))
             self._decode = group.step(self._greedy, specs, (group.rows, specs[1]))
             out = group.shardings(((columns, specs[1]), (group.rows, specs[1])))
         self._prefill = jit_step(self._prefill, out_shardings=out[0])
         self._decode = jit_step(self._decode, out_shardings=out[1])
+
+    @functools.cached_property
+    def compiled_prefill(self) -> Any:
+        """The step of a chunk, compiled; `prefill` runs it."""
+        batch = self.prefill_batch([np.zeros(1, np.int32)] * self.rows, 0)
+        return self._prefill.lower(self.params, self.state, batch).compile()
 
     @functools.cached_property
     def compiled_decode(self) -> Any:
@@ -163,7 +187,7 @@ class Stepped:
         return self._decode.lower(self.params, self.state, batch).compile()
 
     def _greedy(self, params: Any, state: Any, batch: DecodeBatch) -> tuple[Any, Any]:
-        logits, state = self.model.decode(params, state, batch)
+        logits, state = self.model.decode(params, state, batch, **self._options)
         return self.model.vocabulary.best(logits)[0], state
 
     def prefill_batch(self, chunks: list[np.ndarray], begin: int) -> PrefillBatch:
@@ -182,7 +206,7 @@ class Stepped:
 
     def prefill(self, chunks: list[np.ndarray], begin: int) -> Any:
         batch = self.prefill_batch(chunks, begin)
-        logits, self.state = self._prefill(self.params, self.state, batch)
+        logits, self.state = self.compiled_prefill(self.params, self.state, batch)
         return jax.block_until_ready(logits)
 
     def decode(self, tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:

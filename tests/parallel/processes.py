@@ -1,8 +1,9 @@
 """One process of an engine over two: python -m tests.parallel.processes RANK COORDINATOR WHAT
 
 Process 0 leads, prints its completions as JSON, and closes; the other follows. WHAT is what
-goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck. On a GPU the engine
-is the embedded model's with its kernels, on CPUs a small one's.
+goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck. On GPUs the engine
+is the embedded model's with its kernels, on CPUs a small one's. There a process says that it has
+too little memory; on GPUs it has.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
 STUCK = 5.0  # seconds
 SLOW = 120.0  # that a step may take on a machine with other work
-LONG = 90.0  # on GPUs a process that is there after so long says where it is
+LONG = 180.0  # on GPUs a process that is there after so long says where it is
 
 
 def main(rank: int, coordinator: str, what: str) -> None:
@@ -43,8 +44,10 @@ def main(rank: int, coordinator: str, what: str) -> None:
         facts |= {"version": {"jaxattn": "0.9"}, "checkpoint": {"checkpoint": "aaaa"}}.get(
             wrong, {}
         )
+        if wrong in ("version", "checkpoint"):
+            say_when()
         crew.agree(facts)
-        if wrong == "memory":
+        if wrong == "memory" and on_cpu:
             raise PlanError("the plan takes 90 GB, and 80 GB are free")
         with (small if on_cpu else embedded)() as made:
             if rank == 0:
@@ -58,6 +61,10 @@ def main(rank: int, coordinator: str, what: str) -> None:
                 hosts.EntryPoint = Fails(wrong)
             made.follow(crew)
             print("followed", flush=True)
+
+
+def say_when() -> None:
+    print(f"wrong from now on: {time.time()}", flush=True)
 
 
 def small() -> Engine:
@@ -74,7 +81,9 @@ def small() -> Engine:
 
 
 def embedded() -> Engine:
-    return two_gpus_engine.engine(Parallel(tensor=2, context=2))
+    """Two heads of attention over two GPUs, and a data group for each pair of GPUs."""
+    parallel = Parallel(data=jax.device_count() // 2, tensor=2, context=2)
+    return two_gpus_engine.engine(two_gpus_engine.embedded(), parallel)
 
 
 class Fails:
@@ -84,6 +93,7 @@ class Fails:
         self._how = how
 
     def __call__(self, *_: object) -> None:
+        say_when()
         if self._how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)

@@ -4,9 +4,15 @@ import json
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
-from jaxattn.bench import parallel
+from jaxattn.bench import parallel, plot, plot_parallel
+from jaxattn.bench.parallel_layout import Layout
+from jaxattn.memory.device import KNOWN
+from jaxattn.memory.limits import Limits
+from jaxattn.models import known
+from jaxattn.plan.parallel import layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices
 
 YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
@@ -42,12 +48,59 @@ def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys)
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "Qwen3.5-35B-A3B"])
+@on_virtual_devices
+def test_cache_tokens_are_those_of_the_plan_of_each_layout(name, monkeypatch):
+    whole = known.load(name)
+    card, rows = KNOWN["h200"], 128
+    limits = Limits(batch=rows, max_model_len=whole.max_position_embeddings, utilization=0.9)
+    monkeypatch.setattr("jaxattn.bench.parallel_layout.device_memory", lambda device: card)
+    planned = list(layouts_that_fit(whole.model, card, limits, 2))
+    for tokens, layout in planned:
+        over = Layout(whole.model, layout, [rows], tokens=4096, devices=jax.devices()[:2])
+        assert over.cache_tokens(rows, temp=0) == pytest.approx(tokens, rel=0.005), layout.flags
+    assert {layout.context for _, layout in planned} == {1, 2}
+
+
 def test_the_commands_for_2_4_and_8_gpus_name_models_and_layouts_that_there_are():
     found = []
     for line in COMMANDS.read_text().splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["bench"]:
             args = parallel.parse([*words[1:], "--one-launch"], "bench")
-            [gpus] = {layout.gpus for layout in args.layouts}
-            found.append(gpus)
+            found.append(max(layout.gpus for layout in args.layouts))
     assert set(found) == {2, 4, 8}
+
+
+def run(*rows: tuple[int, str, int, float]) -> dict:
+    names = ("GPUs", "layout", "B", "tokens/s")
+    made = [dict(zip(names, row, strict=True)) for row in rows]
+    times = {"T": 4096, "roof ms": 1.0, "kernels ms": 2.0, "ms": 3.0}
+    return {"what": "parallel", "model": "tiny", "rows": [{**row, **times} for row in made]}
+
+
+def test_a_line_of_the_picture_is_beside_one_gpu_of_as_many_rows_or_of_a_groups():
+    ran = run(
+        (1, "", 32, 10.0),
+        (2, "--tensor 2", 32, 15.0),
+        (2, "--tensor 2", 32, 16.0),
+        (4, "--tensor 4 --expert 4", 32, 25.0),
+        (2, "--data 2 --expert 2", 64, 25.0),
+        (4, "--data 4 --expert 4", 128, 50.0),
+        (4, "--tensor 4 --context 4", 64, 50.0),  # nothing to compare with
+    )
+    found = plot_parallel.lines([{"model": "tiny", **row} for row in ran["rows"]])
+    assert found == {
+        "tiny, TP, 32 rows of 4,096": [(1, 1.0), (2, 1.6), (4, 2.5)],
+        "tiny, DP + EP, 32 rows per GPU of 4,096": [(1, 1.0), (2, 2.5), (4, 5.0)],
+    }
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_picture_has_lines_bars_or_both(alone, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [(1, "", 32, 10.0)] * alone + [(2, "--tensor 2", 32, 15.0)]
+    plot.save(run(*rows), tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(plot.PlotError, match="no decode steps"):
+        plot.save(run(), tmp_path / "none.png")

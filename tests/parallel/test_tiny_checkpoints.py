@@ -1,19 +1,28 @@
 """Published layouts of checkpoints over 2, 4 and 8 devices: the greedy tokens of one, in float32.
 
+The embedded model is among them. On GPUs XLA's form of each op runs, as kernels are for bfloat16:
+tests/parallel/test_two_gpus.py has those.
+
+    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_tiny_checkpoints.py
+
 JAXATTN_TINY_CHECKPOINTS names a folder with more of them, as for tests/models/test_parity.py. Its
 reference logits are compared there; here the steps over devices meet those of one device.
 """
 
+import dataclasses
 import functools
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jaxattn.models import huggingface
+from jaxattn.models import Hybrid, huggingface
+from jaxattn.models.checkpoint import EMBEDDED, load
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.registry import FAMILIES
 from jaxattn.models.sharding import layouts
@@ -39,18 +48,32 @@ QUICK = {"deepseek_v3_fp8": [Parallel(data=2, expert=2)], "qwen3_5_moe": [Parall
 
 
 @functools.cache
-def loaded(folder: Path) -> tuple[DecoderModel, Any]:
-    return huggingface.load(folder, dtype="float32")
+def loaded(name: str) -> tuple[DecoderModel, Any]:
+    if name != "embedded":
+        return huggingface.load(FOLDERS[name], dtype="float32")
+    config, params = load(EMBEDDED)
+    wide: Any = dict(dtype="float32", param_dtype="float32")
+    return Hybrid(dataclasses.replace(config, **wide)), jax.tree.map(in_float32, params)
+
+
+def in_float32(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float32)
+
+
+def stepped(name: str, parallel: Parallel) -> Stepped:
+    model, params = loaded(name)
+    return Stepped(model, parallel, SMALL, params, implementation="xla")
 
 
 @functools.cache
-def on_one(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    return over(folder, Parallel())
+def on_one(name: str) -> tuple[np.ndarray, np.ndarray]:
+    return over(name, Parallel())
 
 
-def over(folder: Path, parallel: Parallel) -> tuple[np.ndarray, np.ndarray]:
-    model, params = loaded(folder)
-    return followed(model, parallel, SMALL, Stepped(model, parallel, SMALL, params))
+def over(
+    name: str, parallel: Parallel, steps: Stepped | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    return followed(loaded(name)[0], parallel, SMALL, steps or stepped(name, parallel))
 
 
 def each_mode(model: DecoderModel, devices: int) -> list[Parallel]:
@@ -69,10 +92,15 @@ def each_mode(model: DecoderModel, devices: int) -> list[Parallel]:
     return [mode for mode in modes if mode in found]
 
 
-def assert_same(folder: Path, parallel: Parallel) -> None:
-    expected, logits = on_one(folder)
+def assert_same(
+    name: str,
+    parallel: Parallel,
+    steps: Stepped | None = None,
+    one: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
+    expected, logits = one or on_one(name)
     assert len(np.unique(expected)) > 8, "the tokens have to differ for this to say anything"
-    tokens, found = over(folder, parallel)
+    tokens, found = over(name, parallel, steps)
     np.testing.assert_array_equal(tokens, expected, err_msg=parallel.flags)
     # Sums in another order, of float32 numbers.
     error = np.linalg.norm(found - logits) / np.linalg.norm(logits)
@@ -83,17 +111,40 @@ def assert_same(folder: Path, parallel: Parallel) -> None:
 @on_virtual_devices
 def test_two_devices_give_the_tokens_of_one(name):
     for parallel in QUICK[name]:
-        assert_same(FOLDERS[name], parallel)
+        assert_same(name, parallel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", [*FOLDERS, "embedded"])
 @on_virtual_devices
 def test_every_mode_gives_the_tokens_of_one_device(name, devices):
-    model, _ = loaded(FOLDERS[name])
+    model, _ = loaded(name)
     modes = each_mode(model, devices)
     for parallel in modes:
-        assert_same(FOLDERS[name], parallel)
+        assert_same(name, parallel)
     print(f"{name} on {devices}: {', '.join(mode.flags for mode in modes) or 'no layout'}")
     assert modes or devices > 2, "a model of two heads has layouts of two devices"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("name", [*FOLDERS, "embedded"])
+def test_every_mode_gives_the_tokens_of_one_gpu(name, devices):
+    if jax.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    with jax.default_matmul_precision("highest"):
+        modes = each_mode(loaded(name)[0], devices)
+        steps = [stepped(name, parallel) for parallel in [Parallel(), *modes]]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lower_and_compile, steps))
+        expected = over(name, Parallel(), steps[0])
+        for parallel, each in zip(modes, steps[1:], strict=True):
+            assert_same(name, parallel, each, expected)
+    print(f"{name} on {devices}: {', '.join(mode.flags for mode in modes) or 'no layout'}")
+    assert modes or devices > 2, "a model of two heads has layouts of two devices"
+
+
+def lower_and_compile(steps: Stepped) -> None:
+    with jax.default_matmul_precision("highest"):  # a thread begins without
+        assert steps.compiled_prefill and steps.compiled_decode

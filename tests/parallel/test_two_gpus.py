@@ -1,6 +1,8 @@
-"""On two GPUs, with the kernels: bfloat16 logits near those of one GPU, and steps in place.
+"""On several GPUs, with the kernels: bfloat16 logits near those of one GPU, and steps in place.
 
     python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus.py -k "latents and tensor"
+
+There are cases of 2, 4 and 8 GPUs. Those of more GPUs than there are say so and are skipped.
 
 Rows are fed token by token, so that each layout compiles one step alone. All steps of the selected
 cases compile before the first test, and those of no other. A process for each case compiles in a
@@ -8,8 +10,8 @@ third of the time: kernels are lowered one at a time in a process. The experts a
 every token: where a choice flips, outputs differ by more than rounding.
 """
 
-import functools
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +21,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
-from jaxattn.bench.model.weights import draw_of
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models import DecoderModel, DecoderSpec
 from jaxattn.models.base import jit_step
@@ -27,15 +28,22 @@ from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, Stream
 from jaxattn.ops.moe_route import Router
 from jaxattn.parallel import ALONE, Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
-from tests.parallel.cases import Sizes, Stepped, prompts
+from tests.parallel.cases import Sizes, Stepped, drawn_params, prompts
 
+GPUS = jax.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
 ]
 
-# Rows end together. With `context` a row has pages on both GPUs from 65 tokens on.
-SIZES = Sizes(lengths=(150, 70, 128, 65, 140, 20, 130, 129), page=64, table=4)
+# Rows end together. The first has a token on each of the most GPUs that there are cases of, and one
+# more on the first: with `context` its pages are on all of them.
+PAGE = 64
+MOST = next((most for most in (8, 4) if most <= GPUS), 2)
+LONGEST = 150 if MOST == 2 else PAGE * MOST + 22
+SIZES = Sizes(
+    lengths=(LONGEST, 70, 128, 65, 140, 20, 130, 129), page=PAGE, table=LONGEST // PAGE + 2
+)
 FREE = 4  # steps of each row's own tokens after those that are given
 ROPE = RopeConfig(dim=64)
 LATENT = MLA(
@@ -50,9 +58,9 @@ LATENT = MLA(
 DELTA = GDN(num_k_heads=4, num_v_heads=8)
 GROUPED = GQA(num_heads=16, num_kv_heads=2, head_dim=128, rope=ROPE, qk_norm=True, gated=True)
 EXPERTS = MoE(
-    expert_size=256,
-    router=Router(experts=4, top_k=4, scores="softmax"),
-    shared_size=256,
+    expert_size=512,
+    router=Router(experts=8, top_k=8, scores="softmax"),
+    shared_size=512,
 )
 
 
@@ -65,23 +73,61 @@ def decoder(*blocks: Block) -> DecoderModel:
 
 LATENTS = decoder(Block(LATENT, MLP(intermediate_size=1024)), Block(DELTA, EXPERTS))
 KEYS = decoder(Block(GROUPED, EXPERTS))
-TENSOR, CONTEXT, DATA = (
-    Parallel(tensor=2),
-    Parallel(tensor=2, context=2),
-    Parallel(data=2, expert=2),
-)
 type Key = tuple[DecoderModel, Parallel]
 
 FUSED = LATENTS.with_fused_sums(len(SIZES.lengths))
-# What a layout's step is compared with, and the step.
-CASES: dict[str, tuple[Key, Key]] = {
-    "latents, tensor": ((LATENTS, ALONE), (LATENTS, TENSOR)),
-    "latents, context": ((LATENTS, ALONE), (LATENTS, CONTEXT)),
-    "latents, data and expert": ((LATENTS, ALONE), (LATENTS, DATA)),
-    "keys and values, context": ((KEYS, ALONE), (KEYS, CONTEXT)),
-    "one launch, tensor": ((LATENTS, TENSOR), (FUSED, TENSOR)),
-    "one launch, data and expert": ((LATENTS, DATA), (FUSED, DATA)),
-}
+MODELS = {"latents": LATENTS, "keys and values": KEYS, "one launch": FUSED}
+
+
+def cases() -> dict[str, tuple[Key, Key]]:
+    """What a layout's step is compared with, and the step."""
+    layouts = {
+        "latents": [
+            dict(tensor=2),
+            dict(tensor=2, context=2),
+            dict(data=2, expert=2),
+            dict(tensor=4),
+            dict(tensor=4, context=4),
+            dict(tensor=4, context=2),
+            dict(data=2, tensor=2, expert=4),
+            dict(data=4, expert=4),
+            dict(tensor=8),
+            dict(tensor=8, context=8),
+            dict(data=2, tensor=4, context=2, expert=8),
+            dict(data=8, expert=8),
+        ],
+        "keys and values": [
+            dict(tensor=2, context=2),
+            dict(tensor=4, context=2),
+            dict(data=2, tensor=2, context=2, expert=4),
+            dict(tensor=8, context=4),
+        ],
+        "one launch": [
+            dict(tensor=2),
+            dict(data=2, expert=2),
+            dict(tensor=4),
+            dict(data=4, expert=4),
+            dict(tensor=8),
+            dict(data=8, expert=8),
+        ],
+    }
+    found = {}
+    for name, each in layouts.items():
+        for layout in each:
+            parallel = Parallel(**layout)
+            beside = (LATENTS, parallel) if name == "one launch" else (MODELS[name], ALONE)
+            found[f"{name}, {parallel.gpus} GPUs: {words(layout)}"] = (
+                beside,
+                (MODELS[name], parallel),
+            )
+    return found
+
+
+def words(layout: dict[str, int]) -> str:
+    return " and ".join(f"{name} {size}" for name, size in layout.items())
+
+
+CASES = cases()
 # XLA's own choice of what is recorded, and collectives.
 IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
@@ -142,19 +188,9 @@ class Fed(Stepped):
         return np.array([each for each, _ in seen]), np.array([each for _, each in seen])
 
 
-@functools.cache
 def random_params(model: DecoderModel) -> Any:
-    """NumPy's, which nothing is compiled for; the same for a model with sums in one launch."""
-    if model is FUSED:
-        return random_params(LATENTS)
-    random = np.random.default_rng(3)
-
-    def drawn(path: Any, leaf: Any) -> np.ndarray:
-        draw = draw_of(jax.tree_util.keystr(path, simple=True, separator="."), leaf, model)
-        values = random.uniform(-draw.reach, draw.reach, leaf.shape) + draw.center
-        return values.astype(leaf.dtype)
-
-    return jax.tree.map_with_path(drawn, model.param_shapes())
+    """The same for a model with sums in one launch."""
+    return drawn_params(LATENTS if model is FUSED else model)
 
 
 class Steps:
@@ -180,15 +216,21 @@ class Steps:
 def steps(request) -> Steps:
     """Those of the selected tests. Each compiles for 15 s or more."""
     here = [item for item in request.session.items if item.module is request.module]
-    return Steps([item.callspec.params["case"] for item in here])
+    selected = [item.callspec.params["case"] for item in here]
+    return Steps([case for case in selected if CASES[case][1][1].gpus <= GPUS])
 
 
-@pytest.fixture(scope="module")
-def in_graphs(steps) -> Any:
-    return steps[LATENTS, TENSOR].compile(IN_GRAPHS)
+def some(names: Iterable[str]) -> Any:
+    """A test of each case, skipped where there are fewer GPUs."""
+
+    def marks(gpus: int) -> Any:
+        return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
+
+    each = [pytest.param(name, marks=marks(CASES[name][1][1].gpus)) for name in names]
+    return pytest.mark.parametrize("case", each)
 
 
-@pytest.mark.parametrize("case", CASES)
+@some(CASES)
 def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(steps, case):
     """Or those of the plain step of as many GPUs, where sums are one launch."""
     beside, (model, layout) = CASES[case]
@@ -208,18 +250,18 @@ def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(ste
     sums = [each for each in all_reduces(stepped.compiled.as_text()) if each.of_layers]
     assert len(sums) == all_reduces_of(model, layout)
     assert all(each.serves for each in sums), sums
-    # With a row's pages on both, what attention gives is rearranged once to be sent.
+    # With a row's pages on several GPUs, what attention gives is rearranged once to be sent.
     sent = len(SIZES.lengths) * 16 * 512 * 2 if layout.context > 1 else 0
     check_aliasing(stepped.compiled, slack=sent)
     assert after == before
 
 
-@pytest.mark.parametrize("case", ["latents, tensor"])
-def test_all_reduces_in_command_buffers_give_the_same_bits(steps, in_graphs, case):
+@some(name for name in CASES if name.startswith("latents") and name[-8:-1] == "tensor ")
+def test_all_reduces_in_command_buffers_give_the_same_bits(steps, case):
     """XLA's own kernel has a count of its runs, which a graph that is not renewed would repeat."""
     stepped = steps[CASES[case][1]]
     tokens, logits = stepped.fed()
-    found_tokens, found = stepped.fed(in_graphs)
+    found_tokens, found = stepped.fed(stepped.compile(IN_GRAPHS))
     np.testing.assert_array_equal(found, logits)
     np.testing.assert_array_equal(found_tokens, tokens)
 
@@ -233,9 +275,13 @@ def addresses(stepped: Stepped) -> list[int]:
 
 
 def all_reduces_of(model: DecoderModel, layout: Parallel) -> int:
-    """Two of each layer; of data groups of those with experts; in one launch all but the last."""
+    """Two of each layer, three where tokens of data groups meet; two of layers with experts where a
+    group is one GPU; in one launch all but the last."""
     if model is FUSED:
         return 1
     blocks = model.spec.blocks
     experts = sum(block.feed_forward is EXPERTS for block in blocks)
-    return 2 * (experts if layout.data == 2 else len(blocks))
+    found = 2 * len(blocks) if layout.tensor > 1 else 0
+    # Tokens meet before experts of all groups, and their parts after them.
+    met = experts if layout.tensor > 1 else 2 * experts
+    return found + (met if layout.experts_meet else 0)

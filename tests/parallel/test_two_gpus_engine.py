@@ -1,9 +1,10 @@
-"""An engine over two GPUs, with the kernels: the embedded model's text, each GPU's plan, its seal.
+"""Engines over all GPUs that there are, with the kernels: text, each GPU's plan, seal, faults.
 
     python -m pytest -m gpu -p no:xdist -s -v tests/parallel/test_two_gpus_engine.py
 
-Each engine has a process of its own, all at a time, as they compile for most of it. One takes
-almost half of both GPUs: the peak of its process is compared with its plan.
+Each engine has a process of its own, or two with half of the GPUs each. All begin at a time, as
+they compile for most of it. One takes a quarter of each GPU: the peak of its process is compared
+with its plan.
 """
 
 import itertools
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,16 +25,31 @@ import pytest
 
 from jaxattn.plan.group import COLLECTIVES
 from tests.parallel.processes import LONG
+from tests.parallel.test_two_processes import FAULTS as SAID
 from tests.parallel.test_two_processes import two_ports
-from tests.parallel.two_gpus_engine import ONE_LAUNCH
+from tests.parallel.two_gpus_engine import EIGHT, ONE_LAUNCH
 
 ROOT = Path(__file__).parents[2]
-CONTEXT, DATA, ALONE = "tensor=2,context=2", "data=2", "alone"
-FUSED = f"tensor=2{ONE_LAUNCH}"
-PROCESSES, KILLED = "two processes", "two processes, and one is killed"
+GPUS = next((gpus for gpus in (8, 4) if gpus <= jax.device_count()), 2)
+ALONE, PROCESSES = "alone", "two processes"
+# Of the embedded model's two heads, and where there are more GPUs of eight heads.
+TEXTS = {
+    2: ["tensor=2,context=2", "data=2"],
+    4: ["data=2,tensor=2,context=2", "data=4"],
+    8: ["data=4,tensor=2,context=2", "data=8"],
+}[GPUS]
+WIDE = (
+    [] if GPUS == 2 else [f"tensor={GPUS},context={GPUS}{EIGHT}", f"tensor={GPUS},context=2{EIGHT}"]
+)
+FUSED = f"tensor=2{ONE_LAUNCH}" if GPUS == 2 else f"tensor={GPUS}{EIGHT}{ONE_LAUNCH}"
+WHOLE = (WIDE or TEXTS)[0]
+SEALED = [*TEXTS, *WIDE, FUSED]
+# What is wrong with the second of two processes.
+FAULTS = {f"two processes: {what}": what for what in SAID}
 # Of each GPU's memory. A plan leaves the allocator 256 MiB for pieces that it does not split, which
-# are less than 1% of the first pool.
-SHARES = {CONTEXT: 0.45, DATA: 0.03, ALONE: 0.03, FUSED: 0.03, PROCESSES: 0.03, KILLED: 0.03}
+# are less than 1% of a pool of 27 GB.
+SHARE, MOST_SHARE = "0.012", "0.27"
+LACKS = "0.001"  # too little for any plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,9 +62,15 @@ class Served:
 
     def __init__(self, layouts: Iterable[str]) -> None:
         self._began, self._found = time.perf_counter(), dict[str, Any]()
-        # Of the leader that loses the other. A pipe that nobody reads yet would fill, and stop it.
-        self.errors = tempfile.TemporaryFile("w+")
-        self.processes = {layout: begun(layout, self.errors) for layout in layouts}
+        # Of leaders that lose the other. A pipe that nobody reads yet would fill, and stop it.
+        self._errors = {layout: tempfile.TemporaryFile("w+") for layout in FAULTS}
+        self.processes = {layout: begun(layout, self._errors.get(layout)) for layout in layouts}
+        self._pool = ThreadPoolExecutor(2 * len(FAULTS))
+        wrong = FAULTS.keys() & self.processes.keys()
+        self._ends = {
+            layout: [self._pool.submit(ended, each) for each in self.processes[layout]]
+            for layout in wrong
+        }
 
     def __getitem__(self, layout: str) -> Any:
         if layout not in self._found:
@@ -64,34 +87,51 @@ class Served:
     def tokens(self, layout: str) -> list[list[int]]:
         return self[layout] if layout == PROCESSES else self[layout]["tokens"]
 
+    def errors(self, layout: str) -> str:
+        """What the leader wrote."""
+        self._errors[layout].seek(0)
+        return self._errors[layout].read()
+
+    def ends(self, layout: str) -> list[float]:
+        """When its processes ended, by `time.time()`."""
+        return [each.result(timeout=LONG) for each in self._ends[layout]]
+
     def end(self) -> None:
         for process in itertools.chain(*self.processes.values()):
             with process:  # closes its pipes, and waits
                 process.kill()
-        self.errors.close()
+        self._pool.shutdown()
+        for errors in self._errors.values():
+            errors.close()
 
 
-def begun(layout: str, errors: IO[str]) -> list[subprocess.Popen[str]]:
-    """The layout's process; of two the leader first, each with a GPU of its own.
+def ended(process: subprocess.Popen[str]) -> float:
+    process.wait()
+    return time.time()
+
+
+def begun(layout: str, errors: IO[str] | None) -> list[subprocess.Popen[str]]:
+    """The layout's process; of two the leader first, each with half of the GPUs.
 
     Args:
-        errors: where the leader writes what is wrong, of the two of which one is killed.
+        errors: where the leader writes what is wrong, if something will be.
     """
-    share, environment = str(SHARES[layout]), dict(os.environ)
-    environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = share
-    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    if layout not in (PROCESSES, KILLED):
-        whole = [share] if layout == CONTEXT else []
-        command = ["tests.parallel.two_gpus_engine", layout, *whole]
-        return [process(command, environment)]
-    found, coordinator = [], f"127.0.0.1:{two_ports()}"
-    gpus = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    if layout != PROCESSES and layout not in FAULTS:
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = MOST_SHARE if layout == WHOLE else SHARE
+        whole = [MOST_SHARE] if layout == WHOLE else []
+        return [process(["tests.parallel.two_gpus_engine", layout, *whole], environment)]
+    what, coordinator = FAULTS.get(layout, "nothing"), f"127.0.0.1:{two_ports()}"
+    seen = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
+    found, half = [], GPUS // 2
     for rank in range(2):
-        wrong = layout == KILLED and rank == 0
-        what = "killed" if layout == KILLED else "nothing"
+        lacks = what == "memory" and rank == 1
+        own = environment | {
+            "CUDA_VISIBLE_DEVICES": ",".join(seen[rank * half : (rank + 1) * half]),
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": LACKS if lacks else SHARE,
+        }
         command = ["tests.parallel.processes", str(rank), coordinator, what]
-        own = environment | {"CUDA_VISIBLE_DEVICES": gpus[rank]}
-        found.append(process(command, own, errors if wrong else None))
+        found.append(process(command, own, None if rank else errors))
     return found
 
 
@@ -111,7 +151,7 @@ def process(
 def needed(item: pytest.Item) -> set[str]:
     """The layouts that a test asks for."""
     params = getattr(getattr(item, "callspec", None), "params", {})
-    names = {"killed": {KILLED}, "text": {ALONE}, "peak": {CONTEXT}, "collectives": {CONTEXT}}
+    names = {"text": {ALONE}, "peak": {WHOLE}, "collectives": {WHOLE}}
     found = set().union(*(layouts for name, layouts in names.items() if name in item.name))
     return found | {params["layout"]} if params else found
 
@@ -120,7 +160,8 @@ def needed(item: pytest.Item) -> set[str]:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     here = [each for each in request.session.items if each.path == request.path]
     asked = set().union(*map(needed, here))
-    served = Served(layout for layout in SHARES if layout in asked)
+    every = [ALONE, PROCESSES, *SEALED, *FAULTS]
+    served = Served(layout for layout in every if layout in asked)
     try:
         yield served
     finally:
@@ -128,48 +169,51 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def test_each_gpus_peak_is_within_one_percent_of_the_plan_and_never_over_it(served):
-    found = served[CONTEXT]
+    found = served[WHOLE]
     print(f"planned {found['planned_inside']:,}, peaks {found['peaks']}")
     for peak in found["peaks"]:
         assert peak <= found["planned_inside"] <= peak * 1.01
 
 
 def test_collectives_take_less_of_each_gpu_than_a_plan_says(served):
-    taken = served[CONTEXT]["items"]["collectives"]
+    taken = served[WHOLE]["items"]["collectives"]
     print(f"NCCL and the collective kernels take {taken / 2**20:.0f} MiB of each GPU")
     assert 0 < taken <= COLLECTIVES
 
 
-@pytest.mark.parametrize("layout", [CONTEXT, DATA, FUSED])
+@pytest.mark.parametrize("layout", SEALED)
 def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
-    two = served[layout]
-    assert two["after_seal"] == {}
-    assert two["in_use_at_the_end"] == two["in_use_when_sealed"]
+    found = served[layout]
+    assert found["after_seal"] == {}
+    assert found["in_use_at_the_end"] == found["in_use_when_sealed"]
 
 
-@pytest.mark.parametrize("layout", [CONTEXT, DATA, FUSED, PROCESSES])
+@pytest.mark.parametrize("layout", [*TEXTS, *([FUSED] if GPUS == 2 else []), PROCESSES])
 def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
-    one, two = served.tokens(ALONE), served.tokens(layout)
+    one, more = served.tokens(ALONE), served.tokens(layout)
     same = [
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
-        for x, y in zip(one, two, strict=True)
+        for x, y in zip(one, more, strict=True)
     ]
     print(f"{layout}: tokens of each row until the first that differs: {same}")
     # Partial sums are rounded to bfloat16: where two tokens are as likely, rows part.
     assert min(same) >= 8
 
 
-def test_a_process_that_is_killed_ends_the_other_with_one_message_and_frees_its_gpu(served):
-    leader, other = served.processes[KILLED]
-    try:
-        assert other.wait(timeout=LONG + 10) == -signal.SIGKILL
-        began = time.perf_counter()
-        leader.wait(timeout=30)
-    finally:
-        served.errors.seek(0)
-        errors = served.errors.read()
-        print(errors[-3000:], flush=True)
-    print(f"the leader ended {time.perf_counter() - began:.1f} s later")
-    assert leader.returncode not in (0, None)
+@pytest.mark.parametrize("layout", FAULTS)
+def test_what_is_wrong_with_one_process_ends_both_with_one_message_and_frees_the_gpus(
+    served, layout
+):
+    leader, other = served.processes[layout]
+    what, ends = FAULTS[layout], served.ends(layout)
+    assert other.stdout is not None
+    told = [line.split()[-1] for line in other.stdout if line.startswith("wrong from now on")]
+    began = float(told[0]) if told else min(ends)
+    errors = served.errors(layout)
     said = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "process 1 at 127.0.0.1 is gone" in said[0], errors[-3000:]
+    print(f"{what}: both had ended {max(ends) - began:.1f} s later; {said}", flush=True)
+    assert max(ends) - began < 30
+    assert other.returncode == -signal.SIGKILL if what == "killed" else other.returncode > 0
+    assert leader.returncode > 0
+    wanted = "process 1: " if what == "memory" else SAID[what]
+    assert len(said) == 1 and wanted in said[0], errors[-3000:]

@@ -1,0 +1,312 @@
+"""`python -m jaxattn.bench long-row --gpus 1 2 4`: attention of one long row over several GPUs.
+
+    python -m jaxattn.bench long-row --tokens 1000000 --heads 32 128 --gpus 1 2 4
+
+Latent attention of one new token to so many cached ones, as a layer of a decode step with `--tensor
+N --context N` has it. Each GPU has the queries of an Nth of the heads, and an Nth of the pages.
+Queries are gathered, each GPU attends with all heads, outputs are exchanged and merged
+(`jaxattn.parallel.Spread`). Projections are left out. 32 heads are Kimi-Linear's, 128 are
+DeepSeek-V3's.
+
+`us` is a layer's share of a loop over layers in turn: a loop less a shorter one. `roof us` is what
+the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a
+profile. Of these `attention us` attend and merge a GPU's own pieces; `gather us` and `exchange us`
+are the two collectives, waiting included. `efficiency` is per doubling of the GPUs: 1 if twice the
+GPUs take half the time. `relative error` is that of the output, beside XLA's on one GPU.
+"""
+
+import argparse
+import functools
+import gc
+import math
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxattn import mla
+from jaxattn.arena import Arena
+from jaxattn.bench import record, reference
+from jaxattn.bench.mla import DIM, PAGE, RANK, SCALE
+from jaxattn.bench.model.roof import RATES
+from jaxattn.bench.tables import show, store
+from jaxattn.bench.timing import launches, seconds_more
+from jaxattn.core.checks import Within
+from jaxattn.core.dispatch import Implementation
+from jaxattn.kernels.hopper.repeated import launches_shared
+from jaxattn.models.base import jit_step
+from jaxattn.models.mixers import attended
+from jaxattn.parallel import Group, Parallel, Spread, rank
+
+HEADS = (32, 128)
+LAYERS = 4  # read in turn, so that none is in L2
+TIMES = 6  # that the longer loop has all layers
+MOST_ERROR = 8e-3  # parts and their sum are rounded to bfloat16
+COMPILERS = 8  # threads
+# What a kernel does by a part of its name or its instruction's.
+KINDS = {
+    "attention us": ("mla_decode",),
+    "gather us": ("allgather", "all-gather", "all_gather"),
+    "exchange us": ("sendrecv", "alltoall", "all-to-all", "all_to_all"),
+}
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} long-row",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the row")
+    parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), help="in all")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="one run for each")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="caches, read in turn")
+    parser.add_argument("--no-check", action="store_true", help="not the output beside XLA's")
+    parser.add_argument(
+        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    args = parser.parse_args(argv)
+    if min(args.tokens, args.layers, *args.gpus, *args.heads) < 1:
+        parser.error("--tokens, --layers, --gpus and --heads must be positive")
+    for gpus in args.gpus:
+        if odd := [heads for heads in args.heads if heads % gpus]:
+            parser.error(f"--heads {odd[0]} do not divide over --gpus {gpus}")
+    return args
+
+
+class Row:
+    """One row's attention over a number of GPUs: compiled from shapes, filled, then timed."""
+
+    def __init__(
+        self,
+        heads: int,
+        gpus: int,
+        *,
+        tokens: int,
+        layers: int = LAYERS,
+        implementation: Implementation | None = None,
+    ):
+        self.heads, self.gpus, self.tokens, self.layers = heads, gpus, tokens, layers
+        self.implementation = implementation
+        self.parallel = Parallel(tensor=gpus, context=gpus)
+        self.group = Group(self.parallel, tuple(jax.devices()[:gpus]))
+        self.stripes = -(-tokens // (PAGE * gpus))
+        own = self.parallel.axes("tensor") or None
+        self.by_heads = PartitionSpec(None, None, own)
+        self.state_specs = PartitionSpec(None, own), self.group.each
+        self._loops: dict[int, Any] = {}
+        self.state: Any = None
+
+    def compile(self) -> None:
+        with launches_shared():
+            for turns in (self.layers, self.layers * TIMES):
+                self._loops[turns] = self._jitted(turns).lower(*self._shapes()).compile()
+
+    def _jitted(self, turns: int) -> Any:
+        specs = self.by_heads, self.state_specs
+        over = self.group.step(functools.partial(self._loop, turns), specs, specs)
+        return jit_step(over, out_shardings=self.group.shardings(specs))
+
+    def _shapes(self) -> tuple[Any, Any]:
+        queries = jax.ShapeDtypeStruct((1, 1, self.heads // self.gpus, DIM), jnp.bfloat16)
+        pages = jax.ShapeDtypeStruct((self.layers, self.stripes, PAGE, DIM), jnp.bfloat16)
+        state = pages, jax.eval_shape(self._arena)
+        given = zip((queries, state), (self.by_heads, self.state_specs), strict=True)
+        shapes = [self.group.shapes(local, specs) for local, specs in given]
+        return shapes[0], shapes[1]
+
+    def _arena(self) -> Arena:
+        rows, q_len, heads = attended(self.parallel, 1, 1, self.heads // self.gpus)
+        sizes: Any = dict(batch=rows, q_len=q_len, num_heads=heads)
+        return Arena.allocate(mla.scratch(**sizes, max_pages=self.stripes, page_size=PAGE))
+
+    def _loop(self, turns: int, queries: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        cache, arena = state
+        tables, lens = jnp.asarray(self._tables())[None], jnp.full(1, self.tokens, jnp.int32)
+        spread = Spread.of(self.parallel, tables, lens, page_size=PAGE, q_len=1)
+        seen = lens if spread is None else spread.lens
+        schedule = mla.decode_schedule(
+            seen,
+            q_len=1,
+            num_heads=self.heads,
+            max_pages=self.stripes,
+            page_size=PAGE,
+            batch_invariant=True,
+        )
+
+        def turn(carry: Any, layer: jax.Array) -> Any:
+            queries, before, arena = carry
+            # The queries of a layer exist once the output of the layer before it does.
+            queries, _ = lax.optimization_barrier((queries, before))
+
+            def attend(parts: Any, tables: Any, lens: Any) -> tuple[Any, Any, list[Any]]:
+                out, lse, kept = mla.mla_decode(
+                    parts[0],
+                    cache,
+                    tables,
+                    lens,
+                    scale=SCALE,
+                    layer=layer,
+                    schedule=schedule,
+                    arena=arena,
+                    implementation=self.implementation,
+                )
+                return out, lse, [kept]
+
+            if spread is None:
+                out, _, rest = attend([queries], tables, Within(seen, self.stripes * PAGE))
+            else:
+                out, rest = spread.attend([queries], attend)
+            return (queries, lax.optimization_barrier(out), rest[0]), None
+
+        layers = jnp.arange(turns) % self.layers
+        begin = queries, jnp.zeros((*queries.shape[:-1], RANK), queries.dtype), arena
+        (_, out, arena), _ = lax.scan(turn, begin, layers)
+        return out, (cache, arena)
+
+    def _tables(self) -> np.ndarray:
+        """int32: where each stripe of the row lies."""
+        return np.random.default_rng(0).permutation(self.stripes).astype(np.int32)
+
+    def fill(self) -> None:
+        """Normal numbers: of a page of the row the same ones, however many GPUs there are."""
+
+        def made() -> Any:
+            places = jnp.asarray(np.argsort(self._tables()))
+            numbers = places * self.gpus + rank(self.parallel, "context")
+
+            def page(layer: jax.Array, number: jax.Array) -> jax.Array:
+                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), number)
+                return jax.random.normal(key, (PAGE, DIM), jnp.bfloat16)
+
+            def of(layer: jax.Array) -> jax.Array:
+                return jax.vmap(functools.partial(page, layer))(numbers)
+
+            return lax.map(of, jnp.arange(self.layers)), self._arena()
+
+        self.state = jax.block_until_ready(self.group.make(made, self.state_specs))
+        drawn = np.random.default_rng(1).standard_normal((1, 1, self.heads, DIM), np.float32)
+        self.queries = self.group.put(drawn.astype(jnp.bfloat16), self.by_heads)
+
+    def __call__(self, turns: int) -> jax.Array:
+        out, self.state = self._loops[turns](self.queries, self.state)
+        # Virtual devices of a CPU wait for one another for ever with several steps under way.
+        return out if jax.default_backend() == "gpu" else jax.block_until_ready(out)
+
+    def output(self) -> np.ndarray:
+        """[H, R] of the last layer."""
+        return reference.exact(self(self.layers))[0, 0]
+
+    def time(self) -> dict[str, Any]:
+        """A row of the table."""
+        few, many = self.layers, self.layers * TIMES
+        took = seconds_more(lambda: self(few), lambda: self(many)) / (many - few)
+        spent = launches(lambda _: self(many), calls=2, warmup=0.0)
+        kinds = dict.fromkeys(("kernels us", *KINDS), 0.0)
+        for launch, each in spent.items():
+            name = f"{launch.kernel} {launch.op}".lower()
+            share = each.seconds / self.gpus / many * 1e6
+            kinds["kernels us"] += share
+            for kind, words in KINDS.items():
+                kinds[kind] += share * any(word in name for word in words)
+        moved = self.tokens * DIM * 2 / self.gpus
+        kind = self.group.devices[0].device_kind
+        rate = next((rate for name, rate in RATES.items() if name in kind), None)
+        return {
+            "H": self.heads,
+            "T": self.tokens,
+            "GPUs": self.gpus,
+            "us": took * 1e6,
+            "roof us": moved / rate * 1e6 if rate else "",
+            **kinds,
+            "GB/s": moved / took / 1e9,
+            "TFLOP/s": 2 * self.heads * self.tokens * (DIM + RANK) / self.gpus / took / 1e12,
+            "launches": {f"{k.kernel} {k.op}": tuple(v) for k, v in spent.items()},
+        }
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    # Read when the backend starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    args = parse(argv, program)
+    if len(jax.devices()) < max(args.gpus):
+        print(
+            f"{program}: --gpus {max(args.gpus)} takes as many devices, and JAX sees "
+            f"{len(jax.devices())}",
+            file=sys.stderr,
+        )
+        return 2
+    result = {**record.begin("long-row", program, ["long-row", *argv]), "rows": []}
+    sizes: Any = dict(tokens=args.tokens, layers=args.layers)
+    rows = [
+        Row(heads, gpus, **sizes, implementation=args.implementation)
+        for heads in args.heads
+        for gpus in args.gpus
+    ]
+    checked = [] if args.no_check else args.heads
+    alone = {heads: Row(heads, 1, **sizes, implementation="xla") for heads in checked}
+    compile_all([*rows, *alone.values()])
+    expected = {heads: _output(row) for heads, row in alone.items()}
+    for row in rows:
+        row.fill()
+        found = row.time()
+        if row.heads in expected:
+            found["relative error"] = _checked(row, expected[row.heads])
+        found |= _beside(found, result["rows"])
+        row.state = None
+        gc.collect()
+        result["rows"].append(found)
+        print(f"long-row {_shown(found)}", file=sys.stderr, flush=True)
+        store(result, args.json)
+    record.end(result)
+    store(result, args.json)
+    show(f"One row of {args.tokens:,} tokens", [_shown(row) for row in result["rows"]])
+    return 0
+
+
+def compile_all(rows: Sequence[Row]) -> None:
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(Row.compile, rows))
+
+
+def _output(row: Row) -> np.ndarray:
+    row.fill()
+    found, row.state = row.output(), None
+    return found
+
+
+def _checked(row: Row, expected: np.ndarray) -> float:
+    """The relative L2 error of the last layer's output.
+
+    Raises:
+        AssertionError: it is off by more than rounding.
+    """
+    error = reference.relative_l2(row.output(), expected)
+    if not error < MOST_ERROR:
+        raise AssertionError(f"{row.heads} heads on {row.gpus} GPUs: relative error {error}")
+    return error
+
+
+def _beside(found: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Beside one GPU, where that has a row."""
+    one = next((each["us"] for each in rows if each["GPUs"] == 1 and each["H"] == found["H"]), None)
+    if one is None or found["GPUs"] == 1:
+        return {}
+    times = one / found["us"]
+    return {
+        "times one GPU": times,
+        "efficiency": times ** (1 / math.log2(found["GPUs"])) / 2,
+    }
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "launches"}

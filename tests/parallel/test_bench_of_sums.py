@@ -1,0 +1,81 @@
+"""`bench collectives` and `bench long-row` on virtual devices: their rows, counts and checks."""
+
+import json
+
+import pytest
+
+from jaxattn.bench import collectives, long_row
+from jaxattn.parallel.compiled import all_reduces
+from tests.helpers.virtual_devices import on_virtual_devices
+
+
+@on_virtual_devices
+def test_sums_are_timed_less_the_loop_without_them(tmp_path):
+    file = tmp_path / "run.json"
+    argv = ["--gpus", "2", "--kib", "4", "--turns", "2", "--json", str(file)]
+    assert collectives.main(argv, "bench") == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["dtype"], row["sum"]) for row in rows] == [
+        ("bfloat16", "XLA"),
+        ("bfloat16", "one launch"),
+        ("float32", "XLA"),
+    ]
+    assert all(row["us"] < row["turn us"] and row["KiB"] == 4 for row in rows)
+
+
+def test_one_launch_is_for_whole_tokens_of_bfloat16_and_not_beside_nccl():
+    def wanted(*argv):
+        found = collectives.wanted(collectives.parse([*argv, "--gpus", "4"], "bench"))
+        return [(each.how, each.dtype, each.kib) for each in found]
+
+    assert ("one launch", "bfloat16", 64) in wanted("--kib", "64")
+    assert ("one launch", "bfloat16", 4096) not in wanted("--kib", "4096")
+    assert ("one launch", "bfloat16", 6) not in wanted("--kib", "6")
+    assert {how for how, *_ in wanted("--nccl")} == {"nothing", "NCCL"}
+
+
+@on_virtual_devices
+def test_loops_have_one_sum_that_xla_kernel_takes_or_none():
+    for how, count in ("XLA", 1), ("nothing", 0):
+        loop = collectives.Loop(collectives.Sum(gpus=4, kib=64, dtype="float32", how=how), 3)
+        loop.compile()
+        sums = all_reduces(loop.compiled.as_text())
+        assert len(sums) == count and all(each.serves for each in sums)
+        assert all(each.nbytes == 64 * 1024 for each in sums)
+
+
+@on_virtual_devices
+def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
+    file = tmp_path / "run.json"
+    argv = ["--tokens", "600", "--heads", "8", "--gpus", "1", "4", "--layers", "2"]
+    assert long_row.main([*argv, "--json", str(file)], "bench") == 0
+    one, four = json.loads(file.read_text())["rows"]
+    assert one["relative error"] == 0 and 0 < four["relative error"] < 8e-3
+    assert four["times one GPU"] == pytest.approx(one["us"] / four["us"])
+    assert four["efficiency"] == pytest.approx((one["us"] / four["us"]) ** 0.5 / 2)
+    flops = 2 * 8 * 600 * (576 + 512) / 4
+    assert four["TFLOP/s"] == pytest.approx(flops / four["us"] / 1e6)
+    assert four["GB/s"] == pytest.approx(600 * 1152 / 4 / four["us"] / 1e3)
+
+
+@on_virtual_devices
+def test_a_long_row_that_is_wrong_is_refused():
+    row = long_row.Row(4, 2, tokens=300, layers=1)
+    row.compile()
+    row.fill()
+    right = row.output()
+    assert long_row._checked(row, right) == 0
+    with pytest.raises(AssertionError, match="4 heads on 2 GPUs: relative error"):
+        long_row._checked(row, right * 1.01)
+
+
+def test_numbers_that_do_not_fit_are_refused(capsys):
+    for bench, argv, message in (
+        (collectives, ["--gpus", "1"], "--gpus 1: a sum is over two GPUs or more"),
+        (collectives, ["--kib", "1"], "--kib must be at least 4"),
+        (long_row, ["--gpus", "3"], "--heads 32 do not divide over --gpus 3"),
+        (long_row, ["--tokens", "0"], "must be positive"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.parse(argv, "bench")
+        assert message in capsys.readouterr().err
