@@ -91,7 +91,7 @@ def all_reduce_norm_mosaic(
         out_ref,
     ) -> None:
         token, own = lax.axis_index("token"), addresses_ref[gpus, 0]
-        call = counts_ref[token] + 1
+        call = counts_ref[0, token, 0] + 1
         side = call & 1  # of negative numbers, which follow the largest, too
 
         def weight() -> jax.Array:

@@ -62,7 +62,7 @@ def peer_exchange_mosaic(
     def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
         row, piece = lax.axis_index("row"), lax.axis_index("piece")
         place, own = row * pieces + piece, addresses_ref[gpus, 0]
-        call = counts_ref[place] + 1
+        call = counts_ref[0, place, 0] + 1
         side = call & 1  # of negative numbers, which follow the largest, too
         sent = [
             plgpu.load(part_ref.at[row, each, piece], layout=layout, optimized=False)

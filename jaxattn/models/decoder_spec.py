@@ -26,7 +26,7 @@ class DecoderSpec:
         parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
         fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
             the residual and norm in one launch, where `sums_fused` says so. 0: never. None: as
-            many as send 512 KiB from each GPU.
+            many as send 2 MiB from each GPU.
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:

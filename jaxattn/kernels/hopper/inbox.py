@@ -1,7 +1,7 @@
 """Parts of tokens that GPUs send each other: they write into inboxes in one another's memory.
 
     inbox      int32 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
-    counts     int32 [T]            of each token: the calls that this GPU has ended
+    counts     int32 [1, T, 1]      of each token: the calls that this GPU has ended
     addresses  int32 [N + 1, 2]     of the inbox on each GPU, the lower word first; then this GPU's
                                     number
 
