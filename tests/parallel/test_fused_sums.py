@@ -124,12 +124,8 @@ def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     }
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
-    assert caches(plain().with_fused_sums(), tensor=8)["peer_inbox"] == (
-        2,
-        8,
-        256,
-        256,
-    )
+    most = caches(plain().with_fused_sums(), tensor=8)["peer_inbox"]
+    assert most == (2, 8, 256, 256)
     wide = plain(hidden=1024).with_fused_sums()
     assert caches(wide, tensor=8)["peer_inbox"] == (2, 8, 2**21 // (7 * 2048), 1024)
     assert caches(fused, data=2, expert=2)["peer_inbox"] == (2, 2, 8, 256)
