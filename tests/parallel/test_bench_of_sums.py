@@ -1,12 +1,16 @@
 """`bench collectives` and `bench long-row` on virtual devices: their rows, counts and checks."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
 from jaxattn.bench import collectives, long_row
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
+
+COMMANDS = Path(__file__).parents[2] / "benchmarks" / "several-gpus.sh"
 
 
 @on_virtual_devices
@@ -67,6 +71,17 @@ def test_a_long_row_that_is_wrong_is_refused():
     assert long_row._checked(row, right) == 0
     with pytest.raises(AssertionError, match="4 heads on 2 GPUs: relative error"):
         long_row._checked(row, right * 1.01)
+
+
+def test_the_commands_for_several_gpus_are_ones_that_there_are():
+    found = []
+    for line in COMMANDS.read_text().splitlines():
+        for name, bench in ("collectives", collectives), ("long-row", long_row):
+            _, there, rest = line.partition(f"jaxattn.bench {name} ")
+            if there:
+                found.append(name)
+                bench.parse(shlex.split(rest.replace("$SUMS", "2 4 8"), comments=True), "bench")
+    assert found == ["long-row", "collectives", "collectives"]
 
 
 def test_numbers_that_do_not_fit_are_refused(capsys):
