@@ -8,7 +8,9 @@ device, in programs that are compiled while blocks are read.
 
 import functools
 import itertools
+import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -141,11 +143,10 @@ def _sent(
 ) -> Generator[tuple[Block, tuple[Array, ...]], None, None]:
     """The blocks in order, on the device; `readers` of them are read ahead."""
     with ExitStack() as stack:
-        files = opened(blocks, stack)
+        files, buffers = opened(blocks, stack), Buffers(max(block.nbytes for block in blocks))
 
         def send(block: Block) -> tuple[Array, ...]:
-            # A buffer of its own: on the CPU the array that comes back may be the buffer itself.
-            return jax.block_until_ready(jax.device_put(read(block, files), where))
+            return jax.block_until_ready(jax.device_put(read(block, files, buffers), where))
 
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -171,9 +172,32 @@ def opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
     return files
 
 
-def read(block: Block, files: Mapping[Path, int]) -> tuple[np.ndarray, ...]:
+class Buffers:
+    """Host memory for blocks. A buffer is used again when no array refers to it any more.
+
+    On the CPU JAX's array may be the buffer itself. The memory does not come from malloc,
+    which keeps some of what each thread frees.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Buffers of so many bytes each."""
+        self._nbytes = nbytes
+        self._free: list[mmap.mmap] = []
+
+    def new(self, nbytes: int) -> np.ndarray:
+        """The first bytes of a buffer, of any value."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, self._nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = np.frombuffer(memory, np.uint8, nbytes)
+        weakref.finalize(buffer, self._free.append, memory)
+        return buffer
+
+
+def read(block: Block, files: Mapping[Path, int], buffers: Buffers) -> tuple[np.ndarray, ...]:
     """A block's arrays, views of one buffer."""
-    arrays, buffer = [], np.empty(block.nbytes, np.uint8)
+    arrays, buffer = [], buffers.new(block.nbytes)
     for piece in block.pieces:
         begin = piece.offset
         for span in piece.spans:

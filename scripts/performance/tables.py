@@ -290,4 +290,15 @@ TABLES: dict[str, Callable[[], str]] = {
             "TFLOP/s": RATES["TFLOP/s"],
         },
     ),
+    "model-h100": Table(
+        run="h100-*",
+        columns={
+            "model": text("model"),
+            "B": text("B"),
+            "ms": number("ms", 2),
+            "roof ms": number("roof ms", 2),
+            "times roof": number("times roof", 2),
+            "us per layer above the roof": number("us a layer over roof"),
+        },
+    ),
 }

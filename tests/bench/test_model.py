@@ -391,6 +391,15 @@ def test_a_step_of_vllm_is_the_difference_of_two_lengths(tmp_path, monkeypatch):
     assert said == ["vLLM: decode of 1 rows: 2.00 ms", "vLLM: decode of 8 rows: 2.00 ms"]
     (failed,) = vllm.measure(CONFIG, [99], 4096)
     assert failed == "vLLM: CalledProcessError: no room for 99"
+    (unknown,) = vllm.measure(CONFIG | {"model_type": "youtu"}, [1], 4096)
+    assert unknown == "vLLM: its name for models of type 'youtu' is not known here"
+
+
+def test_vllm_has_a_name_for_each_model_of_the_table():
+    table = "DeepSeek-V2-Lite GLM-4.7-Flash Qwen3.5-35B-A3B Qwen3-Next-80B-A3B-FP8 Qwen3-32B"
+    for name in table.split():
+        _, fields, _ = named.find(name)
+        assert fields["model_type"] in vllm.ARCHITECTURES
 
 
 def test_every_way_of_a_product_is_the_same_product():

@@ -1,12 +1,13 @@
 """Folders of the hub: files of either kind, blocks of any size, dtypes, spellings."""
 
 import json
+import mmap
 import os
 import shutil
 import threading
-import weakref
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -65,22 +66,40 @@ def test_shards_and_small_blocks_give_the_same_parameters(folder, monkeypatch):
 
 
 def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
-    now, sizes, most = [], [], []
+    mapped, given = [], []
+    new = filling.Buffers.new
 
-    def counted(size, dtype):
-        buffer = np.zeros(size, dtype)
-        weakref.finalize(buffer, now.pop)
-        now.append(size)
-        sizes.append(size)
-        most.append(len(now))
-        return buffer
+    def counted(number, size, flags):
+        mapped.append(size)
+        return mmap.mmap(number, size, flags)
+
+    def noted(buffers, nbytes):
+        given.append(nbytes)
+        return new(buffers, nbytes)
 
     monkeypatch.setattr(cutting, "BLOCK_BYTES", 60_000)
-    monkeypatch.setattr(filling.np, "empty", counted)
+    flags = {name: getattr(mmap, name) for name in ("MAP_PRIVATE", "MAP_ANONYMOUS")}
+    monkeypatch.setattr(filling, "mmap", SimpleNamespace(mmap=counted, **flags))
+    monkeypatch.setattr(filling.Buffers, "new", noted)
     huggingface.load(folder, readers=3)
     largest_group = (128 + 128) * 512 * 2  # a head of kv_b_proj is not divided
-    assert max(sizes) <= largest_group and len(sizes) > 20
-    assert max(most) <= 3 + 1  # on the CPU the array that is being placed is a buffer too
+    assert max(mapped) == max(given) <= largest_group and len(given) > 20
+    assert len(mapped) <= 3 + 1  # on the CPU the array that is being placed is a buffer too
+
+
+def test_a_buffer_is_used_again_when_no_array_refers_to_it():
+    buffers = filling.Buffers(64)
+    buffer = buffers.new(64)
+    buffer[:] = 7
+    kept = buffer[8:16].view(np.uint16).reshape(2, 2)
+    del buffer
+    second = buffers.new(48)
+    second[:] = 9
+    assert (kept == 7 * 257).all()
+    del kept
+    third = buffers.new(64)
+    assert third[0] == 7  # the first one's memory
+    assert (second == 9).all()
 
 
 def test_what_on_progress_raises_ends_the_loading(folder, monkeypatch):

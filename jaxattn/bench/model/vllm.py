@@ -2,7 +2,7 @@
 
 It runs in a process of its own, before JAX takes memory. `vllm bench latency` times a whole batch
 of requests. Two output lengths differ by `STEPS` decode steps and by nothing else, so a step is the
-difference of the two divided by `STEPS`.
+difference of the two divided by `STEPS`. Options and names are those of vLLM 0.33.
 """
 
 import importlib.util
@@ -21,7 +21,11 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 
 
@@ -34,8 +38,11 @@ def measure(fields: dict[str, Any], rows: Sequence[int], context: int) -> list[s
     """
     if importlib.util.find_spec("vllm") is None:
         return ["vLLM: not installed (python3 -m pip install vllm)"]
+    kind = fields.get("model_type", "")
+    if kind not in ARCHITECTURES and "architectures" not in fields:
+        return [f"vLLM: its name for models of type {kind!r} is not known here"]
     with tempfile.TemporaryDirectory() as folder:
-        names = {"architectures": [ARCHITECTURES.get(fields.get("model_type", ""), "")]}
+        names = {"architectures": [ARCHITECTURES.get(kind)]}
         (Path(folder) / "config.json").write_text(json.dumps({**names, **fields}))
         try:
             return [

@@ -23,7 +23,7 @@ from jaxtyping import Array, Int
 from jaxattn.models import cutting
 from jaxattn.models.changes import Change
 from jaxattn.models.cutting import Block, Weight, cut
-from jaxattn.models.filling import READERS, OnProgress, opened, read, sent_as
+from jaxattn.models.filling import READERS, Buffers, OnProgress, opened, read, sent_as
 from jaxattn.models.placing import Key
 from jaxattn.models.sharding.cut import Cuts, own
 from jaxattn.models.sharding.decoder import OneOfMany
@@ -175,16 +175,17 @@ def _read_ahead(
 ) -> Iterator[tuple[Block, tuple[np.ndarray, ...]]]:
     """The blocks in order, on the host; `readers` of them are read ahead."""
     with ExitStack() as stack:
-        files = opened(blocks, stack)
+        files, buffers = opened(blocks, stack), Buffers(max(block.nbytes for block in blocks))
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
         stack.callback(pool.shutdown, cancel_futures=True)
         waiting = iter(blocks)
-        ahead = deque((b, pool.submit(read, b, files)) for b in itertools.islice(waiting, readers))
+        first = itertools.islice(waiting, readers)
+        ahead = deque((b, pool.submit(read, b, files, buffers)) for b in first)
         while ahead:
             block, arrays = ahead.popleft()
             yield block, arrays.result()
             if (following := next(waiting, None)) is not None:
-                ahead.append((following, pool.submit(read, following, files)))
+                ahead.append((following, pool.submit(read, following, files, buffers)))
 
 
 def _bytes(block: Block) -> int:
