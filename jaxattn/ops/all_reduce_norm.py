@@ -36,13 +36,14 @@ class Mailbox:
 
     Attributes:
         inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
-        counts: int32 [T], the number of calls that were for a token.
+        counts: int32 [1, T, 1], the number of calls that were for a token. No output of a step has
+            such a shape: JAX would give an array's donated buffer to the first one that has.
         addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `addressed`. Then the
             GPU's own number.
     """
 
     inbox: Int[Array, "2 N T F"]
-    counts: Int[Array, "T"]
+    counts: Int[Array, "1 T 1"]
     addresses: Int[Array, "N_1 2"]
 
     @classmethod
@@ -53,7 +54,7 @@ class Mailbox:
         the kernel waits for it without end.
         """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.int32)
-        return cls(inbox, jnp.zeros(tokens, jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
+        return cls(inbox, jnp.zeros((1, tokens, 1), jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
 
 
 def addressed(inbox: jax.Array, addresses: jax.Array) -> jax.Array:

@@ -105,7 +105,9 @@ def cases() -> dict[str, tuple[Key, Key]]:
         "one launch": [
             dict(tensor=2),
             dict(data=2, expert=2),
+            dict(tensor=2, context=2),
             dict(tensor=4),
+            dict(tensor=4, context=4),
             dict(data=4, expert=4),
             dict(tensor=8),
             dict(data=8, expert=8),
