@@ -137,6 +137,7 @@ class Decoder(nnx.Module):
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
         everyones = self._everyones(valid)
+        shares = self._shares(valid, everyones)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -162,6 +163,7 @@ class Decoder(nnx.Module):
                         layer.mlp_norm(x),
                         valid,
                         everyones,
+                        shares[block.feed_forward],
                         stacks[place],
                         following,
                         None,
@@ -192,6 +194,7 @@ class Decoder(nnx.Module):
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
         everyones = self._everyones(valid)
+        shares = self._shares(valid, everyones)
         x = self._embed(batch.tokens, valid > 0)
         # What a layer gives is then one GPU's part until a norm's launch has summed it.
         fused = norms is not None and self._fused(valid.size)
@@ -245,6 +248,7 @@ class Decoder(nnx.Module):
                         normed,
                         valid,
                         everyones,
+                        shares[block.feed_forward],
                         stacks[place],
                         following,
                         arena,
@@ -353,6 +357,15 @@ class Decoder(nnx.Module):
         parallel = self.spec.parallel
         return gathered(valid, parallel, "data") if parallel.experts_meet else valid
 
+    def _shares(self, valid: Array, everyones: Array) -> dict[Any, Any]:
+        """What of each kind of feed-forward this GPU computes in a step."""
+        return {
+            block.feed_forward: block.feed_forward.share(
+                everyones.size if self._meets(block) else valid.size
+            )
+            for block in dict.fromkeys(self.spec.blocks)
+        }
+
     def _feed_forward(
         self,
         block: Block,
@@ -360,6 +373,7 @@ class Decoder(nnx.Module):
         x: Any,
         valid: Array,
         everyones: Array,
+        share: Any,
         stacks: dict[str, Array],
         following: Array,
         arena: Arena | None,
@@ -371,6 +385,7 @@ class Decoder(nnx.Module):
 
         Args:
             everyones: `valid` of all those tokens.
+            share: of `_shares`.
             following: the repeat after the layer's.
             fused: the tokens have met, and the output is one GPU's part, see `_part`.
             apart: whether the output may be an `Unsummed`.
@@ -380,7 +395,7 @@ class Decoder(nnx.Module):
         if meets:
             x, valid = x if fused else met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
-            module, x, valid, stacks, in_repeat(following), arena, implementation, apart
+            module, x, valid, stacks, in_repeat(following), arena, implementation, apart, share
         )
         if isinstance(y, Unsummed):
             return y, arena

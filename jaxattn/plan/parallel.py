@@ -87,10 +87,11 @@ def best_layout(
 ) -> Parallel | None:
     """The layout of so many GPUs whose caches hold the most tokens in all; None if none fits.
 
-    Of equals the first: fewer groups with rows of their own, whose steps wait for one another.
+    Of equals one with fewer groups with rows of their own, whose steps wait for one another.
     """
     fitting = list(layouts_that_fit(model, memory, limits, gpus))
-    return max(fitting, key=lambda each: each[0])[1] if fitting else None
+    best = max(fitting, key=lambda each: (each[0], -each[1].data), default=None)
+    return best and best[1]
 
 
 def layouts_that_fit(

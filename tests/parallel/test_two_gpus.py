@@ -252,7 +252,7 @@ def test_logits_are_those_of_one_gpu_but_for_rounding_and_steps_are_in_place(ste
     sums = [each for each in all_reduces(stepped.compiled.as_text()) if each.of_layers]
     assert len(sums) == all_reduces_of(model, layout)
     assert all(each.serves for each in sums), sums
-    check_aliasing(stepped.compiled, slack=taken_apart(model, layout))
+    check_aliasing(stepped.compiled, slack=taken_apart(layout))
     assert after == before
 
 
@@ -266,17 +266,16 @@ def test_all_reduces_in_command_buffers_give_the_same_bits(steps, case):
     np.testing.assert_array_equal(found_tokens, tokens)
 
 
-def taken_apart(model: DecoderModel, layout: Parallel) -> int:
+def taken_apart(layout: Parallel) -> int:
     """Bytes of what attention gives, which is in the arena, where it is no copy of state.
 
     With a row's pages on several GPUs it is rearranged once to be sent. Of fewer heads than eight
-    it is cut out of the room of eight. Counts of calls in one launch are copied once, 4 bytes a
-    row.
+    it is cut out of the room of eight.
     """
     own = LATENT.num_heads // layout.tensor
     sent = LATENT.num_heads if layout.context > 1 else own if own < 8 else 0
     rows = len(SIZES.lengths)
-    return rows * (sent * LATENT.kv_lora_rank * 2 + (4 if model is FUSED else 0))
+    return rows * sent * LATENT.kv_lora_rank * 2
 
 
 def addresses(stepped: Stepped) -> list[int]:
