@@ -65,7 +65,7 @@ def test_a_step_gives_the_same_bits(layout):
 
 @on_virtual_devices
 def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
-    model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
+    model, parallel = plain(layers=(("mla", "moe"), ("mla", "wide"))), Parallel(data=4, expert=4)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
     assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 256)
