@@ -11,11 +11,14 @@ DeepSeek-V3's.
 `us` is a layer's share of a loop over layers in turn: a loop less a shorter one. `roof us` is what
 the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a
 profile. Of these `attention us` attend and merge a GPU's own pieces; `gather us` and `exchange us`
-are the two collectives, waiting included. `efficiency` is per doubling of the GPUs: 1 if twice the
-GPUs take half the time. `relative error` is that of the output, beside XLA's on one GPU.
+are the two collectives, waiting included; the launches of `jaxattn.ops.peer_exchange` are both in
+the latter. `efficiency` is per doubling of the GPUs: 1 if twice the GPUs take half the time.
+`relative error` is that of the output, beside XLA's on one GPU. With `--nccl` rows of several GPUs
+come twice, the second time with XLA's collectives in place of those launches.
 """
 
 import argparse
+import dataclasses
 import functools
 import gc
 import math
@@ -44,7 +47,8 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.models.base import jit_step
 from jaxattn.models.mixers import attended
-from jaxattn.parallel import Group, Parallel, Spread, rank
+from jaxattn.ops.all_reduce_norm import Mailbox, addressed
+from jaxattn.parallel import Group, Parallel, Spread, pieces_of, rank
 
 HEADS = (32, 128)
 LAYERS = 4  # read in turn, so that none is in L2
@@ -55,7 +59,7 @@ COMPILERS = 8  # threads
 KINDS = {
     "attention us": ("mla_decode",),
     "gather us": ("allgather", "all-gather", "all_gather"),
-    "exchange us": ("sendrecv", "alltoall", "all-to-all", "all_to_all"),
+    "exchange us": ("sendrecv", "alltoall", "all-to-all", "all_to_all", "peer_exchange"),
 }
 
 
@@ -69,6 +73,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), help="in all")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="one run for each")
     parser.add_argument("--layers", type=int, default=LAYERS, help="caches, read in turn")
+    parser.add_argument("--nccl", action="store_true", help="XLA's collectives too")
     parser.add_argument("--no-check", action="store_true", help="not the output beside XLA's")
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
@@ -94,6 +99,7 @@ class Row:
         tokens: int,
         layers: int = LAYERS,
         implementation: Implementation | None = None,
+        nccl: bool = False,
     ):
         self.heads, self.gpus, self.tokens, self.layers = heads, gpus, tokens, layers
         self.implementation = implementation
@@ -102,7 +108,8 @@ class Row:
         self.stripes = -(-tokens // (PAGE * gpus))
         own = self.parallel.axes("tensor") or None
         self.by_heads = PartitionSpec(None, None, own)
-        self.state_specs = PartitionSpec(None, own), self.group.each
+        self.pieces = None if nccl or gpus == 1 else pieces_of(heads // gpus, DIM, RANK)
+        self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
         self.state: Any = None
 
@@ -119,7 +126,7 @@ class Row:
     def _shapes(self) -> tuple[Any, Any]:
         queries = jax.ShapeDtypeStruct((1, 1, self.heads // self.gpus, DIM), jnp.bfloat16)
         pages = jax.ShapeDtypeStruct((self.layers, self.stripes, PAGE, DIM), jnp.bfloat16)
-        state = pages, jax.eval_shape(self._arena)
+        state = pages, jax.eval_shape(self._arena), jax.eval_shape(self._mailbox)
         given = zip((queries, state), (self.by_heads, self.state_specs), strict=True)
         shapes = [self.group.shapes(local, specs) for local, specs in given]
         return shapes[0], shapes[1]
@@ -129,8 +136,12 @@ class Row:
         sizes: Any = dict(batch=rows, q_len=q_len, num_heads=heads)
         return Arena.allocate(mla.scratch(**sizes, max_pages=self.stripes, page_size=PAGE))
 
+    def _mailbox(self) -> Mailbox | None:
+        """That rows are sent through; None where XLA's collectives do it."""
+        return self.pieces and Mailbox.empty(self.gpus, *self.pieces)
+
     def _loop(self, turns: int, queries: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        cache, arena = state
+        cache, arena, mailbox = state
         tables, lens = jnp.asarray(self._tables())[None], jnp.full(1, self.tokens, jnp.int32)
         spread = Spread.of(self.parallel, tables, lens, page_size=PAGE, q_len=1)
         seen = lens if spread is None else spread.lens
@@ -144,7 +155,7 @@ class Row:
         )
 
         def turn(carry: Any, layer: jax.Array) -> Any:
-            queries, before, arena = carry
+            queries, before, arena, mailbox = carry
             # The queries of a layer exist once the output of the layer before it does.
             queries, _ = lax.optimization_barrier((queries, before))
 
@@ -165,13 +176,18 @@ class Row:
             if spread is None:
                 out, _, rest = attend([queries], tables, Within(seen, self.stripes * PAGE))
             else:
-                out, rest = spread.attend([queries], attend)
-            return (queries, lax.optimization_barrier(out), rest[0]), None
+                meeting = spread
+                if mailbox is not None and self.pieces:
+                    options: Any = dict(implementation=self.implementation)
+                    meeting = spread.exchanging(mailbox, pieces=self.pieces[0], **options)
+                out, rest, sent = meeting.attend([queries], attend)
+                mailbox = sent[0] if sent else None
+            return (queries, lax.optimization_barrier(out), rest[0], mailbox), None
 
         layers = jnp.arange(turns) % self.layers
-        begin = queries, jnp.zeros((*queries.shape[:-1], RANK), queries.dtype), arena
-        (_, out, arena), _ = lax.scan(turn, begin, layers)
-        return out, (cache, arena)
+        begin = queries, jnp.zeros((*queries.shape[:-1], RANK), queries.dtype), arena, mailbox
+        (_, out, arena, mailbox), _ = lax.scan(turn, begin, layers)
+        return out, (cache, arena, mailbox)
 
     def _tables(self) -> np.ndarray:
         """int32: where each stripe of the row lies."""
@@ -191,9 +207,13 @@ class Row:
             def of(layer: jax.Array) -> jax.Array:
                 return jax.vmap(functools.partial(page, layer))(numbers)
 
-            return lax.map(of, jnp.arange(self.layers)), self._arena()
+            return lax.map(of, jnp.arange(self.layers)), self._arena(), self._mailbox()
 
-        self.state = jax.block_until_ready(self.group.make(made, self.state_specs))
+        pages, arena, mailbox = self.group.make(made, self.state_specs)
+        if mailbox is not None:
+            placed = addressed(mailbox.inbox, mailbox.addresses)
+            mailbox = dataclasses.replace(mailbox, addresses=placed)
+        self.state = jax.block_until_ready((pages, arena, mailbox))
         drawn = np.random.default_rng(1).standard_normal((1, 1, self.heads, DIM), np.float32)
         self.queries = self.group.put(drawn.astype(jnp.bfloat16), self.by_heads)
 
@@ -225,6 +245,7 @@ class Row:
             "H": self.heads,
             "T": self.tokens,
             "GPUs": self.gpus,
+            "sent by": "" if self.gpus == 1 else "launches" if self.pieces else "XLA",
             "us": took * 1e6,
             "roof us": moved / rate * 1e6 if rate else "",
             **kinds,
@@ -248,9 +269,10 @@ def main(argv: Sequence[str], program: str) -> int:
     result = {**record.begin("long-row", program, ["long-row", *argv]), "rows": []}
     sizes: Any = dict(tokens=args.tokens, layers=args.layers)
     rows = [
-        Row(heads, gpus, **sizes, implementation=args.implementation)
+        Row(heads, gpus, **sizes, implementation=args.implementation, nccl=nccl)
         for heads in args.heads
         for gpus in args.gpus
+        for nccl in ((False, True) if args.nccl and gpus > 1 else (False,))
     ]
     checked = [] if args.no_check else args.heads
     alone = {heads: Row(heads, 1, **sizes, implementation="xla") for heads in checked}

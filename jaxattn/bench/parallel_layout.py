@@ -240,10 +240,15 @@ class Layout:
         return over.lower(*given).compile()
 
     def batch(self, count: int, step: int) -> Any:
-        """A decode step's batch: each data group has as many rows, with pages of its own."""
-        batch = self.rows.decode(count // self.parallel.data, step)
+        """A decode step's batch: each data group has as many rows, tokens and pages of its own."""
+        groups = self.parallel.data
+        batch = self.rows.decode(count // groups, step)
         batch = dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, self.tokens))
-        whole = jax.tree.map(lambda x: np.concatenate([x] * self.parallel.data), batch)
+        whole = jax.tree.map(lambda x: np.concatenate([x] * groups), batch)
+        # Equal tokens would choose equal experts, and fewer of them.
+        drawn = np.random.default_rng((self.seed, step, count))
+        tokens = drawn.integers(self.rows.vocab, size=whole.tokens.shape, dtype=np.int32)
+        whole = dataclasses.replace(whole, tokens=tokens)
         return jax.device_put(whole, self.group.sharding(self.group.rows))
 
     def time(self, count: int, options: Options = ()) -> dict[str, Any]:

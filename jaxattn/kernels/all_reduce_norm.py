@@ -5,23 +5,7 @@ norms. Here each GPU writes its part of a token into an inbox on every GPU, itse
 waits until every GPU has. It adds the parts in the order of the GPUs, so that all GPUs have the
 same bits.
 
-    inbox      int32 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
-    counts     int32 [T]            of each token: the calls that this GPU has ended
-    addresses  int32 [N + 1, 2]     of the inbox on each GPU, the lower word first; then this GPU's
-                                    number
-
-JAX has peer references for a kernel. With them XLA meets all GPUs' threads on the host, and copies
-addresses to the device, for every launch of every step before it begins. An inbox stays where it is
-as long as its engine lives, so its addresses are written down once. A launch that is given an inbox
-elsewhere, as a copy would be, ends the program with an error.
-
-Two numbers of a part and the number of the call are eight bytes, which memory never shows in part.
-A thread reads the eight bytes that the same thread of another GPU wrote, until they have this
-call's number. So nothing is signalled behind the parts, and no fence waits for them to arrive.
-
-A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
-one of these has read the side before. Counts go on from call to call, so nothing is reset. If a
-peer never runs, the kernel waits for its part without end.
+`kernels/hopper/inbox.py` has the inboxes and why nothing is lost in them.
 
 Limits: 256 to 8192 features, a multiple of 256; 2 to 8 GPUs, which are all of the mesh, in one
 process; an inbox below 2 GiB. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla");
@@ -37,45 +21,20 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.kernels.hopper import inbox as peers
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import require_hopper
-from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, scf, utils, vector
-from jaxattn.kernels.hopper.registers import (
-    Thread,
-    asm,
-    element,
-    fragmented,
-    i32,
-    joined,
-    plus,
-    pointer,
-    single,
-    store,
-    times,
-    word,
-)
-from jaxattn.kernels.rms_norm import MOST_FEATURES, THREADS
+from jaxattn.kernels.rms_norm import MOST_FEATURES
 
-MOST_GPUS = 8
 # What a call does. "sum" adds the parts of all GPUs, which have the same tokens. Where each has
 # tokens of its own, "norm" adds the GPU's own part and gives the norms of all, and "own" adds the
 # parts that all GPUs have of its tokens.
 type Meeting = Literal["sum", "norm", "own"]
-BYTES = 4  # of the inbox for a number that is sent, half of a call's number included
-MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
-NUMBERS = 2  # that a call's number is sent with
-LOADS = 16  # of 16 bytes that a thread waits for at a time
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
-
-
-def i64() -> Any:
-    return ir.IntegerType.get_signless(64)
 
 
 def meets(features: int, gpus: int) -> bool:
     """Whether the kernel sums rows of so many features over so many GPUs."""
-    sent = features % (NUMBERS * THREADS) == 0 < features <= MOST_FEATURES
-    return sent and 2 <= gpus <= MOST_GPUS
+    return peers.sent(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 
 def all_reduce_norm_mosaic(
@@ -101,32 +60,17 @@ def all_reduce_norm_mosaic(
         affine: (a, b): the layer is `a * layer + b`.
     """
     op = "all_reduce_norm_layer"
-    if interpret:
-        raise Refusal(f"{op}: JAX's interpreter knows no memory of peers")
-    require_hopper(op, interpret=False)
-    if (processes := jax.process_count()) > 1:
-        raise Refusal(f"{op}: the kernel's GPUs are of one process; these are of {processes}")
-    mesh = jax.sharding.get_abstract_mesh()
-    if axes != mesh.axis_names:  # a GPU's number there names its memory
-        raise Refusal(
-            f"{op}: the kernel needs all axes of the mesh, in its order; got {axes} of "
-            f"{dict(mesh.shape)}"
-        )
+    peers.check(op, inbox, axes, interpret)
     tokens, features = x.shape
     gpus = inbox.shape[1]
-    if inbox.size * BYTES > MOST_BYTES:
-        raise Refusal(
-            f"{op}: the kernel's inbox has less than 2 GiB; inbox {inbox.shape} of the mailbox has "
-            f"{inbox.size * BYTES} bytes; make the mailbox for fewer tokens"
-        )
     if not meets(features, gpus) or not tokens:
         raise Refusal(
-            f"{op}: the kernel has a multiple of {NUMBERS * THREADS} features, at most "
-            f"{MOST_FEATURES}, some tokens, and 2 to {MOST_GPUS} GPUs; got x {x.shape} on {gpus} "
-            "GPUs"
+            f"{op}: the kernel has a multiple of {peers.NUMBERS * peers.THREADS} features, at most "
+            f"{MOST_FEATURES}, some tokens, and 2 to {peers.MOST_GPUS} GPUs; got x {x.shape} on "
+            f"{gpus} GPUs"
         )
     x, part, weights = without_gradient(op, (x, part, weights))
-    together = next(n for n in (8, 4, 2) if features % (n * THREADS) == 0)
+    together = peers.together(features)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=together)
 
     if meeting == "own":
@@ -147,7 +91,7 @@ def all_reduce_norm_mosaic(
         out_ref,
     ) -> None:
         token, own = lax.axis_index("token"), addresses_ref[gpus, 0]
-        call = counts_ref[token] + 1
+        call = counts_ref[0, token, 0] + 1
         side = call & 1  # of negative numbers, which follow the largest, too
 
         def weight() -> jax.Array:
@@ -169,14 +113,14 @@ def all_reduce_norm_mosaic(
 
         sent = [each.astype(jnp.bfloat16) for each in parts()]
         places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
-        send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(_send)
+        send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(peers.send)
         send(inbox_ref, addresses_ref, call, side, own, token, *sent)
         if meeting != "norm":  # read while parts of other GPUs are on the way
             values, scales = load(x_ref.at[token]), weight()
         part_of = plgpu.ShapeDtypeStruct((features,), jnp.bfloat16, layout=layout)
         receive = plgpu.inline_mgpu(
             arg_types=(PLAIN, PLAIN, SPLAT, SPLAT, SPLAT), return_type=(part_of,) * gpus
-        )(functools.partial(_receive, together=together))
+        )(functools.partial(peers.receive, features=features, together=together))
         come = receive(inbox_ref, counts_ref, call, side, token)
         if meeting == "norm":
             for gpu, each in enumerate(come):
@@ -206,145 +150,7 @@ def all_reduce_norm_mosaic(
             "sum_ref": jax.ShapeDtypeStruct(x.shape, jnp.float32),
             "out_ref": jax.ShapeDtypeStruct(all_of_them + x.shape, dtype),
         },
-        # XLA would let all GPUs meet before the launch, as for semaphores that it has set to zero.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            skip_device_barrier=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,  # where PTX can name a peer's memory
-        ),
+        compiler_params=peers.COMPILER,
     )
     normed = out["out_ref"].reshape(-1, features)
     return out["sum_ref"], normed, jax.freeze(inbox_ref), jax.freeze(counts_ref)
-
-
-def _send(
-    ctx: Any, inbox: Any, addresses: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any
-) -> None:
-    """Writes a token's part into the inbox on each GPU, with the call's number.
-
-    Args:
-        sent: one for all GPUs, or one for each.
-    """
-    del ctx
-    call, side, own, token = (single(x) for x in (call, side, own, token))
-    gpus, count = ir.MemRefType(inbox.type).shape[1], sent[0].registers.size * _words(sent[0])
-    wide = 2 - count % 2
-    if wide == 1:
-        code = "{ .reg .b64 a; mov.b64 a, {$1, $2}; st.relaxed.sys.global.b64 [$0], a; }"
-    else:
-        code = (
-            "{ .reg .b64 a, b; mov.b64 a, {$1, $3}; mov.b64 b, {$2, $3}; "
-            "st.relaxed.sys.global.v2.b64 [$0], {a, b}; }"
-        )
-    constraints = ",".join(["l", *"r" * (wide + 1), "~{memory}"])
-    offset = _offset(inbox, side, own, token, count)
-    of_each = [
-        asm("ld.global.b64 $0, [$1];", [i64()], [pointer(addresses, word(8 * gpu))], "=l,l")[0]
-        for gpu in range(gpus)
-    ]
-    _must_be_at(inbox, of_each, own)
-    there = [_places(arith.addi(address, offset), count) for address in of_each]
-    for gpu, places in enumerate(there):
-        part = sent[gpu % len(sent)]
-        words = [
-            element(vector.bitcast(ir.VectorType.get((_words(part),), i32()), each), place)
-            for each in part.registers.flat
-            for place in range(_words(part))
-        ]
-        for piece, place in enumerate(places):
-            asm(code, [], [place, *words[piece * wide :][:wide], call], constraints)
-
-
-def _must_be_at(inbox: Any, of_each: list[Any], own: Any) -> None:
-    """Ends the program with an error where this GPU's inbox is not where its peers write to.
-
-    Without it, a kernel that was given a copy of the inbox would wait for ever.
-    """
-    known = of_each[0]
-    for gpu, address in enumerate(of_each[1:], 1):
-        equal = arith.cmpi(arith.CmpIPredicate.eq, own, word(gpu))
-        known = arith.select(equal, address, known)
-    here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
-    code = "{ .reg .pred p; setp.ne.b64 p, $0, $1; @p trap; }"
-    asm(code, [], [here, known], "l,l")
-
-
-def _receive(
-    ctx: Any, inbox: Any, counts: Any, call: Any, side: Any, token: Any, *, together: int
-) -> tuple[Any, ...]:
-    """Each GPU's part of a token, as soon as all are there; then the call is counted.
-
-    Args:
-        together: numbers of a part that lie side by side in a thread.
-    """
-    del ctx
-    call, side, token = (single(x) for x in (call, side, token))
-    _, gpus, _, features = ir.MemRefType(inbox.type).shape
-    count = features // (NUMBERS * THREADS)
-    wide = 2 - count % 2
-    group = max(1, LOADS * wide // count)
-    here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
-    words: list[Any] = []
-    for first in range(0, gpus, group):
-        waited = range(first, min(first + group, gpus))
-        loop = scf.WhileOp([i32()] * (len(waited) * count), [])
-        with ir.InsertionPoint(loop.before.blocks.append()):
-            come, missing = list[Any](), word(0)
-            for gpu in waited:
-                offset = _offset(inbox, side, word(gpu), token, count)
-                for place in _places(arith.addi(here, offset), count):
-                    for number, marked in _pieces(place, wide):
-                        come.append(number)
-                        missing = arith.ori(missing, arith.xori(marked, call))
-            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, missing, word(0)), come)
-        with ir.InsertionPoint(loop.after.blocks.append(*[i32()] * (len(waited) * count))):
-            scf.yield_([])
-        words += loop.results
-    utils.warpgroup_barrier()  # all threads have read the count
-    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
-        store(call, counts, times(token, 4))
-    layout = mgpu.WGStridedFragLayout((features,), together)
-    of = ir.VectorType.get((together,), ir.BF16Type.get())
-    half = together // NUMBERS
-    vectors = [vector.bitcast(of, joined(words[i : i + half])) for i in range(0, len(words), half)]
-    each = len(vectors) // gpus
-    return tuple(
-        fragmented(vectors[gpu * each :][:each], (features,), layout) for gpu in range(gpus)
-    )
-
-
-def _words(part: Any) -> int:
-    """In a register of a part, which is of several bfloat16."""
-    return ir.VectorType(part.registers.flat[0].type).shape[0] // NUMBERS
-
-
-def _offset(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> Any:
-    """Bytes from an inbox's beginning to the first of a thread's words of a GPU's part of a token.
-
-    What neighbouring threads have lies side by side, two words each if they are even.
-    """
-    _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
-    row = plus(times(plus(times(side, gpus), gpu), tokens), token)
-    wide = 8 * (2 - words % 2)  # bytes
-    return arith.extui(i64(), plus(times(row, features * BYTES), times(Thread().index, wide)))
-
-
-def _places(first: Any, words: int) -> list[Any]:
-    """The addresses of a thread's words from the first on, two by two if they are even."""
-    wide = 8 * (2 - words % 2)  # bytes
-    pieces = range(words * 8 // wide)
-    return [arith.addi(first, mgpu.c(piece * THREADS * wide, i64())) for piece in pieces]
-
-
-def _pieces(place: Any, words: int) -> list[tuple[Any, Any]]:
-    """So many words at a place, each with the call's number that it came with."""
-    if words == 1:
-        code = "{ .reg .b64 a; ld.relaxed.sys.global.b64 a, [$2]; mov.b64 {$0, $1}, a; }"
-    else:
-        code = (
-            "{ .reg .b64 a, b; ld.relaxed.sys.global.v2.b64 {a, b}, [$4]; mov.b64 {$0, $1}, a; "
-            "mov.b64 {$2, $3}, b; }"
-        )
-    constraints = ",".join(["=r"] * (2 * words) + ["l", "~{memory}"])
-    found = asm(code, [i32()] * (2 * words), [place], constraints)
-    return list(zip(found[::2], found[1::2], strict=True))

@@ -181,6 +181,14 @@ class FeedForward(abc.ABC):
         names: "router", "gate_proj.weight"."""
         return {}
 
+    def share(self, tokens: int) -> Any:
+        """What this GPU computes of a step of so many tokens, where several divide them; else None.
+
+        A step has it before its loop over layers: in the loop the number of a GPU is a launch in
+        each layer that no CUDA graph takes.
+        """
+        return None
+
     def step(
         self,
         module: Any,
@@ -191,6 +199,7 @@ class FeedForward(abc.ABC):
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,
+        share: Any = None,
     ) -> tuple[Any, Arena | None]:
         """The output and the arena.
 
@@ -200,6 +209,7 @@ class FeedForward(abc.ABC):
             layer: the number of this layer in them.
             arena: None in prefill.
             apart: whether the output may be an `Unsummed`, which the next norm sums up.
+            share: of the step, see `share`.
         """
         return module(x), arena
 

@@ -114,7 +114,7 @@ class DecoderModel(Model):
         data groups of one GPU with experts over all; elsewhere the steps have XLA's.
 
         Args:
-            tokens: the most of a data group. None: as many as send 512 KiB from each GPU, at most
+            tokens: the most of a data group. None: as many as send 2 MiB from each GPU, at most
                 256.
         """
         return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)

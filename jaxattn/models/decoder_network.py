@@ -32,6 +32,7 @@ from jaxattn.models.looped import (
     add_norm_in_stack,
     apart,
     in_repeat,
+    kept,
     leave_in_stacks,
     left_unnormed,
     linear_stacks_of,
@@ -39,6 +40,7 @@ from jaxattn.models.looped import (
     sum_add_norm,
     summed,
 )
+from jaxattn.models.mailbox import EXCHANGE
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
@@ -135,6 +137,7 @@ class Decoder(nnx.Module):
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
         everyones = self._everyones(valid)
+        shares = self._shares(valid, everyones)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -160,6 +163,7 @@ class Decoder(nnx.Module):
                         layer.mlp_norm(x),
                         valid,
                         everyones,
+                        shares[block.feed_forward],
                         stacks[place],
                         following,
                         None,
@@ -190,6 +194,7 @@ class Decoder(nnx.Module):
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
         everyones = self._everyones(valid)
+        shares = self._shares(valid, everyones)
         x = self._embed(batch.tokens, valid > 0)
         # What a layer gives is then one GPU's part until a norm's launch has summed it.
         fused = norms is not None and self._fused(valid.size)
@@ -223,10 +228,11 @@ class Decoder(nnx.Module):
                         implementation,
                     )  # fmt: skip
                     x, normed, state = add_norm(x, y, state)
+                    given = state.caches[name] | state.caches.get(EXCHANGE, {})
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
                         normed,
-                        state.caches[name],
+                        given,
                         state.arena,
                         batch,
                         self.spec.layer_of(segment, place, following),
@@ -242,15 +248,16 @@ class Decoder(nnx.Module):
                         normed,
                         valid,
                         everyones,
+                        shares[block.feed_forward],
                         stacks[place],
                         following,
                         arena,
                         implementation,
                         fused=fused,
-                        apart=unrolled and not fused,
+                        apart=unrolled,
                     )
                     x = summed(x, normed)
-                    state = state.replace(name, arrays, after)
+                    state = kept(state, name, arrays, after)
                 return x, y if unrolled else y.astype(added), state
 
             carry = x, y if unrolled else array_of(y, x.shape).astype(added), state
@@ -318,14 +325,14 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, segment: Segment[Block], tokens: int, implementation: Implementation | None
     ) -> bool:
-        """Whether a step's repeats follow one another without a loop: those of one token, where
-        launches that only count take 3 to 6% of the step. On several GPUs its sums are launches of
-        ours, and each GPU has all of a row's pages: collectives of XLA stay in a loop.
+        """Whether a step's repeats follow one another without a loop: those of one token on one
+        GPU, where launches that only count take 3 to 6% of the step.
+
+        On several GPUs one long CUDA graph costs more than its launches save: each GPU waits for
+        the others' at the first sum (four H200s: 12.5 us for each sum, and 4.7 with a loop).
         """
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
-        parallel = self.spec.parallel
-        own = parallel.gpus == 1 or (self._fused(tokens) and parallel.context == 1)
-        one = tokens == 1 and own
+        one = tokens == 1 == self.spec.parallel.gpus
         return one and by_kernels and MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
 
     def _meets(self, block: Block) -> bool:
@@ -350,6 +357,15 @@ class Decoder(nnx.Module):
         parallel = self.spec.parallel
         return gathered(valid, parallel, "data") if parallel.experts_meet else valid
 
+    def _shares(self, valid: Array, everyones: Array) -> dict[Any, Any]:
+        """What of each kind of feed-forward this GPU computes in a step."""
+        return {
+            block.feed_forward: block.feed_forward.share(
+                everyones.size if self._meets(block) else valid.size
+            )
+            for block in dict.fromkeys(self.spec.blocks)
+        }
+
     def _feed_forward(
         self,
         block: Block,
@@ -357,6 +373,7 @@ class Decoder(nnx.Module):
         x: Any,
         valid: Array,
         everyones: Array,
+        share: Any,
         stacks: dict[str, Array],
         following: Array,
         arena: Arena | None,
@@ -368,6 +385,7 @@ class Decoder(nnx.Module):
 
         Args:
             everyones: `valid` of all those tokens.
+            share: of `_shares`.
             following: the repeat after the layer's.
             fused: the tokens have met, and the output is one GPU's part, see `_part`.
             apart: whether the output may be an `Unsummed`.
@@ -377,7 +395,7 @@ class Decoder(nnx.Module):
         if meets:
             x, valid = x if fused else met(x, parallel, "data"), everyones
         y, arena = block.feed_forward.step(
-            module, x, valid, stacks, in_repeat(following), arena, implementation, apart
+            module, x, valid, stacks, in_repeat(following), arena, implementation, apart, share
         )
         if isinstance(y, Unsummed):
             return y, arena

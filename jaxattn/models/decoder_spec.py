@@ -10,9 +10,10 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.all_reduce_norm import meets
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.layer_cache import LayerCache, check_caches
-from jaxattn.models.mailbox import Mailboxes, most_tokens
+from jaxattn.models.mailbox import EXCHANGE, Mailboxes, most_tokens
+from jaxattn.models.mixers import PagedMixer
 from jaxattn.models.segments import Segment, derive
-from jaxattn.parallel import ALONE, Parallel
+from jaxattn.parallel import ALONE, Parallel, pieces_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class DecoderSpec:
         parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
         fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
             the residual and norm in one launch, where `sums_fused` says so. 0: never. None: as
-            many as send 512 KiB from each GPU.
+            many as send 2 MiB from each GPU.
         max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
 
     Raises:
@@ -78,6 +79,10 @@ class DecoderSpec:
         if self.sums_fused:
             features, gpus = self.stream.hidden_size, self.parallel.gpus
             caches.append(Mailboxes(gpus=gpus, tokens=self.summed_tokens, features=features))
+        if pieces := self.exchanged_in:
+            number, widest = pieces
+            tokens = self.summed_tokens * number
+            caches.append(Mailboxes(name=EXCHANGE, gpus=gpus, tokens=tokens, features=widest))
         return tuple(caches)
 
     @property
@@ -95,6 +100,15 @@ class DecoderSpec:
         fits = stream.dtype == "bfloat16" and meets(stream.hidden_size, parallel.gpus)
         divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
         return bool(self.summed_tokens) and divided and fits
+
+    @property
+    def exchanged_in(self) -> tuple[int, int] | None:
+        """(pieces, numbers of one) of a row that GPUs with parts of its pages send each other in
+        one launch; None where XLA's collectives do it."""
+        paged = [each for each in self.mixers.values() if isinstance(each, PagedMixer)]
+        found = {pieces_of(*each.exchanged) for each in paged}
+        alike = len(found) == 1 and self.sums_fused
+        return found.pop() if alike and 1 < self.parallel.context == self.parallel.gpus else None
 
     @property
     def tokens_meet(self) -> bool:

@@ -118,19 +118,20 @@ class MoE(FeedForward):
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,
+        share: Share | None = None,
     ) -> tuple[Any, Arena | None]:
         return module.step(
             x,
             stacks,
             layer,
             valid=valid,
-            share=self._share(x.size // x.shape[-1]),
+            share=share,
             arena=arena,
             apart=apart,
             implementation=implementation,
         )
 
-    def _share(self, tokens: int) -> Share | None:
+    def share(self, tokens: int) -> Share | None:
         """This GPU's experts, and of the tokens as many as any other's; None where it has all."""
         groups = self.parallel.size("expert")
         if groups == 1:

@@ -177,7 +177,7 @@ class GQA(PagedMixer):
         shared: dict[str, Any],
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        y, kv_cache, after = module.decode(
+        y, kv_cache, after, *sent = module.decode(
             x,
             arrays[self.array],
             **addressing(batch, shared, self.most_tokens(arrays, batch)),
@@ -185,10 +185,14 @@ class GQA(PagedMixer):
             weights=weights,
             arena=arena,
             implementation=implementation,
-            **shared,
+            **self.exchanging(shared, arrays, implementation),
         )
         assert after is not None  # an arena came in
-        return y, {self.array: kv_cache}, after
+        return y, {self.array: kv_cache, **self.exchanged_by(sent)}, after
+
+    @property
+    def exchanged(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim * (1 + self.gated), self.head_dim
 
     def page_size(self, arrays: Arrays) -> int:
         kv_cache = arrays[self.array]

@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
-from jaxattn.models.layer_cache import DecodeState
-from jaxattn.models.mailbox import NAME, closed, opened
+from jaxattn.models.layer_cache import Arrays, DecodeState
+from jaxattn.models.mailbox import EXCHANGE, NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
 from jaxattn.ops.norm import add_rms_norm_layer
@@ -107,6 +107,15 @@ def sum_add_norm(
         )
     state = state.replace(NAME, closed(mailbox))
     return total.reshape(x.shape), normed.reshape(-1, *x.shape[1:]), state
+
+
+def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
+    """The state with a layer's arrays, and with those of an exchange if it sent rows."""
+    for cache in (name, EXCHANGE):
+        own = state.caches.get(cache, {})
+        if found := {key: arrays[key] for key in own if key in arrays}:
+            state = state.replace(cache, found, arena)
+    return state
 
 
 def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:

@@ -5,6 +5,7 @@ address as long as the engine lives.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
 from jaxattn.ops.all_reduce_norm import Mailbox, addressed
 
-NAME = "mailbox"
-INBOX, COUNTS, ADDRESSES = "peer_inbox", "peer_counts", "peer_addresses"
-# The most that a GPU sends in one launch. On two H200s 128 tokens of 2,048 features take 6.7 us,
-# and XLA's all-reduce alone 10.9; more was not measured.
-MOST_BYTES, MOST_TOKENS = 2**19, 256
+NAME, EXCHANGE = "mailbox", "exchange"  # for sums; for attention over pages of several GPUs
+INBOX, COUNTS, ADDRESSES = "inbox", "counts", "addresses"
+# Of an array's name, which is unique within a model.
+BEGINNINGS = {NAME: "peer", EXCHANGE: "exchange"}
+# The most that a GPU sends in one launch. On four H200s it takes less time than XLA's all-reduce up
+# to 1.5 MiB (15.8 us in a step), and more from 3 MiB on. More tokens were not measured.
+MOST_BYTES, MOST_TOKENS = 2**21, 256
 
 
 def most_tokens(features: int, gpus: int) -> int:
@@ -27,8 +30,8 @@ def most_tokens(features: int, gpus: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mailboxes(LayerCache):
-    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F], `peer_counts` [T] and
-    `peer_addresses` [N + 1, 2].
+    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F], `peer_counts` [1, T, 1] and
+    `peer_addresses` [N + 1, 2]; those of an exchange begin with `exchange_`.
 
     Attributes:
         gpus: N.
@@ -44,28 +47,37 @@ class Mailboxes(LayerCache):
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         made = jax.eval_shape(lambda: Mailbox.empty(self.gpus, self.tokens, self.features))
-        return {INBOX: made.inbox, COUNTS: made.counts, ADDRESSES: made.addresses}
+        return dict[str, Any](closed(made, self.name))
 
     def connected(self, arrays: Arrays) -> Arrays:
         """With the addresses of the inboxes, which other GPUs write to."""
-        return {**arrays, ADDRESSES: addressed(arrays[INBOX], arrays[ADDRESSES])}
+        box = opened(arrays, self.name)
+        placed = addressed(box.inbox, box.addresses)
+        return closed(dataclasses.replace(box, addresses=placed), self.name)
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
-        if array == ADDRESSES:
-            return f"where the inboxes of {self.gpus} GPUs lie, for sums in one launch"
-        if array == COUNTS:
-            return f"calls of {self.tokens} tokens, for sums in one launch"
+        what = "sums" if self.name == NAME else "attention"
+        if array.endswith(ADDRESSES):
+            return f"where the inboxes of {self.gpus} GPUs lie, for {what} in one launch"
+        if array.endswith(COUNTS):
+            return f"calls of {self.tokens} tokens, for {what} in one launch"
         return (
             f"2 x {self.gpus} GPUs' parts of {self.tokens} tokens x {self.features} "
-            f"{jnp.dtype(shape.dtype).name}, for sums over GPUs in one launch"
+            f"{jnp.dtype(shape.dtype).name}, for {what} over GPUs in one launch"
         )
 
 
-def opened(arrays: Arrays) -> Mailbox:
+def opened(arrays: Arrays, name: str = NAME) -> Mailbox:
     """The mailbox in those arrays."""
-    return Mailbox(arrays[INBOX], arrays[COUNTS], arrays[ADDRESSES])
+    return Mailbox(*(arrays[f"{BEGINNINGS[name]}_{each}"] for each in (INBOX, COUNTS, ADDRESSES)))
 
 
-def closed(mailbox: Mailbox) -> Arrays:
+def closed(mailbox: Mailbox, name: str = NAME) -> Arrays:
     """The inverse of `opened`."""
-    return {INBOX: mailbox.inbox, COUNTS: mailbox.counts, ADDRESSES: mailbox.addresses}
+    found = {INBOX: mailbox.inbox, COUNTS: mailbox.counts, ADDRESSES: mailbox.addresses}
+    return {f"{BEGINNINGS[name]}_{each}": array for each, array in found.items()}
+
+
+def within(arrays: Arrays, name: str) -> bool:
+    """Whether a mailbox is in those arrays."""
+    return f"{BEGINNINGS[name]}_{INBOX}" in arrays

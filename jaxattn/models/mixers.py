@@ -5,10 +5,13 @@ import dataclasses
 from typing import Any
 
 from jaxattn.core.checks import Within
+from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.models.base import DecodeBatch
 from jaxattn.models.block import Mixer
 from jaxattn.models.layer_cache import Arrays
-from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.models.mailbox import EXCHANGE, closed, opened, within
+from jaxattn.ops.all_reduce_norm import Mailbox
+from jaxattn.parallel import ALONE, Parallel, Spread, pieces_of
 
 
 def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int, int, int]:
@@ -52,6 +55,27 @@ class PagedMixer(Mixer):
     """
 
     parallel: Parallel = ALONE
+
+    @property
+    @abc.abstractmethod
+    def exchanged(self) -> tuple[int, int, int]:
+        """(heads of this GPU, numbers of each that it attends with, numbers of its output)."""
+
+    def exchanging(
+        self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
+    ) -> dict[str, Any]:
+        """`shared` with the mailbox among the arrays, if there is one, in its `Spread`."""
+        spread = shared["spread"]
+        if spread is None or not within(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
+            return shared
+        pieces, _ = pieces_of(*self.exchanged) or (1, 0)
+        mailbox = opened(arrays, EXCHANGE)
+        spread = spread.exchanging(mailbox, pieces=pieces, implementation=implementation)
+        return {**shared, "spread": spread}
+
+    def exchanged_by(self, sent: list[Mailbox]) -> Arrays:
+        """The arrays of the mailbox after rows were sent through it, if they were."""
+        return closed(sent[0], EXCHANGE) if sent else {}
 
     @abc.abstractmethod
     def page_size(self, arrays: Arrays) -> int:

@@ -120,7 +120,7 @@ class MLA(PagedMixer):
         shared: dict[str, Any],
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        y, kv_cache, after = module.decode(
+        y, kv_cache, after, *sent = module.decode(
             x,
             arrays["kv_cache"],
             **addressing(batch, shared, self.most_tokens(arrays, batch)),
@@ -128,10 +128,15 @@ class MLA(PagedMixer):
             weights=weights,
             arena=arena,
             implementation=implementation,
-            **shared,
+            **self.exchanging(shared, arrays, implementation),
         )
         assert after is not None  # an arena came in
-        return y, {"kv_cache": kv_cache}, after
+        return y, {"kv_cache": kv_cache, **self.exchanged_by(sent)}, after
+
+    @property
+    def exchanged(self) -> tuple[int, int, int]:
+        latent = self.kv_lora_rank
+        return self.num_heads, latent + self.qk_rope_head_dim, latent
 
     def page_size(self, arrays: Arrays) -> int:
         return int(arrays["kv_cache"].shape[2])

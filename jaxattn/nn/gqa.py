@@ -217,7 +217,7 @@ class GroupedQueryAttention(Paged):
         spread: Spread | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
+    ) -> tuple[Any, ...]:
         """The next S tokens of each row, over the paged cache.
 
         Args:
@@ -236,7 +236,8 @@ class GroupedQueryAttention(Paged):
                 `spread`, of B * S rows of one token.
 
         Returns:
-            (float32 [B, S, hidden], the cache with the new keys and values, the arena or None).
+            (float32 [B, S, hidden], the cache with the new keys and values, the arena or None;
+            and the mailbox of a `spread` that has one).
             The output at padding is exactly 0, and padding writes nothing. That of a traced row
             beyond its table, which cannot be refused, is NaN, and it writes nothing.
 
@@ -292,12 +293,13 @@ class GroupedQueryAttention(Paged):
             return out, lse, rest
 
         heads = [queries, *gates]
+        sent: list[Any] = []
         if spread is None:
             out, _, rest = attend(heads, *addressing, query_lens)
         else:
-            out, rest = spread.attend(heads, attend)
+            out, rest, sent = spread.attend(heads, attend)
         y = self._output(out, kv_cache, *addressing, query_lens)
-        return y, kv_cache, rest[0] if rest else None
+        return y, kv_cache, rest[0] if rest else None, *sent
 
     def packed_weights(self) -> Float[Array, "W"] | None:
         """The norms of queries and keys for `decode`, as it reads them fastest; None without."""

@@ -221,7 +221,7 @@ class MultiHeadLatentAttention(Paged):
         spread: Spread | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
+    ) -> tuple[Any, ...]:
         """The next S tokens of each row, in absorbed form over the paged latent cache.
 
         Args:
@@ -242,7 +242,8 @@ class MultiHeadLatentAttention(Paged):
                 `spread`, of B * S rows of one token.
 
         Returns:
-            (float32 [B, S, hidden], the cache with the new latents, the arena or None).
+            (float32 [B, S, hidden], the cache with the new latents, the arena or None;
+            and the mailbox of a `spread` that has one).
             The output at padding is exactly 0, and padding writes nothing. That of a traced row
             beyond its table, which cannot be refused, is NaN, and it writes nothing.
 
@@ -304,15 +305,16 @@ class MultiHeadLatentAttention(Paged):
             )
             return out, lse, rest
 
+        sent: list[Any] = []
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
         else:
-            out, rest = spread.attend(queries, attend)
+            out, rest, sent = spread.attend(queries, attend)
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
-        return y, kv_cache, rest[0] if rest else None
+        return y, kv_cache, rest[0] if rest else None, *sent
 
     def _latent_queries(self, x: Array | Unnormed, given: Array, rotation: Rotation) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one

@@ -36,13 +36,14 @@ class Mailbox:
 
     Attributes:
         inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
-        counts: int32 [T], the number of calls that were for a token.
+        counts: int32 [1, T, 1], the number of calls that were for a token. No output of a step has
+            such a shape: JAX would give an array's donated buffer to the first one that has.
         addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `addressed`. Then the
             GPU's own number.
     """
 
     inbox: Int[Array, "2 N T F"]
-    counts: Int[Array, "T"]
+    counts: Int[Array, "1 T 1"]
     addresses: Int[Array, "N_1 2"]
 
     @classmethod
@@ -50,10 +51,10 @@ class Mailbox:
         """For calls of up to so many tokens, on one of the GPUs.
 
         Wait until those of all GPUs are there: what is written into one before is lost, and then
-        the kernel waits for it without end.
+        the kernel waits for it, and ends the program after a minute at most.
         """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.int32)
-        return cls(inbox, jnp.zeros(tokens, jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
+        return cls(inbox, jnp.zeros((1, tokens, 1), jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
 
 
 def addressed(inbox: jax.Array, addresses: jax.Array) -> jax.Array:

@@ -21,13 +21,37 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.checks import Within
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import taken_apart
+from jaxattn.kernels.peer_exchange import exchanges
+from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.merge import merge_attention_states
+from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel.layout import Parallel
 
 type Attend = Callable[
     [list[Array], Int[Array, "rows M"], Within], tuple[Array, Array, list[Array]]
 ]
+
+
+WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576
+WHOLE = 512  # it has a multiple of so many
+
+
+def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
+    """(in how many pieces a row is sent, the numbers of the widest); None if no kernel has them.
+
+    Args:
+        heads: of one GPU.
+        given: numbers of a head that other GPUs attend with.
+        output: numbers of a head that come back, with a log-sum-exp.
+    """
+    for pieces in (n for n in range(1, heads + 1) if heads % n == 0):
+        own = heads // pieces
+        widths = own * given, -(-own * (output + 2) // WHOLE) * WHOLE
+        if max(widths) <= WIDEST and all(exchanges(width, 2) for width in widths):
+            return pieces, max(widths)
+    return None
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +68,9 @@ class Spread:
         axes: the mesh axes that the pages are spread over.
         ways: N.
         most: tokens that a table has places for.
+        mailbox: that rows are sent through; None: XLA's collectives.
+        pieces: that a row is sent in, see `pieces_of`.
+        implementation: of `peer_exchange`.
     """
 
     places: Int[Array, "B MN"]
@@ -52,6 +79,11 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     ways: int = dataclasses.field(metadata={"static": True})
     most: int = dataclasses.field(metadata={"static": True})
+    mailbox: Mailbox | None = None
+    pieces: int = dataclasses.field(default=1, metadata={"static": True})
+    implementation: Implementation | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     @classmethod
     def of(
@@ -81,9 +113,13 @@ class Spread:
         lens = jnp.minimum(own_lengths(ends, gpu, ways, page_size), most)
         return cls(places, tables, lens, axes, ways, most)
 
+    def exchanging(self, mailbox: Mailbox, **options: Any) -> "Spread":
+        """The same pages, of GPUs that send each other rows through a mailbox."""
+        return dataclasses.replace(self, mailbox=mailbox, **options)
+
     def attend(
         self, heads: list[Float[Array, "B S h D"]], attend: Attend
-    ) -> tuple[Float[Array, "B S h R"], list[Array]]:
+    ) -> tuple[Float[Array, "B S h R"], list[Array], list[Mailbox]]:
         """Attention of this GPU's heads over the pages of all.
 
         Args:
@@ -92,20 +128,56 @@ class Spread:
                 N h, R], lse [B * S, 1, N h], whatever else comes back).
 
         Returns:
-            (the output in `attend`'s dtype, 0 for padding; what else came back).
+            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailbox, if
+            there is one).
         """
         widths = [x.shape[-1] for x in heads]
         batch, q_len, own, _ = heads[0].shape
+        together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
         with jax.named_scope("context_gather"):
-            together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
-            together = lax.all_gather(together, self.axes, axis=2, tiled=True)
+            together, mailbox = self._gathered(together)
         parts = jnp.split(together, _ends(widths), axis=-1)
         out, lse, rest = attend(parts, self.tables, Within(self.lens, self.most))
         with jax.named_scope("context_merge"):
-            sent = _joined(out, lse).reshape(batch, q_len, self.ways, own, -1)
-            met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
+            shape = batch, q_len, own, out.shape[-1]
+            if mailbox is None or out.dtype.itemsize != 2:
+                sent = _joined(out, lse).reshape(batch, q_len, self.ways, own, -1)
+                met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
+                met = met.reshape(self.ways, *shape[:3], -1)
+            else:
+                met, mailbox = self._exchanged(_joined(out, lse), mailbox)
             merged, _ = merge_attention_states(*_apart(met, out.dtype))
-        return merged.astype(out.dtype), rest
+        merged = merged.astype(out.dtype).reshape(shape)
+        given = [each for each in (mailbox or self.mailbox,) if each is not None]
+        return merged, rest, given
+
+    def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, Mailbox | None]:
+        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them)."""
+        rows, _, own, width = x.shape
+        if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
+            return lax.all_gather(x, self.axes, axis=2, tiled=True), None
+        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox)
+        return met.reshape(rows, 1, self.ways * own, width), mailbox
+
+    def _exchanged(self, x: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
+        """What all GPUs have of this GPU's heads, [N, T, pieces, h / pieces, W].
+
+        Args:
+            x: uint16 [T, 1, N h, W], of all heads.
+        """
+        rows, _, heads, width = x.shape
+        own = heads // self.ways // self.pieces
+        x = x.reshape(rows, self.ways, self.pieces, own * width)
+        x = jnp.pad(x, ((0, 0),) * 3 + ((0, -own * width % WHOLE),))
+        met, mailbox = self._sent(lax.bitcast_convert_type(x, jnp.bfloat16), mailbox)
+        met = lax.bitcast_convert_type(met[..., : own * width], jnp.uint16)
+        return jnp.moveaxis(met, 1, 0).reshape(self.ways, rows, self.pieces, own, width), mailbox
+
+    def _sent(self, part: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
+        return peer_exchange(part, mailbox, axes=self.axes, implementation=self.implementation)
+
+    def _room(self, rows: int) -> bool:
+        return self.mailbox is not None and rows * self.pieces <= self.mailbox.inbox.shape[2]
 
 
 def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:

@@ -9,7 +9,7 @@ from jaxattn.memory.limits import Limits, larger_shares
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
 from jaxattn.plan.group import plan_group
-from jaxattn.plan.parallel import layouts_that_fit
+from jaxattn.plan.parallel import best_layout, layouts_that_fit
 from jaxattn.plan.placement import Placement, check_placement, page_bytes
 from jaxattn.plan.single import single
 
@@ -91,6 +91,10 @@ def advice(
         return value or None
 
     found = []
+    if isinstance(model, BuiltModel) and place.gpus > 1:
+        best = best_layout(model.model, memory, limits, place.gpus)
+        if best is not None:
+            found.append(f"a layout of {place.gpus} GPUs that jaxattn serves ({best.flags})")
     for larger in larger_shares(limits.utilization):
         if fits(dataclasses.replace(limits, utilization=larger), place):
             found.append(f"--utilization {larger:g}")

@@ -98,21 +98,10 @@ def test_a_step_of_very_many_layers_has_a_loop(layers, expected, monkeypatch):
     assert decoder._unrolled(many, 1, None) == expected
 
 
-@pytest.mark.parametrize(
-    "layout, fused, expected",
-    [
-        (Parallel(tensor=2), None, [False, True]),
-        (Parallel(data=4, expert=4), None, [False, True]),
-        (Parallel(tensor=2), 0, [False, False]),  # XLA's sums
-        (Parallel(tensor=2, context=2), None, [False, False]),  # XLA's exchange of partial results
-    ],
-)
-def test_one_token_over_gpus_has_no_loop_if_all_of_it_are_launches(
-    layout, fused, expected, monkeypatch
-):
+def test_one_token_over_two_gpus_has_a_loop(monkeypatch):
+    """Each GPU would wait for the others' long graphs at the first sum."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     decoder = Decoder.__new__(Decoder)
-    model = find("DeepSeek-V2-Lite")[2].with_fused_sums(fused)
-    object.__setattr__(decoder, "spec", divided(model, layout).spec)
-    found = [decoder._unrolled(segment, 1, None) for segment in decoder.spec.segments]
-    assert found == expected
+    spec = divided(find("DeepSeek-V2-Lite")[2], Parallel(tensor=2)).spec
+    object.__setattr__(decoder, "spec", spec)
+    assert not any(decoder._unrolled(segment, 1, None) for segment in spec.segments)

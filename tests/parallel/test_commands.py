@@ -36,6 +36,19 @@ def test_the_best_layout_of_so_many_gpus_is_given_as_flags(capsys):
     assert found and found.startswith("--")
 
 
+def test_of_layouts_that_hold_as_much_the_best_has_the_fewest_data_groups(capsys):
+    # 4 rows of 128 tokens have room in every layout.
+    flags = ["--gpus", "2", "--batch", "4", "--max-model-len", "128"]
+    assert facts(capsys, *flags)["best layout to serve"] == "--tensor 2"
+
+
+def test_a_refusal_of_so_many_gpus_names_a_layout_that_fits(capsys):
+    # States of 128 rows have no room beside weights that are whole on each GPU.
+    flags = ["--gpus", "4", "--batch", "128", "--max-model-len", "32768"]
+    assert main(["Qwen3.5-397B-A17B-FP8", *flags]) == 2
+    assert "4 GPUs that jaxattn serves (--tensor 4 --context 2)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

@@ -39,6 +39,14 @@ def test_experts_over_data_groups_have_two_all_reduces_and_attention_none():
 
 
 @on_virtual_devices
+def test_no_layer_asks_for_the_number_of_its_gpu():
+    # In a loop over layers it is a launch that no CUDA graph takes: a layer would be two graphs.
+    text = compiled_decode(Parallel(tensor=2, expert=2)).as_text()
+    asked = [line for line in text.splitlines() if " partition-id(" in line]
+    assert asked and not [line for line in asked if "/while/" in line]
+
+
+@on_virtual_devices
 def test_the_logits_are_never_gathered():
     text = compiled_decode(Parallel(tensor=2)).as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]

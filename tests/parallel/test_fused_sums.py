@@ -14,26 +14,24 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
-from jaxattn.bench.model.named import find
-from jaxattn.bench.parallel_layout import Layout
-from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.engine import prepare
 from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.models import CacheSize, DecoderModel, Hybrid, decoder_network, divided
-from jaxattn.models.decoder_network import Decoder
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.mailbox import ADDRESSES, COUNTS, INBOX, NAME
-from jaxattn.models.registry import read_model
+from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
+from jaxattn.models.blocks import GQA
+from jaxattn.models.mailbox import EXCHANGE, NAME
 from jaxattn.parallel import Group, Parallel
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
-from tests.parallel.cases import SMALL, Stepped, decoder, followed
+from tests.parallel.cases import LATENT, ROPE, SMALL, Stepped, decoder, followed
 from tests.parallel.test_engine import CONFIG, LIMITS
 
 LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("mla", "wide"))
 ROWS = len(SMALL.lengths)
+# Heads of two GPUs whose queries are a multiple of 256 numbers.
+WIDE = dataclasses.replace(LATENT, kv_lora_rank=56)
+GROUPED = GQA(num_heads=8, num_kv_heads=2, head_dim=64, rope=ROPE)
 
 
 def plain(
@@ -57,7 +55,30 @@ def test_a_step_gives_the_same_bits(layout):
     model, parallel = plain(), Parallel(**layout)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
-    assert fused.state.caches[NAME][INBOX].shape[1:] == (parallel.tensor, ROWS, 256)
+    assert fused.state.caches[NAME]["peer_inbox"].shape[1:] == (parallel.tensor, ROWS, 256)
+    found, found_logits = followed(model, parallel, steps=fused)
+    np.testing.assert_array_equal(found_logits, logits)
+    np.testing.assert_array_equal(found, tokens)
+
+
+@pytest.mark.parametrize(
+    "mixer, pieces", [(WIDE, (1, 512)), pytest.param(GROUPED, (1, 512), marks=pytest.mark.slow)]
+)
+@on_virtual_devices
+def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces):
+    """Queries and outputs are sent in pieces of as many numbers as a launch sends."""
+    parallel = Parallel(tensor=2, context=2)
+    spec = plain(layers=(("mla", "moe"), ("gdn", "mlp"))).spec
+    blocks = tuple(
+        dataclasses.replace(block, mixer=mixer) if block.mixer.cache_name == "latents" else block
+        for block in spec.blocks
+    )
+    model = DecoderModel(dataclasses.replace(spec, blocks=blocks))
+    tokens, logits = followed(model, parallel)
+    fused = Stepped(model.with_fused_sums(ROWS), parallel)
+    assert fused.model.spec.exchanged_in == pieces
+    inbox = fused.state.caches[EXCHANGE]["exchange_inbox"]
+    assert inbox.shape[1:] == (2, ROWS * pieces[0], pieces[1])
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
@@ -65,10 +86,10 @@ def test_a_step_gives_the_same_bits(layout):
 
 @on_virtual_devices
 def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
-    model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
+    model, parallel = plain(layers=(("mla", "moe"), ("mla", "wide"))), Parallel(data=4, expert=4)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
-    assert fused.state.caches[NAME][INBOX].shape[1:] == (4, ROWS, 256)
+    assert fused.state.caches[NAME]["peer_inbox"].shape[1:] == (4, ROWS, 256)
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
@@ -94,46 +115,20 @@ def test_a_layer_still_has_two_sums_of_one_operand_and_nothing_is_copied():
     check_aliasing(compiled, slack=4096)
 
 
-@pytest.mark.slow
-@on_virtual_devices
-def test_one_token_without_a_loop_gives_the_same_bits(monkeypatch):
-    model, parallel = plain(layers=(("mla", "moe"),) * 3), Parallel(tensor=2)
-    one = dataclasses.replace(SMALL, lengths=SMALL.lengths[:1])
-    found = []
-    for unrolled in (False, True):
-        monkeypatch.setattr(Decoder, "_unrolled", lambda self, *_, unrolled=unrolled: unrolled)
-        steps = Stepped(model.with_fused_sums(1), parallel, one)
-        tokens, _ = followed(model, parallel, one, steps=steps)
-        sums = [each for each in all_reduces(steps.compiled_decode.as_text()) if each.of_layers]
-        caches = {name: each for name, each in steps.state.caches.items() if name != NAME}
-        found.append((len(sums), tokens, jax.tree.map(np.asarray, caches)))
-    assert found[1][0] > found[0][0]
-    jax.tree.map(np.testing.assert_array_equal, *(each[1:] for each in found))
-
-
-@on_virtual_devices
-def test_the_kernels_of_one_token_without_a_loop_are_traced(monkeypatch):
-    """Experts' outputs wait for no norm: the sum over GPUs takes whole parts."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(decoder_network, "MANY_REPEATS", 2)
-    fields = find("DeepSeek-V2-Lite")[1] | {"num_hidden_layers": 3}
-    model, parallel = read_model(Fields(fields, "a test")).model, Parallel(tensor=2)
-    devices, options = jax.devices()[:2], {"tokens": 64, "platform": "gpu"}
-    layout = Layout(model, parallel, [1], devices=devices, **options)
-    with traced_for_hopper(True):
-        program = str(layout.traced(1).jaxpr)
-    assert program.count("kernel_name='all_reduce_norm'") == 6  # two in each of three layers
-
-
 def test_only_layouts_and_dtypes_that_the_kernel_serves_have_a_mailbox():
     fused = plain().with_fused_sums(8)
-    assert caches(fused, tensor=2) == {INBOX: (2, 2, 8, 256), COUNTS: (8,), ADDRESSES: (3, 2)}
+    assert caches(fused, tensor=2) == {
+        "peer_inbox": (2, 2, 8, 256),
+        "peer_counts": (1, 8, 1),
+        "peer_addresses": (3, 2),
+    }
     assert not caches(fused)
     assert not caches(plain(), tensor=2)
-    assert caches(plain().with_fused_sums(), tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 512), 256)
+    most = caches(plain().with_fused_sums(), tensor=8)["peer_inbox"]
+    assert most == (2, 8, 256, 256)
     wide = plain(hidden=1024).with_fused_sums()
-    assert caches(wide, tensor=8)[INBOX] == (2, 8, 2**19 // (7 * 2048), 1024)
-    assert caches(fused, data=2, expert=2)[INBOX] == (2, 2, 8, 256)
+    assert caches(wide, tensor=8)["peer_inbox"] == (2, 8, 2**21 // (7 * 2048), 1024)
+    assert caches(fused, data=2, expert=2)["peer_inbox"] == (2, 2, 8, 256)
     assert not caches(fused, data=2, tensor=2, expert=4)
     assert not caches(plain(dtype="float32").with_fused_sums(8), tensor=2)
     assert not caches(plain(hidden=384).with_fused_sums(8), tensor=2)
@@ -145,7 +140,7 @@ def caches(model: DecoderModel, **layout: int) -> dict[str, tuple[int, ...]]:
     if NAME not in found:
         return {}
     shapes = found[NAME].shapes(CacheSize(pages=1, slots=1))
-    assert shapes[INBOX].dtype == jnp.int32
+    assert shapes["peer_inbox"].dtype == jnp.int32
     return {name: shape.shape for name, shape in shapes.items()}
 
 
@@ -155,7 +150,7 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
     rows, parallel = 4, Parallel(tensor=2)
     whole = plain(layers=LAYERS[:1])
     columns = divided(whole, parallel).logit_columns
-    # The counts are [tokens], as many as a GPU has logits.
+    # There are as many counts as a GPU has logits.
     model = divided(whole.with_fused_sums(rows * columns // 2), parallel)
     limits, entry = Limits(batch=rows, max_model_len=64), EntryPoint("decode", rows, 1)
     shapes, group = packed_shapes(model), Group(parallel, tuple(jax.devices()[:2]))

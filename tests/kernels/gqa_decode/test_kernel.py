@@ -205,7 +205,7 @@ SCALES = [[1.0, 0.01], [40.0, 0.5]]  # of two heads' keys, and values
     [
         slow(64, dict(group=5, page=128, window=70, sinks=True)),
         (128, dict(group=4, q_len=2, page=16, soft_cap=5.0, query_lens=[2, 0, 1])),
-        (256, dict(group=8, gate=True, sinks=True, dtype=jnp.float16)),
+        slow(256, dict(group=8, gate=True, sinks=True, dtype=jnp.float16)),
     ],
 )
 def test_an_fp8_cache_has_scales_of_each_head(dim, options, implementation):
