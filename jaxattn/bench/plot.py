@@ -165,7 +165,7 @@ def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
     rows = [{"model": result.get("model", ""), **row} for row in result.get("rows", [])]
     if not rows:
         raise PlotError("the run has no decode steps: draw those of a whole run")
-    title = f"{result.get('device', '')}, {result.get('date', '')}"
+    title = f"{result.get('device', '')}, {result.get('date', '')[:10]}"
     return plot_parallel.draw(figure_type, rows, title)
 
 

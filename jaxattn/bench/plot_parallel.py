@@ -54,6 +54,7 @@ def draw(figure_type: Any, rows: list[Row], title: str) -> Any:
     """The figure of rows that each name their `model`."""
     held = {row["model"] for row in rows if row["GPUs"] == 1}
     large = [row for row in rows if row["model"] not in held and row["roof ms"]]
+    large.sort(key=lambda row: (row["model"], row["layout"], row["T"], row["B"]))
     both = lines(rows)
     panels = bool(both) + bool(large)
     height = max(5.0 if both else 2.0, 1.4 + 0.6 * len(large))

@@ -17,7 +17,8 @@ call's number. So nothing is signalled behind the parts, and no fence waits for 
 A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
 one of these has read the side before: its launch of that call had ended. So calls that share an
 inbox may send parts of different sizes. Counts go on from call to call, so nothing is reset. If a
-peer never runs, the kernel waits for its part without end.
+peer never runs, the kernel waits for its part for half a minute to a minute, and then ends the
+program with an error.
 """
 
 from typing import Any
@@ -49,6 +50,7 @@ BYTES = 4  # of the inbox for a number that is sent, half of a call's number inc
 MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
 NUMBERS = 2  # that a call's number is sent with
 LOADS = 16  # of 16 bytes that a thread waits for at a time
+MOST_TURNS = 2**26  # that a thread looks for them, about 0.7 us each
 # XLA would let all GPUs meet before the launch, as for semaphores that it has set to zero.
 COMPILER = plgpu.CompilerParams(
     approx_math=True,
@@ -174,8 +176,16 @@ def receive(
     words: list[Any] = []
     for first in range(0, gpus, group):
         waited = range(first, min(first + group, gpus))
-        loop = scf.WhileOp([i32()] * (len(waited) * count), [])
-        with ir.InsertionPoint(loop.before.blocks.append()):
+        come_types = [i32()] * (len(waited) * count)
+        loop = scf.WhileOp([*come_types, i32()], [word(0)])
+        with ir.InsertionPoint(loop.before.blocks.append(i32())):
+            turn = loop.before.blocks[0].arguments[0]
+            asm(
+                "{ .reg .pred p; setp.gt.s32 p, $0, $1; @p trap; }",
+                [],
+                [turn, word(MOST_TURNS)],
+                "r,r",
+            )
             come, missing = list[Any](), word(0)
             for gpu in waited:
                 offset = _offset(inbox, side, word(gpu), token, count)
@@ -183,10 +193,11 @@ def receive(
                     for number, marked in _pieces(place, wide):
                         come.append(number)
                         missing = arith.ori(missing, arith.xori(marked, call))
-            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, missing, word(0)), come)
-        with ir.InsertionPoint(loop.after.blocks.append(*[i32()] * (len(waited) * count))):
-            scf.yield_([])
-        words += loop.results
+            again = arith.cmpi(arith.CmpIPredicate.ne, missing, word(0))
+            scf.condition(again, [*come, plus(turn, word(1))])
+        with ir.InsertionPoint(loop.after.blocks.append(*come_types, i32())):
+            scf.yield_([loop.after.blocks[0].arguments[-1]])
+        words += list(loop.results)[:-1]
     utils.warpgroup_barrier()  # all threads have read the count
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
         store(call, counts, times(token, 4))
