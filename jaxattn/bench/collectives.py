@@ -171,7 +171,7 @@ class Loop:
 
         def turn(carry: Any, _: None) -> Any:
             share, filler, x = carry
-            for _ in range(PER_TURN):
+            for _number in range(PER_TURN):
                 filler, x = _filled(filler, x)
                 if self.of.how != "filler":
                     x = x * share.astype(x.dtype)
@@ -186,7 +186,7 @@ class Loop:
     def _launches(self, state: Any, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         def turn(carry: Any, _: None) -> Any:
             arrays, filler, x, part = carry
-            for _ in range(PER_TURN):
+            for _number in range(PER_TURN):
                 filler, x = _filled(filler, x)
                 x, part, mailbox = all_reduce_norm_layer(
                     x, part, weights, opened(arrays), axes=self.axes, layer=0, dtype=jnp.bfloat16
