@@ -43,7 +43,7 @@ WIDE = (
 )
 FUSED = f"tensor=2{ONE_LAUNCH}" if GPUS == 2 else f"tensor={GPUS}{EIGHT}{ONE_LAUNCH}"
 WHOLE = (WIDE or TEXTS)[0]
-SEALED = [*TEXTS, *WIDE, FUSED]
+SEALED = [*TEXTS, *WIDE, FUSED, f"{WHOLE}{ONE_LAUNCH}"]
 # What is wrong with the second of two processes.
 FAULTS = {f"two processes: {what}": what for what in SAID}
 # Of each GPU's memory. A plan leaves the allocator 256 MiB for pieces that it does not split, which
