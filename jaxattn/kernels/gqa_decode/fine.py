@@ -17,8 +17,8 @@ LONG_PAIR = 96  # steps of a pair, on average
 # A last turn of so many of the multiprocessors or more, of 4, is the end by itself, and its last
 # pairs are cut. The end of another is the turn before it too.
 FULL = 3
-# What the last pairs are cut into, and the one before them. Of the two partial results that there
-# are for each multiprocessor, SHORT pieces take 8 of 11.
+# Pieces of each of the last pairs, and of those before them. The former have 8 of 11 of the partial
+# results, of which there are two for each multiprocessor.
 SHORT, HALF = 8, 2
 LEAST_PIECE = 8  # steps
 
