@@ -34,11 +34,11 @@ def group_of(gpus: int) -> Group:
     return Group(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
 
 
-def mailboxes(group: Group, calls: int = 0) -> Mailbox:
+def mailboxes(group: Group, calls: int = 0, places: int = MOST, features: int = WIDEST) -> Mailbox:
     """Behind so many calls."""
 
     def make() -> Mailbox:
-        made = Mailbox.empty(group.parallel.gpus, MOST, WIDEST)
+        made = Mailbox.empty(group.parallel.gpus, places, features)
         return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     made = jax.block_until_ready(group.make(make, group.each))
@@ -115,11 +115,13 @@ def random_bits(*shape: int) -> jax.Array:
     return lax.bitcast_convert_type(jnp.asarray(bits, jnp.uint16), jnp.bfloat16)
 
 
-def has_the_bits_of_xla(group: Group, made: Any, given: list[jax.Array], calls: int) -> None:
+def has_the_bits_of_xla(
+    group: Group, made: Any, given: list[jax.Array], calls: int, **of_mailbox: int
+) -> None:
     """Over three calls of a step that `made` gives for an implementation."""
     found = {}
     for implementation in ("xla", "mosaic_gpu"):
-        mailbox = mailboxes(group, calls)
+        mailbox = mailboxes(group, calls, **of_mailbox)
         compiled = made(group, implementation).lower(*given, mailbox).compile()
         check_aliasing(compiled, slack=2**20)
         for call in range(3):
@@ -154,3 +156,11 @@ def test_calls_of_different_sizes_share_a_mailbox_and_gpus_come_late_in_turn(gpu
     group = group_of(gpus)
     given = [random_bits(gpus, 64, 1, 1, 4608), random_bits(gpus, 64, gpus, 1, 1536)]
     has_the_bits_of_xla(group, uneven, given, calls=2**31 - 20)
+
+
+@pytest.mark.parametrize("gpus", EACH)
+def test_more_pieces_than_blocks_run_at_once(gpus):
+    """A GPU runs 132 x 16 blocks of a warpgroup at most: the others wait for these to end."""
+    group, rows, pieces, width = group_of(gpus), 256, 10, 512
+    given = [random_bits(gpus, rows, n, pieces, width) for n in (1, gpus)]
+    has_the_bits_of_xla(group, layers, given, 0, places=rows * pieces, features=width)
