@@ -22,6 +22,11 @@ FILES=0
 
 timeout -k 5 600 python -m pytest -m gpu -p no:xdist -s -v tests/parallel
 
+SUMS=$(seq -s ' ' 2 2 "$GPUS" | sed 's/ 6 / /') # 2, 4, 8
+timeout -k 5 600 python -m jaxattn.bench long-row --tokens 1000000 --heads 32 128 --gpus 1 $SUMS --json "$OUT/$GPUS-long-row.json"
+timeout -k 5 600 python -m jaxattn.bench collectives --gpus $SUMS --json "$OUT/$GPUS-collectives.json"
+timeout -k 5 600 python -m jaxattn.bench collectives --gpus $SUMS --nccl --json "$OUT/$GPUS-collectives-nccl.json"
+
 case $GPUS in
   2)
     bench DeepSeek-V2-Lite --rows 1 32 128 --tensor 2 --also data=2,expert=2

@@ -29,6 +29,7 @@ from jaxattn.core.rope import RopeConfig, rotation
 from jaxattn.gdn import Checkpoints, OutputNorm
 from jaxattn.mla import LatentFormat
 from jaxattn.ops.mla.prefill import causal_attention, mla_prefill
+from scripts import sanitize_gqa_cases
 
 PAGE, RANK, DIM = 64, 512, 576
 DRAWN = np.random.default_rng(0)
@@ -397,6 +398,7 @@ CASES: dict[str, Case] = {
     "mla_append": append,
     "mla_prefill": prefill,
     "mla_prefill_prefix": prefill_with_a_prefix,
+    **sanitize_gqa_cases.CASES,
     "gqa_prefill": grouped_prefill(128, 64),
     "gqa_prefill_window": grouped_prefill(64, 16, window=100),
     "gqa_prefill_256": grouped_prefill(256, 128),

@@ -28,6 +28,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
+from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
 # Of each operation JAX notes where in the source it comes from, ten callers deep; no test reads it,
 # and the suite takes a tenth less time without.
@@ -106,7 +107,7 @@ def pytest_collection_finish() -> None:
     # Modules and collected tests stay: the garbage collector need not look through them again.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(100_000, 100, 20)
 
 
 # Seconds of CPU time that the suite is meant to take at most: ten minutes on two cores.
@@ -115,6 +116,7 @@ _WORKERS_SECONDS: list[float] = []
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    end_virtual_devices()  # so that its time counts
     output = getattr(session.config, "workeroutput", None)
     if output is not None:  # of pytest-xdist: this is a worker, and tells its controller
         output["cpu_seconds"] = sum(os.times()[:4])

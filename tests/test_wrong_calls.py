@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxattn
-from jaxattn import Arena, ArenaError, ArenaSpec, Limits, Request, mla, moe
+from jaxattn import Arena, ArenaError, ArenaSpec, Limits, Request, gqa, mla, moe
 from jaxattn.engine.prepare import prepare
 from jaxattn.models import Hybrid, load
 from jaxattn.models.checkpoint import EMBEDDED
@@ -25,6 +25,21 @@ class MaskAlone:
 def experts(**options):
     x, gate_up, down = EXPERTS
     return moe.mixture_of_experts(x, IDS, np.ones((2, 2), np.float32), gate_up, down, **options)
+
+
+def pairs(**options):
+    shape = dict(q_len=1, num_heads=4, num_kv_heads=2, head_dim=64, max_pages=4, page_size=16)
+    return gqa.decode_schedule(jnp.ones(1, jnp.int32), **shape, **options)
+
+
+def append(**options):
+    q, k = jnp.zeros((1, 1, 4, 64)), jnp.zeros((1, 1, 2, 64))
+    config = jaxattn.RopeConfig(dim=64)
+    rotation = jaxattn.rotation(jnp.zeros((1, 1), jnp.int32), config)
+    cache, addressing = jnp.zeros((2, 2, 16, 2, 64)), ([[0]], [1])
+    return gqa.gqa_append(
+        q, k, k, None, cache, *addressing, rotation=rotation, config=config, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,6 +74,9 @@ def experts(**options):
         (lambda: moe.route(LOGITS, None, "best"), TypeError, "router must be a moe.Router"),
         (lambda: moe.route(LOGITS, [0] * 32, moe.Router(**ROUTER)), TypeError, "bias must be an"),
         (lambda: experts(listed="all"), TypeError, "listed must be what choose_experts returns"),
+        (lambda: pairs(batch_invariant="no"), TypeError, "batch_invariant must be True or False"),
+        (lambda: append(dtype=jnp.int32), TypeError, "dtype must be bfloat16 or .* got int32"),
+        (lambda: append(dtype="wide"), TypeError, "dtype must be bfloat16 or .* got wide"),
     ],
 )
 def test_it_is_named(call, error, message):

@@ -3,24 +3,27 @@
     python -m jaxattn.bench collectives --gpus 2 4 --json xla.json
     python -m jaxattn.bench collectives --gpus 2 4 --nccl --json nccl.json
 
-Each GPU has an array of so many KiB, and is given the sum of all. `us` is a sum's share of a loop
-of sums, less the same loop without them. `kernel us` is what the sum's kernels take of a GPU, by a
-profile, waiting for the others included. Rows differ by how the sum is made:
+Each GPU has an array of so many KiB, and is given the sum of all. Before each sum a kernel of some
+60 us reads and writes other memory, as a layer does. So no GPU waits for the host of another. `us`
+is a sum's share of the loop, less the same loop without sums, and has the launch. `kernel us` is
+the median of the sum's kernels, by a profile, waiting for the others included. Rows differ by how
+the sum is made:
 
     XLA           an all-reduce with XLA's default flags: its own kernel up to 4 MiB
     NCCL          the same with `--nccl`, which turns that kernel off
     one launch    `all_reduce_norm_layer`, with residual and norm, of tokens of 2,048 bfloat16
 
-A loop with launches of the third kind copies its residual in each turn, which a model's step does
-not. `kernels` names what ran.
+`kernel` names what ran.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ from jax.sharding import PartitionSpec
 from jaxattn.bench import record
 from jaxattn.bench.parallel_layout import COLLECTIVES
 from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import launches, seconds
+from jaxattn.bench.timing import gpu_launches, seconds
 from jaxattn.models.base import jit_step
 from jaxattn.models.layer_cache import CacheSize
 from jaxattn.models.mailbox import MOST_TOKENS, Mailboxes, closed, opened
@@ -44,10 +47,12 @@ from jaxattn.parallel import Group, Parallel
 KIB = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = ("bfloat16", "float32")
 FEATURES = 2048  # of a token, in one launch
-TURNS = 64
+TURNS, PER_TURN = 16, 4  # of a loop, and sums of a turn
+FILLER = 2**25  # float32 numbers that are read and written before a sum
 NCCL_FLAG = "--xla_gpu_experimental_use_collective_kernels="
 COMPILERS = 16  # threads
 WHOLE = PartitionSpec()
+NO_ROWS = CacheSize(pages=1, slots=1)
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -60,13 +65,14 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--kib", type=int, nargs="+", default=list(KIB), help="of each GPU's array")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--nccl", action="store_true", help="without XLA's own kernel")
-    parser.add_argument("--turns", type=int, default=TURNS, help="sums of a loop")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of a loop")
+    parser.add_argument("--filler", type=int, default=FILLER, help="numbers between two sums")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
     if min(args.gpus) < 2:
         parser.error(f"--gpus {min(args.gpus)}: a sum is over two GPUs or more")
-    if min(args.kib) < 4 or args.turns < 1:
-        parser.error("--kib must be at least 4 and --turns positive")
+    if min(args.kib) < 4 or min(args.turns, args.filler) < 1:
+        parser.error("--kib must be at least 4, --turns and --filler positive")
     return args
 
 
@@ -75,13 +81,21 @@ class Sum:
     """What a row times.
 
     Attributes:
-        how: "XLA", "NCCL" or "one launch"; "nothing" is the loop without a sum.
+        how: "XLA", "NCCL" or "one launch"; "nothing" is the loop without a sum, and "filler" that
+            beside a residual, without the product before it.
     """
 
     gpus: int
     kib: int
     dtype: str
     how: str
+
+    @property
+    def base(self) -> "Sum":
+        """The loop without the sum."""
+        if self.how == "one launch":
+            return dataclasses.replace(self, how="filler")
+        return dataclasses.replace(self, how="nothing")
 
     @property
     def numbers(self) -> int:
@@ -93,68 +107,107 @@ class Sum:
 
 
 class Loop:
-    """A donated step of `turns` sums over a group of GPUs: compiled, then timed."""
+    """A donated step of `turns` turns with PER_TURN sums each, over a group of GPUs."""
 
-    def __init__(self, of: Sum, turns: int):
+    def __init__(self, of: Sum, turns: int, filler: int):
         self.of, self.turns = of, turns
         self.group = Group(Parallel(tensor=of.gpus), tuple(jax.devices()[: of.gpus]))
         self.axes = self.group.parallel.axes("tensor")
-        own = PartitionSpec(self.axes)
-        fused = of.how == "one launch"
-        self.operands: tuple[jax.Array, ...] = tuple(
-            self.group.put(array, WHOLE) for array in (_residual(of) if fused else _numbers(of))
-        )
-        self.state = self._mailbox(own) if fused else self.group.put(_counts(of), own)
-        specs = own, *[WHOLE] * len(self.operands)
-        out_specs = WHOLE, own
-        over = self.group.step(self._launches if fused else self._sums, specs, out_specs)
-        self._run = jit_step(
-            lambda operands, state: over(state, *operands),
-            out_shardings=self.group.shardings(out_specs),
-        )
+        self.filler, self.own = filler, PartitionSpec(self.axes)
+        self.fused = of.how == "one launch"
+        residual = self.fused or of.how == "filler"
+        self.given = _residual(of)[: 1 + self.fused] if residual else _numbers(of)
+        self.boxes = Mailboxes(gpus=of.gpus, tokens=of.tokens, features=FEATURES)
         self.compiled: Any = None
 
     def compile(self) -> None:
-        self.compiled = self._run.lower(self.operands, self.state).compile()
+        """From shapes: nothing lies on a device yet."""
+        specs = self.own, *[WHOLE] * len(self.given)
+        out_specs = WHOLE, self.own
+        over = self.group.step(self._launches if self.fused else self._sums, specs, out_specs)
+        run = jit_step(
+            lambda operands, state: over(state, *operands),
+            out_shardings=self.group.shardings(out_specs),
+        )
+        kept: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
+        kept = self.boxes.shapes(NO_ROWS) if self.fused else kept
+        state = kept, jax.ShapeDtypeStruct((self.filler,), jnp.float32)
+        shapes = self.group.shapes(self.given, WHOLE), self.group.shapes(state, self.own)
+        self.compiled = run.lower(*shapes).compile()
 
-    def __call__(self, number: int = 0) -> Any:
-        del number
+    @contextlib.contextmanager
+    def filled(self, fillers: dict[int, jax.Array]) -> Iterator[None]:
+        """Within it, what a call needs lies on the devices.
+
+        Args:
+            fillers: those of numbers of GPUs that loops before had.
+        """
+        gpus = self.of.gpus
+        if gpus not in fillers:
+            fillers[gpus] = self.group.put(np.ones(gpus * self.filler, np.float32), self.own)
+        kept = self._mailbox() if self.fused else self.group.put(_shares(self.of), self.own)
+        self.operands = tuple(self.group.put(array, WHOLE) for array in self.given)
+        self.state: Any = jax.block_until_ready((kept, fillers.pop(gpus)))
+        yield
+        _, fillers[gpus] = self.state
+        del self.operands, self.state
+
+    def __call__(self) -> Any:
         x, self.state = self.compiled(self.operands, self.state)
         # Virtual devices of a CPU wait for one another for ever with several steps under way.
         return x if jax.default_backend() == "gpu" else jax.block_until_ready(x)
 
-    def _mailbox(self, own: PartitionSpec) -> Any:
-        of = self.of
-        boxes = Mailboxes(gpus=of.gpus, tokens=of.tokens, features=FEATURES)
-        empty = functools.partial(boxes.init, CacheSize(pages=1, slots=1))
+    def seconds(self) -> float:
+        """Of a sum with what is before it."""
+        return seconds(self) / (self.turns * PER_TURN)
+
+    def _mailbox(self) -> Any:
+        empty = functools.partial(self.boxes.init, NO_ROWS)
         # It is there on all GPUs before one writes to another.
-        return boxes.connected(jax.block_until_ready(self.group.make(empty, own)))
+        return self.boxes.connected(jax.block_until_ready(self.group.make(empty, self.own)))
 
-    def _sums(self, count: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _sums(self, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        """A GPU's share is its own: XLA knows the sum of equal arrays without sending them."""
+
         def turn(carry: Any, _: None) -> Any:
-            count, x = carry
-            half = x * 0.5
-            met = half if self.of.how == "nothing" else lax.psum(half, self.axes)
-            return (count + 1, met * 0.5), None
+            share, filler, x = carry
+            for _number in range(PER_TURN):
+                filler, x = _filled(filler, x)
+                if self.of.how != "filler":
+                    x = x * share.astype(x.dtype)
+                x = lax.optimization_barrier(x)
+                if self.of.how not in ("filler", "nothing"):
+                    x = lax.psum(x, self.axes)
+            return (share, filler, x), None
 
-        (count, x), _ = lax.scan(turn, (count, x), None, length=self.turns)
-        return x, count
+        (share, filler, x), _ = lax.scan(turn, (*state, x), None, length=self.turns)
+        return x, (share, filler)
 
-    def _launches(self, arrays: Any, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    def _launches(self, state: Any, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         def turn(carry: Any, _: None) -> Any:
-            arrays, x, part = carry
-            x, part, mailbox = all_reduce_norm_layer(
-                x, part, weights, opened(arrays), axes=self.axes, layer=0, dtype=jnp.bfloat16
-            )
-            return (closed(mailbox), x, part), None
+            arrays, filler, x, part = carry
+            for _number in range(PER_TURN):
+                filler, x = _filled(filler, x)
+                x, part, mailbox = all_reduce_norm_layer(
+                    x, part, weights, opened(arrays), axes=self.axes, layer=0, dtype=jnp.bfloat16
+                )
+                arrays = closed(mailbox)
+            return (arrays, filler, x, part), None
 
-        carry = arrays, x, x.astype(jnp.bfloat16)
-        (arrays, x, _), _ = lax.scan(turn, carry, None, length=self.turns)
-        return x, arrays
+        carry = *state, x, x.astype(jnp.bfloat16)
+        (arrays, filler, x, _), _ = lax.scan(turn, carry, None, length=self.turns)
+        return x, (arrays, filler)
 
 
-def _counts(of: Sum) -> np.ndarray:
-    return np.zeros(of.gpus, np.int32)
+def _filled(filler: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the filler, read and written after `x` is there; `x`, after that): neither beside a sum."""
+    first = x.reshape(-1)[0].astype(jnp.float32)
+    filler = lax.optimization_barrier(filler * (1.0001 + 1e-30 * first))
+    return filler, x + (1e-30 * filler[0]).astype(x.dtype)
+
+
+def _shares(of: Sum) -> np.ndarray:
+    return np.full(of.gpus, 1 / of.gpus, np.float32)
 
 
 def _numbers(of: Sum) -> tuple[np.ndarray, ...]:
@@ -167,14 +220,13 @@ def _residual(of: Sum) -> tuple[np.ndarray, ...]:
 
 
 def wanted(args: argparse.Namespace) -> list[Sum]:
-    """The sums of a run, each loop without one before them."""
-    how = ("NCCL",) if args.nccl else ("XLA", "one launch")
+    """The sums of a run."""
     sums = [
-        Sum(gpus=gpus, kib=kib, dtype=dtype, how=each)
+        Sum(gpus=gpus, kib=kib, dtype=dtype, how=how)
         for gpus in args.gpus
         for dtype in args.dtypes
         for kib in args.kib
-        for each in ("nothing", *how)
+        for how in (("NCCL",) if args.nccl else ("XLA", "one launch"))
     ]
     return [each for each in sums if each.how != "one launch" or _one_launch(each)]
 
@@ -184,27 +236,33 @@ def _one_launch(of: Sum) -> bool:
     return of.dtype == "bfloat16" and whole and of.tokens <= MOST_TOKENS
 
 
-def time(loop: Loop, nothing: float) -> dict[str, Any]:
-    """A row. `nothing`: seconds of a turn without a sum."""
-    turn, of = seconds(loop) / loop.turns, loop.of
-    spent = launches(loop, calls=2, warmup=0.0)
+def time(loop: Loop, base: float) -> dict[str, Any]:
+    """A row. `base`: seconds of what is before a sum."""
+    took, of = loop.seconds() - base, loop.of
     kernels = {
-        f"{each.kernel} {each.op}": took
-        for each, took in spent.items()
-        if any(word in f"{each.kernel} {each.op}".lower() for word in (*COLLECTIVES, "norm"))
+        f"{launch.kernel} {launch.op}": [length for _, length in events]
+        for launch, events in _launched(loop).items()
+        if any(word in f"{launch.kernel} {launch.op}".lower() for word in COLLECTIVES)
     }
-    most = max(kernels, key=lambda name: kernels[name].seconds, default="")
-    took = sum(each.seconds for each in kernels.values()) / of.gpus / loop.turns
+    most = max(kernels, key=lambda name: sum(kernels[name]), default="")
+    lengths = [length for each in kernels.values() for length in each]
     return {
         "GPUs": of.gpus,
         "dtype": of.dtype,
         "KiB": of.kib,
         "sum": of.how,
-        "us": (turn - nothing) * 1e6,
-        "kernel us": took * 1e6 if took else "",
-        "turn us": turn * 1e6,
+        "us": took * 1e6,
+        "kernel us": statistics.median(lengths) / 1e3 if lengths else "",
+        "base us": base * 1e6,
         "kernel": most[:40],
     }
+
+
+def _launched(loop: Loop) -> dict[Any, list[tuple[float, float]]]:
+    """(start, length) in ns of what the GPUs ran; empty without a GPU."""
+    if jax.default_backend() != "gpu":
+        return {}
+    return dict(gpu_launches(lambda: jax.block_until_ready((loop(), loop()))))
 
 
 def compile_all(loops: Sequence[Loop]) -> None:
@@ -226,17 +284,22 @@ def main(argv: Sequence[str], program: str) -> int:
         )
         return 2
     result = {**record.begin("collectives", program, ["collectives", *argv]), "rows": []}
-    loops = [Loop(each, args.turns) for each in wanted(args)]
-    compile_all(loops)
-    nothing = 0.0
-    for loop in loops:
-        if loop.of.how == "nothing":
-            nothing = seconds(loop) / loop.turns
-            continue
-        result["rows"].append(time(loop, nothing))
+    sums = wanted(args)
+    loops = {
+        each: Loop(each, args.turns, args.filler)
+        for each in dict.fromkeys(of for each in sums for of in (each.base, each))
+    }
+    compile_all([*loops.values()])
+    bases, fillers = dict[Sum, float](), dict[int, jax.Array]()
+    for each in sums:
+        if each.base not in bases:
+            with loops[each.base].filled(fillers):
+                bases[each.base] = loops[each.base].seconds()
+        with loops[each].filled(fillers):
+            result["rows"].append(time(loops[each], bases[each.base]))
         print(f"collectives {result['rows'][-1]}", file=sys.stderr, flush=True)
         store(result, args.json)
     record.end(result)
     store(result, args.json)
-    show(f"Sums over GPUs, loops of {args.turns}", result["rows"])
+    show("Sums over GPUs, each behind a kernel", result["rows"])
     return 0

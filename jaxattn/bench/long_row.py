@@ -12,8 +12,9 @@ DeepSeek-V3's.
 the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a
 profile. Of these `attention us` attend and merge a GPU's own pieces; `gather us` and `exchange us`
 are the two collectives, waiting included; the launches of `jaxattn.ops.peer_exchange` are both in
-the latter. `efficiency` is per doubling of the GPUs: 1 if twice the
-GPUs take half the time. `relative error` is that of the output, beside XLA's on one GPU.
+the latter. `efficiency` is per doubling of the GPUs: 1 if twice the GPUs take half the time.
+`relative error` is that of the output, beside XLA's on one GPU. With `--nccl` rows of several GPUs
+come twice, the second time with XLA's collectives in place of those launches.
 """
 
 import argparse
@@ -72,6 +73,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), help="in all")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="one run for each")
     parser.add_argument("--layers", type=int, default=LAYERS, help="caches, read in turn")
+    parser.add_argument("--nccl", action="store_true", help="XLA's collectives too")
     parser.add_argument("--no-check", action="store_true", help="not the output beside XLA's")
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
@@ -97,6 +99,7 @@ class Row:
         tokens: int,
         layers: int = LAYERS,
         implementation: Implementation | None = None,
+        nccl: bool = False,
     ):
         self.heads, self.gpus, self.tokens, self.layers = heads, gpus, tokens, layers
         self.implementation = implementation
@@ -105,7 +108,7 @@ class Row:
         self.stripes = -(-tokens // (PAGE * gpus))
         own = self.parallel.axes("tensor") or None
         self.by_heads = PartitionSpec(None, None, own)
-        self.pieces = pieces_of(heads // gpus, DIM, RANK) if gpus > 1 else None
+        self.pieces = None if nccl or gpus == 1 else pieces_of(heads // gpus, DIM, RANK)
         self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
         self.state: Any = None
@@ -242,6 +245,7 @@ class Row:
             "H": self.heads,
             "T": self.tokens,
             "GPUs": self.gpus,
+            "sent by": "" if self.gpus == 1 else "launches" if self.pieces else "XLA",
             "us": took * 1e6,
             "roof us": moved / rate * 1e6 if rate else "",
             **kinds,
@@ -265,9 +269,10 @@ def main(argv: Sequence[str], program: str) -> int:
     result = {**record.begin("long-row", program, ["long-row", *argv]), "rows": []}
     sizes: Any = dict(tokens=args.tokens, layers=args.layers)
     rows = [
-        Row(heads, gpus, **sizes, implementation=args.implementation)
+        Row(heads, gpus, **sizes, implementation=args.implementation, nccl=nccl)
         for heads in args.heads
         for gpus in args.gpus
+        for nccl in ((False, True) if args.nccl and gpus > 1 else (False,))
     ]
     checked = [] if args.no_check else args.heads
     alone = {heads: Row(heads, 1, **sizes, implementation="xla") for heads in checked}

@@ -1,7 +1,6 @@
 """Checks an op's arguments one after another: an axis name means one size in all of them."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jaxattn.core.checks import (
     check_array,
     check_dtype,
     check_layer,
+    check_positive,
     number_of,
 )
 from jaxattn.core.tables import check_pages, check_places
@@ -62,9 +62,7 @@ class Arguments:
                 f"{self.op}: scale must be a Python number, got {type(scale).__name__}; DeepSeek's "
                 "is jaxattn.softmax_scale(qk_nope_head_dim + qk_rope_head_dim, config)"
             )
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"{self.op}: scale must be positive and finite, got {scale}")
-        return float(scale)
+        return check_positive(self.op, "scale", scale)
 
     def check_layer(self, kv_cache: Any, layer: Any, axes: str = "N C D") -> None:
         """A stack needs a layer, a plain cache of `axes` has none; and the layer must exist."""

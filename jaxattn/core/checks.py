@@ -1,7 +1,6 @@
 """What ops and modules check of any argument, before a kernel starts."""
 
 import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -15,6 +14,8 @@ from jaxattn.arena import Arena
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 # A window beyond this is this: no row is as long, and positions plus a window stay in 32 bits.
 MOST_WINDOW = 2**30
+LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # that is not a subnormal one
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +68,21 @@ def check_dtype(op: str, name: str, x: Any, *dtypes: str) -> None:
     if str(x.dtype) not in dtypes:
         wanted = " or ".join(dtypes)
         raise TypeError(f"{op}: {name} must be {wanted}, got {x.dtype} {tuple(x.shape)}")
+
+
+def check_out_dtype(op: str, dtype: Any, default: Any) -> Any:
+    """The dtype that a result is asked for in, one of FLOATS; None is `default`.
+
+    Raises:
+        TypeError: it is another, or none.
+    """
+    try:
+        found = jnp.dtype(default if dtype is None else dtype)
+    except TypeError:
+        found = dtype
+    if str(found) not in FLOATS:
+        raise TypeError(f"{op}: dtype must be {' or '.join(FLOATS)}, got {found}")
+    return found
 
 
 def check_integers(op: str, name: str, x: Any, shape: str, *, fits: bool) -> None:
@@ -139,13 +155,27 @@ def finite(op: str, name: str, value: Any) -> float:
 
     Raises:
         TypeError: it is another thing.
-        ValueError: it is not finite.
+        ValueError: it is not finite, as a float32 is.
     """
     value = number_of(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
-    if not abs(value) < math.inf:
-        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    if not abs(value) <= MOST_FLOAT32:
+        raise ValueError(f"{op}: {name} must be finite, got {str(value):.40}")
+    return float(value)
+
+
+def check_positive(op: str, name: str, value: int | float | np.floating) -> float:
+    """A number above 0 that is one in float32 too, in which it is used.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not LEAST_FLOAT32 <= value <= MOST_FLOAT32:
+        raise ValueError(
+            f"{op}: {name} must be positive and finite, got {str(value):.40}; float32 has numbers "
+            "from 1.2e-38 to 3.4e38"
+        )
     return float(value)
 
 

@@ -1,7 +1,5 @@
-"""What attention over a paged cache shares, decode and prefill.
-
-These are the checks of arguments, the products, and a softmax that is built up block by block over
-a row's pages.
+"""What ops on a paged cache share: where new tokens go, reading it block by block, and a softmax
+that is built up over a row's blocks.
 """
 
 from collections.abc import Callable
@@ -31,6 +29,35 @@ def _page_size(kv_cache: jax.Array, unfold: Unfold | None) -> int:
     if unfold is not None:
         return unfold.page_size
     return int(kv_cache.shape[-2 if kv_cache.ndim < 5 else -3])
+
+
+def new_places(
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    query_lens: Int[Array, "B"],
+    *,
+    tokens: int,
+    page: int,
+    num_pages: int,
+) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """(page, place in it) of each row's last tokens: token t is at seq_lens - query_lens + t.
+
+    The page is `num_pages`, which a write drops, where nothing is to be written: in padding, behind
+    `query_lens`, before the row's first position, beyond its table, and where that names no page
+    from 0 on.
+
+    Args:
+        tokens: S.
+        page: tokens of a page.
+    """
+    number = jnp.arange(tokens)
+    position = (seq_lens - query_lens)[:, None] + number
+    column = position // page
+    written = (seq_lens > 0)[:, None] & (number < query_lens[:, None]) & (position >= 0)
+    written &= column < block_tables.shape[1]
+    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
+    # An index past the end is dropped; a negative one would count from the end.
+    return jnp.where(written & (pages >= 0), pages, num_pages), position % page
 
 
 def page_blocks(

@@ -33,6 +33,8 @@ from jaxattn.models.stored import Stored
 
 READERS = 8
 COMPILERS = 4
+# XLA tries out other forms of a program, and compiles each. These programs only copy.
+UNTUNED = {"xla_gpu_autotune_level": 0}
 # Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
 SENT_AS = {"float8_e8m0fnu": "uint8"}
 
@@ -122,7 +124,7 @@ def _programs(
         target, start = shapes[block.key], argument((len(block.start),), jnp.dtype(jnp.int32))
         options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
         target = argument(target.shape, target.dtype)
-        return _place.lower(target, parts, start, **options).compile()
+        return _place.lower(target, parts, start, **options).compile(compiler_options=UNTUNED)
 
     def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)

@@ -24,8 +24,7 @@ from jaxattn.plan.placement import Placement, caches, page_bytes, weight_items
 PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
 # Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
 DRIVER = 1 * GIB
-# NCCL's channels and buffers and XLA's own kernels; two H100s take 1,342 MiB each.
-COLLECTIVES = 3 * GIB // 2
+MOST_PEERS = 8  # GPUs of a host
 
 
 def plan_group(
@@ -44,9 +43,8 @@ def plan_group(
     budget = Budget(memory.name, memory.total, utilization, memory.limit)
     outside = [Item("driver", DRIVER, "context, loaded code, libraries", (), "assumed", True)]
     if place.gpus > 1:
-        outside.append(
-            Item("collectives", COLLECTIVES, "NCCL between the GPUs", (), "assumed", True)
-        )
+        taken = collectives(place.gpus)
+        outside.append(Item("collectives", taken, "NCCL between the GPUs", (), "assumed", True))
     outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
     # A page at least, and the slots: what does not depend on the pages.
@@ -70,6 +68,14 @@ def plan_group(
         _facts(pages, limits, place, solved),
         notes(model, limits, place),
     )
+
+
+def collectives(gpus: int) -> int:
+    """Bytes of each GPU that NCCL's channels and buffers and XLA's own kernels take at most.
+
+    Two H100s take 1,342 MiB each, and four H200s 2,082 MiB. More were not measured.
+    """
+    return 768 * MIB + min(gpus, MOST_PEERS) * 384 * MIB
 
 
 def pages_and_arena(

@@ -16,17 +16,23 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.sharding import divided, layouts
 from jaxattn.parallel import Parallel
-from jaxattn.plan.group import COLLECTIVES
+from jaxattn.plan.group import collectives
 from jaxattn.plan.single import Single
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneOfGroup(Single):
-    """A model on one GPU of a layout: NCCL's memory is beside the driver's."""
+    """A model on one GPU of a layout: NCCL's memory is beside the driver's.
+
+    Attributes:
+        gpus: of the layout.
+    """
+
+    gpus: int
 
     @property
     def beside(self) -> dict[str, Any]:
-        return {**super().beside, "collectives": COLLECTIVES}
+        return {**super().beside, "collectives": collectives(self.gpus)}
 
 
 def plan_parallel(
@@ -65,7 +71,14 @@ def _one(
         title = f"{name} on {gpus}, {memory.name}: {limits.batch:,} rows in all"
         return dataclasses.replace(made, title=title, facts=facts)
 
-    one = OneOfGroup(model=own, params=packed_shapes(own), traced=own, memory=memory, dress=dress)
+    one = OneOfGroup(
+        model=own,
+        params=packed_shapes(own),
+        traced=own,
+        memory=memory,
+        dress=dress,
+        gpus=parallel.gpus,
+    )
     return one, limits
 
 

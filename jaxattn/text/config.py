@@ -125,7 +125,7 @@ class _Object:
 
     def wrong(self, name: str, wanted: str) -> TextError:
         got = reprlib.repr(self.values[name])
-        return TextError(f"{self.where}: {name} must be {wanted}; got {got}")
+        return TextError(f"{self.where}: {name:.60} must be {wanted}; got {got}")
 
     def flag(self, name: str) -> bool | None:
         value = self.values.get(name)
@@ -193,6 +193,11 @@ def _content(value: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a character, as JSON can write it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_ID
 
@@ -216,7 +221,8 @@ def _added(tokenizer: _Object) -> dict[int, Added]:
     for key in field.values:
         entry = field.object(key)
         content = entry.text("content")
-        if not key.isdecimal() or not _is_id(int(key)) or not content:
+        digits = key.isdecimal() and len(key) <= len(str(MOST_ID))
+        if not digits or not _is_id(int(key)) or not content or not _is_unicode(content):
             raise field.wrong(key, "an entry of an id, with a `content` that is not empty")
         found[int(key)] = Added(content=content, special=bool(entry.flag("special")))
     return found

@@ -17,6 +17,7 @@ from jaxattn.text.tokenizer import Message, Tokenizer
 
 JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
 PANIC = "PanicException"  # of Rust code, no `Exception`
+MOST_SAID = 300  # characters of the library's message, which may hold parts of the file
 
 
 def load(folder: str | os.PathLike) -> Tokenizer:
@@ -54,14 +55,32 @@ def load_json(text: str, path: Path) -> tuple[Inner, Spelling]:
     Raises:
         TextError: the file is damaged, or its decoder is not supported.
     """
-    spelling = read_spelling(parse_object(text, path).get("decoder"), path)
+    values = parse_object(text, path)
+    spelling = read_spelling(values.get("decoder"), path)
+    _check_merges(values.get("model"), path)
     try:
         inner = Inner.from_str(text)
-    except Exception as error:  # the library raises no kind of its own
-        raise TextError(f"{path} is damaged: {error}") from error
+    except BaseException as error:  # the library raises no kind of its own
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        raise TextError(f"{path} is damaged: {str(error)[:MOST_SAID]}") from error
     inner.no_truncation()
     inner.no_padding()
     return inner, spelling
+
+
+def _check_merges(model: Any, path: Path) -> None:
+    """The library ends the process where a merge's second token lacks the prefix of all such."""
+    values = model if isinstance(model, dict) else {}
+    prefix, merges = values.get("continuing_subword_prefix"), values.get("merges")
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges if prefix else ():
+        tokens = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(tokens, list) and tokens and str(tokens[-1]).startswith(prefix)):
+            raise TextError(
+                f"{path} is damaged: merge {merge!r:.60} lacks the prefix {prefix!r:.60}"
+            )
 
 
 class HubTokenizer(Tokenizer):

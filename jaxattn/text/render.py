@@ -20,6 +20,7 @@ from jinja2 import ext, nodes, sandbox
 from jinja2.parser import Parser
 
 LENGTH_BYTES = 8
+MOST_SAID = 500  # characters of a message
 
 
 class OutputTooLong(Exception):
@@ -180,11 +181,16 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except MemoryError:
         raise
     except jinja2.TemplateSyntaxError as error:
-        return {"failed": f"has an error in line {error.lineno}: {error.message}"}
+        return {"failed": f"has an error in line {error.lineno}: {_cut(error.message)}"}
     except Refused as error:
-        return {"refused": str(error)}
+        return {"refused": _cut(str(error))}
     except Exception as error:  # the template's own: it may raise whatever Python does
-        return {"failed": f"raised {type(error).__name__}: {str(error)[:500]}"}
+        return {"failed": f"raised {type(error).__name__}: {_cut(str(error))}"}
+
+
+def _cut(said: str | None) -> str:
+    """A message, which may have parts of the chat or of the template."""
+    return (said or "")[:MOST_SAID]
 
 
 def packed(message: object) -> bytes:

@@ -25,6 +25,7 @@ from jaxattn.cli.stages import Stages
 from jaxattn.cli.start import Loading, Stopped, start_engine
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.prepare import prepare
+from jaxattn.engine.process import PROCESS
 from jaxattn.memory import device as memory_device
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import DeviceMemory
@@ -66,7 +67,8 @@ def started(make, limits=WHOLE, console=None):
 @pytest.fixture
 def counted(monkeypatch):
     """A device whose pool holds what JAX holds since now."""
-    gc.collect()  # an engine of an earlier test would count as another one
+    monkeypatch.setattr(PROCESS, "_engines", weakref.WeakSet())  # those of earlier tests
+    gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
 
     def memory(device):

@@ -11,20 +11,28 @@ from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from tests.helpers.at_once import at_once
 
-TOKENS = dict(zip("qkv", jnp.ones((3, 1, 20, 1, 4)), strict=True))
-SEQUENCE = TOKENS | dict(g=jnp.zeros((1, 20, 1)), beta=jnp.ones((1, 20, 1)))
-POOL = dict(state=jnp.zeros((2, 3, 1, 4, 4)), state_indices=jnp.array([0]), layer=0)
-GATES = dict(
-    a=jnp.zeros((1, 20, 1)), b=jnp.zeros((1, 20, 1)), A_log=jnp.ones(1), dt_bias=jnp.ones(1)
-)
+
+def ones(shape, dtype=np.float32):
+    """Without compiling: JAX's own takes longer than most of these tests."""
+    return jnp.asarray(np.ones(shape, dtype))
+
+
+def zeros(shape, dtype=np.float32):
+    return jnp.asarray(np.zeros(shape, dtype))
+
+
+TOKENS = dict(zip("qkv", [ones((1, 20, 1, 4))] * 3, strict=True))
+SEQUENCE = TOKENS | dict(g=zeros((1, 20, 1)), beta=ones((1, 20, 1)))
+POOL = dict(state=zeros((2, 3, 1, 4, 4)), state_indices=jnp.array([0]), layer=0)
+GATES = dict(a=zeros((1, 20, 1)), b=zeros((1, 20, 1)), A_log=ones(1), dt_bias=ones(1))
 LAYER = dict(
-    qkvz=jnp.ones((1, 1, 16)),
-    ba=jnp.ones((1, 1, 2)),
-    weights=pack_gdn_weights(jnp.ones(1), jnp.ones(1), jnp.ones(4), jnp.ones((12, 4))),
-    conv_state=jnp.zeros((2, 3, 3, 12)),
+    qkvz=ones((1, 1, 16)),
+    ba=ones((1, 1, 2)),
+    weights=at_once(pack_gdn_weights, ones(1), ones(1), ones(4), ones((12, 4))),
+    conv_state=zeros((2, 3, 3, 12)),
     **POOL,
 )
-CONV = dict(x=jnp.ones((1, 20, 2)), weight=jnp.ones((2, 4)))
+CONV = dict(x=ones((1, 20, 2)), weight=ones((2, 4)))
 OPS = {
     "chunk": (gdn.chunk_gated_delta_rule, SEQUENCE),
     "recurrent": (gdn.recurrent_gated_delta_rule, SEQUENCE),
@@ -34,7 +42,7 @@ OPS = {
     "conv": (gdn.causal_conv1d, CONV),
     "update": (
         gdn.causal_conv1d_update,
-        CONV | dict(conv_state=jnp.ones((2, 3, 3, 2)), state_indices=jnp.array([0]), layer=0),
+        CONV | dict(conv_state=ones((2, 3, 3, 2)), state_indices=jnp.array([0]), layer=0),
     ),
     "gates": (gdn.gdn_gates, GATES),
 }
@@ -55,23 +63,23 @@ def test_the_arguments_that_the_others_change(name):
         ("decode gates", {"A_log": [1.0]}, TypeError, "A_log must be an array, got list"),
         (
             "chunk prefill",
-            {"beta": jnp.ones((1, 20, 1), bool)},
+            {"beta": ones((1, 20, 1), bool)},
             TypeError,
             "beta must hold floats",
         ),
         (
             "decode gates",
-            {"b": jnp.ones((1, 20, 1), int)},
+            {"b": ones((1, 20, 1), int)},
             TypeError,
             "b must hold floats, got int",
         ),
         (
             "conv update",
-            {"x": jnp.ones((1, 20, 2), int)},
+            {"x": ones((1, 20, 2), int)},
             TypeError,
             "x must hold floats, got int",
         ),
-        ("conv", {"x": jnp.ones((1, 20, 2), complex)}, TypeError, "x must hold floats"),
+        ("conv", {"x": ones((1, 20, 2), complex)}, TypeError, "x must hold floats"),
         ("conv update", {"bias": [0.0, 0.0]}, TypeError, "bias must be an array, got list"),
         ("conv", {"initial_state": [[[0.0]]]}, TypeError, "initial_state must be an array"),
         ("chunk recurrent", {"initial_state": [0.0]}, TypeError, "initial_state must be an array"),
@@ -97,7 +105,7 @@ def test_the_arguments_that_the_others_change(name):
         ),
         (
             "chunk prefill decode",
-            {"scale": jnp.ones(1)},
+            {"scale": ones(1)},
             TypeError,
             "scale must be a Python number",
         ),
@@ -114,7 +122,7 @@ def test_the_arguments_that_the_others_change(name):
                 (1.0, TypeError, "layer must be an integer, got float"),
                 (jnp.float32(1), TypeError, "layer must be an integer scalar, got float32"),
                 (
-                    jnp.zeros(1, int),
+                    zeros(1, int),
                     TypeError,
                     r"an integer scalar, got int32 \(1,\)",
                 ),
@@ -122,11 +130,11 @@ def test_the_arguments_that_the_others_change(name):
         ),
         (
             "gates",
-            {"a": jnp.zeros((2, 5, 1)), "b": jnp.zeros((2, 5, 2))},
+            {"a": zeros((2, 5, 1)), "b": zeros((2, 5, 2))},
             ValueError,
             r"a and b must have one shape .*, got \(2, 5, 1\) and \(2, 5, 2\)",
         ),
-        ("gates", {"dt_bias": jnp.ones(3)}, ValueError, r"dt_bias must be \[Hv=1\], .*got \(3,\)"),
+        ("gates", {"dt_bias": ones(3)}, ValueError, r"dt_bias must be \[Hv=1\], .*got \(3,\)"),
     ],
 )
 def test_it_is_refused_by_name(names, change, error, message):
@@ -164,22 +172,22 @@ def test_any_integer_is_a_layer(number):
     "change, message",
     [
         (
-            {"dt_bias": jnp.ones(2)},
+            {"dt_bias": ones(2)},
             r"A_log and dt_bias must have one shape.* got \(1,\) and \(2,\)",
         ),
-        ({"norm": jnp.ones((3, 4))}, r"norm must be \['Dv'\], got \(3, 4\)"),
-        ({"conv": jnp.ones((4, 12))}, r"conv must be \['Dc', 'W'\] .* Hv Dv=4, got \(4, 12\)"),
-        ({"conv": jnp.ones((12, 1, 4))}, r"conv must be .* got \(12, 1, 4\)"),
-        ({"conv": jnp.ones((3, 12, 4))}, r"conv must be .* got \(3, 12, 4\)"),
-        ({"conv": jnp.ones((4, 4))}, "conv must be"),
+        ({"norm": ones((3, 4))}, r"norm must be \['Dv'\], got \(3, 4\)"),
+        ({"conv": ones((4, 12))}, r"conv must be \['Dc', 'W'\] .* Hv Dv=4, got \(4, 12\)"),
+        ({"conv": ones((12, 1, 4))}, r"conv must be .* got \(12, 1, 4\)"),
+        ({"conv": ones((3, 12, 4))}, r"conv must be .* got \(3, 12, 4\)"),
+        ({"conv": ones((4, 4))}, "conv must be"),
     ],
 )
 def test_weights_that_do_not_fit_each_other_are_not_packed(change, message):
-    weights = dict(A_log=jnp.ones(1), dt_bias=jnp.ones(1), norm=jnp.ones(4), conv=jnp.ones((12, 4)))
+    weights = dict(A_log=ones(1), dt_bias=ones(1), norm=ones(4), conv=ones((12, 4)))
     with pytest.raises(ValueError, match=message):
         pack_gdn_weights(**weights | change)
     with pytest.raises(TypeError, match="conv must hold floats"):
-        pack_gdn_weights(**weights | {"conv": jnp.ones((12, 4), int)})
+        pack_gdn_weights(**weights | {"conv": ones((12, 4), int)})
     stacked = {name: jnp.stack([x, x]) for name, x in weights.items()}
     assert pack_gdn_weights(**stacked).shape == (2, 2 + 4 + 4 * 12)
 
@@ -190,7 +198,7 @@ def test_offsets_of_a_narrow_type_reach_past_what_it_holds():
     q, k, v = draw(3, 1, 200, 1, 4)
     g, beta = -jnp.abs(draw(1, 200, 1)), jnp.full((1, 200, 1), 0.5)
     x, weight = draw(1, 200, 3), draw(3, 4)
-    pool = jnp.zeros((2, 1, 4, 4)), jnp.array([0, 1])
+    pool = zeros((2, 1, 4, 4)), jnp.array([0, 1])
     for op, arguments in (
         (gdn.recurrent_gated_delta_rule, (q, k, v, g, beta)),
         (gdn.chunk_gated_delta_rule, (q, k, v, g, beta)),
@@ -206,7 +214,7 @@ def test_offsets_of_a_narrow_type_reach_past_what_it_holds():
 
 
 def test_no_checkpoints_of_a_short_prompt():
-    nowhere = gdn.Checkpoints(slots=jnp.zeros((1, 0), jnp.int32), tokens=64)
+    nowhere = gdn.Checkpoints(slots=zeros((1, 0), jnp.int32), tokens=64)
     plain = gated_delta_rule_prefill(**OPS["prefill"][1])
     none = gated_delta_rule_prefill(**OPS["prefill"][1], checkpoints=nowhere)
     for x, y in zip(plain, none, strict=True):

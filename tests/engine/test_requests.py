@@ -16,8 +16,10 @@ from jaxattn.engine.outcome import FinishEvent, FinishReason, GenerationInterrup
 from jaxattn.engine.prepare import prepare
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
+    EXACT,
     LIMITS,
     SMALLEST,
+    TIGHT,
     WHOLE,
     kept_steps,
     params_of,
@@ -454,14 +456,14 @@ def test_a_row_ends_with_the_token_of_which_its_request_says_so(engine):
     assert engine.stats.decode_steps == 7  # six for the tokens behind the first, and one
 
 
-def test_what_ends_a_row_is_not_asked_again_after_a_preemption(params):
-    pool = dataclasses.replace(LIMITS, num_pages=LIMITS.pages_per_row + 1)
+def test_what_ends_a_row_is_not_asked_again_after_a_preemption():
+    kept_steps(TIGHT, config=EXACT)
     seen = {place: [] for place in range(3)}
 
     def ends_at(place):
         return lambda token: seen[place].append(token) or False
 
-    with Engine(MODEL, params, pool) as engine:
+    with Engine(Hybrid(EXACT), params_of(EXACT), TIGHT) as engine:
         done = engine.generate(
             [
                 Request(bytes([65 + place] * 60), max_tokens=60, ends_at=ends_at(place))

@@ -14,6 +14,7 @@ from tests.helpers.engine_cases import (
     EXACT,
     LIMITS,
     SMALLEST,
+    TIGHT,
     TWO,
     kept_steps,
     params_of,
@@ -22,8 +23,6 @@ from tests.helpers.engine_cases import (
 )
 
 MODEL = Hybrid(SMALLEST)
-# Room for one row at full length and a page more, for four rows.
-TIGHT = Limits(batch=4, max_model_len=256, num_pages=5, prefill_chunk=16, prefill_rows=2)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,8 @@ BUCKETS = dataclasses.replace(
 )
 # Fewer rows than most tests have requests, so that rows and slots go from one to the next.
 TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
+# Room for one row at full length and a page more, for four rows: the youngest are computed again.
+TIGHT = Limits(batch=4, max_model_len=256, num_pages=5, prefill_chunk=16, prefill_rows=2)
 # Of a device that is filled: all that rows can use, and the one row of the trial before it.
 WHOLE, TRIAL = (
     Limits(batch=3, max_model_len=256, prefill_chunk=16, num_pages=pages) for pages in (12, 4)

@@ -29,6 +29,12 @@ def _process() -> concurrent.futures.ProcessPoolExecutor:
     return concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_begin)
 
 
+def end_virtual_devices() -> None:
+    """Waits for the process to end, if a test has started it."""
+    if _process.cache_info().currsize:
+        _process().shutdown()
+
+
 def _begin() -> None:
     import jax
 

@@ -129,17 +129,18 @@ def test_b_gets_columns_of_zeros_that_change_nothing(values):
     pools = jnp.ones((3, 3, 3 * HEADS * DIM), jnp.bfloat16), jnp.ones((3, HEADS, DIM, DIM))
     slots, ones = jnp.array([2, 0]), jnp.ones(2, jnp.int32)
 
-    def results():
+    @nnx.jit
+    def results(module):
         decoded = module.decode(x, *pools, state_indices=slots)[:3]
         whole = module.prefill(x, *pools, state_indices=slots, seq_lens=ones, query_lens=ones)
         return decoded, whole
 
-    before, weight = results(), module.in_proj_b.weight
+    before, weight = results(module), module.in_proj_b.weight
     stack = {"in_proj_b": {"weight": weight[...][None]}}
     wide = delta.widened(model.spec.stream, stack)["in_proj_b.weight"][0]
     assert not wide[:, HEADS:].any()
     weight.set_value(wide)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), before, results())
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), before, results(module))
 
 
 def test_ling_is_bounded_and_gated_and_turns():

@@ -37,10 +37,10 @@ def loaded(folder: Path, platform: str, readers: int = READERS) -> dict[str, Any
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_the_host_holds_a_few_blocks(tmp_path):
     written = write_folder(tmp_path, 600 * MIB, sparse=True)
-    found = loaded(tmp_path, "cpu")
+    found = loaded(tmp_path, "cpu", huggingface.READERS)
     assert found["parameter_bytes"] >= 0.99 * written > 540 * MIB
     # A block for each reader and one that is placed; the rest is what compiling takes.
-    assert found["host_bytes_above_before"] <= (READERS + 1) * BLOCK_BYTES + 250 * MIB
+    assert found["host_bytes_above_before"] <= (huggingface.READERS + 1) * BLOCK_BYTES + 64 * MIB
 
 
 @pytest.mark.gpu

@@ -219,7 +219,7 @@ def recurrent(model: DecoderModel) -> bool:
     return any(isinstance(block.mixer, DeltaMixer) for block in model.spec.blocks)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @devices
 @of("qwen3_next_fp8")  # the command's test has deepseek_v3
 def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):

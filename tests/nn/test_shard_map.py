@@ -26,6 +26,7 @@ from jaxattn.ops.mla import decode
 from jaxattn.ops.mla.append import mla_append
 from jaxattn.ops.norm import rms_norm_layer
 from tests.helpers.every_op import OPS, arguments
+from tests.helpers.kernel_cases import slow
 
 P = jax.P
 DEVICES = min(2, jax.device_count())
@@ -103,8 +104,17 @@ def check_with_gradients(op, shared, own):
 # --- GQA
 
 
-@pytest.mark.parametrize("call", ["gqa_decode", "gqa_prefill", "gqa_attention"])
-@pytest.mark.parametrize("shared", ["nothing", "cache and sinks"])
+@pytest.mark.parametrize(
+    "shared, call",
+    [
+        ("nothing", "gqa_decode"),
+        slow("nothing", "gqa_prefill"),
+        slow("nothing", "gqa_attention"),
+        ("cache and sinks", "gqa_decode"),
+        ("cache and sinks", "gqa_prefill"),
+        ("cache and sinks", "gqa_attention"),
+    ],
+)
 def test_gqa_where_devices_read_different_numbers_of_blocks(call, shared, monkeypatch):
     blocks = ((gqa_decode, "DECODE_BLOCK"), (gqa_prefill, "PREFIX_BLOCK"))
     for module, name in (*blocks, (gqa_prefill, "QUERY_BLOCK")):
@@ -136,7 +146,7 @@ def paged():
     )
 
 
-@pytest.mark.parametrize("cache", ["own", "shared"])
+@pytest.mark.parametrize("cache", [slow("own"), "shared"])
 def test_mla_decode_where_devices_read_different_numbers_of_blocks(cache, monkeypatch):
     monkeypatch.setattr(decode, "DECODE_BLOCK", PAGE)
     op = functools.partial(mla.mla_decode, scale=0.3, kv_lora_rank=8)
@@ -212,8 +222,17 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("given", ["sequences", "packed", "shared"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule, given",
+    [
+        ("chunk", "sequences"),
+        slow("chunk", "packed"),
+        ("chunk", "shared"),
+        slow("recurrent", "sequences"),
+        ("recurrent", "packed"),
+        slow("recurrent", "shared"),
+    ],
+)
 def test_gated_delta_rule(rule, given):
     op = functools.partial(RULES[rule], use_qk_l2norm=True, output_final_state=True)
     shared, own = {}, sequences(20)
@@ -226,7 +245,7 @@ def test_gated_delta_rule(rule, given):
 
 @pytest.mark.parametrize(
     "packed, pool",
-    [(False, "shared"), pytest.param(True, "own", marks=pytest.mark.slow), (True, "shared")],
+    [slow(False, "shared"), slow(True, "own"), (True, "shared")],
 )
 def test_gated_delta_rule_prefill(packed, pool):
     op = functools.partial(gated_delta_rule_prefill, chunk_size=16)

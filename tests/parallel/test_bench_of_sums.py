@@ -1,6 +1,8 @@
 """`bench collectives` and `bench long-row` on virtual devices: their rows, counts and checks."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -8,11 +10,13 @@ from jaxattn.bench import collectives, long_row
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 
+COMMANDS = Path(__file__).parents[2] / "benchmarks" / "several-gpus.sh"
+
 
 @on_virtual_devices
 def test_sums_are_timed_less_the_loop_without_them(tmp_path):
     file = tmp_path / "run.json"
-    argv = ["--gpus", "2", "--kib", "4", "--turns", "2", "--json", str(file)]
+    argv = ["--gpus", "2", "--kib", "4", "--turns", "1", "--filler", "64", "--json", str(file)]
     assert collectives.main(argv, "bench") == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["dtype"], row["sum"]) for row in rows] == [
@@ -20,7 +24,7 @@ def test_sums_are_timed_less_the_loop_without_them(tmp_path):
         ("bfloat16", "one launch"),
         ("float32", "XLA"),
     ]
-    assert all(row["us"] < row["turn us"] and row["KiB"] == 4 for row in rows)
+    assert all(row["base us"] > 0 and row["KiB"] == 4 for row in rows)
 
 
 def test_one_launch_is_for_whole_tokens_of_bfloat16_and_not_beside_nccl():
@@ -31,13 +35,14 @@ def test_one_launch_is_for_whole_tokens_of_bfloat16_and_not_beside_nccl():
     assert ("one launch", "bfloat16", 64) in wanted("--kib", "64")
     assert ("one launch", "bfloat16", 4096) not in wanted("--kib", "4096")
     assert ("one launch", "bfloat16", 6) not in wanted("--kib", "6")
-    assert {how for how, *_ in wanted("--nccl")} == {"nothing", "NCCL"}
+    assert {how for how, *_ in wanted("--nccl")} == {"NCCL"}
 
 
 @on_virtual_devices
-def test_loops_have_one_sum_that_xla_kernel_takes_or_none():
-    for how, count in ("XLA", 1), ("nothing", 0):
-        loop = collectives.Loop(collectives.Sum(gpus=4, kib=64, dtype="float32", how=how), 3)
+def test_loops_have_sums_that_xlas_kernel_takes_or_none():
+    of = collectives.Sum(gpus=4, kib=64, dtype="float32", how="XLA")
+    for each, count in (of, collectives.PER_TURN), (of.base, 0):
+        loop = collectives.Loop(each, 3, 64)
         loop.compile()
         sums = all_reduces(loop.compiled.as_text())
         assert len(sums) == count and all(each.serves for each in sums)
@@ -47,13 +52,15 @@ def test_loops_have_one_sum_that_xla_kernel_takes_or_none():
 @on_virtual_devices
 def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
     file = tmp_path / "run.json"
-    argv = ["--tokens", "600", "--heads", "8", "--gpus", "1", "4", "--layers", "2"]
+    argv = ["--tokens", "600", "--heads", "16", "--gpus", "1", "4", "--layers", "2", "--nccl"]
     assert long_row.main([*argv, "--json", str(file)], "bench") == 0
-    one, four = json.loads(file.read_text())["rows"]
+    one, four, xla = json.loads(file.read_text())["rows"]
+    assert [each["sent by"] for each in (one, four, xla)] == ["", "launches", "XLA"]
+    assert four["relative error"] == xla["relative error"]
     assert one["relative error"] == 0 and 0 < four["relative error"] < 8e-3
     assert four["times one GPU"] == pytest.approx(one["us"] / four["us"])
     assert four["efficiency"] == pytest.approx((one["us"] / four["us"]) ** 0.5 / 2)
-    flops = 2 * 8 * 600 * (576 + 512) / 4
+    flops = 2 * 16 * 600 * (576 + 512) / 4
     assert four["TFLOP/s"] == pytest.approx(flops / four["us"] / 1e6)
     assert four["GB/s"] == pytest.approx(600 * 1152 / 4 / four["us"] / 1e3)
 
@@ -67,6 +74,17 @@ def test_a_long_row_that_is_wrong_is_refused():
     assert long_row._checked(row, right) == 0
     with pytest.raises(AssertionError, match="4 heads on 2 GPUs: relative error"):
         long_row._checked(row, right * 1.01)
+
+
+def test_the_commands_for_several_gpus_are_ones_that_there_are():
+    found = []
+    for line in COMMANDS.read_text().splitlines():
+        for name, bench in ("collectives", collectives), ("long-row", long_row):
+            _, there, rest = line.partition(f"jaxattn.bench {name} ")
+            if there:
+                found.append(name)
+                bench.parse(shlex.split(rest.replace("$SUMS", "2 4 8"), comments=True), "bench")
+    assert found == ["long-row", "collectives", "collectives"]
 
 
 def test_numbers_that_do_not_fit_are_refused(capsys):

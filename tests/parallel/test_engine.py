@@ -37,7 +37,7 @@ CONFIG = HybridConfig(
     param_dtype="float32",
     tie_embeddings=True,
 )
-LIMITS = Limits(batch=4, max_model_len=512, prefill_chunk=64, decode_buckets=(2,))
+LIMITS = Limits(batch=4, max_model_len=512, prefill_chunk=64, decode_buckets=(2,), checkpoints=2)
 LAYOUT = Parallel(tensor=4, context=2)
 
 
@@ -63,16 +63,26 @@ def params():
     return jax.tree.map(np.asarray, Hybrid(CONFIG).init_params(jax.random.key(1)))
 
 
-def engine(parallel: Parallel, limits: Limits = LIMITS) -> Engine:
-    return Engine(
-        Hybrid(CONFIG),
-        params(),
-        limits,
-        implementation="xla",
-        parallel=parallel,
-        strict=True,
-        workers=2,
-    )
+@functools.cache
+def made(parallel: Parallel) -> tuple[Engine, int]:
+    """An engine for all tests, and how often `decode` was traced for it. In the process that these
+    tests share an engine takes some five seconds."""
+    decode = DecoderModel.decode
+    with mock.patch.object(DecoderModel, "decode", autospec=True, side_effect=decode) as traced:
+        engine = Engine(
+            Hybrid(CONFIG),
+            params(),
+            LIMITS,
+            implementation="xla",
+            parallel=parallel,
+            strict=True,
+            workers=2,
+        )
+    return engine, traced.call_count
+
+
+def engine(parallel: Parallel) -> Engine:
+    return made(parallel)[0]
 
 
 # Each device has half of each row's pages, or the pages of half of the rows.
@@ -83,14 +93,12 @@ def engine(parallel: Parallel, limits: Limits = LIMITS) -> Engine:
 )
 @on_virtual_devices
 def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer(layout):
-    with engine(Parallel()) as one:
-        expected = [each.tokens for each in one.generate(requests())]
-        whole = one.plan["kv cache"]
-    with engine(layout) as group:
-        assert [each.tokens for each in group.generate(requests())] == expected
-        assert not group.seal.counts
-        assert group.plan["kv cache"] == whole // 2
-        assert_in_place(group)
+    one, group = engine(Parallel()), engine(layout)
+    expected = [each.tokens for each in one.generate(requests())]
+    assert [each.tokens for each in group.generate(requests())] == expected
+    assert not group.seal.counts
+    assert group.plan["kv cache"] == one.plan["kv cache"] // 2
+    assert_in_place(group)
 
 
 def assert_in_place(group: Engine) -> None:
@@ -124,21 +132,21 @@ def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_
 
 @on_virtual_devices
 def test_each_device_holds_its_share_alone():
-    with engine(LAYOUT) as group:
-        held = {
-            device: sum(
-                shard.data.nbytes
-                for leaf in jax.tree.leaves(group.state)
-                for shard in leaf.addressable_shards
-                if shard.device == device
-            )
-            for device in jax.devices()[:4]
-        }
-        lines = ("arena", "kv cache", "conv state", "ssm state")
-        assert set(held.values()) == {sum(group.plan[line] for line in lines)}
-        states = group.state.array("ssm_state")
-        assert states.sharding.shard_shape(states.shape)[2] == 1, "one of four heads"
-        assert len(np.unique([id(device) for device in held])) == 4
+    group = engine(LAYOUT)
+    held = {
+        device: sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(group.state)
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+        for device in jax.devices()[:4]
+    }
+    lines = ("arena", "kv cache", "conv state", "ssm state")
+    assert set(held.values()) == {sum(group.plan[line] for line in lines)}
+    states = group.state.array("ssm_state")
+    assert states.sharding.shard_shape(states.shape)[2] == 1, "one of four heads"
+    assert len(np.unique([id(device) for device in held])) == 4
 
 
 class Odd:
@@ -157,18 +165,16 @@ class Odd:
 
 @on_virtual_devices
 def test_prefixes_and_grammars_are_those_of_one_device():
-    prompt = [(3 * at) % 251 for at in range(150)]
+    prompt = [(3 * at + 1) % 251 for at in range(150)]
     asked = [Request(prompt, max_tokens=5), Request([*prompt[:140], 9], max_tokens=5)]
 
-    def served(parallel):
-        limits = dataclasses.replace(LIMITS, checkpoints=2, decode_buckets=())
-        with engine(parallel, limits) as made:
-            done = [made.generate([each])[0] for each in asked]
-            done += made.generate([Request([7] * 9, grammar=Odd())])
-            assert not made.seal.counts
-            return done
+    def served(engine):
+        done = [engine.generate([each])[0] for each in asked]
+        done += engine.generate([Request([7] * 9, grammar=Odd())])
+        assert not engine.seal.counts
+        return done
 
-    one, group = served(Parallel()), served(LAYOUT)
+    one, group = served(engine(Parallel())), served(engine(LAYOUT))
     assert [each.tokens for each in group] == [each.tokens for each in one]
     # A page over two devices has 128 tokens, and so has a block.
     assert [each.cached_tokens for each in group] == [0, 128, 0]
@@ -177,14 +183,7 @@ def test_prefixes_and_grammars_are_those_of_one_device():
 
 @on_virtual_devices
 def test_a_decode_step_is_traced_once_for_all_executables_that_hold_it():
-    limits, model = dataclasses.replace(LIMITS, decode_buckets=()), Hybrid(CONFIG)
-    decode = DecoderModel.decode
-    with mock.patch.object(DecoderModel, "decode", autospec=True, side_effect=decode) as traced:
-        prepare(
-            model,
-            model.param_shapes(),
-            limits,
-            implementation="xla",
-            parallel=Parallel(tensor=2),
-        )
-    assert traced.call_count == 1
+    engine, traces = made(LAYOUT)
+    # Of two rows and of four: alone, and in rounds with two ways to choose.
+    assert sum(name.startswith(("decode", "round")) for name in engine.executables) == 6
+    assert traces == 2, traces

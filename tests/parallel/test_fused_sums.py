@@ -93,7 +93,7 @@ def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces, monke
 
 @on_virtual_devices
 def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
-    model, parallel = plain(layers=(("mla", "moe"), ("gdn", "wide"))), Parallel(data=4, expert=4)
+    model, parallel = plain(layers=(("mla", "moe"), ("mla", "wide"))), Parallel(data=4, expert=4)
     tokens, logits = followed(model, parallel)
     fused = Stepped(model.with_fused_sums(ROWS), parallel)
     assert fused.state.caches[NAME]["peer_inbox"].shape[1:] == (4, ROWS, 256)

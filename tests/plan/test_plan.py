@@ -36,7 +36,7 @@ from jaxattn.plan.group import plan_group
 from jaxattn.plan.naive import published, split_kv_workspace
 from jaxattn.plan.placement import Placement
 from jaxattn.plan.show import bar, print_plan
-from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST, params_of
+from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST, kept_steps, params_of
 from tests.helpers.model_cases import state_of
 
 GIB = 2**30
@@ -368,6 +368,7 @@ def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeyp
 
 def test_the_engine_takes_what_was_planned_without_a_device():
     made = plan(Hybrid(SMALLEST), "2GiB", LIMITS)
+    kept_steps(LIMITS)
     engine = Engine(Hybrid(SMALLEST), params_of(SMALLEST), LIMITS)
     for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
         assert made[name] == engine.plan[name]

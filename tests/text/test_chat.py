@@ -221,6 +221,16 @@ def test_messages_of_another_form_are_refused_by_place(messages, words, tiny):
         tiny.chat(messages)
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('x' * 10**6) }}", "{% " + "x" * 10**5, "{{ '" + "x" * 10**5]
+)
+def test_what_a_template_says_is_cut(source, folder):
+    (folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(TextError) as refused:
+        load(folder).chat([{"role": "user", "content": "hi"}])
+    assert len(str(refused.value)) < 1000
+
+
 def test_a_role_that_the_template_does_not_know_is_its_refusal(folder):
     (folder / "chat_template.jinja").write_text((DATA / "qwen.jinja").read_text())
     with pytest.raises(TextError, match="chat_template.jinja refuses the messages: no role oracle"):

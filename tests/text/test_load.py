@@ -241,12 +241,24 @@ def test_a_tokenizer_json_cut_off_anywhere_is_damaged(folder):
         {"model": {"type": "BPE", "vocab": [], "merges": {}}},
         {"added_tokens": [{"id": "x"}]},
         {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},  # a panic of Rust
+        {"version": "1" * 100_000},
     ],
 )
 def test_a_tokenizer_json_that_the_library_refuses_is_named(change, folder):
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(content | change))
-    with pytest.raises(TextError, match="tokenizer.json is damaged: "):
+    with pytest.raises(TextError, match="tokenizer.json is damaged: ") as refused:
+        load(folder)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("merges", [[["\u0120", "\u0120a"]], ["\u0120 \u0120a"], [[]], [7]])
+def test_merges_on_which_the_library_ends_the_process_are_refused(merges, folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"] |= {"continuing_subword_prefix": "x", "merges": merges}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TextError, match="tokenizer.json is damaged: merge .* lacks the prefix 'x'"):
         load(folder)
 
 

@@ -193,6 +193,8 @@ def test_a_huge_file_is_not_read(folder):
             "the id 281, and it is the text of id 280 too",
         ),
         ({"added_tokens_decoder": {"280": {"content": "h"}}}, "the id 280, and it is the text of"),
+        ({"added_tokens_decoder": {"280": {"content": "\ud800"}}}, "an entry of an id, with a"),
+        ({"added_tokens_decoder": {"2" * 5000: {"content": "x"}}}, "an entry of an id, with a"),
     ],
 )
 def test_special_tokens_that_make_no_sense_are_named(changes, words, folder):

@@ -88,12 +88,13 @@ class Refs:
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
     kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
+    part_slots_ref: Any = None  # of `FineLine`; None: part i's pieces have 2 i and 2 i + 1
     out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is cut
     lse_ref: Any  # float32 [B * S * H]
     partial_lse_ref: Any
     slots_ref: Any  # of the schedule; None: no pair is cut, or another launch merges
-    arrived_ref: Any  # `Arrivals`
+    arrived_ref: Any  # `Arrivals`; None likewise
 
 
 def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[Refs, M]:
@@ -196,12 +197,17 @@ class Block[C: Cut, M]:
         cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
         layer = jnp.clip(refs.layer_ref[0], 0, refs.kv_ref.shape[0] - 1)
+        first_slot = 2 * self.index
+        if refs.part_slots_ref is not None:
+            first_slot = refs.part_slots_ref[self.index]
+        asked = (cuts_ref, refs.part_slots_ref, refs.slots_ref, refs.arrived_ref)
         return dict(
             begin=begin, end=end, lens_ref=refs.lens_ref, table_ref=refs.table_ref,
             kv_ref=refs.kv_ref, layer=layer, index=self.index,
             order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
             q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
-            made_of_ref=refs.made_of_ref,
+            made_of_ref=refs.made_of_ref, first_slot=first_slot,
+            asked_refs=tuple(ref for ref in asked if ref is not None),
         )  # fmt: skip
 
     def run(self) -> None:
@@ -248,7 +254,7 @@ class Block[C: Cut, M]:
         taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
         accs, top, total = self.result(self.steps(piece, taken, self.empty()))
         begins = lax.rem(done, consumers) if self.cut.batch_invariant else None
-        merge(accs, top, total.sum(axis=1), self.epilogue, pair, steps, begins)
+        merge(accs, top, total.sum(axis=1), self.epilogue, place, steps, begins)
         if self.refs.slots_ref is not None:
             whole = steps == self.part.pages_of(pair)
             pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))
@@ -285,7 +291,7 @@ class Block[C: Cut, M]:
         refs, outputs, cut = self.refs, self.epilogue.outputs, self.cut
         # Rescaling is over, and each warpgroup's is its own.
         arrivals = Arrivals(refs.arrived_ref, self.epilogue.memory.stats.at[0])
-        slots = [refs.slots_ref[i, pair] for i in range(3)]
+        slots = [refs.slots_ref[i, pair] for i in range(refs.slots_ref.shape[0])]
         tiles = cut.out_rows // cut.columns
         pl.when(self.wg == 0)(lambda: arrivals.count(pair * tiles + self.tile, slots[1]))
         self.epilogue.meet()

@@ -178,7 +178,7 @@ def combine(
 
     def body(slots_ref: Any, **refs: Any) -> None:
         pair, chunk, piece = (lax.axis_index(name) for name in ("pair", "chunk", "dims"))
-        slots = [slots_ref[i, pair] for i in range(3)]
+        slots = [slots_ref[i, pair] for i in range(slots_ref.shape[0])]
         packed = PackedRows(
             q_len=q_len, group=group, kv_heads=kv_heads, columns=ACROSS, first=chunk * ACROSS,
             interpret=True,

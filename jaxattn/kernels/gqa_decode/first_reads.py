@@ -3,8 +3,12 @@
 Which row a part begins with says where its length is, and both say where its page's number is. Each
 read waits for the memory, as caches of a few hundred megabytes have passed through L2 since the
 last call. Here lines of them are asked for ahead; nothing waits, and what is wrong does no harm.
+
+They stay in L2 while there is anything else to let go of, a cache that streams through above all:
+calls of a step, a layer each, have the same schedule, lengths and tables.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -16,12 +20,13 @@ from jaxattn.kernels.hopper.registers import Thread, asm, pointer, single, times
 
 LINE, NUMBERS = 128, 32  # bytes of a line of the cache, and int32 numbers
 THREADS = 128
+PRIORITY = "L2::evict_last"
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
 def ask_for_all(ref: Any, *, interpret: bool) -> None:
-    """The lines of int32 [n], by one warpgroup: each thread's own, so up to 4,096 numbers."""
-    lines = min(-(-ref.shape[0] // NUMBERS), THREADS)
+    """The lines of int32 [..], by one warpgroup: each thread's own, so up to 4,096 numbers."""
+    lines = min(-(-math.prod(ref.shape) // NUMBERS), THREADS)
     if interpret:
         return
 
@@ -52,4 +57,4 @@ def ask_for_one(ref: Any, row: jax.Array, column: jax.Array, *, interpret: bool)
 
 
 def _ask(ref: Any, offset: Any) -> None:
-    asm("prefetch.global.L2 [$0];", [], [pointer(ref, offset)], "l")
+    asm(f"prefetch.global.{PRIORITY} [$0];", [], [pointer(ref, offset)], "l")

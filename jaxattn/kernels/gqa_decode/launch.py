@@ -89,8 +89,9 @@ def gqa_decode_mosaic(
     queries, gate = packing.flat(q), packing.flat(gate)
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
     # FP8 takes its instructions' time, and a block's start is not hidden there.
-    line = schedule.line if fp8 or schedule.fine is None else schedule.fine
-    results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
+    fine = None if fp8 else schedule.fine
+    line = schedule.line if fine is None else fine.line
+    results = Results(arena, schedule, packing, q.dtype, fine=not fp8, interpret=interpret)
     columns = packing.columns
     room = room_of(columns, dim, kv_cache.dtype, line.max_pages)
     cut = DecodeCut(
@@ -120,6 +121,7 @@ def gqa_decode_mosaic(
             "sinks_ref": sinks,
             "gate_ref": gate,
             "kv_scale_ref": kv_scale,
+            "part_slots_ref": None if fine is None else fine.first_slots,
             **results.inputs,
         },
         outputs=results.outputs,

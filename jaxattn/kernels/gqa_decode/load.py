@@ -92,6 +92,7 @@ class Loader:
         self.part.ask_ahead(interpret=self.interpret)
         number, done = self.part.each_piece(self._piece, (jnp.int32(0), jnp.int32(0)))
         between()
+        self.part.ask_for_lines(interpret=self.interpret)  # again, for the next call
 
         # What nobody waited for: the last steps of each ring, and the last queries.
         for ring in self.rings:

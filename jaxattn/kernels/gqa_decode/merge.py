@@ -22,6 +22,7 @@ from jaxattn.kernels.gqa_decode.rows import WIDTH, PackedRows
 from jaxattn.kernels.hopper.narrow import store
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.mla_decode.columns_memory import BY_ROW, SCORES
+from jaxattn.kernels.mla_decode.part import Place
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
 
 
@@ -77,8 +78,8 @@ class Outputs:
     def write_lse(self, pair: jax.Array, lse: jax.Array) -> None:
         self.packed.store_numbers(self.lse, self.at(pair), lse)
 
-    def at_partial(self, pair: jax.Array) -> Any:
-        begin = self.first_rows[1] + self.part.partial_slot(pair) * self.rows
+    def at_partial(self, place: Place) -> Any:
+        begin = self.first_rows[1] + self.part.slot_at(place) * self.rows
         return pl.ds(begin + self.columns.start, self.columns.size)
 
 
@@ -127,7 +128,7 @@ def merge(
     top: jax.Array,
     total: jax.Array,
     epilogue: Epilogue[Any],
-    pair: jax.Array,
+    place: Place,
     steps: jax.Array,
     begins: jax.Array | None = None,
 ) -> None:
@@ -136,11 +137,11 @@ def merge(
     Args:
         accs: this warpgroup's output, blocks of [dims, N] float32.
         top, total: largest log2 of each packed row's weights, and their sum divided by 2**that.
-        pair, steps: the piece's.
+        place, steps: the piece's.
         begins: the warpgroup that has the piece's first step: sums begin with it, so that their
             bits do not depend on which it is. None: with the first warpgroup.
     """
-    wg, memory, outputs = epilogue.wg, epilogue.memory, epilogue.outputs
+    wg, memory, outputs, pair = epilogue.wg, epilogue.memory, epilogue.outputs, place.row
     consumers = memory.outputs.shape[0]
     columns, dims = outputs.columns.size, outputs.head_dim
     tops, totals = memory.stats.at[1], memory.stats.at[2]
@@ -212,12 +213,12 @@ def merge(
 
         @pl.when(jnp.logical_not(whole))
         def _piece():
-            to = outputs.at_partial(pair), pl.ds(first, width)
+            to = outputs.at_partial(place), pl.ds(first, width)
             outputs.partial[to] = output(top, total, first, width)
 
             @pl.when(wg == 0)
             def _lse():
-                slot = outputs.part.partial_slot(pair)
+                slot = outputs.part.slot_at(place)
                 store(outputs.partial_lse.at[slot, outputs.columns], lse_of(top, total))
 
     each = -(-dims // (consumers * WIDTH)) * WIDTH

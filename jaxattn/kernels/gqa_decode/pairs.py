@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels.gqa_decode.first_reads import ask_for_all, ask_for_one
-from jaxattn.kernels.mla_decode.part import Part
+from jaxattn.kernels.mla_decode.part import Part, Place
 from jaxattn.kernels.mla_decode.schedule import PAGE, copies_of
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two
@@ -42,6 +42,8 @@ class Pairs(Part):
     Attributes:
         kv_ref: the cache [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them.
         query_lens_ref: [B], or None.
+        asked_refs: int32 or uint32 arrays beside these, of which each block reads a few numbers.
+        first_slot: the partial result of the part's first piece; the next one's is behind it.
     """
 
     kv_heads: int
@@ -49,6 +51,8 @@ class Pairs(Part):
     q_len: int
     window: int | None
     query_lens_ref: Any
+    asked_refs: tuple[Any, ...]
+    first_slot: jax.Array
 
     def some_row(self, row: jax.Array) -> jax.Array:
         return jnp.minimum(row, self.lens_ref.shape[0] * self.kv_heads - 1)
@@ -83,15 +87,29 @@ class Pairs(Part):
 
     def ask_ahead(self, *, interpret: bool) -> None:
         """Asks for what `numbers_of` the first piece reads in turn."""
-        ask_for_all(self.lens_ref, interpret=interpret)
-        if self.made_of_ref is not None:
-            ask_for_all(self.made_of_ref, interpret=interpret)
+        self.ask_for_lines(interpret=interpret)
         if self.window is not None:  # its first page depends on its length
             return
         pair = self.some_row(self.place(self.begin[0]).row)
         width = self.table_ref.shape[1]
         page = jnp.minimum(lax.div(self.begin[1] * PAGE, self.page_size), width - 1)
         ask_for_one(self.table_ref, self.row_and_head(pair)[0], page, interpret=interpret)
+
+    def ask_for_lines(self, *, interpret: bool) -> None:
+        """Asks for the arrays of which each block reads a few numbers; the first block alone for
+        those that are read behind its first page, or at once."""
+        for ref in (self.order_ref, self.lens_ref, self.made_of_ref):
+            if ref is not None:
+                ask_for_all(ref, interpret=interpret)
+
+        @pl.when(self.index == 0)
+        def _others() -> None:
+            for ref in self.asked_refs:
+                ask_for_all(ref, interpret=interpret)
+
+    def slot_at(self, place: Place) -> jax.Array:
+        """Where the partial result of the part's piece at that place goes."""
+        return self.first_slot + (place.number != self.begin[0]).astype(jnp.int32)
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
         """The first key that any of its query tokens sees; None without a window."""

@@ -74,10 +74,13 @@ class Results:
 
     def __init__(
         self, arena: Arena | None, schedule: PairSchedule, packing: Packing, dtype: Any, *,
-        interpret: bool,
+        fine: bool = False, interpret: bool,
     ):  # fmt: skip
+        """`fine`: the launch takes the schedule's fine line, where there is one."""
         line = schedule.line
         self.arena, self.line, self.packing = arena, line, packing
+        if fine and schedule.fine is not None:
+            self.line = schedule.fine.line
         pairs, rows, dim = packing.pairs, packing.rows, packing.head_dim
         shape = packing.batch, packing.q_len, packing.num_heads, dim
         self.split = may_cut(pairs, line.parts, line.max_pages)
@@ -102,7 +105,7 @@ class Results:
             self.inputs["partial_ref"] = self.refs[1]
             self.outputs["partial_lse_ref"] = partial_lse
         if self.split and not interpret:
-            self.inputs["slots_ref"] = line.slots
+            self.inputs["slots_ref"] = self.line.slots
             self.inputs["arrived_ref"] = schedule.arrived_of(packing.tiles)
 
     def finish(

@@ -13,6 +13,7 @@ from jaxattn.core.arguments import Arguments
 from jaxattn.core.checks import check_sizes, check_window
 from jaxattn.core.varying import refuse_explicit_axes
 from jaxattn.kernels.gqa_decode.arrivals import none_yet
+from jaxattn.kernels.gqa_decode.fine import FineLine, in_more_parts, may_have_more
 from jaxattn.kernels.gqa_decode.memory import block_columns, blocks_together
 from jaxattn.kernels.gqa_decode.pairs import first_step
 from jaxattn.kernels.hopper.machine import NUM_SMS
@@ -21,7 +22,6 @@ from jaxattn.kernels.mla_decode.schedule import (
     PAGE,
     Schedule,
     Shortest,
-    deal_out,
     make_schedule,
     may_split,
     most_pieces,
@@ -35,9 +35,6 @@ PAIR_COST, MERGE_COST = 2, 6
 # Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
 # by at most one part in this.
 LONGER = 40
-# Whole pairs of so many steps or more, on average, are dealt out to up to so many times the parts
-# that the GPU runs at a time, the longest first: which multiprocessor is done takes the next.
-LONG_PAIR, TIMES_MORE = 96, 4
 # Steps of a part that is worth its partial results; and where few are merged, one for each of two
 # warpgroups.
 LEAST_PART, SHORT_PART = 4, 2
@@ -57,8 +54,7 @@ class PairSchedule:
         q_len: S.
         window: keys that a token sees, or None.
         fine: the same for a kernel that takes its bytes' time, with more parts than the GPU runs at
-            a time, where whole pairs are long; of others the parts behind those of `line` are
-            empty. None: there are not so many pairs.
+            a time. None: there are not so many pairs.
         batch_invariant: whether a pair's result has the same bits whatever comes before it in its
             part.
     """
@@ -69,7 +65,7 @@ class PairSchedule:
     window: int | None = dataclasses.field(metadata={"static": True})
     arrived: jax.Array | None = None
     seq_lens: jax.Array | None = None
-    fine: Schedule | None = None
+    fine: FineLine | None = None
     batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def arrived_of(self, tiles: int) -> jax.Array:
@@ -138,24 +134,6 @@ def may_cut(pairs: int, parts: int, steps: int) -> bool:
     return may_split(pairs, parts) and not 0 < steps < 2 * MIN_PART
 
 
-def in_more_parts(line: Schedule, pages: jax.Array, pairs: int) -> Schedule:
-    """`PairSchedule.fine` of a line of more pairs than parts; `pages` are steps of each pair."""
-    assert line.order is not None, "of more pairs than parts there is an order"
-    more = min(pairs, TIMES_MORE * line.parts)
-    cost = jnp.where(pages > 0, pages + PAIR_COST, 0)
-    number = jnp.sum(pages > 0, dtype=jnp.int32)
-    if pairs > more:
-        order, firsts = deal_out(cost, more)
-    else:
-        order = jnp.argsort(-cost, stable=True).astype(jnp.int32)
-        firsts = jnp.minimum(jnp.arange(more + 1, dtype=jnp.int32), number)
-    long = jnp.sum(pages) >= LONG_PAIR * number
-    whole = (jnp.max(line.slots[1]) == 0) & long
-    others = jnp.pad(line.cuts, ((0, 0), (0, more - line.parts)), mode="edge")
-    cuts = jnp.where(whole, jnp.stack([firsts, jnp.zeros_like(firsts)]), others)
-    return dataclasses.replace(line, cuts=cuts, order=jnp.where(whole, order, line.order))
-
-
 def decode_schedule(
     seq_lens: jax.Array,
     *,
@@ -193,6 +171,10 @@ def decode_schedule(
     check_sizes(arguments.op, q_len=q_len, **heads, **pages)
     check_groups(arguments.op, num_heads, num_kv_heads)
     window = check_window(arguments.op, window)
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(
+            f"{arguments.op}: batch_invariant must be True or False, got {batch_invariant!r}"
+        )
     seq_lens = arguments.lengths(
         "seq_lens",
         seq_lens,
@@ -223,8 +205,9 @@ def decode_schedule(
         longer=LONGER,
     )
     fine = None
-    if pairs > parts and steps >= LONG_PAIR:
-        fine = in_more_parts(line, jnp.clip((lens + PAGE - 1) // PAGE, 0, steps), pairs)
+    if may_have_more(pairs, parts, steps):
+        each = jnp.clip((lens + PAGE - 1) // PAGE, 0, steps)
+        fine = in_more_parts(line, each, cost=PAIR_COST, cut=split and not batch_invariant)
     schedule = PairSchedule(
         line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine,
         batch_invariant=batch_invariant,

@@ -62,7 +62,8 @@ class Schedule:
     Attributes:
         cuts: int32 [2, parts + 1], `places` and `pages` in one array, as the kernels take them.
         slots: int32 [3, B], of each row: its first partial result, how many it has (0: its output
-            is written whole), and where the others are counted from, see `slot_of`.
+            is written whole), and where the others are counted from, see `slot_of`. Some have a
+            fourth: how far the others are apart, which is 2 else.
         order: int32 [B], the row at each place, every row once; row i at place i if a cut lies
             inside of a row. None: row i is always at place i.
         max_pages: that a row may have; 0 if whoever made the cuts does not say.
@@ -131,8 +132,9 @@ class Schedule:
 
     @staticmethod
     def slot_of(slots: Any, index: Any) -> Any:
-        """The partial result of a row's piece `index`, `slots` being the row's three."""
-        return jnp.where(index == 0, slots[0], slots[2] + 2 * index)
+        """The partial result of a row's piece `index`, `slots` being the row's three, or four."""
+        apart = slots[3] if len(slots) > 3 else 2
+        return jnp.where(index == 0, slots[0], slots[2] + apart * index)
 
 
 def copies_of(page_size: int) -> int:

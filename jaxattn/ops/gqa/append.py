@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import finite
+from jaxattn.core.checks import check_out_dtype, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
@@ -191,7 +191,7 @@ def gqa_append(
     refuse_explicit_axes(
         op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens, kv_scale
     )
-    out_dtype = jnp.dtype(q.dtype if dtype is None else dtype)
+    out_dtype = check_out_dtype(op, dtype, q.dtype)
     number = taken_apart(layer)[2]
 
     def mosaic(interpret: bool) -> tuple[Array, ...]:

@@ -8,7 +8,6 @@ float32 [2] for keys and for values, or float32 [2, Hk] for each of their heads.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,9 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import FLOATS
+from jaxattn.core.checks import FLOATS, check_positive
 from jaxattn.core.formats import FP8, KVFormat
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
+from jaxattn.core.pages import new_places
 from jaxattn.core.varying import refuse_explicit_axes
 
 
@@ -66,9 +66,7 @@ def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | N
             f"number, or float32 [2] or [2, Hk = {heads}] of keys and values"
         )
     if isinstance(kv_scale, int | float | np.floating) and not isinstance(kv_scale, bool):
-        if not (math.isfinite(kv_scale) and kv_scale > 0):
-            raise ValueError(f"{op}: kv_scale must be positive and finite, got {kv_scale}")
-        return jnp.full((2, heads), kv_scale, jnp.float32)
+        return jnp.full((2, heads), check_positive(op, "kv_scale", kv_scale), jnp.float32)
     found = str(getattr(kv_scale, "dtype", type(kv_scale).__name__))
     shape = getattr(kv_scale, "shape", None)
     if found != "float32" or shape not in ((2,), (2, heads)):
@@ -152,18 +150,12 @@ def _write(
     *,
     format: KVFormat,
 ) -> jax.Array:
-    num_pages, page = kv_cache.shape[-5], kv_cache.shape[-3]
-    tokens = jnp.arange(k.shape[1])
-    position = (seq_lens - query_lens)[:, None] + tokens
-    column = position // page
-    written = (seq_lens > 0)[:, None] & (tokens < query_lens[:, None]) & (position >= 0)
-    written &= column < block_tables.shape[1]
-    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
-    # An index past the end is dropped; a negative one would count from the end.
-    pages = jnp.where(written & (pages >= 0), pages, num_pages)[..., None]
+    pages, inside = new_places(
+        block_tables, seq_lens, query_lens, tokens=k.shape[1], page=kv_cache.shape[-3],
+        num_pages=kv_cache.shape[-5],
+    )  # fmt: skip
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
-    place = (position % page)[..., None]
     both = format.pack(jnp.stack([k, v], axis=2), kv_scale)
-    return kv_cache.at[(*layers, pages, jnp.arange(2), place)].set(
+    return kv_cache.at[(*layers, pages[..., None], jnp.arange(2), inside[..., None])].set(
         both, mode="drop", wrap_negative_indices=False
     )

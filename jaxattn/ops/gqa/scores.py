@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import check_window, finite
+from jaxattn.core.checks import LEAST_FLOAT32, check_window, finite
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 
@@ -42,7 +42,7 @@ class Scores:
         window = check_window(op, window)
         if soft_cap is not None:
             soft_cap = finite(op, "soft_cap", soft_cap)
-            if soft_cap <= 0:
+            if soft_cap < LEAST_FLOAT32:
                 raise ValueError(f"{op}: soft_cap must be positive, got {soft_cap}; None is no cap")
         return cls(scale=scale, window=window, soft_cap=soft_cap)
 

@@ -1,11 +1,11 @@
 """New tokens on their way into a TurboQuant cache: norms, rotation by position, codes and write."""
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_out_dtype
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.rope import RopeConfig, Rotation
@@ -66,7 +66,7 @@ def turbo_append(
     check_head_dim(arguments, "k", k, form)
     query_lens = arguments.check_written(given, "k", k, form.page_size(kv_cache))
     refuse_explicit_axes(op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens)
-    out_dtype = jnp.dtype(q.dtype if dtype is None else dtype)
+    out_dtype = check_out_dtype(arguments.op, dtype, q.dtype)
     number = taken_apart(layer)[2]
 
     def xla() -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_xla
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
+from jaxattn.core.pages import new_places
 from jaxattn.core.turbo_slots import GROUP, pack, places
 from jaxattn.core.turboquant import TurboFormat, quantize
 from jaxattn.core.varying import refuse_explicit_axes
@@ -116,16 +117,11 @@ def _write(
     *,
     form: TurboFormat,
 ) -> jax.Array:
-    (num_pages, kv_heads), page = kv_cache.shape[-3:-1], form.page_size(kv_cache)
-    tokens = jnp.arange(k.shape[1])
-    position = (seq_lens - query_lens)[:, None] + tokens
-    column = position // page
-    written = (seq_lens > 0)[:, None] & (tokens < query_lens[:, None]) & (position >= 0)
-    written &= column < block_tables.shape[1]
-    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
-    # An index past the end is dropped; a negative one would count from the end.
-    pages = jnp.where(written & (pages >= 0), pages, num_pages)
-    inside = position % page
+    num_pages, kv_heads = kv_cache.shape[-3:-1]
+    pages, inside = new_places(
+        block_tables, seq_lens, query_lens, tokens=k.shape[1], page=form.page_size(kv_cache),
+        num_pages=num_pages,
+    )  # fmt: skip
     bytes_at = jnp.asarray(places(form))[inside % GROUP]
     bytes_at += (inside // GROUP * (GROUP * form.slot_bytes))[..., None]
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import FLOATS, finite, is_integer
+from jaxattn.core.checks import FLOATS, check_out_dtype, finite, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.norms import rms_norm
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
@@ -121,7 +121,7 @@ def mla_append(
     check_format(arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=config.dim)
     check_rotation(op, rotation, config, (batch, q_len))
     refuse_explicit_axes(op, kv, q, weights, kv_cache, block_tables, seq_lens, query_lens)
-    out_dtype = jnp.dtype(kv.dtype if dtype is None else dtype)
+    out_dtype = check_out_dtype(arguments.op, dtype, kv.dtype)
 
     def mosaic(interpret: bool) -> tuple[Array | None, Array]:
         mine = q if norms_queries(query_rank) else None

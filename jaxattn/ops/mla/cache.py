@@ -16,7 +16,6 @@ numbers of a uint8 cache keep Inf.)
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -25,7 +24,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.arguments import Arguments
+from jaxattn.core.checks import check_positive
 from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
+from jaxattn.core.pages import new_places
 from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.varying import refuse_explicit_axes
 
@@ -66,15 +67,15 @@ def _check_kv_scale(
     if kv_scale is None:
         raise ValueError(f"{op}: {described} needs kv_scale=, by which its numbers are multiplied")
     if isinstance(kv_scale, int | float | np.floating) and not isinstance(kv_scale, bool):
-        if not (math.isfinite(kv_scale) and kv_scale > 0):
-            raise ValueError(f"{op}: kv_scale must be positive and finite, got {kv_scale}")
-        return jnp.float32(kv_scale)
+        return jnp.float32(check_positive(op, "kv_scale", kv_scale))
     found = str(getattr(kv_scale, "dtype", type(kv_scale).__name__))
     if found != "float32" or kv_scale.shape != ():
         raise TypeError(
             f"{op}: kv_scale must be a Python number or a float32 scalar, got {found} "
             f"{getattr(kv_scale, 'shape', '')}".rstrip()
         )
+    if isinstance(kv_scale, np.ndarray | jax.Array) and not isinstance(kv_scale, jax.core.Tracer):
+        check_positive(op, "kv_scale", float(kv_scale))
     return jnp.asarray(kv_scale)
 
 
@@ -195,15 +196,10 @@ def _write(
     format: LatentFormat,
 ) -> jax.Array:
     num_pages, page = kv_cache.shape[-3:-1]
-    tokens = jnp.arange(latent.shape[1])
-    position = (seq_lens - query_lens)[:, None] + tokens
-    column = position // page
-    written = (seq_lens > 0)[:, None] & (tokens < query_lens[:, None]) & (position >= 0)
-    written &= column < block_tables.shape[1]
-    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
-    # An index past the end is dropped; a negative one would count from the end.
-    pages = jnp.where(written & (pages >= 0), pages, num_pages)
+    pages, inside = new_places(
+        block_tables, seq_lens, query_lens, tokens=latent.shape[1], page=page, num_pages=num_pages
+    )
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
-    return kv_cache.at[(*layers, pages, position % page)].set(
+    return kv_cache.at[(*layers, pages, inside)].set(
         format.pack(latent, kv_scale), mode="drop", wrap_negative_indices=False
     )

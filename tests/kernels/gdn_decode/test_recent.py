@@ -100,11 +100,17 @@ class Steps:
             assert np.isnan(np.asarray(x[LAYER])[unused]).all()
 
 
-def op(steps, given, implementation, filled=None):
-    decode = kda.kda_decode if steps.channels else gdn.gated_delta_rule_decode
-    step = functools.partial(decode, layer=LAYER, implementation=implementation)
+@functools.cache
+def compiled(channels, implementation, config):
+    """The op, compiled once for all tests of the same shapes."""
+    decode = kda.kda_decode if channels else gdn.gated_delta_rule_decode
+    return jax.jit(functools.partial(decode, layer=LAYER, implementation=implementation))
+
+
+def op(steps, given, implementation, filled=None, config=None):
+    """`config` tells tests apart that give the kernel another one than it chooses."""
     q, k, v, a, b = given
-    return jax.jit(step)(
+    return compiled(steps.channels, implementation, config)(
         q, k, v, a, b, steps.pool, jnp.asarray(steps.slots), A_log=steps.A_log,
         dt_bias=steps.dt_bias, recent=steps.recent,
         filled=jnp.asarray(steps.filled if filled is None else filled),
@@ -137,7 +143,7 @@ def test_every_configuration(channels, stages, split, monkeypatch):
     for config in (recent.Config(recent.TILE, stages, HEADS // KEY_HEADS, split),
                    recent.Config(recent.TILE, 3, HEADS // KEY_HEADS)):  # fmt: skip
         monkeypatch.setattr(recent, "choose_config", lambda *_, config=config: config)
-        found.append(op(steps, given, "mosaic_gpu_interpret"))
+        found.append(op(steps, given, "mosaic_gpu_interpret", config=config))
     jax.tree.map(np.testing.assert_array_equal, *found)
     out, steps.pool, steps.recent = found[0]
     steps.check(given, out)
@@ -202,7 +208,7 @@ def test_states_of_16_bits(implementation, channels):
 @both_devices
 @of_both
 def test_fewer_filled_go_back(implementation, channels):
-    steps = Steps([1], [4], channels=channels)
+    steps = Steps([1, -1, 3], [4, 0, 9], channels=channels)
     first, other = steps.draw(), steps.draw()
     *_, steps.recent = op(steps, first, implementation)
     out, steps.pool, steps.recent = op(steps, other, implementation)

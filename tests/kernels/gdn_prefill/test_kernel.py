@@ -206,6 +206,7 @@ def test_segments_fill_the_machine_where_sequences_do_not(length, count, value_h
     assert segment_tokens(4 * 8192, 4, 32) == segment_tokens(64 * 1024, 64, 32) == 0
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_reference_implementations():
     case = make_case([20], padding=3)
     case.q, case.k, case.v, case.g, case.beta = (jnp.nan_to_num(x) for x in case.args)

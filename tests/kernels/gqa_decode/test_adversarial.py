@@ -5,7 +5,6 @@ is its name; a comment says where it was seen. The interpreter runs few of them:
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +30,14 @@ on_both = pytest.mark.parametrize(
 EACH_HEAD = [[1.0, 0.01], [40.0, 0.5]]
 
 
+# Compiled once for all tests of the same shapes.
+op = jax.jit(gqa.gqa_decode, static_argnames=("implementation", "window", "soft_cap"))
+
+
 def attend(case: GQACase, implementation: str, **more):
     """Traced, since a table with no page left of a window is refused where it is known."""
     given = {**case.options, **more}
-    static = {name: given.pop(name) for name in ("window", "soft_cap")}
-    op = functools.partial(gqa.gqa_decode, implementation=implementation, **static)
-    return jax.jit(op)(*case.args, layer=case.layer, **given)
+    return op(*case.args, layer=case.layer, implementation=implementation, **given)
 
 
 def several(*cases: dict) -> list:
@@ -236,12 +237,13 @@ def test_rows_of_which_the_schedule_knows_another_length_are_nan(implementation)
     """Longer, shorter, without tokens before, and without them now: the others are as they were."""
     case = gqa_case([70, 300, 0, 129, 40, 0, 200], kv_heads=1, dim=64, sinks=True, gate=True)
     made_of = jnp.asarray([70, 129, 33, 300, 0, 0, 200])
-    schedule = gqa.decode_schedule(
-        made_of, interpret=implementation != "mosaic_gpu", **expected_shape(case)
-    )
-    whole = gqa.decode_schedule(
-        case.seq_lens, interpret=implementation != "mosaic_gpu", **expected_shape(case)
-    )
+    schedule, whole = (
+        at_once(
+            gqa.decode_schedule, lens, interpret=implementation != "mosaic_gpu",
+            **expected_shape(case),
+        )
+        for lens in (made_of, case.seq_lens)
+    )  # fmt: skip
     known = np.array([True, False, False, False, False, True, True])
     for found, expected in zip(
         attend(case, implementation, schedule=schedule),

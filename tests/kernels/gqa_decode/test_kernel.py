@@ -13,7 +13,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.formats import FP8
 from jaxattn.gqa import gqa_decode
-from jaxattn.kernels.gqa_decode import schedule as schedules
+from jaxattn.kernels.gqa_decode import fine
 from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa_decode.scratch import scratch
@@ -96,23 +96,80 @@ def test_pieces_are_merged_by_many_and_then_by_few(pieces, dim, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("lens", [[70, 0, 130, 66], slow([770, 0, 0])])
+@pytest.mark.parametrize("lens", [slow([70, 0, 130, 66]), slow([770, 0, 0])])
 def test_long_pairs_are_parts_of_their_own(lens, implementation, monkeypatch):
     """More parts than blocks that run at a time, the longest pair first; or those of a line that is
     cut, and empty ones."""
-    monkeypatch.setattr(schedules, "LONG_PAIR", 1)
+    monkeypatch.setattr(fine, "LONG_PAIR", 1)
     case = gqa_case(lens, group=4, kv_heads=2, dim=64)
     shape = expected_shape(case) | {"interpret": True}
     schedule = decode_schedule(case.seq_lens, **shape)
-    pairs, (places, steps) = 2 * len(lens), np.asarray(schedule.fine.cuts)
-    assert schedule.fine.parts == pairs > schedule.line.parts
-    assert sorted(np.asarray(schedule.fine.order)) == list(range(pairs))
+    line = schedule.fine.line
+    pairs, (places, steps) = 2 * len(lens), np.asarray(line.cuts)
+    assert line.parts > schedule.line.parts
+    assert sorted(np.asarray(line.order)) == list(range(pairs))
     if max(lens) < 770:
-        rows = np.asarray(schedule.fine.order)[places[:6]] // 2
+        rows = np.asarray(line.order)[places[:6]] // 2
         assert rows.tolist() == [2, 2, 0, 0, 3, 3] and (places[6:] == 6).all() and not steps.any()
     else:
         assert np.asarray(schedule.line.slots[1]).max() > 1
         assert (places[schedule.line.parts :] == places[-1]).all()
+    assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
+
+
+def pieces_of(line, first_slots, steps):
+    """{pair: [(first step, steps, place of the partial result)]} by the cuts; `steps` of pairs."""
+    cuts, order = np.asarray(line.cuts).T.tolist(), np.asarray(line.order)
+    found = {}
+    for begin, end, slot in zip(cuts, cuts[1:], np.asarray(first_slots), strict=False):
+        places = range(begin[0], end[0] + (end[1] > 0))
+        for place in places:
+            pair = order[place]
+            start = begin[1] if place == begin[0] else 0
+            stop = end[1] if place == end[0] else steps[pair]
+            assert len(places) == 1 or stop - start == steps[pair]
+            found.setdefault(pair, []).append((start, stop - start, slot))
+    return found
+
+
+@pytest.mark.parametrize("rows, cut", [(64, 60), (63, 60), (66, 0), (80, 60)])
+def test_the_last_pairs_end_in_short_pieces(rows, cut):
+    """512 pairs of 64 rows have a last turn of 116 multiprocessors, and of 528 pairs none is cut.
+    Each piece has a partial result of its own."""
+    lens = [8192] * rows + [0] * (80 - rows)
+    shape = dict(q_len=1, num_heads=32, num_kv_heads=8, head_dim=128, max_pages=128, page_size=64)
+    schedule = at_once(decode_schedule, jnp.asarray(lens, jnp.int32), **shape)
+    line, steps = schedule.fine.line, np.repeat(np.asarray(lens) // 64, 8)
+    found = pieces_of(line, schedule.fine.first_slots, steps)
+    slots, taken = np.asarray(line.slots), []
+    assert sorted(found) == np.flatnonzero(steps).tolist()
+    for pair, pieces in found.items():
+        assert sum(count for _, count, _ in pieces) == steps[pair]
+        if len(pieces) == 1:
+            assert slots[1, pair] == 0
+            continue
+        assert [begin for begin, _, _ in pieces] == [i * pieces[0][1] for i in range(len(pieces))]
+        at = [slot for _, _, slot in pieces]
+        assert at == [Schedule.slot_of(slots[:, pair], k) for k in range(slots[1, pair])]
+        taken += at
+    assert sum(len(pieces) > 1 for pieces in found.values()) == cut
+    assert len(set(taken)) == len(taken) and max(taken, default=0) < 2 * schedule.line.parts
+    invariant = at_once(decode_schedule, schedule.seq_lens, batch_invariant=True, **shape)
+    assert not np.asarray(invariant.fine.line.slots[1]).any()
+
+
+@both_devices
+def test_the_last_pairs_are_merged_of_halves_and_of_short_pieces(implementation, monkeypatch):
+    """Behind whole ones, the longest first, and beside a row without tokens."""
+    gpu = implementation == "mosaic_gpu"
+    for name, value in {"LONG_PAIR": 1, "LEAST_PIECE": 1, "SHORT": 8 if gpu else 3}.items():
+        monkeypatch.setattr(fine, name, value)
+    lens = [800 - i for i in range(63)] if gpu else [129, 0, 770, 300, 290, 280, 200, 190]
+    case = gqa_case(lens, group=4, kv_heads=8 if gpu else 1, dim=64, gate=True)
+    shape = expected_shape(case) | {"interpret": not gpu}
+    schedule = decode_schedule(case.seq_lens, **shape)
+    pieces = np.asarray(schedule.fine.line.slots[1])
+    assert pieces.max() == 8 if gpu else pieces.tolist() == [2, 0, 0, 0, 0, 0, 2, 3]
     assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
 
 
@@ -149,7 +206,7 @@ SCALES = [[1.0, 0.01], [40.0, 0.5]]  # of two heads' keys, and values
     [
         slow(64, dict(group=5, page=128, window=70, sinks=True)),
         (128, dict(group=4, q_len=2, page=16, soft_cap=5.0, query_lens=[2, 0, 1])),
-        (256, dict(group=8, gate=True, sinks=True, dtype=jnp.float16)),
+        slow(256, dict(group=8, gate=True, sinks=True, dtype=jnp.float16)),
     ],
 )
 def test_an_fp8_cache_has_scales_of_each_head(dim, options, implementation):

@@ -19,11 +19,13 @@ on_both = pytest.mark.parametrize(
 )
 
 
+# Compiled once for all tests of the same shapes.
+op = jax.jit(gqa.gqa_decode, static_argnames=("implementation", "window", "soft_cap"))
+
+
 def attend(case: GQACase, implementation: str, **more):
     options = {**case.options, **more}
-    fixed = {name: options.pop(name) for name in ("window", "soft_cap")}
-    op = functools.partial(gqa.gqa_decode, implementation=implementation, **fixed)
-    return jax.jit(op)(*case.args, layer=case.layer, **options)
+    return op(*case.args, layer=case.layer, implementation=implementation, **options)
 
 
 def rows_of(case: GQACase, rows: list[int]) -> GQACase:

@@ -76,7 +76,7 @@ def test_matches_float64(preset, group, dim, implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("page", [16, slow(128)])
+@pytest.mark.parametrize("page", [slow(16), slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     """Several tokens of a row, sinks and gates, over pages that copies of 16 tokens bring."""
     case = turbo_case(

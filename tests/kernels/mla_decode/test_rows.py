@@ -126,12 +126,12 @@ def test_rows_of_which_the_schedule_knows_another_length_are_nan(
 ):
     """Longer, shorter, without tokens before, and without them now: the others are as they were.
     Both kernels, rows in pieces and whole."""
-    case = mla_case([70, 900, 0, 129, 40, 0, 200], heads=heads)
+    case = mla_case([70, 390, 0, 129, 40, 0, 100], heads=heads)
     shape = dict(
         q_len=1, num_heads=heads, max_pages=case.block_tables.shape[1],
         batch_invariant=batch_invariant, interpret=implementation != "mosaic_gpu",
     )  # fmt: skip
-    made_of = jnp.asarray([70, 129, 33, 900, 0, 0, 200], jnp.int32)
+    made_of = jnp.asarray([70, 129, 33, 390, 0, 0, 100], jnp.int32)
     schedule = decode_schedule(made_of, **shape)
     known = np.asarray(made_of == case.seq_lens)
     found = run(case, implementation, schedule=schedule)
@@ -162,7 +162,7 @@ def test_splits_that_see_nothing(lens, implementation):
 @both_devices
 @pytest.mark.parametrize("table_tail", [slow(-1), 2147480000])
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
-    case = mla_case([65, 3], heads=28, table_tail=table_tail)
+    case = mla_case([65, 66], heads=28, table_tail=table_tail)
     assert_mla_close(case, *decode(case, implementation))
 
 
@@ -189,8 +189,8 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
 @both_devices
 @pytest.mark.parametrize("heads", [2, 26])  # heads as columns, and as rows
 def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
-    both = mla_case([900, 70], heads=heads)  # pieces of 8 and 7 pages
-    alone = dataclasses.replace(both, seq_lens=jnp.asarray([900, 0], jnp.int32))
+    both = mla_case([580, 70], heads=heads)  # pieces of 8 and 2 pages
+    alone = dataclasses.replace(both, seq_lens=jnp.asarray([580, 0], jnp.int32))
     outs = []
     for case in (alone, both):
         schedule = decode_schedule(
@@ -298,7 +298,7 @@ def test_a_length_beyond_the_table_is_padding(implementation):
 
 
 @both_devices
-@pytest.mark.parametrize("cuts", [None, slow([(0, 0), (0, 1)])])
+@pytest.mark.parametrize("cuts", [slow(None), slow([(0, 0), (0, 1)])])
 def test_with_x64_enabled(cuts, implementation):
     case = mla_case([70, 0], heads=13, q_len=2)
     with x64():

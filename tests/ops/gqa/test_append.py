@@ -1,7 +1,5 @@
 """`gqa_append`: new tokens' heads normed, rotated and cached, against float64 and the kernel."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +28,15 @@ def arguments(dim, *, heads=4, kv_heads=2, q_len=2, gated=False, page=16, cache_
     return (*args, jnp.asarray(tables), jnp.asarray(LENS)), norms
 
 
+turned = jax.jit(rotation, static_argnums=1)
+# Compiled once for all tests of the same shapes.
+op = jax.jit(gqa_append, static_argnames=("config", "eps", "implementation", "gates"))
+
+
 def append(args, config, implementation, **options):
-    positions = jnp.maximum(args[-1][:, None] - args[0].shape[1] + jnp.arange(args[0].shape[1]), 0)
-    op = functools.partial(
-        gqa_append, config=config, eps=EPS, implementation=implementation,
-        rotation=rotation(positions, config), gates=options.pop("gates", False),
-    )  # fmt: skip
-    return jax.jit(op)(*args, **{"layer": 1, **options})
+    positions = np.maximum(args[-1][:, None] - args[0].shape[1] + np.arange(args[0].shape[1]), 0)
+    given = {"layer": 1, "gates": False, "rotation": turned(positions, config), **options}
+    return op(*args, config=config, eps=EPS, implementation=implementation, **given)
 
 
 def expected(x, norm, positions, config):

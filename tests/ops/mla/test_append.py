@@ -31,13 +31,16 @@ def arguments(lens, q_len, query_rank, config, *, page=64, table_tail=-1):
     return (kv, q, weights, case.kv_cache, case.block_tables, case.seq_lens), positions
 
 
+turned = jax.jit(rotation, static_argnums=1)
+# Compiled once for all tests of the same shapes.
+op = jax.jit(mla_append, static_argnames=("config", "eps", "dtype", "implementation"))
+
+
 def append(args, positions, config, implementation, layer=1, query_lens=None, kv_scale=None):
-    op = functools.partial(
-        mla_append, config=config, eps=1e-5, dtype=jnp.bfloat16, implementation=implementation
-    )
     traced = dict(layer=layer, query_lens=query_lens, kv_scale=kv_scale)
-    traced["rotation"] = rotation(positions, config)
-    return jax.jit(op)(*args, **traced)
+    traced["rotation"] = turned(positions, config)
+    fixed = dict(config=config, eps=1e-5, dtype=jnp.bfloat16, implementation=implementation)
+    return op(*args, **traced, **fixed)
 
 
 def normed(x, weight):

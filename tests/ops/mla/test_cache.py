@@ -489,6 +489,8 @@ OPS = {
         (FP8_CACHE, None, ValueError, r"\(5, 16, 192\) float8_e4m3fn needs kv_scale="),
         (FP8_CACHE, 0.0, ValueError, "kv_scale must be positive and finite, got 0.0"),
         (FP8_CACHE, float("nan"), ValueError, "kv_scale must be positive and finite, got nan"),
+        (FP8_CACHE, np.float32(1e-45), ValueError, "kv_scale must be positive and finite"),
+        (FP8_CACHE, jnp.float32(-1), ValueError, "kv_scale must be positive and finite, got -1.0"),
         (FP8_CACHE, True, TypeError, "kv_scale must be .*got bool"),
         (FP8_CACHE, "1", TypeError, "kv_scale must be a Python number .*got str"),
         (FP8_CACHE, np.ones(5, np.float32), TypeError, r"kv_scale .* scalar, got float32 \(5,\)"),
