@@ -189,8 +189,8 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
 @both_devices
 @pytest.mark.parametrize("heads", [2, 26])  # heads as columns, and as rows
 def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
-    both = mla_case([580, 70], heads=heads)  # pieces of 8 and 2 pages
-    alone = dataclasses.replace(both, seq_lens=jnp.asarray([580, 0], jnp.int32))
+    both = mla_case([780, 70], heads=heads)  # pieces of 7 and 6 pages
+    alone = dataclasses.replace(both, seq_lens=jnp.asarray([780, 0], jnp.int32))
     outs = []
     for case in (alone, both):
         schedule = decode_schedule(
