@@ -167,7 +167,7 @@ def test_the_last_pairs_are_merged_of_halves_and_of_short_pieces(implementation,
     lens = [800 - i for i in range(63)] if gpu else [129, 0, 770, 300, 290, 280, 200, 190]
     case = gqa_case(lens, group=4, kv_heads=8 if gpu else 1, dim=64, gate=True)
     shape = expected_shape(case) | {"interpret": not gpu}
-    schedule = decode_schedule(case.seq_lens, **shape)
+    schedule = at_once(decode_schedule, case.seq_lens, **shape)
     pieces = np.asarray(schedule.fine.line.slots[1])
     assert pieces.max() == 8 if gpu else pieces.tolist() == [2, 0, 0, 0, 0, 0, 2, 3]
     assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
