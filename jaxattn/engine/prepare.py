@@ -235,7 +235,8 @@ def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
     if group is None or devices[0].platform != "gpu":
         return 0  # a CPU's collectives take nothing that a plan counts
     if devices not in PROCESS.collectives:
-        PROCESS.collectives[devices] = collectives_bytes(group)
+        with PROCESS.sending:
+            PROCESS.collectives[devices] = collectives_bytes(group)
     return PROCESS.collectives[devices]
 
 

@@ -20,6 +20,8 @@ class Process:
         collectives: bytes that collectives took of each of these devices when they first ran.
         lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
         searching: held by who turns Python's search for garbage off or on.
+        sending: held by who sends a step to several devices. Steps wait for one another there, so
+            all devices have to run them in one order: of two threads neither may send between.
     """
 
     def __init__(self) -> None:
@@ -28,6 +30,7 @@ class Process:
         self.collectives: dict[tuple[Any, ...], int] = {}
         self.lowering = threading.Lock()
         self.searching = threading.Lock()
+        self.sending = threading.Lock()
         self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self._inside = threading.local()

@@ -1,6 +1,7 @@
 """The device's side of an engine: what its steps run on, and sending them without waiting."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxattn.engine.model_steps import EntryPoint, Round, round_of
+from jaxattn.engine.process import PROCESS
 from jaxattn.engine.row_steps import Copy, Mask, Remember, Update, sample_of
 from jaxattn.engine.rows import Places, Rows
 from jaxattn.engine.sampling import Level
@@ -59,13 +61,13 @@ class Runner:
     def update(self, packed: np.ndarray) -> None:
         """Rows that come, and pages: of `Deltas.drain`."""
         with self.seal.allowed():
-            self.rows = self._sent(self._step(Update())(self.rows, packed))
+            self.rows = self._step(Update())(self.rows, packed)
 
     def copy(self, source: int, target: int) -> None:
         """Copies the states of one slot to another."""
         with self.seal.allowed():
             slots = np.array([source, target], np.int32)
-            self.state = self._sent(self._step(Copy())(self.state, slots))
+            self.state = self._step(Copy())(self.state, slots)
 
     def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
         """Reads chunks of prompts, of `packed_chunks`; gives the logits behind them.
@@ -74,7 +76,7 @@ class Runner:
             remember: some of the rows have a history.
         """
         with self.seal.allowed():
-            logits, self.state = self._sent(self._step(entry)(self.weights, self.state, packed))
+            logits, self.state = self._step(entry)(self.weights, self.state, packed)
         if remember:
             self.remember(entry, packed)
         return logits
@@ -87,7 +89,7 @@ class Runner:
         """
         with self.seal.allowed():
             step = self._step(Remember(entry.rows, entry.tokens))
-            self.rows = self._sent(step(self.rows, packed))
+            self.rows = step(self.rows, packed)
 
     def first(
         self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
@@ -123,7 +125,7 @@ class Runner:
         with self.seal.allowed():
             on_device = self._on_device(places, bucket)
             batch = Places(self.rows, on_device)
-            logits, self.state = self._sent(self._step(entry)(self.weights, self.state, batch))
+            logits, self.state = self._step(entry)(self.weights, self.state, batch)
         found = None if words is None else words(bucket)
         with self.seal.allowed():
             return self._sample(self._masked(logits, found), on_device, level)
@@ -154,28 +156,21 @@ class Runner:
         executable = self._step(step)
         with self.seal.allowed():
             on_device, held = self._on_device(places, step.rows), (self.state, self.rows)
-            (self.state, self.rows), told = self._sent(executable(self.weights, held, on_device))
+            (self.state, self.rows), told = executable(self.weights, held, on_device)
             told.copy_to_host_async()
         return told
 
     def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
         step = self._step(sample_of(self.limits, len(places), level))
-        self.rows, told = self._sent(step(self.rows, logits, places))
+        self.rows, told = step(self.rows, logits, places)
         told.copy_to_host_async()
         return told
 
     def _masked(self, logits: jax.Array, words: np.ndarray | None) -> jax.Array:
         if words is None:
             return logits
-        found: jax.Array = self._sent(self._step(Mask(len(words)))(logits, words))
+        found: jax.Array = self._step(Mask(len(words)))(logits, words)
         return found
-
-    def _sent[Result](self, result: Result) -> Result:
-        """What a step gives. Virtual devices of a CPU wait for one another for ever where several
-        steps are under way: there a step ends before the next is sent."""
-        if self.group is not None and jax.default_backend() == "cpu":
-            jax.block_until_ready(result)
-        return result
 
     def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
         """The places with padding; they stay on the device until rows come or go."""
@@ -194,4 +189,16 @@ class Runner:
         name = self._names.get(step)
         if name is None:
             name = self._names[step] = str(step)
-        return self.executables[name]
+        executable = self.executables[name]
+        return executable if self.group is None else functools.partial(in_turn, executable)
+
+
+def in_turn(executable: Callable[..., Any], *arguments: Any) -> Any:
+    """What a step over several devices gives. No other thread sends one before all have this one.
+
+    Virtual devices of a CPU wait for one another for ever where several steps are under way: there
+    a step ends before the next is sent.
+    """
+    with PROCESS.sending:
+        result = executable(*arguments)
+        return jax.block_until_ready(result) if jax.default_backend() == "cpu" else result

@@ -1,6 +1,7 @@
 """How an engine begins: the trial, the last look at the device's memory, and the warm-up."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxattn.engine.devices import group_of, new_rows_over, new_state_over, put_
 from jaxattn.engine.parameters import on_device
 from jaxattn.engine.prepare import Prepared, smallest_memory
 from jaxattn.engine.rows import Rows
+from jaxattn.engine.runner import in_turn
 from jaxattn.engine.state import new_rows, new_state
 from jaxattn.engine.steps import all_steps
 from jaxattn.memory.budget import check_allocated
@@ -97,9 +99,10 @@ def warmed(
     """
     weights = tuple(jax.tree.leaves(params))
     for step in all_steps(limits) * 2:
-        given = step.padding(model, limits)
+        given, executable = step.padding(model, limits), executables[str(step)]
         if group is not None:
             given = put_given(step, given, model, group)
-        state, rows, told = step.call(executables[str(step)], given, weights, state, rows)
+            executable = functools.partial(in_turn, executable)
+        state, rows, told = step.call(executable, given, weights, state, rows)
         jax.block_until_ready((told, rows))
     return state, rows

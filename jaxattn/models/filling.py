@@ -33,7 +33,7 @@ from jaxattn.models.stored import Stored
 
 READERS = 8
 COMPILERS = 4
-# XLA tries out other forms of a program, and compiles each. These programs only copy.
+# XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
 UNTUNED = {"xla_gpu_autotune_level": 0}
 # Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
 SENT_AS = {"float8_e8m0fnu": "uint8"}

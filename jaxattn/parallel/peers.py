@@ -11,13 +11,13 @@ def peers_reach(devices: Sequence[jax.Device]) -> bool:
     """Whether each of these GPUs can write into the memory of each other one.
 
     GPUs of one board do, over NVLink. Others may not, as some in virtual machines: XLA's
-    collectives go by the host's memory there. True of what is no GPU, and of a single one. False of
-    GPUs of several processes, which have the numbers of several hosts.
+    collectives go by the host's memory there. False of devices of several processes, none of which
+    knows all addresses. True of others that are no GPUs, and of a single one.
     """
-    if len(devices) < 2 or devices[0].platform != "gpu":
-        return True
     if any(each.process_index != jax.process_index() for each in devices):
         return False
+    if len(devices) < 2 or devices[0].platform != "gpu":
+        return True
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

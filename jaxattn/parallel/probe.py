@@ -7,6 +7,7 @@ allocator. So a small one of each kind that a step may have is run, and what the
 read before and after. A group whose GPUs cannot reach each other ends here.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -16,9 +17,13 @@ from jax import lax
 from jaxattn.memory.device import device_memory
 from jaxattn.memory.process import process_bytes
 from jaxattn.parallel.group import Group
+from jaxattn.parallel.layout import Dimension, Parallel
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
 SMALL, LARGE = 2**12, 2**21
+DIMENSIONS: tuple[Dimension, ...] = (
+    "data", "tensor", "heads", "context", "expert", "columns", "experts"
+)  # fmt: skip
 
 
 class CollectiveError(RuntimeError):
@@ -35,6 +40,43 @@ def collectives_bytes(group: Group) -> int:
     Raises:
         CollectiveError: a collective failed; both ends are named.
     """
+    before = _held(group)
+    _meet(group)
+    for devices in across(group):
+        if any(device in group.local_devices for device in devices):
+            _meet(Group(Parallel(tensor=len(devices)), devices))
+    after = _held(group)
+    if before.own and after.own:
+        return max(0, *(late - early for early, late in zip(before.own, after.own, strict=True)))
+    taken = (late - early for early, late in zip(before.all, after.all, strict=True))
+    return max(0, min(taken, default=0))
+
+
+def across(group: Group) -> list[tuple[jax.Device, ...]]:
+    """The sets of devices of several processes that meet in a dimension, fewer than all.
+
+    Each is one of NCCL's communicators. Two processes that make two of them wait for each other
+    where each begins with another one. So all processes make them one after another, in this order.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for name in DIMENSIONS:
+        begin, end = group.parallel.span(name)
+        for outer, inner in itertools.product(range(0, group.parallel.gpus, end), range(begin)):
+            found[tuple(range(outer + inner, outer + end, begin))] = None
+    sets = [tuple(group.devices[number] for number in numbers) for numbers in found]
+    return [
+        each
+        for each in sets
+        if len(each) < len(group.devices) and len({x.process_index for x in each}) > 1
+    ]
+
+
+def _meet(group: Group) -> None:
+    """A small collective of each kind over the devices of a group.
+
+    Raises:
+        CollectiveError: one failed.
+    """
     axes = group.parallel.axes("all")
 
     def each_kind() -> jax.Array:
@@ -46,7 +88,6 @@ def collectives_bytes(group: Group) -> int:
         x = lax.all_to_all(x + lax.axis_index(axes), axes, split_axis=0, concat_axis=0)
         return x.reshape(-1)[:1]
 
-    before = _held(group)
     try:
         jax.block_until_ready(group.make(each_kind, group.each))
     except jax.errors.JaxRuntimeError as error:
@@ -55,11 +96,6 @@ def collectives_bytes(group: Group) -> int:
             f"{str(error).splitlines()[0]}; NCCL has to be installed, and NCCL_DEBUG=INFO says "
             "what it tried"
         ) from error
-    after = _held(group)
-    if before.own and after.own:
-        return max(0, *(late - early for early, late in zip(before.own, after.own, strict=True)))
-    taken = (late - early for early, late in zip(before.all, after.all, strict=True))
-    return max(0, min(taken, default=0))
 
 
 class _Held(NamedTuple):

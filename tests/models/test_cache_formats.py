@@ -84,16 +84,22 @@ def test_outer_layers_keep_their_format_in_a_cache_of_their_own():
     assert shapes["kv_cache_apart"] == ("float32", 4)
 
 
+IN_FP8 = Limits(batch=2, max_model_len=64, prefill_chunk=8, cache_format="fp8")
+
+
+@pytest.mark.slow
 def test_an_engine_serves_the_format_of_its_limits():
-    plain = model((ATTENTION,) * 2)
-    made = plain.with_cache_format("fp8")
-    limits = Limits(batch=2, max_model_len=64, prefill_chunk=8, cache_format="fp8")
-    with Engine(made, made.init_params(jax.random.key(0)), limits, strict=True) as engine:
+    made = model((ATTENTION,) * 2).with_cache_format("fp8")
+    with Engine(made, made.init_params(jax.random.key(0)), IN_FP8, strict=True) as engine:
         done = engine.generate([Request([3, 1, 4], max_tokens=3), Request([2], max_tokens=3)])
         assert engine.plan["kv cache"] == 2 * 2 * 64 * 2 * KVFormat("fp8", 16).nbytes
     assert [len(each.tokens) for each in done] == [3, 3]
+
+
+def test_a_format_that_the_parameters_have_no_scales_for_is_refused():
+    plain = model((ATTENTION,) * 2)
     with pytest.raises(ValueError, match=r"kv_scale.*is missing; expected float32\[2, 2, 2\]"):
-        Engine(plain, plain.init_params(jax.random.key(0)), limits)
+        Engine(plain, plain.init_params(jax.random.key(0)), IN_FP8)
 
 
 def test_a_hybrid_of_latents_has_block_scaled_fp8():

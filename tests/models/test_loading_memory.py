@@ -17,19 +17,27 @@ from scripts.time_loading import write_folder
 
 MIB = 2**20
 READERS = 2
+# Of the host, beside a block for each reader and one that is placed: XLA's pinned copies of blocks,
+# whose pool doubles as it grows, and what compiling takes.
+BESIDE = 320 * MIB
 
 
 def loaded(folder: Path, platform: str, readers: int = READERS) -> dict[str, Any]:
-    """What `scripts.time_loading` measures in a process of its own."""
+    """What `scripts.time_loading` measures in a process of its own.
+
+    JAX's allocator has its memory from the start, as it has by default: it keeps 8 bytes on the
+    host for each 256 bytes of the device, whatever lies there.
+    """
     command = [sys.executable, "-m", "scripts.time_loading", "load", str(folder)]
     result = subprocess.run(
         [*command, "--readers", str(readers)],
-        env=os.environ | {"JAX_PLATFORMS": platform},
+        env=os.environ | {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    print(result.stdout)
     return json.loads(result.stdout)
 
 
@@ -49,8 +57,7 @@ def test_the_device_holds_the_parameters_and_less_than_a_gibibyte(tmp_path, weig
     write_folder(tmp_path, 4000 * MIB, weights=weights, sparse=True)
     found = loaded(tmp_path, "cuda")
     assert found["device_bytes_above_parameters"] <= 1024 * MIB
-    # Pinned memory of transfers is the host's too.
-    assert found["host_bytes_above_before"] <= 8 * BLOCK_BYTES + 1024 * MIB
+    assert found["host_bytes_above_before"] <= (READERS + 1) * BLOCK_BYTES + BESIDE
 
 
 @pytest.mark.gpu
@@ -64,6 +71,6 @@ def test_20_gigabytes_come_out_of_the_page_cache_at_3_per_second():
         found = loaded(Path(folder), "cuda", huggingface.READERS)
     assert found["parameter_bytes"] >= 0.99 * written > 19e9
     assert found["device_bytes_above_parameters"] <= 1024 * MIB, found
-    most = (huggingface.READERS + 1) * BLOCK_BYTES + 1024 * MIB
+    most = (huggingface.READERS + 1) * BLOCK_BYTES + BESIDE
     assert found["host_bytes_above_before"] <= most, found
     assert found["gigabytes_per_second"] >= 3, found

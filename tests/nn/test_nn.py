@@ -534,6 +534,7 @@ class Block(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_a_users_own_model_with_both_layers_trains():
     model = Block(nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 17), 0, 16)

@@ -1,7 +1,8 @@
 """One process of an engine over two: python -m tests.parallel.processes RANK COORDINATOR WHAT
 
 Process 0 leads, prints its completions as JSON, and closes; the other follows. WHAT is what
-goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck. On GPUs the engine
+goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck; or "groups": nothing
+is, and each process has a data group. On GPUs the engine
 is the embedded model's with its kernels, on CPUs a small one's. There a process says that it has
 too little memory; on GPUs it has.
 """
@@ -27,6 +28,8 @@ from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
 STUCK = 5.0  # seconds
 SLOW = 120.0  # that a step may take on a machine with other work
+# Of four devices. Two pairs of them meet in each, one of each process.
+SPREAD, GROUPS = Parallel(tensor=4, context=2), Parallel(data=2, tensor=2, context=2)
 LONG = 180.0  # on GPUs a process that is there after so long says where it is
 
 
@@ -49,7 +52,8 @@ def main(rank: int, coordinator: str, what: str) -> None:
         crew.agree(facts)
         if wrong == "memory" and on_cpu:
             raise PlanError("the plan takes 90 GB, and 80 GB are free")
-        with (small if on_cpu else embedded)() as made:
+        layout = GROUPS if what == "groups" else SPREAD
+        with small(layout) if on_cpu else embedded() as made:
             if rank == 0:
                 made.lead(crew)
                 print("leads", flush=True)
@@ -67,7 +71,7 @@ def say_when() -> None:
     print(f"wrong from now on: {time.time()}", flush=True)
 
 
-def small() -> Engine:
+def small(parallel: Parallel = SPREAD) -> Engine:
     model = Hybrid(CONFIG)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
     return Engine(
@@ -75,7 +79,7 @@ def small() -> Engine:
         params,
         dataclasses.replace(LIMITS, decode_buckets=()),
         implementation="xla",
-        parallel=Parallel(tensor=4, context=2),
+        parallel=parallel,
         strict=True,
     )
 

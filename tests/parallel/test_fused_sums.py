@@ -21,7 +21,7 @@ from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
 from jaxattn.models.blocks import GQA
 from jaxattn.models.mailbox import EXCHANGE, NAME
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import Group, Parallel, context
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import LATENT, ROPE, SMALL, Stepped, decoder, followed
@@ -32,6 +32,7 @@ ROWS = len(SMALL.lengths)
 # Heads of two GPUs whose queries are a multiple of 256 numbers.
 WIDE = dataclasses.replace(LATENT, kv_lora_rank=56)
 GROUPED = GQA(num_heads=8, num_kv_heads=2, head_dim=64, rope=ROPE)
+MANY = GQA(num_heads=16, num_kv_heads=2, head_dim=64, rope=ROPE)
 
 
 def plain(
@@ -62,11 +63,17 @@ def test_a_step_gives_the_same_bits(layout):
 
 
 @pytest.mark.parametrize(
-    "mixer, pieces", [(WIDE, (1, 512)), pytest.param(GROUPED, (1, 512), marks=pytest.mark.slow)]
+    "mixer, pieces",
+    [
+        (WIDE, (1, 512)),
+        (MANY, (2, 512)),
+        pytest.param(GROUPED, (1, 512), marks=pytest.mark.slow),
+    ],
 )
 @on_virtual_devices
-def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces):
+def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces, monkeypatch):
     """Queries and outputs are sent in pieces of as many numbers as a launch sends."""
+    monkeypatch.setattr(context, "WIDEST", pieces[1])
     parallel = Parallel(tensor=2, context=2)
     spec = plain(layers=(("mla", "moe"), ("gdn", "mlp"))).spec
     blocks = tuple(

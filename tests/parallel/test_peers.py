@@ -8,8 +8,13 @@ import pytest
 from jaxattn.parallel.peers import peers_reach
 
 
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
 @pytest.mark.parametrize("processes, reached", [((0, 0), True), ((0, 1), False)])
-def test_gpus_of_several_processes_do_not_reach_each_other(processes, reached, monkeypatch):
+def test_devices_of_several_processes_do_not_reach_each_other(
+    processes, reached, platform, monkeypatch
+):
+    """On CPUs too: a table of addresses there would be of one process."""
+
     def get(number, device):
         number._obj.value = device
         return 0
@@ -23,7 +28,7 @@ def test_gpus_of_several_processes_do_not_reach_each_other(processes, reached, m
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     gpus = [
-        types.SimpleNamespace(platform="gpu", process_index=process, local_hardware_id=number)
+        types.SimpleNamespace(platform=platform, process_index=process, local_hardware_id=number)
         for number, process in enumerate(processes)
     ]
     assert peers_reach(gpus) == reached

@@ -43,8 +43,8 @@ ROOTS = [
 FOLDERS = {
     folder.name: folder for root in ROOTS for folder in sorted(root.iterdir()) if is_ours(folder)
 }
-# Also without --slow: latents with FP8 experts, and key-value pages with delta nets.
-QUICK = {"deepseek_v3_fp8": [Parallel(data=2, expert=2)], "qwen3_5_moe": [Parallel(tensor=2)]}
+# Also without --slow: latents with FP8 experts.
+QUICK = {"deepseek_v3_fp8": [Parallel(data=2, expert=2)]}
 
 
 @functools.cache

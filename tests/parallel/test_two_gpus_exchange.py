@@ -34,11 +34,11 @@ def group_of(gpus: int) -> Group:
     return Group(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
 
 
-def mailboxes(group: Group, calls: int = 0) -> Mailbox:
+def mailboxes(group: Group, calls: int = 0, places: int = MOST, features: int = WIDEST) -> Mailbox:
     """Behind so many calls."""
 
     def make() -> Mailbox:
-        made = Mailbox.empty(group.parallel.gpus, MOST, WIDEST)
+        made = Mailbox.empty(group.parallel.gpus, places, features)
         return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     made = jax.block_until_ready(group.make(make, group.each))
@@ -74,22 +74,55 @@ def layers(group: Group, implementation: str) -> Any:
     return jax.jit(group.step(step, (own, own, own), (own, own)), donate_argnums=2)
 
 
-@pytest.mark.parametrize("gpus", EACH)
-@pytest.mark.parametrize(
-    "rows, pieces, widths, calls",
-    [(1, 1, (4608, 4608), 0), (32, 2, (2304, 2560), 2**31 - 9), (64, 1, (1024, 1536), 0)],
-)
-def test_what_comes_has_the_bits_of_xlas_collectives(gpus, rows, pieces, widths, calls):
-    group, random = group_of(gpus), np.random.default_rng(4)
-    shapes = [(gpus, rows, n, pieces, width) for n, width in zip((1, gpus), widths, strict=True)]
-    given = [
-        jnp.asarray(random.integers(0, 2**16, shape), jnp.uint16) for shape in shapes
-    ]  # of NaN too
-    given = [lax.bitcast_convert_type(x, jnp.bfloat16) for x in given]
+def uneven(group: Group, implementation: str) -> Any:
+    """(queries, outputs, mailbox) -> (what three calls of each layer brought, mailbox).
+
+    Calls differ in rows and width, so that rows have had different numbers of them. In each layer
+    another GPU comes late: it multiplies matrices first.
+    """
+    axes, gpus = group.parallel.axes("all"), group.parallel.gpus
+
+    def step(queries: jax.Array, outputs: jax.Array, mailbox: Mailbox) -> Any:
+        number = lax.axis_index(axes)
+
+        def layer(mailbox: Mailbox, at: jax.Array) -> Any:
+            turns = jnp.where((at + number) % gpus == 0, 40, 0)
+            ones = jnp.ones((512, 512), jnp.bfloat16)
+            late = lax.fori_loop(0, turns, lambda _, x: (x @ x).clip(0, 1), ones)
+            by = (at + (late[0, 0] > 1)).astype(jnp.uint16)  # never greater
+            found = []
+            for part, rows, width in (
+                (queries, 1, 1024), (outputs, 33, 1536), (queries, 7, 4608), (queries, 64, 2560)
+            ):  # fmt: skip
+                bits = lax.bitcast_convert_type(part[0, :rows, ..., :width], jnp.uint16) + by
+                sent = lax.bitcast_convert_type(bits, jnp.float16)
+                met, mailbox = peer_exchange(
+                    sent, mailbox, axes=axes, implementation=implementation
+                )
+                found.append(lax.bitcast_convert_type(met, jnp.uint16))
+            return mailbox, tuple(found)
+
+        mailbox, found = lax.scan(layer, mailbox, jnp.arange(2 * LAYERS))
+        return jax.tree.map(lambda x: x[None], found), mailbox
+
+    own = group.each
+    return jax.jit(group.step(step, (own, own, own), (own, own)), donate_argnums=2)
+
+
+def random_bits(*shape: int) -> jax.Array:
+    """Of NaN too."""
+    bits = np.random.default_rng(4).integers(0, 2**16, shape)
+    return lax.bitcast_convert_type(jnp.asarray(bits, jnp.uint16), jnp.bfloat16)
+
+
+def has_the_bits_of_xla(
+    group: Group, made: Any, given: list[jax.Array], calls: int, **of_mailbox: int
+) -> None:
+    """Over three calls of a step that `made` gives for an implementation."""
     found = {}
     for implementation in ("xla", "mosaic_gpu"):
-        mailbox = mailboxes(group, calls)
-        compiled = layers(group, implementation).lower(*given, mailbox).compile()
+        mailbox = mailboxes(group, calls, **of_mailbox)
+        compiled = made(group, implementation).lower(*given, mailbox).compile()
         check_aliasing(compiled, slack=2**20)
         for call in range(3):
             begin = time.perf_counter()
@@ -101,3 +134,33 @@ def test_what_comes_has_the_bits_of_xlas_collectives(gpus, rows, pieces, widths,
                 np.testing.assert_array_equal(one, other)
     for one, other in zip(found["xla"], found["mosaic_gpu"], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("gpus", EACH)
+@pytest.mark.parametrize(
+    "rows, pieces, widths, calls",
+    [(1, 1, (4608, 4608), 0), (32, 2, (2304, 2560), 2**31 - 9), (64, 1, (1024, 1536), 0)],
+)
+def test_what_comes_has_the_bits_of_xlas_collectives(gpus, rows, pieces, widths, calls):
+    group = group_of(gpus)
+    given = [
+        random_bits(gpus, rows, n, pieces, width)
+        for n, width in zip((1, gpus), widths, strict=True)
+    ]
+    has_the_bits_of_xla(group, layers, given, calls)
+
+
+@pytest.mark.parametrize("gpus", EACH)
+def test_calls_of_different_sizes_share_a_mailbox_and_gpus_come_late_in_turn(gpus):
+    """In float16. What a GPU has not read yet is not written over, whoever comes first."""
+    group = group_of(gpus)
+    given = [random_bits(gpus, 64, 1, 1, 4608), random_bits(gpus, 64, gpus, 1, 1536)]
+    has_the_bits_of_xla(group, uneven, given, calls=2**31 - 20)
+
+
+@pytest.mark.parametrize("gpus", EACH)
+def test_more_pieces_than_blocks_run_at_once(gpus):
+    """A GPU runs 132 x 16 blocks of a warpgroup at most: the others wait for these to end."""
+    group, rows, pieces, width = group_of(gpus), 256, 10, 512
+    given = [random_bits(gpus, rows, n, pieces, width) for n in (1, gpus)]
+    has_the_bits_of_xla(group, layers, given, 0, places=rows * pieces, features=width)

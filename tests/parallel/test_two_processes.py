@@ -60,10 +60,11 @@ def begun(what: str, **environment: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def test_the_leader_generates_what_one_device_does_and_no_process_keeps_executables(tmp_path):
+@pytest.mark.parametrize("what", ["nothing", "groups"])
+def test_the_leader_generates_what_one_device_does_and_no_process_keeps_executables(what, tmp_path):
     # On GPUs a process that finds one, where another does not, would leave that waiting.
     processes = begun(
-        "nothing",
+        what,
         JAX_COMPILATION_CACHE_DIR=str(tmp_path),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
@@ -81,8 +82,8 @@ def test_the_leader_generates_what_one_device_does_and_no_process_keeps_executab
 
 @on_virtual_devices
 def compare(tokens: list[list[int]]) -> None:
-    with one_process.engine(Parallel()) as one:
-        expected = [list(each.tokens) for each in one.generate(one_process.requests())]
+    one = one_process.engine(Parallel())  # shared by all tests of this process
+    expected = [list(each.tokens) for each in one.generate(one_process.requests())]
     assert tokens == expected
 
 

@@ -17,8 +17,15 @@ call's number. So nothing is signalled behind the parts, and no fence waits for 
 A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
 one of these has read the side before: its launch of that call had ended. So calls that share an
 inbox may send parts of different sizes. Counts go on from call to call, so nothing is reset. If a
-peer never runs, the kernel waits for its part for half a minute to a minute, and then ends the
-program with an error.
+peer never runs, or a debugger holds it, the kernel ends the program with an error after half a
+minute to a minute.
+
+After 2^32 calls a number comes again. By then a step's calls have written all that they look at, as
+those of one size take the same side each time.
+
+A launch may have more blocks than a GPU runs at once. Each sends before it waits, and a GPU begins
+blocks in the order of their numbers. Of all blocks that wait, take the one of the lowest number:
+each GPU has ended those before it, so it runs this one too, and has sent its part.
 """
 
 from typing import Any

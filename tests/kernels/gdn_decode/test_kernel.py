@@ -37,7 +37,7 @@ def decode(case, implementation, *, arena=None):
 
 def assert_matches(case, out, state, *, bound=5e-3):
     expected, expected_state = gdn_oracle(case)
-    slots = np.asarray(case.state_indices)
+    slots, state = np.asarray(case.state_indices), np.asarray(state)
     assert relative(out, expected) < bound
     assert (
         relative(
