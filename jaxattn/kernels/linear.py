@@ -78,7 +78,10 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
     if normed:  # the token is there whole, and the sums count
         stage = STEP * ROWS * many * 2
         room -= columns * (STEP * 2 * mine + ROWS * 4 * many)
-    return Config(parts=parts, stages=max(2, min(mine, room // stage)))
+    stages = max(2, min(mine, room // stage))
+    if normed and tiles * parts > 3 * NUM_SMS:
+        stages = 2  # five blocks share a multiprocessor then, and all run at a time
+    return Config(parts=parts, stages=stages)
 
 
 def refuse(
