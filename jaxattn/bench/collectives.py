@@ -5,9 +5,9 @@
 
 Each GPU has an array of so many KiB, and is given the sum of all. Before each sum a kernel of some
 60 us reads and writes other memory, as a layer does. So no GPU waits for the host of another. `us`
-is a sum's share of the loop, less the same loop without sums, and has the launch. `kernel us` is
-the median of the sum's kernels, by a profile, waiting for the others included. Rows differ by how
-the sum is made:
+is a sum's share of the loop, less the same loop without sums. It has the launch, and scatters by 10
+us, as the kernel before it does. `kernel us` is the median of the sum's kernels, by a profile,
+waiting for the others included. Rows differ by how the sum is made:
 
     XLA           an all-reduce with XLA's default flags: its own kernel up to 4 MiB
     NCCL          the same with `--nccl`, which turns that kernel off

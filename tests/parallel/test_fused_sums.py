@@ -65,7 +65,7 @@ def test_a_step_gives_the_same_bits(layout):
 @pytest.mark.parametrize(
     "mixer, pieces",
     [
-        (WIDE, (1, 512)),
+        pytest.param(WIDE, (1, 512), marks=pytest.mark.slow),
         (MANY, (2, 512)),
         pytest.param(GROUPED, (1, 512), marks=pytest.mark.slow),
     ],
