@@ -171,6 +171,8 @@ def check_positive(op: str, name: str, value: int | float | np.floating) -> floa
     Raises:
         ValueError: it is not.
     """
+    if isinstance(value, np.floating):
+        value = float(value)  # a float16 would round the bounds to 0 and infinity
     if not LEAST_FLOAT32 <= value <= MOST_FLOAT32:
         raise ValueError(
             f"{op}: {name} must be positive and finite, got {str(value):.40}; float32 has numbers "

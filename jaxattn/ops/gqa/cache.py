@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import FLOATS, check_positive
+from jaxattn.core.checks import FLOATS, LEAST_FLOAT32, MOST_FLOAT32, check_positive
 from jaxattn.core.formats import FP8, KVFormat
 from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
 from jaxattn.core.pages import new_places
@@ -76,7 +76,7 @@ def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | N
         )
     if isinstance(kv_scale, np.ndarray | jax.Array) and not isinstance(kv_scale, jax.core.Tracer):
         known = np.asarray(kv_scale)
-        wrong = known[~(np.isfinite(known) & (known > 0))]
+        wrong = known[~((known >= LEAST_FLOAT32) & (known <= MOST_FLOAT32))]
         if wrong.size:
             raise ValueError(
                 f"{op}: kv_scale {tuple(shape)} holds {wrong[0]}, but each number must be positive "
