@@ -234,10 +234,11 @@ def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
     group = group_of(model, devices)
     if group is None or devices[0].platform != "gpu":
         return 0  # a CPU's collectives take nothing that a plan counts
-    if devices not in PROCESS.collectives:
-        with PROCESS.sending:
-            PROCESS.collectives[devices] = collectives_bytes(group)
-    return PROCESS.collectives[devices]
+    with PROCESS.sending:  # of two threads the second would find nothing more taken
+        taken = PROCESS.collectives.setdefault(devices, {})
+        if group.parallel not in taken:
+            taken[group.parallel] = collectives_bytes(group)
+        return sum(taken.values())
 
 
 def _devices(devices: Any, parallel: Parallel) -> tuple[jax.Device, ...]:

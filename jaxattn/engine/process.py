@@ -17,7 +17,8 @@ class Process:
 
     Attributes:
         steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
-        collectives: bytes that collectives took of each of these devices when they first ran.
+        collectives: bytes that collectives took of each of these devices when they first ran, by
+            the layout: another may make GPUs of several processes meet in other sets.
         lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
         searching: held by who turns Python's search for garbage off or on.
         sending: held by who sends a step to several devices. Steps wait for one another there, so
@@ -27,7 +28,7 @@ class Process:
     def __init__(self) -> None:
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
-        self.collectives: dict[tuple[Any, ...], int] = {}
+        self.collectives: dict[tuple[Any, ...], dict[Any, int]] = {}
         self.lowering = threading.Lock()
         self.searching = threading.Lock()
         self.sending = threading.Lock()

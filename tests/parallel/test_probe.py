@@ -1,12 +1,15 @@
 """What collectives take is measured without what other processes take meanwhile."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import pytest
 
+from jaxattn.engine import prepare
 from jaxattn.memory.device import GIB, MIB, DeviceMemory
 from jaxattn.parallel import Group, Parallel, probe
 from tests.helpers.virtual_devices import on_virtual_devices
@@ -56,6 +59,28 @@ def group_of(layout: dict, processes: int, platform: str = "gpu") -> Group:
     local = parallel.gpus // processes
     devices: Any = tuple(Device(i, i // local, platform) for i in range(parallel.gpus))
     return Group(parallel, devices)
+
+
+def test_each_layout_is_looked_at_once_and_what_all_took_counts():
+    """Of two threads neither finds that the other's collectives took nothing more."""
+    devices, ran = tuple(Device(i, 0) for i in range(4)), list[str]()
+
+    def measured(group: Group) -> int:
+        ran.append(group.parallel.flags)
+        time.sleep(0.05)
+        return TAKEN if len(ran) == 1 else 0  # NCCL keeps what it has
+
+    def taken(layout: Parallel) -> int:
+        return prepare.collectives_of(mock.Mock(parallel=layout), devices)
+
+    whole, context = Parallel(tensor=4), Parallel(tensor=4, context=2)
+    with (
+        mock.patch.object(prepare, "collectives_bytes", measured),
+        mock.patch.dict(prepare.PROCESS.collectives, clear=True),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        assert list(pool.map(taken, [whole] * 4)) == [TAKEN] * 4
+        assert taken(context) == TAKEN and ran == [whole.flags, context.flags]
 
 
 @pytest.mark.parametrize(
