@@ -97,7 +97,8 @@ def best_layout(
 def layouts_that_fit(
     model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
 ) -> Iterator[tuple[int, Parallel]]:
-    """Layouts of so many GPUs, each with the tokens that their caches hold in all.
+    """Layouts of so many GPUs, each with the tokens that their caches hold in all: of a row at full
+    length at least.
 
     Weights and caches decide, and nothing is traced.
     """
@@ -107,5 +108,5 @@ def layouts_that_fit(
         one, own = _one("", model, memory, limits, parallel)
         own = dataclasses.replace(own, utilization=own.utilization or 0.9, num_pages=None)
         filled = one.filled(own)
-        if filled is not None:
+        if filled is not None and filled >= own.pages_per_row:
             yield filled * own.page_tokens * parallel.data, parallel

@@ -98,3 +98,10 @@ def test_the_best_layout_is_one_that_holds_the_most_tokens():
     best = best_layout(model, memory, limits, 2)
     assert best is not None and (best.context == 2 or best.data == best.expert == 2)
     assert best_layout(model, known_device("8GiB"), limits, 2) is None
+
+
+def test_a_layout_that_holds_no_row_at_full_length_is_not_the_best():
+    model, limits = decoder("DeepSeek-V2-Lite"), Limits(batch=1, max_model_len=163840)
+    best = best_layout(model, known_device("21GiB"), limits, 2)
+    assert best is not None and best.context == 2  # of 163,840 tokens; --tensor 2 holds 125,056
+    assert best_layout(model, known_device("19GiB"), limits, 2) is None
