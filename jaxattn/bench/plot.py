@@ -166,7 +166,13 @@ def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
     if not rows:
         raise PlotError("the run has no decode steps: draw those of a whole run")
     title = f"{result.get('device', '')}, {result.get('date', '')[:10]}"
-    return plot_parallel.draw(figure_type, rows, title)
+    figure = plot_parallel.draw(figure_type, rows, title)
+    if figure is None:
+        raise PlotError(
+            "the run has no steps of several GPUs that are beside one GPU's or have a roof: draw a "
+            "run of layouts of several GPUs"
+        )
+    return figure
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -51,7 +51,7 @@ def lines(rows: Iterable[Row]) -> dict[str, Line]:
 
 
 def draw(figure_type: Any, rows: list[Row], title: str) -> Any:
-    """The figure of rows that each name their `model`."""
+    """The figure of rows that each name their `model`; None where no panel has anything to show."""
     held = {row["model"] for row in rows if row["GPUs"] == 1}
     fastest: dict[Any, Row] = {}
     for row in sorted(rows, key=lambda row: -row["ms"]):
@@ -60,6 +60,8 @@ def draw(figure_type: Any, rows: list[Row], title: str) -> Any:
     large = [fastest[key] for key in sorted(fastest)]
     both = lines(rows)
     panels = bool(both) + bool(large)
+    if not panels:
+        return None
     height = max(5.0 if both else 2.0, 1.4 + 0.6 * len(large))
     figure = figure_type(figsize=(6.5 * panels, height), layout="constrained")
     figure.set_facecolor("white")

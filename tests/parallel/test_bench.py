@@ -104,3 +104,12 @@ def test_a_picture_has_lines_bars_or_both(alone, tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(plot.PlotError, match="no decode steps"):
         plot.save(run(), tmp_path / "none.png")
+
+
+def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    of_one_gpu, without_roof = run((1, "", 32, 10.0)), run((2, "--tensor 2", 32, 15.0))
+    without_roof["rows"][0]["roof ms"] = None  # of a card whose rate is not known
+    for ran in (of_one_gpu, without_roof):
+        with pytest.raises(plot.PlotError, match="no steps of several GPUs"):
+            plot.save(ran, tmp_path / "none.png")
