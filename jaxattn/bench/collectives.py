@@ -43,6 +43,7 @@ from jaxattn.models.layer_cache import CacheSize
 from jaxattn.models.mailbox import MOST_TOKENS, Mailboxes, closed, opened
 from jaxattn.ops.all_reduce_norm import all_reduce_norm_layer
 from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel.peers import peers_reach
 
 KIB = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = ("bfloat16", "float32")
@@ -233,7 +234,8 @@ def wanted(args: argparse.Namespace) -> list[Sum]:
 
 def _one_launch(of: Sum) -> bool:
     whole = of.numbers % FEATURES == 0
-    return of.dtype == "bfloat16" and whole and of.tokens <= MOST_TOKENS
+    fits = of.dtype == "bfloat16" and whole and of.tokens <= MOST_TOKENS
+    return fits and peers_reach(jax.devices()[: of.gpus])
 
 
 def time(loop: Loop, base: float) -> dict[str, Any]:

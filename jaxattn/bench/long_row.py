@@ -49,6 +49,7 @@ from jaxattn.models.base import jit_step
 from jaxattn.models.mixers import attended
 from jaxattn.ops.all_reduce_norm import Mailbox, addressed
 from jaxattn.parallel import Group, Parallel, Spread, pieces_of, rank
+from jaxattn.parallel.peers import peers_reach
 
 HEADS = (32, 128)
 LAYERS = 4  # read in turn, so that none is in L2
@@ -108,7 +109,9 @@ class Row:
         self.stripes = -(-tokens // (PAGE * gpus))
         own = self.parallel.axes("tensor") or None
         self.by_heads = PartitionSpec(None, None, own)
-        self.pieces = None if nccl or gpus == 1 else pieces_of(heads // gpus, DIM, RANK)
+        by_launches = gpus > 1 and not nccl and implementation != "xla"
+        by_launches = by_launches and peers_reach(self.group.devices)
+        self.pieces = pieces_of(heads // gpus, DIM, RANK) if by_launches else None
         self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
         self.state: Any = None

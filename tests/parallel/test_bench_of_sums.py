@@ -66,6 +66,17 @@ def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
 
 
 @on_virtual_devices
+def test_rows_say_launches_only_where_launches_send_them(monkeypatch):
+    assert long_row.Row(16, 4, tokens=600).pieces
+    assert long_row.Row(16, 4, tokens=600, implementation="xla").pieces is None
+    for bench in (collectives, long_row):
+        monkeypatch.setattr(bench, "peers_reach", lambda devices: False)
+    assert long_row.Row(16, 4, tokens=600).pieces is None
+    sums = collectives.wanted(collectives.parse(["--gpus", "4", "--kib", "64"], "bench"))
+    assert {each.how for each in sums} == {"XLA"}
+
+
+@on_virtual_devices
 def test_a_long_row_that_is_wrong_is_refused():
     row = long_row.Row(4, 2, tokens=300, layers=1)
     row.compile()
