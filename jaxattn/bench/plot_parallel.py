@@ -53,8 +53,11 @@ def lines(rows: Iterable[Row]) -> dict[str, Line]:
 def draw(figure_type: Any, rows: list[Row], title: str) -> Any:
     """The figure of rows that each name their `model`."""
     held = {row["model"] for row in rows if row["GPUs"] == 1}
-    large = [row for row in rows if row["model"] not in held and row["roof ms"]]
-    large.sort(key=lambda row: (row["model"], row["layout"], row["T"], row["B"]))
+    fastest: dict[Any, Row] = {}
+    for row in sorted(rows, key=lambda row: -row["ms"]):
+        if row["model"] not in held and row["roof ms"]:
+            fastest[row["model"], row["layout"], row["T"], row["B"]] = row
+    large = [fastest[key] for key in sorted(fastest)]
     both = lines(rows)
     panels = bool(both) + bool(large)
     height = max(5.0 if both else 2.0, 1.4 + 0.6 * len(large))

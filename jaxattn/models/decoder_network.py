@@ -196,10 +196,6 @@ class Decoder(nnx.Module):
         everyones = self._everyones(valid)
         shares = self._shares(valid, everyones)
         x = self._embed(batch.tokens, valid > 0)
-        if self.spec.parallel.experts_meet:
-            # The gather comes before the first layer: the host waits at it, and the launches behind
-            # it would begin late.
-            x, everyones = lax.optimization_barrier((x, everyones))
         # What a layer gives is then one GPU's part until a norm's launch has summed it.
         fused = norms is not None and self._fused(valid.size)
         if overlong is not None:

@@ -51,7 +51,7 @@ class Mailbox:
         """For calls of up to so many tokens, on one of the GPUs.
 
         Wait until those of all GPUs are there: what is written into one before is lost, and then
-        the kernel waits for it, and ends the program after a minute at most.
+        the kernel waits for it, and at last ends the program with an error.
         """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.int32)
         return cls(inbox, jnp.zeros((1, tokens, 1), jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))

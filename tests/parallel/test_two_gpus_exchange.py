@@ -2,7 +2,7 @@
 
     timeout -s KILL 60 python -m pytest -m gpu -p no:xdist tests/parallel/test_two_gpus_exchange.py
 
-Where one GPU never hears of another, the kernel ends the program with an error after a minute.
+Where one GPU never hears of another, the kernel ends the program with an error.
 """
 
 import time

@@ -3,7 +3,7 @@
     timeout -s KILL 60 python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus_norm.py
 
 About 25 s for two GPUs. Where one GPU never hears of another, the kernel ends the
-program with an error after a minute.
+program with an error.
 """
 
 import functools

@@ -17,8 +17,8 @@ call's number. So nothing is signalled behind the parts, and no fence waits for 
 A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
 one of these has read the side before: its launch of that call had ended. So calls that share an
 inbox may send parts of different sizes. Counts go on from call to call, so nothing is reset. If a
-peer never runs, or a debugger holds it, the kernel ends the program with an error after half a
-minute to a minute.
+peer never runs, or a debugger holds it, the kernel looks for its part `MOST_TURNS` times, and then
+ends the program with an error.
 
 After 2^32 calls a number comes again. By then a step's calls have written all that they look at, as
 those of one size take the same side each time.
@@ -57,7 +57,7 @@ BYTES = 4  # of the inbox for a number that is sent, half of a call's number inc
 MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
 NUMBERS = 2  # that a call's number is sent with
 LOADS = 16  # of 16 bytes that a thread waits for at a time
-MOST_TURNS = 2**26  # that a thread looks for them, about 0.7 us each
+MOST_TURNS = 2**26  # that a thread looks for them
 # XLA would let all GPUs meet before the launch, as for semaphores that it has set to zero.
 COMPILER = plgpu.CompilerParams(
     approx_math=True,
