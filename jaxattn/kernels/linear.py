@@ -63,16 +63,25 @@ class Config:
 
 
 def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
-    """The fewest parts with which all multiprocessors have two blocks, if there are as many."""
+    """The fewest parts with which all multiprocessors have two blocks, if there are as many.
+
+    Parts are a power of two, unless a norm of K needs other ones, as that of 2,304 does.
+    """
     parts, many = 1, 1 + gated
     while parts < MOST_PARTS and tiles * parts < 2 * NUM_SMS and steps >= 4 * parts:
         parts *= 2
+    if normed:
+        others = (*range(parts, MOST_PARTS + 1), *range(parts - 1, 0, -1))
+        parts = next((each for each in others if not refusal_of_norm(1, steps, each)), parts)
     mine, room = -(-steps // parts), BLOCK_BYTES
     stage = STEP * (ROWS * many + columns) * 2
     if normed:  # the token is there whole, and the sums count
         stage = STEP * ROWS * many * 2
         room -= columns * (STEP * 2 * mine + ROWS * 4 * many)
-    return Config(parts=parts, stages=max(2, min(mine, room // stage)))
+    stages = max(2, min(mine, room // stage))
+    if normed and tiles * parts > 3 * NUM_SMS:
+        stages = 2  # five blocks share a multiprocessor then, and all run at a time
+    return Config(parts=parts, stages=stages)
 
 
 def refuse(

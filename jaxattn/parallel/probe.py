@@ -8,6 +8,7 @@ read before and after. A group whose GPUs cannot reach each other ends here.
 """
 
 import itertools
+import threading
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,11 @@ from jax import lax
 from jaxattn.memory.device import device_memory
 from jaxattn.memory.process import process_bytes
 from jaxattn.parallel.group import Group
-from jaxattn.parallel.layout import Dimension, Parallel
+from jaxattn.parallel.layout import Dimension
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
 SMALL, LARGE = 2**12, 2**21
+SECONDS = 60.0  # in which GPUs of several processes have to meet
 DIMENSIONS: tuple[Dimension, ...] = (
     "data", "tensor", "heads", "context", "expert", "columns", "experts"
 )  # fmt: skip
@@ -40,11 +42,10 @@ def collectives_bytes(group: Group) -> int:
     Raises:
         CollectiveError: a collective failed; both ends are named.
     """
+    if len({device.process_index for device in group.devices}) > 1:
+        check_processes(group)
     before = _held(group)
-    _meet(group)
-    for devices in across(group):
-        if any(device in group.local_devices for device in devices):
-            _meet(Group(Parallel(tensor=len(devices)), devices))
+    _meet_in_time(group)
     after = _held(group)
     if before.own and after.own:
         return max(0, *(late - early for early, late in zip(before.own, after.own, strict=True)))
@@ -52,23 +53,68 @@ def collectives_bytes(group: Group) -> int:
     return max(0, min(taken, default=0))
 
 
-def across(group: Group) -> list[tuple[jax.Device, ...]]:
-    """The sets of devices of several processes that meet in a dimension, fewer than all.
+def check_processes(group: Group) -> None:
+    """Refuses GPUs of several processes that would meet in several sets beside one another.
 
-    Each is one of NCCL's communicators. Two processes that make two of them wait for each other
-    where each begins with another one. So all processes make them one after another, in this order.
+    Each set is a communicator of NCCL. Two processes that make two of them waited for each other
+    without end, on four H200s. On a CPU nothing is refused.
+
+    Raises:
+        CollectiveError: it names the sets, and what is possible.
     """
-    found: dict[tuple[int, ...], None] = {}
+    if group.devices[0].platform != "gpu":
+        return
     for name in DIMENSIONS:
-        begin, end = group.parallel.span(name)
-        for outer, inner in itertools.product(range(0, group.parallel.gpus, end), range(begin)):
-            found[tuple(range(outer + inner, outer + end, begin))] = None
-    sets = [tuple(group.devices[number] for number in numbers) for numbers in found]
-    return [
-        each
-        for each in sets
-        if len(each) < len(group.devices) and len({x.process_index for x in each}) > 1
-    ]
+        shared = [each for each in _sets(group, name) if len({x.process_index for x in each}) > 1]
+        own = [each for each in shared if any(x.process_index == 0 for x in each)]
+        if len(own) > 1:
+            numbers = [tuple(group.number(x) for x in each) for each in own]
+            raise CollectiveError(
+                f"{group.parallel.flags}: GPUs {', '.join(map(str, numbers))} of several processes "
+                "would meet in sets beside one another, for which NCCL was seen to wait without "
+                "end; possible are layouts whose groups of GPUs lie in one process or are all, as "
+                f"--tensor {group.parallel.gpus} with --context 1 or {group.parallel.gpus}, and "
+                "processes with one GPU each"
+            )
+
+
+def _sets(group: Group, name: Dimension) -> list[tuple[jax.Device, ...]]:
+    """The devices that meet in a dimension."""
+    begin, end = group.parallel.span(name)
+    places = itertools.product(range(0, group.parallel.gpus, end), range(begin))
+    return [group.devices[outer + inner : outer + end : begin] for outer, inner in places]
+
+
+def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
+    """As `_meet`; GPUs of several processes that do not meet in so many seconds are an error.
+
+    Raises:
+        CollectiveError: a collective failed, or did not end.
+    """
+    if len({device.process_index for device in group.devices}) == 1:
+        return _meet(group)
+    found: list[BaseException | None] = []
+
+    def meet() -> None:
+        try:
+            _meet(group)
+        except BaseException as error:
+            found.append(error)
+        else:
+            found.append(None)
+
+    # A call that waits for another process cannot be ended: the process ends, and the thread too.
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise CollectiveError(
+            f"the devices {', '.join(map(str, group.devices))} of several processes did not meet "
+            f"in {seconds:.0f} s; NCCL_DEBUG=INFO says what they wait for"
+        )
+    if found[0] is not None:
+        raise found[0]
+    return None
 
 
 def _meet(group: Group) -> None:

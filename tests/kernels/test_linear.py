@@ -316,6 +316,7 @@ def check_normed(found, x, added, norms, weights, layer, limit=4e-3, gated=False
         (256, (256, 64), False, Config(parts=2, stages=2)),
         (512, (128, 128), True, Config(parts=1, stages=2)),
         (1024, (192,), False, Config(parts=4, stages=3)),
+        (768, (192,), False, None),  # six blocks
     ],
 )
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
@@ -329,7 +330,10 @@ def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     check_normed(found, x, added, norms, weights, 1, gated=gated)
 
 
-NORMED = [(2048, (3072, 576)), (2048, (12288, 64)), (2048, (1088,)), (4096, (2048,))]
+NORMED = [
+    (2048, (3072, 576)), (2048, (12288, 64)), (2048, (1088,)), (4096, (2048,)),
+    (2304, (12288, 256, 128)), (2304, (256,)),
+]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -2,9 +2,8 @@
 
 Process 0 leads, prints its completions as JSON, and closes; the other follows. WHAT is what
 goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck; or "groups": nothing
-is, and each process has a data group. On GPUs the engine
-is the embedded model's with its kernels, on CPUs a small one's. There a process says that it has
-too little memory; on GPUs it has.
+is, and each process has a data group, which CPUs alone may have. On GPUs the engine is one with
+kernels, on CPUs a small one. There a process says that it has too little memory; on GPUs it has.
 """
 
 import dataclasses
@@ -85,9 +84,11 @@ def small(parallel: Parallel = SPREAD) -> Engine:
 
 
 def embedded() -> Engine:
-    """Two heads of attention over two GPUs, and a data group for each pair of GPUs."""
-    parallel = Parallel(data=jax.device_count() // 2, tensor=2, context=2)
-    return two_gpus_engine.engine(two_gpus_engine.embedded(), parallel)
+    """All GPUs of both processes in one group: the embedded model's two heads over two, or eight
+    heads over more."""
+    gpus = jax.device_count()
+    model = two_gpus_engine.embedded() if gpus == 2 else two_gpus_engine.eight_heads()
+    return two_gpus_engine.engine(model, Parallel(tensor=gpus, context=gpus))
 
 
 class Fails:

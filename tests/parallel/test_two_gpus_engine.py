@@ -27,7 +27,7 @@ from jaxattn.plan.group import collectives
 from tests.parallel.processes import LONG
 from tests.parallel.test_two_processes import FAULTS as SAID
 from tests.parallel.test_two_processes import two_ports
-from tests.parallel.two_gpus_engine import EIGHT, ONE_LAUNCH
+from tests.parallel.two_gpus_engine import EIGHT, ONE_LAUNCH, PROMPTS, TOKENS
 
 ROOT = Path(__file__).parents[2]
 GPUS = next((gpus for gpus in (8, 4) if gpus <= jax.device_count()), 2)
@@ -188,7 +188,8 @@ def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
     assert found["in_use_at_the_end"] == found["in_use_when_sealed"]
 
 
-@pytest.mark.parametrize("layout", [*TEXTS, *([FUSED] if GPUS == 2 else []), PROCESSES])
+# Of more than two GPUs these have eight heads with random weights.
+@pytest.mark.parametrize("layout", [*TEXTS, *([FUSED, PROCESSES] if GPUS == 2 else [])])
 def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
     one, more = served.tokens(ALONE), served.tokens(layout)
     same = [
@@ -198,6 +199,11 @@ def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layou
     print(f"{layout}: tokens of each row until the first that differs: {same}")
     # Partial sums are rounded to bfloat16: where two tokens are as likely, rows part.
     assert min(same) >= 8
+
+
+@pytest.mark.parametrize("layout", [PROCESSES])
+def test_two_processes_with_half_of_the_gpus_each_answer_all_requests(served, layout):
+    assert [len(tokens) for tokens in served.tokens(layout)] == [TOKENS] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("layout", FAULTS)

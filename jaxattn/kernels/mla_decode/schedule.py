@@ -187,17 +187,21 @@ class Shortest(NamedTuple):
 
 
 OF_MANY_ROWS = Shortest()
+# Of one request with one tile: Kimi-Linear's 4,096 tokens took 13.6 us so, 16.4 in parts of six.
+OF_ONE_TILE = Shortest(short=4)
 OF_FEW_ROWS = Shortest(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
 
 
-def shortest(q_len: int, num_heads: int) -> Shortest:
-    return OF_FEW_ROWS if few_rows(q_len, num_heads) else OF_MANY_ROWS
+def shortest(batch: int, q_len: int, num_heads: int) -> Shortest:
+    if few_rows(q_len, num_heads):
+        return OF_FEW_ROWS
+    return OF_ONE_TILE if batch * num_tiles(q_len, num_heads) == 1 else OF_MANY_ROWS
 
 
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
     """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
     fewer where `batch` rows of `max_pages` pages are not worth as many."""
-    least = shortest(q_len, num_heads).short
+    least = shortest(batch, q_len, num_heads).short
     worth = batch * (max_pages + row_cost(q_len, num_heads)) // least
     return max(1, min(num_sms // num_tiles(q_len, num_heads), worth))
 

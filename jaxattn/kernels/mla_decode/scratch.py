@@ -78,7 +78,7 @@ def decode_schedule(
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
         pieces=most_pieces(batch, parts) if batch_invariant else 0,
-        least=shortest(q_len, num_heads),
+        least=shortest(batch, q_len, num_heads),
     )
     return dataclasses.replace(schedule, seq_lens=seq_lens)
 
