@@ -19,8 +19,8 @@ all-reduce:
 FUSION,COLLECTIVES
 
 `--one-launch` times steps whose all-reduces, residual sums and norms are launches of
-`jaxattn.ops.all_reduce_norm` too; their rows have `one launch` True. Data groups of one GPU have
-them too, and of the others those of one group.
+`jaxattn.ops.all_reduce_norm` too; their rows have `one launch` True. Layouts
+with one data group have such steps, and layouts whose data groups are one GPU each.
 
 `cache tokens` are the most that the layout's caches hold in all, in 90% of the cards' memory beside
 weights, a slot per row and the step's temp.
