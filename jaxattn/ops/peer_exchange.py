@@ -44,7 +44,7 @@ def peer_exchange(
     part = Arguments(op).check("part", part, "T M P F", ("bfloat16", "float16"))
     rows, of_each, pieces, features = part.shape
     if of_each not in (1, gpus):
-        raise ValueError(f"{op}: part {part.shape} must have 1 or {gpus} parts of a row, one a GPU")
+        raise ValueError(f"{op}: part {part.shape} must have M = 1 or {gpus}, the number of GPUs")
     _, parts, most, widest = mailbox.inbox.shape
     if parts != gpus or most < rows * pieces or widest < features:
         raise ValueError(

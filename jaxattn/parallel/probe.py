@@ -71,9 +71,9 @@ def check_processes(group: Group) -> None:
             numbers = [tuple(group.number(x) for x in each) for each in own]
             raise CollectiveError(
                 f"{group.parallel.flags}: GPUs {', '.join(map(str, numbers))} of several processes "
-                "would meet in sets beside one another, for which NCCL was seen to wait without "
-                "end; possible are layouts whose groups of GPUs lie in one process or are all, as "
-                f"--tensor {group.parallel.gpus} with --context 1 or {group.parallel.gpus}, and "
+                "would meet in sets beside one another; NCCL was seen to wait without end "
+                "there. Use sets that lie in one process or have all GPUs, as "
+                f"--tensor {group.parallel.gpus} with --context 1 or {group.parallel.gpus} has; or "
                 "processes with one GPU each"
             )
 

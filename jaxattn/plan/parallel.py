@@ -87,7 +87,7 @@ def best_layout(
 ) -> Parallel | None:
     """The layout of so many GPUs whose caches hold the most tokens in all; None if none fits.
 
-    Of equals one with fewer groups with rows of their own, whose steps wait for one another.
+    Of equal ones the layout with fewer data groups, whose steps wait for one another.
     """
     fitting = list(layouts_that_fit(model, memory, limits, gpus))
     best = max(fitting, key=lambda each: (each[0], -each[1].data), default=None)
