@@ -83,8 +83,8 @@ class Sum:
     """What a row times.
 
     Attributes:
-        how: "XLA", "NCCL" or "one launch"; "nothing" is the loop without a sum, and "filler" that
-            beside a residual, without the product before it.
+        how: "XLA", "NCCL" or "one launch". The loop without a sum is "nothing" for the first two,
+            and "filler" for the third: it has a residual, and no product before the sum.
     """
 
     gpus: int

@@ -1,4 +1,7 @@
-"""Lines of `gqa_decode` with more parts than the GPU runs at a time.
+"""Schedules of `gqa_decode` with more parts than the GPU runs at a time.
+
+A pair is a row and a KV head. A part is what one block does, one pair after another. A turn is as
+many parts as the GPU runs at a time. A line is all parts, in the order in which they begin.
 
 The GPU gives the next part to whichever multiprocessor is done, and not all read equally fast. So
 where whole pairs are long, all but the last turn or two of them are dealt out, and those of the
@@ -26,7 +29,8 @@ LEAST_PIECE = 8  # steps
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FineLine:
-    """
+    """Such a schedule, and where its parts put partial results.
+
     Attributes:
         line: the parts. Where pairs are not long they are the usual ones, and empty ones.
         first_slots: int32 [parts], the partial result of each part's first piece.
