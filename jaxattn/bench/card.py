@@ -1,6 +1,7 @@
 """What a run was made on: the commit, the card, its driver, clocks and power."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 QUERY = {
@@ -11,6 +12,16 @@ QUERY = {
     "power limit W": "power.limit",
     "GPU C": "temperature.gpu",
 }
+
+
+def short_of_devices(program: str, asked: str, gpus: int) -> bool:
+    """Whether JAX sees fewer devices than `asked` takes; a line on standard error says so."""
+    import jax  # Peers' runs, without JAX, ask for the card alone.
+
+    seen = len(jax.devices())
+    if seen < gpus:
+        print(f"{program}: {asked} takes {gpus} devices, and JAX sees {seen}", file=sys.stderr)
+    return seen < gpus
 
 
 def commit() -> str:

@@ -35,6 +35,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn.bench import record
+from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.parallel_layout import COLLECTIVES
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import gpu_launches, seconds
@@ -276,12 +277,7 @@ def main(argv: Sequence[str], program: str) -> int:
     args = parse(argv, program)
     if args.nccl:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NCCL_FLAG}"
-    if len(jax.devices()) < max(args.gpus):
-        print(
-            f"{program}: --gpus {max(args.gpus)} takes as many devices, and JAX sees "
-            f"{len(jax.devices())}",
-            file=sys.stderr,
-        )
+    if short_of_devices(program, f"--gpus {max(args.gpus)}", max(args.gpus)):
         return 2
     result = {**record.begin("collectives", program, ["collectives", *argv]), "rows": []}
     sums = wanted(args)

@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.bench import record, reference
+from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.mla import DIM, PAGE, RANK, SCALE
 from jaxattn.bench.model.roof import RATES
 from jaxattn.bench.tables import show, store
@@ -259,12 +260,7 @@ def main(argv: Sequence[str], program: str) -> int:
     # Read when the backend starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = parse(argv, program)
-    if len(jax.devices()) < max(args.gpus):
-        print(
-            f"{program}: --gpus {max(args.gpus)} takes as many devices, and JAX sees "
-            f"{len(jax.devices())}",
-            file=sys.stderr,
-        )
+    if short_of_devices(program, f"--gpus {max(args.gpus)}", max(args.gpus)):
         return 2
     result = {**record.begin("long-row", program, ["long-row", *argv]), "rows": []}
     sizes: Any = dict(tokens=args.tokens, layers=args.layers)

@@ -45,6 +45,7 @@ from typing import Any
 import jax
 
 from jaxattn.bench import record
+from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.parallel_layout import Layout, Options
 from jaxattn.bench.tables import show, store
@@ -149,13 +150,8 @@ def main(argv: Sequence[str], program: str) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     args = parse(argv, program)
-    gpus = max(parallel.gpus for parallel in args.layouts)
-    if len(jax.devices()) < gpus:
-        flags = max(args.layouts, key=lambda parallel: parallel.gpus).flags
-        print(
-            f"{program}: {flags} takes {gpus} devices, and JAX sees {len(jax.devices())}",
-            file=sys.stderr,
-        )
+    most = max(args.layouts, key=lambda parallel: parallel.gpus)
+    if short_of_devices(program, most.flags, most.gpus):
         return 2
     result: dict[str, Any] = {
         **record.begin("parallel", program, ["parallel", *argv], seed=args.seed),
