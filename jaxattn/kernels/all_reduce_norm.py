@@ -9,7 +9,7 @@ same bits.
 
 Limits: 256 to 8192 features, a multiple of 256; 2 to 8 GPUs, which are all of the mesh, in one
 process; an inbox below 2 GiB. Reference: `jaxattn.ops.all_reduce_norm` (implementation="xla");
-tests: tests/parallel/test_two_gpus_norm.py.
+tests: tests/parallel/test_gpus_norm.py.
 """
 
 import functools

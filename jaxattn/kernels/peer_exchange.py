@@ -7,7 +7,7 @@ lost in them.
 
 Limits: 256 to 8192 numbers of 16 bits, a multiple of 256; 2 to 8 GPUs, which are all of the mesh,
 in one process; an inbox below 2 GiB. Reference: `jaxattn.ops.peer_exchange`
-(implementation="xla"); tests: tests/parallel/test_two_gpus_exchange.py.
+(implementation="xla"); tests: tests/parallel/test_gpus_exchange.py.
 """
 
 import functools

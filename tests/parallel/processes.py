@@ -22,7 +22,7 @@ from jaxattn.cli.hosts import Place, joined
 from jaxattn.engine import hosts
 from jaxattn.memory.budget import PlanError
 from jaxattn.models import Hybrid
-from tests.parallel import two_gpus_engine
+from tests.parallel import gpus_engine
 from tests.parallel.test_engine import CONFIG, LIMITS, requests
 
 STUCK = 5.0  # seconds
@@ -56,7 +56,7 @@ def main(rank: int, coordinator: str, what: str) -> None:
             if rank == 0:
                 made.lead(crew)
                 print("leads", flush=True)
-                asked = requests() if on_cpu else two_gpus_engine.requests()
+                asked = requests() if on_cpu else gpus_engine.requests()
                 tokens = [list(each.tokens) for each in made.generate(asked)]
                 print(json.dumps(tokens), flush=True)
                 return
@@ -87,8 +87,8 @@ def embedded() -> Engine:
     """All GPUs of both processes in one group: the embedded model's two heads over two, or eight
     heads over more."""
     gpus = jax.device_count()
-    model = two_gpus_engine.embedded() if gpus == 2 else two_gpus_engine.eight_heads()
-    return two_gpus_engine.engine(model, Parallel(tensor=gpus, context=gpus))
+    model = gpus_engine.embedded() if gpus == 2 else gpus_engine.eight_heads()
+    return gpus_engine.engine(model, Parallel(tensor=gpus, context=gpus))
 
 
 class Fails:

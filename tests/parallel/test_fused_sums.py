@@ -1,7 +1,7 @@
 """Layers' outputs that are summed where the next norm is: the same step, in other launches.
 
 On a CPU XLA's form of `all_reduce_norm_layer` runs, which rounds as the plain step does. The kernel
-runs in tests/parallel/test_two_gpus.py.
+runs in tests/parallel/test_gpus.py.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Published layouts of checkpoints over 2, 4 and 8 devices: the greedy tokens of one, in float32.
 
 The embedded model is among them. On GPUs XLA's form of each op runs, as kernels are for bfloat16:
-tests/parallel/test_two_gpus.py has those.
+tests/parallel/test_gpus.py has those.
 
     python -m pytest -m gpu -p no:xdist -s tests/parallel/test_tiny_checkpoints.py
 

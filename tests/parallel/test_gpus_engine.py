@@ -1,6 +1,6 @@
 """Engines over all GPUs that there are, with the kernels: text, each GPU's plan, seal, faults.
 
-    python -m pytest -m gpu -p no:xdist -s -v tests/parallel/test_two_gpus_engine.py
+    python -m pytest -m gpu -p no:xdist -s -v tests/parallel/test_gpus_engine.py
 
 Each engine has a process of its own, or two with half of the GPUs each. All begin at a time, as
 they compile for most of it. One takes a quarter of each GPU: the peak of its process is compared
@@ -24,10 +24,10 @@ import jax
 import pytest
 
 from jaxattn.plan.group import collectives
+from tests.parallel.gpus_engine import EIGHT, ONE_LAUNCH, PROMPTS, TOKENS
 from tests.parallel.processes import LONG
 from tests.parallel.test_two_processes import FAULTS as SAID
 from tests.parallel.test_two_processes import two_ports
-from tests.parallel.two_gpus_engine import EIGHT, ONE_LAUNCH, PROMPTS, TOKENS
 
 ROOT = Path(__file__).parents[2]
 GPUS = next((gpus for gpus in (8, 4) if gpus <= jax.device_count()), 2)
@@ -120,7 +120,7 @@ def begun(layout: str, errors: IO[str] | None) -> list[subprocess.Popen[str]]:
     if layout != PROCESSES and layout not in FAULTS:
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = MOST_SHARE if layout == WHOLE else SHARE
         whole = [MOST_SHARE] if layout == WHOLE else []
-        return [process(["tests.parallel.two_gpus_engine", layout, *whole], environment)]
+        return [process(["tests.parallel.gpus_engine", layout, *whole], environment)]
     what, coordinator = FAULTS.get(layout, "nothing"), f"127.0.0.1:{two_ports()}"
     seen = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
     found, half = [], GPUS // 2

@@ -1,6 +1,6 @@
 """Rows that GPUs give each other in one launch: XLA's bits, over many calls of one mailbox.
 
-    timeout -s KILL 60 python -m pytest -m gpu -p no:xdist tests/parallel/test_two_gpus_exchange.py
+    timeout -s KILL 60 python -m pytest -m gpu -p no:xdist tests/parallel/test_gpus_exchange.py
 
 Where one GPU never hears of another, the kernel ends the program with an error.
 """

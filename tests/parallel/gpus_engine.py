@@ -1,9 +1,9 @@
 """An engine over the GPUs of a layout; prints what it did as JSON.
 
-    python -m tests.parallel.two_gpus_engine tensor=2,context=2 0.2
-    python -m tests.parallel.two_gpus_engine "tensor=2 in one launch"
-    python -m tests.parallel.two_gpus_engine "tensor=4,context=4 of eight heads"
-    python -m tests.parallel.two_gpus_engine alone
+    python -m tests.parallel.gpus_engine tensor=2,context=2 0.2
+    python -m tests.parallel.gpus_engine "tensor=2 in one launch"
+    python -m tests.parallel.gpus_engine "tensor=4,context=4 of eight heads"
+    python -m tests.parallel.gpus_engine alone
 
 It is the embedded model's, which has two heads, or one of eight heads with random weights. The
 number is the share of each GPU's memory that the engine's cache takes most of; without it the cache

@@ -1,6 +1,6 @@
 """Sum over 2, 4 or 8 GPUs, residual and norm in one launch: the reference's numbers, and its time.
 
-    timeout -s KILL 60 python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus_norm.py
+    timeout -s KILL 60 python -m pytest -m gpu -p no:xdist -s tests/parallel/test_gpus_norm.py
 
 About 25 s for two GPUs. Where one GPU never hears of another, the kernel ends the
 program with an error.

@@ -1,6 +1,6 @@
 """On several GPUs, with the kernels: bfloat16 logits near those of one GPU, and steps in place.
 
-    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_two_gpus.py -k "latents and tensor"
+    python -m pytest -m gpu -p no:xdist -s tests/parallel/test_gpus.py -k "latents and tensor"
 
 There are cases of 2, 4 and 8 GPUs. Those of more GPUs than there are say so and are skipped.
 
