@@ -169,8 +169,8 @@ def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
     figure = plot_parallel.draw(figure_type, rows, title)
     if figure is None:
         raise PlotError(
-            "the run has no steps of several GPUs with one GPU's beside them, and none with a roof: "
-            "draw a run of `bench parallel` on GPUs"
+            "the run has no steps of several GPUs with one GPU's beside them, and none with a "
+            "roof: draw a run of `bench parallel` on GPUs"
         )
     return figure
 
