@@ -12,7 +12,6 @@ process; an inbox below 2 GiB. Reference: `jaxattn.ops.all_reduce_norm` (impleme
 tests: tests/parallel/test_gpus_norm.py.
 """
 
-import functools
 from typing import Any, Literal
 
 import jax
@@ -29,7 +28,6 @@ from jaxattn.kernels.rms_norm import MOST_FEATURES
 # tokens of its own, "norm" adds the GPU's own part and gives the norms of all, and "own" adds the
 # parts that all GPUs have of its tokens.
 type Meeting = Literal["sum", "norm", "own"]
-SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
 def meets(features: int, gpus: int) -> bool:
@@ -70,8 +68,7 @@ def all_reduce_norm_mosaic(
             f"{gpus} GPUs"
         )
     x, part, weights = without_gradient(op, (x, part, weights))
-    together = peers.together(features)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=together)
+    layout = peers.layout_of(features)
 
     if meeting == "own":
         part = part.reshape(gpus, tokens, features)
@@ -90,9 +87,8 @@ def all_reduce_norm_mosaic(
         sum_ref,
         out_ref,
     ) -> None:
-        token, own = lax.axis_index("token"), addresses_ref[gpus, 0]
-        call = counts_ref[0, token, 0] + 1
-        side = call & 1  # of negative numbers, which follow the largest, too
+        token = lax.axis_index("token")
+        call = peers.Call(inbox_ref, counts_ref, addresses_ref, token, features)
 
         def weight() -> jax.Array:
             return load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])
@@ -111,17 +107,10 @@ def all_reduce_norm_mosaic(
                 case "norm":
                     return [normed(load(x_ref.at[token]) + load(part_ref.at[token]), weight())]
 
-        sent = [each.astype(jnp.bfloat16) for each in parts()]
-        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
-        send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * len(sent)))(peers.send)
-        send(inbox_ref, addresses_ref, call, side, own, token, *sent)
+        call.send([each.astype(jnp.bfloat16) for each in parts()])
         if meeting != "norm":  # read while parts of other GPUs are on the way
             values, scales = load(x_ref.at[token]), weight()
-        part_of = plgpu.ShapeDtypeStruct((features,), jnp.bfloat16, layout=layout)
-        receive = plgpu.inline_mgpu(
-            arg_types=(PLAIN, PLAIN, SPLAT, SPLAT, SPLAT), return_type=(part_of,) * gpus
-        )(functools.partial(peers.receive, features=features, together=together))
-        come = receive(inbox_ref, counts_ref, call, side, token)
+        come = call.receive()
         if meeting == "norm":
             for gpu, each in enumerate(come):
                 out_ref.at[gpu, token][...] = each.astype(dtype)

@@ -10,7 +10,6 @@ in one process; an inbox below 2 GiB. Reference: `jaxattn.ops.peer_exchange`
 (implementation="xla"); tests: tests/parallel/test_gpus_exchange.py.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from jaxattn.kernels.hopper import inbox as peers
 from jaxattn.kernels.hopper.launch import launch
 
 MOST_FEATURES = 8192
-SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
 def exchanges(features: int, gpus: int) -> bool:
@@ -56,26 +54,18 @@ def peer_exchange_mosaic(
             f"part {part.shape} on {gpus} GPUs"
         )
     [part] = without_gradient(op, (part,))
-    together = peers.together(features)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=together)
+    layout = peers.layout_of(features)
 
     def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
         row, piece = lax.axis_index("row"), lax.axis_index("piece")
-        place, own = row * pieces + piece, addresses_ref[gpus, 0]
-        call = counts_ref[0, place, 0] + 1
-        side = call & 1  # of negative numbers, which follow the largest, too
+        place = row * pieces + piece
+        call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features)
         sent = [
             plgpu.load(part_ref.at[row, each, piece], layout=layout, optimized=False)
             for each in range(of_each)
         ]
-        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
-        send = plgpu.inline_mgpu(arg_types=(*places, *[layout] * of_each))(peers.send)
-        send(inbox_ref, addresses_ref, call, side, own, place, *sent)
-        part_of = plgpu.ShapeDtypeStruct((features,), jnp.bfloat16, layout=layout)
-        receive = plgpu.inline_mgpu(
-            arg_types=(PLAIN, PLAIN, SPLAT, SPLAT, SPLAT), return_type=(part_of,) * gpus
-        )(functools.partial(peers.receive, features=features, together=together))
-        for gpu, each in enumerate(receive(inbox_ref, counts_ref, call, side, place)):
+        call.send(sent)
+        for gpu, each in enumerate(call.receive()):
             out_ref.at[row, gpu, piece][...] = each
 
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(counts)

@@ -28,9 +28,12 @@ blocks in the order of their numbers. Of all blocks that wait, take the one of t
 each GPU has ended those before it, so it runs this one too, and has sent its part.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
@@ -64,6 +67,7 @@ COMPILER = plgpu.CompilerParams(
     skip_device_barrier=True,
     lowering_semantics=plgpu.LoweringSemantics.Lane,  # where PTX can name a peer's memory
 )
+SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
 def i64() -> Any:
@@ -75,7 +79,12 @@ def sent(features: int, most: int) -> bool:
     return features % (NUMBERS * THREADS) == 0 < features <= most
 
 
-def together(features: int) -> int:
+def layout_of(features: int) -> Any:
+    """How a warpgroup has a part of so many numbers."""
+    return plgpu.Layout.WG_STRIDED((features,), vec_size=_together(features))
+
+
+def _together(features: int) -> int:
     """Numbers of a part that lie side by side in a thread."""
     return next(n for n in (8, 4, 2) if features % (n * THREADS) == 0)
 
@@ -104,7 +113,40 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
         )
 
 
-def send(
+class Call:
+    """One call for a token, in a kernel's body: a warpgroup sends its part, and receives all."""
+
+    def __init__(
+        self, inbox_ref: Any, counts_ref: Any, addresses_ref: Any, token: Any, features: int
+    ):
+        self.inbox_ref, self.counts_ref, self.addresses_ref = inbox_ref, counts_ref, addresses_ref
+        self.token, self.features, self.gpus = token, features, inbox_ref.shape[1]
+        self.own = addresses_ref[self.gpus, 0]
+        self.number = counts_ref[0, token, 0] + 1
+        self.side = self.number & 1  # of negative numbers, which follow the largest, too
+
+    def send(self, parts: Sequence[jax.Array]) -> None:
+        """Sends a part to all GPUs, or of several one to each."""
+        places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
+        layouts = [layout_of(self.features)] * len(parts)
+        send = plgpu.inline_mgpu(arg_types=(*places, *layouts))(_send)
+        of_call = self.number, self.side, self.own, self.token
+        send(self.inbox_ref, self.addresses_ref, *of_call, *parts)
+
+    def receive(self) -> tuple[jax.Array, ...]:
+        """Each GPU's part, as soon as all are there."""
+        layout = layout_of(self.features)
+        part = plgpu.ShapeDtypeStruct((self.features,), jnp.bfloat16, layout=layout)
+        receive = plgpu.inline_mgpu(
+            arg_types=(PLAIN, PLAIN, SPLAT, SPLAT, SPLAT), return_type=(part,) * self.gpus
+        )(functools.partial(_receive, features=self.features))
+        come: tuple[jax.Array, ...] = receive(
+            self.inbox_ref, self.counts_ref, self.number, self.side, self.token
+        )
+        return come
+
+
+def _send(
     ctx: Any, inbox: Any, addresses: Any, call: Any, side: Any, own: Any, token: Any, *sent: Any
 ) -> None:
     """Writes a token's part into the inbox on each GPU, with the call's number.
@@ -156,22 +198,13 @@ def _must_be_at(inbox: Any, of_each: list[Any], own: Any) -> None:
     asm(code, [], [here, known], "l,l")
 
 
-def receive(
-    ctx: Any,
-    inbox: Any,
-    counts: Any,
-    call: Any,
-    side: Any,
-    token: Any,
-    *,
-    features: int,
-    together: int,
+def _receive(
+    ctx: Any, inbox: Any, counts: Any, call: Any, side: Any, token: Any, *, features: int
 ) -> tuple[Any, ...]:
     """Each GPU's part of a token, as soon as all are there; then the call is counted.
 
     Args:
         features: numbers of a part, no more than the inbox has room for.
-        together: numbers of it that lie side by side in a thread.
     """
     del ctx
     call, side, token = (single(x) for x in (call, side, token))
@@ -208,6 +241,7 @@ def receive(
     utils.warpgroup_barrier()  # all threads have read the count
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
         store(call, counts, times(token, 4))
+    together = _together(features)
     layout = mgpu.WGStridedFragLayout((features,), together)
     of = ir.VectorType.get((together,), ir.BF16Type.get())
     half = together // NUMBERS
