@@ -90,8 +90,8 @@ def gqa_decode_mosaic(
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
     # FP8 takes its instructions' time, and a block's start is not hidden there.
     fine = None if fp8 else schedule.fine
-    line = schedule.line if fine is None else fine.line
-    results = Results(arena, schedule, packing, q.dtype, fine=not fp8, interpret=interpret)
+    results = Results(arena, schedule, packing, q.dtype, fine=fine, interpret=interpret)
+    line = results.line
     columns = packing.columns
     room = room_of(columns, dim, kv_cache.dtype, line.max_pages)
     cut = DecodeCut(

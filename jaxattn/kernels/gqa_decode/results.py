@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena
 from jaxattn.kernels.gqa_decode.combine import combine
+from jaxattn.kernels.gqa_decode.fine import FineLine
 from jaxattn.kernels.gqa_decode.memory import block_columns
 from jaxattn.kernels.gqa_decode.schedule import PairSchedule, may_cut
 from jaxattn.kernels.gqa_decode.scratch import spec_of
@@ -67,6 +68,7 @@ class Results:
     """Where a launch writes.
 
     Attributes:
+        line: the parts of the launch.
         first_rows: of the output, and of the partial results, in the arrays of `refs`.
         refs: those arrays.
         inputs, outputs: of the launch. What concerns partial results is None where there are none.
@@ -74,13 +76,12 @@ class Results:
 
     def __init__(
         self, arena: Arena | None, schedule: PairSchedule, packing: Packing, dtype: Any, *,
-        fine: bool = False, interpret: bool,
+        fine: FineLine | None = None, interpret: bool,
     ):  # fmt: skip
-        """`fine`: the launch takes the schedule's fine line, where there is one."""
+        """`fine`: the schedule's, if the launch takes it in place of the usual line."""
         line = schedule.line
-        self.arena, self.line, self.packing = arena, line, packing
-        if fine and schedule.fine is not None:
-            self.line = schedule.fine.line
+        self.arena, self.packing = arena, packing
+        self.line = line if fine is None else fine.line
         pairs, rows, dim = packing.pairs, packing.rows, packing.head_dim
         shape = packing.batch, packing.q_len, packing.num_heads, dim
         self.split = may_cut(pairs, line.parts, line.max_pages)
