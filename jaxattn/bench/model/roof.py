@@ -51,9 +51,9 @@ class Bytes:
         return {"attention": attention, "experts": self.experts, "dense products": self.weights}
 
 
-def rate(device: str, copied: float) -> float:
-    """Bytes per second of the roof: the card's, or what copies reached where it is unknown."""
-    return next((rate for name, rate in RATES.items() if name in device), copied)
+def rate[Other](device: str, other: Other) -> float | Other:
+    """Bytes per second of the roof: the card's, or `other` where it is unknown."""
+    return next((rate for name, rate in RATES.items() if name in device), other)
 
 
 def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Bytes:
