@@ -39,6 +39,7 @@ from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.parallel_layout import COLLECTIVES
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import gpu_launches, seconds
+from jaxattn.engine.runner import in_turn
 from jaxattn.models.base import jit_step
 from jaxattn.models.layer_cache import CacheSize
 from jaxattn.models.mailbox import MOST_TOKENS, Mailboxes, closed, opened
@@ -155,9 +156,8 @@ class Loop:
         del self.operands, self.state
 
     def __call__(self) -> Any:
-        x, self.state = self.compiled(self.operands, self.state)
-        # Virtual devices of a CPU wait for one another for ever with several steps under way.
-        return x if jax.default_backend() == "gpu" else jax.block_until_ready(x)
+        x, self.state = in_turn(self.compiled, self.operands, self.state)
+        return x
 
     def seconds(self) -> float:
         """Of a sum with what is before it."""

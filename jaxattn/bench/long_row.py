@@ -18,7 +18,6 @@ come twice, the second time with XLA's collectives in place of those launches.
 """
 
 import argparse
-import dataclasses
 import functools
 import gc
 import math
@@ -40,11 +39,12 @@ from jaxattn.arena import Arena
 from jaxattn.bench import record, reference
 from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.mla import DIM, PAGE, RANK, SCALE
-from jaxattn.bench.model.roof import RATES
+from jaxattn.bench.model.roof import rate
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import launches, seconds_more
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.runner import in_turn
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.models.base import jit_step
 from jaxattn.models.mixers import attended
@@ -214,17 +214,13 @@ class Row:
             return lax.map(of, jnp.arange(self.layers)), self._arena(), self._mailbox()
 
         pages, arena, mailbox = self.group.make(made, self.state_specs)
-        if mailbox is not None:
-            placed = addressed(mailbox.inbox, mailbox.addresses)
-            mailbox = dataclasses.replace(mailbox, addresses=placed)
-        self.state = jax.block_until_ready((pages, arena, mailbox))
+        self.state = jax.block_until_ready((pages, arena, mailbox and addressed(mailbox)))
         drawn = np.random.default_rng(1).standard_normal((1, 1, self.heads, DIM), np.float32)
         self.queries = self.group.put(drawn.astype(jnp.bfloat16), self.by_heads)
 
     def __call__(self, turns: int) -> jax.Array:
-        out, self.state = self._loops[turns](self.queries, self.state)
-        # Virtual devices of a CPU wait for one another for ever with several steps under way.
-        return out if jax.default_backend() == "gpu" else jax.block_until_ready(out)
+        out, self.state = in_turn(self._loops[turns], self.queries, self.state)
+        return out
 
     def output(self) -> np.ndarray:
         """[H, R] of the last layer."""
@@ -243,15 +239,14 @@ class Row:
             for kind, words in KINDS.items():
                 kinds[kind] += share * any(word in name for word in words)
         moved = self.tokens * DIM * 2 / self.gpus
-        kind = self.group.devices[0].device_kind
-        rate = next((rate for name, rate in RATES.items() if name in kind), None)
+        card = rate(self.group.devices[0].device_kind, None)
         return {
             "H": self.heads,
             "T": self.tokens,
             "GPUs": self.gpus,
             "sent by": "" if self.gpus == 1 else "launches" if self.pieces else "XLA",
             "us": took * 1e6,
-            "roof us": moved / rate * 1e6 if rate else "",
+            "roof us": moved / card * 1e6 if card else "",
             **kinds,
             "GB/s": moved / took / 1e9,
             "TFLOP/s": 2 * self.heads * self.tokens * (DIM + RANK) / self.gpus / took / 1e12,

@@ -19,11 +19,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxattn.bench.cache_tokens import cache_tokens
-from jaxattn.bench.model.roof import RATES, moved
+from jaxattn.bench.model.roof import moved, rate
 from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.weights import Draw, draw_of, fill
 from jaxattn.bench.timing import launches, seconds
 from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.runner import in_turn
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device import device_memory
@@ -255,12 +256,11 @@ class Layout:
         """The row of a decode step of `count` rows in all, compiled with one of `options`."""
         batches = [self.batch(count, number) for number in range(STEPS)]
         compiled = self._steps[count, options].result()
-        on_gpu = self.platform == "gpu"
 
         def call(number: int = 0) -> Any:
-            tokens, self.state = compiled(self.params, self.state, batches[number % STEPS])
-            # Virtual devices of a CPU wait for one another for ever with several steps under way.
-            return tokens if on_gpu else jax.block_until_ready(tokens)
+            batch = batches[number % STEPS]
+            tokens, self.state = in_turn(compiled, self.params, self.state, batch)
+            return tokens
 
         for _ in range(3):  # one loads, one records, and with collectives one more updates
             jax.block_until_ready(call())
@@ -283,8 +283,7 @@ class Layout:
         ]
         memory = compiled.memory_analysis()
         temp = memory.temp_size_in_bytes if memory else 0
-        kind = self.group.devices[0].device_kind
-        rate = next((rate for name, rate in RATES.items() if name in kind), None)
+        card = rate(self.group.devices[0].device_kind, None)
         return {
             "GPUs": gpus,
             "layout": self.parallel.flags,
@@ -295,7 +294,7 @@ class Layout:
             "ms": whole * 1e3,
             "tokens/s": count / whole,
             "kernels ms": sum(each.seconds for each in spent.values()) / gpus * 1e3,
-            "roof ms": self.roof_bytes(count) / rate * 1e3 if rate else None,
+            "roof ms": self.roof_bytes(count) / card * 1e3 if card else None,
             "collectives ms": sum(meeting) / gpus * 1e3,
             "all-reduces": len(forms),
             "other form": sum(not each.serves for each in forms),

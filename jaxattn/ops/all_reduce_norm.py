@@ -57,22 +57,24 @@ class Mailbox:
         return cls(inbox, jnp.zeros((1, tokens, 1), jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
 
 
-def addressed(inbox: jax.Array, addresses: jax.Array) -> jax.Array:
-    """The addresses of a mailbox's inboxes, which lie one after another on the GPUs of a mesh.
+def addressed(mailbox: Mailbox) -> Mailbox:
+    """A mailbox with the addresses of its inboxes, which lie one after another on a mesh's GPUs.
 
     To be called once, on the host, when the inboxes are there. They must stay where they are: a
     step that uses them is given them donated, and gives them back.
 
     Args:
-        inbox: of all GPUs, each with one along the first axis.
-        addresses: of the same GPUs, to be replaced.
+        mailbox: of all GPUs, each with one along the first axis.
     """
-    parts = sorted(inbox.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    of_gpus = mailbox.inbox.addressable_shards
+    parts = sorted(of_gpus, key=lambda shard: shard.index[0].start or 0)
     places = np.array([shard.data.unsafe_buffer_pointer() for shard in parts], np.uint64)
     words = places.astype("<u8").view("<u4").reshape(-1, 2).astype(np.uint32).view(np.int32)
     tables = [np.concatenate([words, [[gpu, 0]]]) for gpu in range(len(parts))]
     table = np.concatenate(tables).astype(np.int32)
-    return jax.make_array_from_callback(table.shape, addresses.sharding, lambda part: table[part])
+    where = mailbox.addresses.sharding
+    placed = jax.make_array_from_callback(table.shape, where, lambda part: table[part])
+    return dataclasses.replace(mailbox, addresses=placed)
 
 
 def all_reduce_norm_layer(

@@ -42,8 +42,7 @@ def collectives_bytes(group: Group) -> int:
     Raises:
         CollectiveError: a collective failed; both ends are named.
     """
-    if len({device.process_index for device in group.devices}) > 1:
-        check_processes(group)
+    check_processes(group)
     before = _held(group)
     _meet_in_time(group)
     after = _held(group)

@@ -42,8 +42,7 @@ def mailboxes(group: Group, calls: int = 0, places: int = MOST, features: int = 
         return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     made = jax.block_until_ready(group.make(make, group.each))
-    addresses = addressed(made.inbox, made.addresses)
-    return Mailbox(made.inbox, made.counts, jax.block_until_ready(addresses))
+    return jax.block_until_ready(addressed(made))
 
 
 def layers(group: Group, implementation: str) -> Any:

@@ -77,8 +77,7 @@ def mailboxes(group: Group, calls: int = 0) -> Mailbox:
         return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     made = jax.block_until_ready(group.make(make, PartitionSpec(group.parallel.axes("tensor"))))
-    addresses = addressed(made.inbox, made.addresses)
-    return Mailbox(made.inbox, made.counts, jax.block_until_ready(addresses))
+    return jax.block_until_ready(addressed(made))
 
 
 @pytest.mark.parametrize("tokens, calls", [(1, 0), (17, 0), (64, 2**31 - 4)])
