@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, UInt8
 
 from jaxattn.core.turbo_slots import GROUP, NIBBLE_OF, places
-from jaxattn.core.turboquant import Codes, TurboFormat, dequantize
+from jaxattn.core.turboquant import Codes, TurboFormat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,10 +40,8 @@ class Bits:
         return (found >> self.right & self.mask) << self.left
 
 
-def page_numbers(
-    form: TurboFormat, pages: UInt8[Array, "*p bytes"]
-) -> tuple[Float[Array, "*p C D"], Float[Array, "*p C D"]]:
-    """(keys, values) of whole pages in float32, keys still rotated where the format rotates them.
+def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> Codes:
+    """Those of whole pages, [*p, C, D] and [*p, C].
 
     Args:
         pages: of one head each.
@@ -65,7 +63,7 @@ def page_numbers(
     halves = lax.bitcast_convert_type(pairs[..., 0] | pairs[..., 1] << 8, jnp.float16)
     of_tokens = [x.reshape(*before, -1) for x in jnp.moveaxis(halves, 1, 0)]
     *norm, scale, minimum = of_tokens
-    return dequantize(form, Codes(keys, values, norm[0] if norm else None, scale, minimum))
+    return Codes(keys, values, norm[0] if norm else None, scale, minimum)
 
 
 def _counted(sized: jax.Array) -> jax.Array:

@@ -180,6 +180,13 @@ def of_levels(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
     return jnp.where(keys < half, -size, size)
 
 
+def key_numbers(form: TurboFormat, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """Keys without their norms, float32: numbers that e4m3 and float16 have."""
+    if form.rotated:
+        return of_levels(form.key_bits, keys)
+    return lax.bitcast_convert_type(keys, E4M3).astype(jnp.float32)
+
+
 def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> Codes:
     """What is stored of keys and values.
 
@@ -238,10 +245,8 @@ def dequantize(
 
     Differentiable in the norms, scales and minima; the codes are integers.
     """
-    if codes.norm is None:
-        keys = lax.bitcast_convert_type(codes.keys, E4M3).astype(jnp.float32)
-    else:
-        norm = codes.norm.astype(jnp.float32)[..., None]
-        keys = of_levels(form.key_bits, codes.keys) * norm
+    keys = key_numbers(form, codes.keys)
+    if codes.norm is not None:
+        keys = keys * codes.norm.astype(jnp.float32)[..., None]
     scale, minimum = (x.astype(jnp.float32)[..., None] for x in (codes.scale, codes.minimum))
     return keys, minimum + scale * codes.values.astype(jnp.float32)

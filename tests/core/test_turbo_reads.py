@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.turbo_reads import page_numbers
+from jaxattn.core.turbo_reads import page_codes
 from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat
 from tests.helpers.turbo_cases import read_page
 from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
@@ -20,7 +20,7 @@ def test_any_bytes_give_the_numbers_of_their_slots(preset, dim):
     form = TurboFormat(preset=preset, head_dim=dim)
     rng = np.random.default_rng(0)
     pages = rng.integers(0, 256, (40, 2, 64 * form.slot_bytes)).astype(np.uint8)
-    found = jax.jit(page_numbers, static_argnums=0)(form, jnp.asarray(pages))
+    found = dequantize(form, jax.jit(page_codes, static_argnums=0)(form, jnp.asarray(pages)))
     slots = page_slots(form, jnp.asarray(pages))
     for one, other in zip(found, dequantize(form, unpack(form, slots)), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -14,6 +14,7 @@ from jaxattn.kernels.gqa_turbo.decode import turbo_decode_mosaic
 from jaxattn.kernels.mla_decode.schedule import Schedule
 from jaxattn.ops.gqa.turboquant import turbo_attention
 from tests.helpers.kernel_cases import both_devices, no_races, slow
+from tests.helpers.turbo_cancel import cancelling_case
 from tests.helpers.turbo_cases import assert_turbo_close, turbo_case
 from tests.helpers.turbo_compiled import page_slots, slot_pages
 
@@ -73,6 +74,17 @@ def test_matches_float64(preset, group, dim, implementation):
     case = turbo_case([300, 0, 1], preset, group=group, kv_heads=1, dim=dim)
     out = decode(case, implementation, schedule=cut_at(case, [(0, 0)]))
     assert_turbo_close(case, *out, **BOUNDS)
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "preset, dim",
+    [("k3v4_nc", 64), *(slow(preset, dim) for preset in PRESETS for dim in (128, 256))],
+)
+def test_values_that_cancel(preset, dim, implementation):
+    """A key of an eighth of the weight is the opposite of all others."""
+    case = cancelling_case([150, 64], preset, group=2, kv_heads=2, dim=dim)
+    assert_turbo_close(case, *decode(case, implementation), **BOUNDS)
 
 
 @both_devices
