@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxattn.bench import flashinfer_xqa, mla, vllm_libraries, vllm_turboquant
+from jaxattn.bench import flashinfer_xqa, mla, vllm_libraries
 from jaxattn.bench.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
 
 CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
@@ -221,7 +221,6 @@ PEERS = {
     "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", vllm_libraries.flashmla),
     "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", vllm_libraries.flash_attention_decode),
     "xqa-decode": Peer("xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode),
-    "vllm-turboquant": Peer("vllm", "gqa_turbo", "vllm", "vllm", vllm_turboquant.decode),
     "fa3-prefill": Peer(
         "fa3", "gqa_prefill", "vllm", "vllm", vllm_libraries.flash_attention_prefill
     ),

@@ -3,6 +3,7 @@
 FLA's recurrence runs beside our decode of a gated delta net. It leaves out the convolution, the
 gates and the norm of our op. It reads and writes states of the same layout and dtype. FlagGems'
 kernel runs beside our MLA decode, on the same cache. It gives no LSE and does not cut rows.
+vLLM's TurboQuant runs beside ours, over slots of its own (vllm_turboquant.py).
 peers.py times the same kernels as PyTorch launches them.
 """
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gdn
-from jaxattn.bench import gdn_decode, mla, reference
+from jaxattn.bench import gdn_decode, mla, reference, vllm_turboquant
 from jaxattn.bench.timing import Op, rotation
 from jaxattn.ops.mla.decode import mla_decode
 
@@ -208,5 +209,12 @@ PEERS: dict[str, Peer] = {
         takes=lambda shape: shape[3] == 1,  # tokens per row
         op=lambda shape: latent(*shape),
         error=latent_error,
+    ),
+    "gqa_turbo": Peer(
+        name="vllm",
+        packages=COMMON | {"vllm": "vllm"},
+        takes=lambda shape: True,
+        op=vllm_turboquant.decode,
+        error=vllm_turboquant.error,
     ),
 }

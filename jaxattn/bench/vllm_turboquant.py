@@ -1,78 +1,200 @@
-"""vLLM's decode over a TurboQuant cache, in Triton, for `jaxattn.bench.peers`.
+"""vLLM's Triton kernels for a TurboQuant cache, in our process and on our arrays.
 
-The kernels are imported from vLLM as its users have it. A folder `vllm` with these modules of its
-wheel, and what they import, does as well where PyTorch is not the one that vLLM pins.
+Queries, tables and lengths are those of `bench gqa`. The cache has vLLM's own slots, since its
+kernels read no others: its store writes them, of normal keys and values. A call of decode is what
+vLLM launches for one: a product that rotates the queries, splits, and what merges them. The kernels
+are imported from vLLM as its users have it.
 """
 
+import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxattn.bench.timing import rotation
-from jaxattn.core.turboquant import TurboFormat, hadamard
+from jaxattn.bench import gqa_turbo, reference
+from jaxattn.bench.gqa import PAGE
+from jaxattn.bench.gqa_turbo import Shape
+from jaxattn.bench.timing import Op, rotation
+from jaxattn.core.turboquant import E4M3, TurboFormat, hadamard
+from jaxattn.ops.gqa.turboquant_vllm import stored_codes
 
-DEVICE = "cuda"
-PAGE = 16  # vLLM's own, on CUDA
 SPLITS = 32  # of each row, what vLLM takes whatever its length
-CONFIG = "vllm.model_executor.layers.quantization.turboquant.config"
+TOKENS = 4  # that a block reads at a time
+SPLIT_WARPS, SPLIT_STAGES, MERGE_WARPS, MERGE_STAGES = 1, 1, 4, 2
+STORE_WARPS, STORE_STAGES = 4, 1
 CENTROIDS = "vllm.model_executor.layers.quantization.turboquant.centroids"
-KERNELS = "vllm.v1.attention.ops.triton_turboquant_decode"
+KERNELS = "jaxattn.bench.triton_turboquant"
 
 
-def decode(
-    batch: int, heads: int, kv_heads: int, dim: int, tokens: int, preset: str
-) -> Callable[[int], Any]:
-    """Over random codes with the numbers of normal keys and values, as ours; its buffers are made
-    before, as vLLM's are."""
-    t, kernels = importlib.import_module("torch"), importlib.import_module(KERNELS)
-    cache_type = importlib.import_module(CONFIG).TurboQuantConfig
-    settings = cache_type.from_cache_dtype(f"turboquant_{preset}", dim)
-    levels = importlib.import_module(CENTROIDS).get_centroids(dim, settings.centroid_bits)
-    form, pages = TurboFormat(preset=preset, head_dim=dim), batch * -(-tokens // PAGE)
-    layers = min(rotation(batch * tokens * kv_heads * form.slot_bytes, most=32), 4)
-    turn = t.tensor(np.asarray(hadamard(dim)).tolist(), dtype=t.float32, device=DEVICE)
-    table = np.random.default_rng(0).permutation(pages).reshape(batch, -1)
-    fixed = {
-        "query": t.randn(batch, heads, dim, dtype=t.bfloat16, device=DEVICE),
-        "block_table": t.tensor(table.tolist(), dtype=t.int32, device=DEVICE),
-        "seq_lens": t.full((batch,), tokens, dtype=t.int32, device=DEVICE),
-        "Pi": turn,
-        "PiT": turn,
-        "centroids": levels.to(DEVICE),
-        "scale": dim**-0.5,
-        "mse_bits": settings.key_mse_bits,
-        "key_packed_size": settings.key_packed_size,
-        "value_quant_bits": settings.effective_value_quant_bits,
-        "key_fp8": settings.key_fp8,
-        "norm_correction": settings.norm_correction,
-        "max_num_kv_splits": SPLITS,
-        "mid_o_buf": t.empty(batch, heads, SPLITS, dim + 1, dtype=t.float32, device=DEVICE),
-        "output_buf": t.empty(batch, heads, dim, dtype=t.bfloat16, device=DEVICE),
-        "lse_buf": t.empty(batch, heads, dtype=t.float32, device=DEVICE),
-    }
-    caches = [_codes(t, form, settings, pages, kv_heads) for _ in range(layers)]
-    return lambda i: kernels.triton_turboquant_decode_attention(
-        kv_cache=caches[i % layers], **fixed
-    )
+def levels(form: TurboFormat) -> np.ndarray:
+    """float32, ascending: what vLLM's codes of keys say of a key of length 1. Of e4m3 keys those
+    that its kernel is given and does not read."""
+    bits = form.key_bits if form.rotated else form.value_bits
+    found = importlib.import_module(CENTROIDS).get_centroids(form.head_dim, bits)
+    return np.asarray(found.tolist(), np.float32)
 
 
-def _codes(t: Any, form: TurboFormat, settings: Any, pages: int, kv_heads: int) -> Any:
-    """Slots [pages, 16, Hk, bytes]: keys and their norms, then values, their scales and minima."""
-    shape = pages, PAGE, kv_heads, settings.slot_size
-    slots = t.randint(0, 256, shape, dtype=t.uint8, device=DEVICE)
-    numbers = [6 / (2**form.value_bits - 1), -3.0]
+def packed_key(form: TurboFormat) -> int:
+    """Bytes of a key and its norm."""
+    return form.slot_bytes - form.value_bytes - 4
+
+
+def decode(shape: Shape) -> Op:
+    """Over as many layers as keep what is read out of L2; its result is the output."""
+    shape = Shape(*shape)
+    ours = gqa_turbo.inputs(shape)
+    layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
+    shared = {name: ours[name] for name in ("q", "block_tables", "seq_lens")}
+    table, turn = jnp.asarray(levels(shape.form)), jnp.asarray(hadamard(shape.dim))
+    caches = [_filled(shape, shared["block_tables"], table, i) for i in range(layers)]
+    operands = [(shared, cache, table, turn) for cache in caches]
+    return Decode(shape, operands)
+
+
+class Decode(Op):
+    """vLLM's decode of a shape."""
+
+    def __init__(self, shape: Shape, operands: list[Any]) -> None:
+        super().__init__(lambda given, state, layer: (attend(shape, *given), state), operands)
+        self.form = shape.form
+
+
+def attend(
+    shape: Shape, shared: dict[str, jax.Array], cache: jax.Array, table: jax.Array, turn: jax.Array
+) -> jax.Array:
+    """out [B, H, D] of vLLM's launches over a cache [N, C, Hk, slot]."""
+    jax_triton, kernels = (importlib.import_module(name) for name in ("jax_triton", KERNELS))
+    form, (batch, heads, kv_heads, dim, *_) = shape.form, shape
+    q, lens = shared["q"][:, 0], shared["seq_lens"]
     if form.rotated:
-        _write(t, slots, settings.key_packed_size - 2, [1.0])
+        q = jnp.dot(q.astype(jnp.float32), turn, precision=lax.Precision.HIGHEST)
+    pieces = jax_triton.triton_call(
+        q, cache, shared["block_tables"], lens, table,
+        kernel=kernels.pieces,
+        out_shape=jax.ShapeDtypeStruct((batch, heads, SPLITS, dim + 1), jnp.float32),
+        grid=(batch, heads, SPLITS),
+        num_warps=SPLIT_WARPS,
+        num_stages=SPLIT_STAGES,
+        heads=heads,
+        width=shared["block_tables"].shape[1],
+        splits=SPLITS,
+        key_bits=form.key_bits if form.rotated else 0,
+        key_bytes=form.key_bytes if form.rotated else 0,
+        scale=dim**-0.5,
+        tokens=TOKENS,
+        rotated=form.rotated,
+        **_sizes(form, kv_heads),
+    )  # fmt: skip
+    out, _ = jax_triton.triton_call(
+        pieces, lens,
+        kernel=kernels.merged,
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, heads, dim), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, heads), jnp.float32),
+        ),
+        grid=(batch, heads),
+        num_warps=MERGE_WARPS,
+        num_stages=MERGE_STAGES,
+        heads=heads,
+        dim=dim,
+        splits=SPLITS,
+    )  # fmt: skip
+    return out
+
+
+def _sizes(form: TurboFormat, kv_heads: int) -> dict[str, int]:
+    """What all kernels of a cache are told of it."""
+    return {
+        "kv_heads": kv_heads,
+        "dim": form.head_dim,
+        "page": PAGE,
+        "slot": form.slot_bytes,
+        "packed_key": packed_key(form),
+        "value_bits": form.value_bits,
+        "value_bytes": form.value_bytes,
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _filled(shape: Shape, tables: jax.Array, table: jax.Array, seed: int) -> jax.Array:
+    """uint8 [N, C, Hk, slot] of normal keys and values, a row at a time."""
+    batch, _, kv_heads, dim, tokens, _ = shape
+    token = jnp.arange(tokens)
+
+    def row(i: jax.Array, cache: jax.Array) -> jax.Array:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
+        k, v = (jax.random.normal(key, (tokens, kv_heads, dim), jnp.bfloat16) for key in keys)
+        return store(shape.form, cache, k, v, tables[i, token // PAGE] * PAGE + token % PAGE, table)
+
+    empty = jnp.zeros((tables.size, PAGE, kv_heads, shape.form.slot_bytes), jnp.uint8)
+    return lax.fori_loop(0, batch, row, empty)
+
+
+def store(
+    form: TurboFormat, cache: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array,
+    table: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The cache with keys and values [T, Hk, D] at slots [T], by vLLM's store, in place."""
+    jax_triton, kernels = (importlib.import_module(name) for name in ("jax_triton", KERNELS))
+    tokens, kv_heads, dim = k.shape
+    options = _sizes(form, kv_heads) | {"rounded_bytes": 1 << (form.value_bytes - 1).bit_length()}
+    slots = slots.astype(jnp.int32)
+    if form.rotated:
+        wide = k.astype(jnp.float32)
+        norms = jnp.linalg.norm(wide, axis=-1)
+        unit = wide / (norms[..., None] + 1e-8)
+        unit = jnp.dot(unit, jnp.asarray(hadamard(dim)), precision=lax.Precision.HIGHEST)
+        borders = (table[1:] + table[:-1]) / 2
+        operands = (unit, norms, v.astype(jnp.float32), borders, slots)
+        options |= {"key_bits": form.key_bits, "key_bytes": form.key_bytes}
     else:
-        keys = t.randn(*shape[:3], form.head_dim, device=DEVICE).to(t.float8_e4m3fn)
-        slots[..., : form.head_dim] = keys.view(t.uint8)
-    _write(t, slots, settings.slot_size - 4, numbers)
-    return slots
+        operands = (k, v, slots)
+    return jax_triton.triton_call(
+        *operands, cache,
+        kernel=kernels.stored_levels if form.rotated else kernels.stored_e4m3,
+        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        input_output_aliases={len(operands): 0},
+        grid=(tokens * kv_heads,),
+        num_warps=STORE_WARPS,
+        num_stages=STORE_STAGES,
+        **options,
+    )  # fmt: skip
 
 
-def _write(t: Any, slots: Any, at: int, numbers: list[float]) -> None:
-    """The bytes of float16 numbers, of every slot."""
-    some = t.tensor(np.array(numbers, np.float16).view(np.uint8).tolist(), dtype=t.uint8)
-    slots[..., at : at + len(some)] = some.to(DEVICE)
+def dequantized(
+    form: TurboFormat, slots: jax.Array, table: jax.Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64 keys, not rotated, and values [T, D] of vLLM's slots [T, slot] of one head."""
+    codes = stored_codes(slots, form)
+    values = reference.exact(codes.values) * reference.exact(codes.scale)[:, None]
+    values += reference.exact(codes.minimum)[:, None]
+    if not form.rotated:
+        return reference.exact(lax.bitcast_convert_type(codes.keys, E4M3)), values
+    assert codes.norm is not None  # of rotated keys
+    keys = reference.exact(table)[np.asarray(codes.keys)]
+    keys *= reference.exact(codes.norm)[:, None] / np.linalg.norm(keys, axis=-1, keepdims=True)
+    return keys @ reference.exact(hadamard(form.head_dim)), values
+
+
+def error(op: Op) -> float:
+    """Relative L2 error of the heads of the first and the last KV head of the first and the last
+    row, the greatest, against float64 attention over the dequantized slots."""
+    assert isinstance(op, Decode)
+    form, (shared, cache, table, _) = op.form, op.operands[0]
+    out, q, tables = op(0), shared["q"], shared["block_tables"]
+    batch, group = q.shape[0], q.shape[2] // cache.shape[2]
+    errors = []
+    for row, head in {(0, 0), (batch - 1, cache.shape[2] - 1)}:
+        length = int(shared["seq_lens"][row])
+        slots = cache[tables[row], :, head].reshape(-1, form.slot_bytes)[:length]
+        mine, last = slice(head * group, (head + 1) * group), np.full(group, length - 1)
+        right, _ = reference.attention(
+            reference.exact(q[row, 0, mine]), *dequantized(form, slots, table), last,
+            form.head_dim**-0.5,
+        )  # fmt: skip
+        errors.append(reference.relative_l2(np.asarray(out[row, mine]), right))
+    return reference.worst(errors)

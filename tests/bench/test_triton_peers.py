@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxattn import gdn
-from jaxattn.bench import mla, timing, triton_peers
+from jaxattn.bench import gqa_turbo, mla, timing, triton_peers, vllm_turboquant
+from jaxattn.core.formats import TURBOQUANT
+from jaxattn.core.turboquant import E4M3
+from jaxattn.ops.gqa.turboquant_vllm import stored_codes
 from jaxattn.ops.mla.decode import mla_decode
 
+pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
+LEVELS = np.linspace(-0.3, 0.3, 16, dtype=np.float32)
 SHAPE = (2, 1, 2, 1, "float32")
 LATENT = (2, 3, 70, 1)
 
@@ -32,6 +38,50 @@ def xla_latent(factor=1.0):
         return out[:, 0] * jnp.asarray(factor, out.dtype)
 
     return call
+
+
+def stored(form, cache, k, v, slots, table):
+    """Any codes, and numbers that float16 has, in place of vLLM's store."""
+    page = cache.shape[1]
+    some = jax.random.bits(jax.random.key(slots.size), (len(k), k.shape[1], form.slot_bytes))
+    some = (some & 0x37).astype(jnp.uint8)  # as float16 from 3e-5 to 0.5
+    return cache.at[slots // page, slots % page].set(some)
+
+
+def xla_codes(factor=1.0):
+    def call(shape, shared, cache, table, turn):
+        rows = cache[shared["block_tables"]]
+        rows = rows.reshape(shape.batch, -1, *rows.shape[3:])[:, : shape.tokens]
+        codes, form = stored_codes(rows, shape.form), shape.form
+        values = codes.minimum[..., None] + codes.scale[..., None] * codes.values.astype(
+            jnp.float32
+        )
+        if form.rotated:
+            keys = table[codes.keys]
+            keys *= codes.norm[..., None] / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+            keys = keys @ turn
+        else:
+            keys = lax.bitcast_convert_type(codes.keys, E4M3).astype(jnp.float32)
+        q = shared["q"][:, 0].reshape(shape.batch, shape.kv_heads, -1, shape.dim)
+        scores = jnp.einsum("bhgd,bthd->bhgt", q, keys) * shape.dim**-0.5
+        out = jnp.einsum("bhgt,bthd->bhgd", jax.nn.softmax(scores), values) * factor
+        return out.reshape(shape.batch, shape.heads, shape.dim)
+
+    return call
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("preset", TURBOQUANT)
+def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, small, monkeypatch):
+    shape = gqa_turbo.Shape(2, 4, 2, 64, 70, preset)
+    column = triton_peers.PEERS["gqa_turbo"].column
+    monkeypatch.setattr(vllm_turboquant, "levels", lambda form: LEVELS[: 2**form.key_bits])
+    monkeypatch.setattr(vllm_turboquant, "store", stored)
+    monkeypatch.setattr(vllm_turboquant, "attend", xla_codes())
+    assert triton_peers.times("gqa_turbo", shape) == {column: pytest.approx(3)}
+    monkeypatch.setattr(vllm_turboquant, "attend", xla_codes(1.05))
+    with pytest.raises(AssertionError, match="relative error 0.0"):
+        triton_peers.times("gqa_turbo", shape)
 
 
 @pytest.fixture
@@ -104,6 +154,7 @@ def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
     [
         ("gdn_decode", [(3, 2, 4, 1), (3, 2, 4, 4)]),
         ("mla", [(3, 20, 130, 1), (2, 128, 300, 1)]),
+        ("gqa_turbo", [gqa_turbo.Shape(2, 8, 2, 128, 130, preset) for preset in TURBOQUANT]),
     ],
 )
 def test_it_is_right_on_a_gpu(bench, shapes):

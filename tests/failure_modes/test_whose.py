@@ -122,6 +122,7 @@ def test_models_of_several_shapes_in_one_arena_do_not_read_each_others_rows():
 NEEDS = {
     "jaxattn.bench.triton_recurrence": ("triton", "fla"),
     "jaxattn.bench.triton_latent": ("triton", "flag_gems"),
+    "jaxattn.bench.triton_turboquant": ("triton", "vllm"),
 }
 
 

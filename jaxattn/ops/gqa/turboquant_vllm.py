@@ -45,25 +45,26 @@ def import_vllm_slots(
             f"import_vllm_slots: cache must be [N, C, Hk, {form.slot_bytes}] for {form.preset} at "
             f"head_dim {form.head_dim}, C a multiple of {GROUP}, got {cache.shape}"
         )
-    return _imported(cache, form)
+    codes = stored_codes(cache, form)
+    if codes.norm is not None:
+        divided = codes.norm.astype(jnp.float32) / level_length(form.key_bits, codes.keys)
+        norm = jnp.clip(divided, -LARGEST_F16, LARGEST_F16).astype(jnp.float16)
+        codes = codes._replace(norm=norm)
+    return slot_pages(form, pack(form, codes).swapaxes(1, 2))
 
 
-def _imported(cache: jax.Array, form: TurboFormat) -> jax.Array:
+def stored_codes(cache: UInt8[Array, "*t slot"], form: TurboFormat) -> Codes:
+    """What vLLM's slots say; a norm is the key's own length."""
     sizes: list[Any] = [form.key_bytes, 2 if form.rotated else 0, form.value_bytes]
     at, parts = 0, []
     for size in (*sizes, 4):
         parts.append(cache[..., at : at + size])
         at += size
     stored, norm_bytes, values, numbers = parts
-    keys = _codes(stored, form.key_bits)
-    norm = None
-    if form.rotated:
-        lengths = _halves(norm_bytes)[..., 0].astype(jnp.float32)
-        divided = lengths / level_length(form.key_bits, keys)
-        norm = jnp.clip(divided, -LARGEST_F16, LARGEST_F16).astype(jnp.float16)
+    norm = _halves(norm_bytes)[..., 0] if form.rotated else None
     both = _halves(numbers)
-    codes = Codes(keys, _codes(values, form.value_bits), norm, both[..., 0], both[..., 1])
-    return slot_pages(form, pack(form, codes).swapaxes(1, 2))
+    keys = _codes(stored, form.key_bits)
+    return Codes(keys, _codes(values, form.value_bits), norm, both[..., 0], both[..., 1])
 
 
 def _codes(stored: jax.Array, bits: int) -> jax.Array:
