@@ -57,6 +57,9 @@ LEAST_ROWS = 8  # of the head's product
 # Repeats that a step of one token has without a loop. Fewer gain little by it. The time to lower
 # and to compile them grows with their number.
 MANY_REPEATS, MOST_UNROLLED = 16, 128
+# DeepSeek-V2-Lite's 26 are two turns then. Its step takes 4 s to compile, and 2.5 s with a repeat
+# in each turn.
+MOST_TOGETHER = 13
 
 
 class Layer(nnx.Module):
@@ -261,7 +264,8 @@ class Decoder(nnx.Module):
                 return x, y if unrolled else y.astype(added), state
 
             carry = x, y if unrolled else array_of(y, x.shape).astype(added), state
-            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled)
+            together = self._together(segment, fused)
+            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled, together)
             y = array_of(y, x.shape).astype(added)
         return self._head(x + (self._own_total(y) if fused else y)), state
 
@@ -334,6 +338,14 @@ class Decoder(nnx.Module):
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
         one = tokens == 1 == self.spec.parallel.gpus
         return one and by_kernels and MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
+
+    def _together(self, segment: Segment[Block], fused: bool) -> int:
+        """The repeats in a turn of a step's loop. Data groups whose tokens meet at experts have
+        several, so that a CUDA graph ends after several layers: two H200s were idle for 5 us
+        between the graphs of two layers."""
+        if not (fused and self.spec.tokens_meet):
+            return 1
+        return max(n for n in range(1, MOST_TOGETHER + 1) if segment.repeats % n == 0)
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""
