@@ -57,8 +57,8 @@ LEAST_ROWS = 8  # of the head's product
 # Repeats that a step of one token has without a loop. Fewer gain little by it. The time to lower
 # and to compile them grows with their number.
 MANY_REPEATS, MOST_UNROLLED = 16, 128
-# DeepSeek-V2-Lite's 26 are two turns then. Its step takes 4 s to compile, and 2.5 s with a repeat
-# in each turn.
+# Layers in a turn of the loop. DeepSeek-V2-Lite's 26 are two turns then: its step takes 4 s to
+# compile, where one with a layer in each turn takes 2.5 s.
 MOST_TOGETHER = 13
 
 
@@ -340,12 +340,15 @@ class Decoder(nnx.Module):
         return one and by_kernels and MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
 
     def _together(self, segment: Segment[Block], fused: bool) -> int:
-        """The repeats in a turn of a step's loop. Data groups whose tokens meet at experts have
-        several, so that a CUDA graph ends after several layers: two H200s were idle for 5 us
-        between the graphs of two layers."""
+        """The repeats in a turn of a step's loop.
+
+        Data groups whose tokens meet at experts have several, and so a CUDA graph of more layers:
+        two H200s were idle for 5 us between the graphs of two layers.
+        """
+        most = max(1, MOST_TOGETHER // len(segment.pattern))
         if not (fused and self.spec.tokens_meet):
-            return 1
-        return max(n for n in range(1, MOST_TOGETHER + 1) if segment.repeats % n == 0)
+            most = 1
+        return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""

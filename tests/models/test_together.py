@@ -45,6 +45,7 @@ def test_the_same_bits_with_two_repeats_in_a_turn(monkeypatch):
         ("DeepSeek-V2-Lite", dict(data=2, expert=2), True, 13),  # of 26
         ("DeepSeek-V2-Lite", dict(data=4, expert=4), True, 13),
         ("DeepSeek-R1", dict(data=8, expert=8), True, 2),  # of 58
+        ("Qwen3.5-397B-A17B-FP8", dict(data=4, expert=4), True, 3),  # of 15, of four layers each
         ("DeepSeek-V2-Lite", dict(data=2, expert=2), False, 1),
         ("DeepSeek-V2-Lite", dict(tensor=2), True, 1),
         ("DeepSeek-V2-Lite", {}, False, 1),

@@ -1,4 +1,4 @@
-"""XLA splits no communicators of NCCL where several processes meet: the flag, and when it is set."""
+"""XLA's flag that splits communicators of NCCL is off where several processes meet."""
 
 import jax
 import pytest
