@@ -54,6 +54,8 @@ def main(rank: int, coordinator: str, what: str) -> None:
         with (small if on_cpu else embedded)(of_groups=what == "groups") as made:
             if rank == 0:
                 made.lead(crew)
+                took = {item.name: item.nbytes for item in made.plan.items}.get("collectives", 0)
+                print(f"collectives took {took / 2**20:.0f} MiB of each device")
                 print("leads", flush=True)
                 asked = requests() if on_cpu else gpus_engine.requests()
                 tokens = [list(each.tokens) for each in made.generate(asked)]
