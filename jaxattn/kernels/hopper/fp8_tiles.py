@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.fp8_blocks import BLOCK
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
@@ -27,8 +29,8 @@ from jaxattn.kernels.hopper.registers import (
     times,
     word,
 )
-from jaxattn.kernels.moe.config import BLOCK, ROWS
 
+ROWS = 64  # that one wgmma multiplies
 # A tile's rows are as wide as the swizzle. (A tiling would want a tile of 8 rows of them.)
 SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
 HALF_WARP = 8 * BLOCK  # bytes from a row to that 8 below
@@ -40,28 +42,36 @@ SPREAD = (
 TWO_TO_120 = 0x7B807B80  # as bfloat16, twice
 
 
-def widened(tile: Any, dtype: Any) -> jax.Array:
-    """The tile's [64, 128] numbers in `dtype`, as wgmma takes them from registers."""
-    out = plgpu.ShapeDtypeStruct((ROWS, BLOCK), dtype, layout=plgpu.Layout.WGMMA)
+def widened(tile: Any, dtype: Any, first: int = 0, width: int = BLOCK) -> jax.Array:
+    """The tile's columns [64, width] from `first` on in `dtype`, as wgmma takes them from
+    registers."""
+    out = plgpu.ShapeDtypeStruct((ROWS, width), dtype, layout=plgpu.Layout.WGMMA)
     half = jnp.dtype(dtype) == jnp.float16
+    steps = range(first // 16, (first + width) // 16)
     run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=out)
-    return run(lambda _, x: _widened(x, half))(tile)
+    return run(lambda _, x: _widened(x, half, steps))(tile)
 
 
-def _widened(tile: Any, half: bool) -> Any:
+def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
+    """A step's product in the interpreter, whose wgmma takes nothing from registers."""
+    exact = lax.Precision.HIGHEST
+    return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)
+
+
+def _widened(tile: Any, half: bool, steps: range) -> Any:
     place = Thread()
     row = plus(times(place.warp, 16), place.g)
     inside = plus(times(row, BLOCK), times(place.t, 2))
     pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
     registers = []
-    for step in range(BLOCK // 16):
+    for step in steps:
         at = plus(inside, times(arith.xori(word(step), place.g), 16))
         for columns in range(2):
             for rows in range(2):
                 two = _two_bytes(tile, at, 8 * columns + HALF_WARP * rows)
                 wide = _as_float16(two) if half else _as_bfloat16(two)
                 registers.append(vector.bitcast(pair, joined([wide])))
-    return fragmented(registers, (ROWS, BLOCK), mgpu.WGMMA_LAYOUT)
+    return fragmented(registers, (ROWS, 16 * len(steps)), mgpu.WGMMA_LAYOUT)
 
 
 def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:
