@@ -16,7 +16,7 @@ from jaxattn.models.placing import Key, Placed
 from jaxattn.models.shards import Found
 from jaxattn.models.stored import Stored
 
-BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 2 * 2**20
 ALIGNMENT = 64  # of an array in a buffer
 
 type Shapes = Mapping[Key, jax.ShapeDtypeStruct]

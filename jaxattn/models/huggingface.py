@@ -56,7 +56,8 @@ def load(
         experts: of the routed experts' weights. None is FP8 where they are stored so, and `dtype`
             otherwise. "fp8" refuses a folder that stores them in another format. "bfloat16" makes
             `dtype` of FP8 ones, also where that is float32.
-        readers: threads that read ahead, 8 MiB each.
+        readers: threads that read ahead. Loading takes at most `filling.PART_BYTES` of host memory
+            for each, whatever the model's size.
         on_progress: called with the bytes that are placed and the bytes in all.
 
     Raises:
