@@ -31,7 +31,14 @@ from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper, swizzl
 from jaxattn.kernels.hopper.normed import STEP, Normed, smem
 from jaxattn.kernels.hopper.normed import refusal as refusal_of_norm
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.linear import BLOCK_BYTES, MOST_PARTS, MOST_TOKENS, Config, Shaped
+from jaxattn.kernels.linear import (
+    BLOCK_BYTES,
+    MOST_PARTS,
+    MOST_SUMMED,
+    MOST_TOKENS,
+    Config,
+    Shaped,
+)
 from jaxattn.kernels.linear_block import ROWS, Block, Cut, Refs
 
 OP = "linear_fp8_layer"
@@ -73,6 +80,24 @@ def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | 
                 f"{ROWS}; got weights {weight.shape}"
             )
     return None
+
+
+def refusal_with_norm(inner: int, weights: Sequence[Shaped]) -> str | None:
+    """Why one launch cannot make a norm of K numbers and these products; None if it can."""
+    if why := refusal((1, inner), jnp.bfloat16, weights):
+        return why
+    return refusal_of_norm(1, inner // STEP, _with_norm(inner, weights).parts)
+
+
+def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
+    """Whether the launch should sum up so many rows, as `jaxattn.kernels.linear.sums_parts`."""
+    inner = weights[0].shape[-1]
+    return rows * (inner // (_with_norm(inner, weights).parts * ROWS)) <= MOST_SUMMED
+
+
+def _with_norm(inner: int, weights: Sequence[Shaped]) -> Config:
+    tiles = sum(block_counts(*(each.shape[-2] for each in weights)))
+    return choose(tiles=tiles, steps=inner // BLOCK, columns=8, gated=False, normed=True)
 
 
 def linears_fp8_mosaic(

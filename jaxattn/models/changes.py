@@ -159,6 +159,32 @@ class GroupColumns(Change):
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupRows(Change):
+    """Of each group of `group` rows the `size` rows from `begin` on. Those of all groups become the
+    rows from `first` on."""
+
+    group: int
+    begin: int
+    size: int
+    first: int
+
+    @property
+    def anywhere(self) -> Change:
+        return dataclasses.replace(self, first=0)
+
+    @property
+    def rows_together(self) -> int:
+        return self.group
+
+    def block(self, rows: Array) -> Array:
+        groups = rows.reshape(-1, self.group, rows.shape[-1])
+        return groups[:, self.begin : self.begin + self.size].reshape(-1, rows.shape[-1])
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row // self.group * self.size, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
 class OnePlus(Change):
     """1 + w, added in float32."""
 
