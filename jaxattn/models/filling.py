@@ -36,7 +36,7 @@ from jaxattn.models.placing import Key
 from jaxattn.models.stored import Stored
 
 READERS = 8
-PART_BYTES = 16 * 2**20  # of host memory, for each reader
+PART_BYTES = 24 * 2**20  # of host memory, for each reader
 MOST_COMPILERS = 4
 # XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
 UNTUNED = {"xla_gpu_autotune_level": 0}

@@ -173,7 +173,12 @@ def find(
         if names
     ]  # fmt: skip
     if wrong:
-        raise CheckpointError(f"{folder}: the tensors are not the model's: {'; '.join(wrong)}")
+        hint = ""
+        if any(key[-1] == "scale" for key in (each.placed.key for each in weights)):
+            hint = "; dense='bfloat16' (--dense bfloat16) takes FP8 and floats beside the experts"
+        raise CheckpointError(
+            f"{folder}: the tensors are not the model's: {'; '.join(wrong)}{hint}"
+        )
     return weights
 
 
