@@ -3,9 +3,9 @@
     y^T [128, T] = sum over steps of K    scale * (W x^T)      W [128, 128] of a matrix [N, K]
 
 The cut, the cluster's sums and the store are those of `linear_layer` (linear_block.py). Matrices
-lie as checkpoints have them, [N, K]: two neighbours of K are then two bytes in a row, which become
-a register of wgmma (hopper/fp8_tiles.py). A step is as deep as a block of scales. Its product is
-finished before it is multiplied by the scale and added, in float32.
+lie as checkpoints have them, [N, K], with K in pairs (`core.fp8_blocks.in_pairs`): four bytes in a
+row become two registers of wgmma (hopper/fp8_tiles.py). A step is as deep as a block of scales. Its
+product is finished before it is multiplied by the scale and added, in float32.
 
 Limits: 32 tokens; K a multiple of 128; N a multiple of 64, at least 128; tokens in bfloat16 or
 float16. With a norm before it (hopper/normed.py): one token. There are no heads.
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.fp8_blocks import BLOCK, block_counts
+from jaxattn.core.fp8_blocks import BLOCK, block_counts, in_order
 from jaxattn.kernels.hopper.fp8_tiles import ROWS as HALF
 from jaxattn.kernels.hopper.fp8_tiles import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.launch import launch
@@ -32,7 +32,6 @@ from jaxattn.kernels.hopper.normed import STEP, Normed, smem
 from jaxattn.kernels.hopper.normed import refusal as refusal_of_norm
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear import (
-    BLOCK_BYTES,
     MOST_PARTS,
     MOST_SUMMED,
     MOST_TOKENS,
@@ -44,6 +43,7 @@ from jaxattn.kernels.linear_block import ROWS, Block, Cut, Refs
 OP = "linear_fp8_layer"
 FP8 = jnp.float8_e4m3fn
 HALVES = ROWS // HALF
+ROOM = 75 * 1024 - 128  # shared memory of a block, of which three share a multiprocessor
 
 
 def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
@@ -51,7 +51,8 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
 
     Parts are a power of two, unless a norm of K needs other ones.
     """
-    parts, many, room = 1, 1 + gated, BLOCK_BYTES
+    parts, many = 1, 1 + gated
+    room = ROOM - many * columns * ROWS * 4  # the sums
     while parts < MOST_PARTS and tiles * parts < 2 * NUM_SMS and steps >= 4 * parts:
         parts *= 2
     if normed:
@@ -59,6 +60,8 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
         parts = next((each for each in others if not refusal_of_norm(1, 2 * steps, each)), parts)
     mine = -(-steps // parts)
     stage = BLOCK * (ROWS * many + columns * 2)
+    if not normed and 2 * stage > room:
+        room = 112 * 1024  # two blocks
     if normed:  # the token is there whole
         stage = BLOCK * ROWS * many
         room -= columns * BLOCK * 2 * mine
@@ -118,7 +121,7 @@ def linears_fp8_mosaic(
 
     Args:
         x: bfloat16 or float16 [T, K].
-        weights: float8_e4m3fn [L, N, K] each; with `gated`, two of one shape.
+        weights: float8_e4m3fn [L, N, K] each, K in pairs; with `gated`, two of one shape.
         scales: of each, float32 [L, ceil(N / 128), K / 128].
         affine: (a, b), for the layer `a * layer + b`.
         out_dtypes: of the results [T, N].
@@ -279,13 +282,13 @@ class Fp8Block(Block):
         tokens = self._tokens(step, slot)
         if cut.interpret:
             row = jnp.concatenate([each[...] for each in tokens], axis=-1)
-            return [plain_product(tile[...], row) for tile in tiles]
+            return [plain_product(in_order(tile[...].astype(jnp.float32)), row) for tile in tiles]
         width = BLOCK // len(tokens)
 
         def products(*accs: Any) -> list[jax.Array]:
             for tile, acc in zip(tiles, accs, strict=True):
                 for number, some in enumerate(tokens):
-                    weights = widened(tile, some.dtype, number * width, width)
+                    weights = widened(tile, some.dtype, number * width, width, paired=True)
                     plgpu.wgmma(acc, weights, some.transpose((1, 0)))
             last = len(tokens) * (HALVES - 1)
             return [

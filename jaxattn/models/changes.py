@@ -6,6 +6,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxattn.core.fp8_blocks import in_pairs
+
 
 @dataclasses.dataclass(frozen=True)
 class Change(abc.ABC):
@@ -182,6 +184,27 @@ class GroupRows(Change):
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return (self.first + row // self.group * self.size, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired(Change):
+    """Another change of FP8 numbers, whose columns are then put in pairs."""
+
+    of: Change
+
+    @property
+    def anywhere(self) -> Change:
+        return Paired(self.of.anywhere)
+
+    @property
+    def rows_together(self) -> int:
+        return self.of.rows_together
+
+    def block(self, rows: Array) -> Array:
+        return in_pairs(self.of.block(rows))
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return self.of.start(row, dims)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Which matrices beside the experts stay FP8, and where a checkpoint's numbers and scales go.
 
-A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published, beside a
-scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has a shape that no kernel reads
-becomes bfloat16 on loading, as what no block of scales fits: `Matrix.fits_fp8`.
+A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
+the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has
+a shape that no kernel reads becomes bfloat16 on loading, as what would cut blocks of scales
+(`Matrix.fits_fp8`).
 """
 
 import dataclasses
@@ -11,7 +12,14 @@ from typing import Any
 
 from jaxattn.core.fp8_blocks import BLOCK, block_counts
 from jaxattn.models.blocks import Block
-from jaxattn.models.changes import Below, Change, GroupColumns, GroupRows, Transposed
+from jaxattn.models.changes import (
+    Below,
+    Change,
+    GroupColumns,
+    GroupRows,
+    Paired,
+    Transposed,
+)
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.placing import Key, Placed
@@ -53,7 +61,7 @@ def kept(spec: DecoderSpec, placed: Iterable[Placed]) -> Iterator[Placed]:
         if linear_of(spec, each.key) is None:
             yield each
             continue
-        rows = _rows(each.change, 1)
+        rows = Paired(_rows(each.change, 1))
         yield dataclasses.replace(each, change=rows, stored=Numbers())
         yield dataclasses.replace(
             each,

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.fp8_blocks import dequantize, quantize
+from jaxattn.core.fp8_blocks import dequantize, in_order, in_pairs, quantize
 from jaxattn.kernels.linear_fp8 import refusal
 from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
@@ -23,7 +23,9 @@ from jaxattn.ops.norm_linear import Unnormed, tokens_of
 class Fp8Linear(Linear):
     """`Linear` with a weight float8_e4m3fn [out_features, in_features] and its scales.
 
-    The scale is float32 [ceil(out_features / 128), ceil(in_features / 128)]. Differentiable for x.
+    The columns are in pairs (`jaxattn.core.fp8_blocks.in_pairs`); `in_features` is a multiple of
+    16. The scale is float32 [ceil(out_features / 128), ceil(in_features / 128)]. Differentiable for
+    x.
     """
 
     stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack", "scale": "scale_in_stack"}
@@ -32,14 +34,14 @@ class Fp8Linear(Linear):
     def _new_weight(self, rngs: nnx.Rngs, stddev: float, dtype: DTypeLike) -> None:
         shape = (self.out_features, self.in_features)
         numbers, scales = quantize(normal(rngs, shape, stddev, jnp.float32))
-        self.weight, self.scale = nnx.Param(numbers), nnx.Param(scales)
+        self.weight, self.scale = nnx.Param(in_pairs(numbers)), nnx.Param(scales)
         self.scale_in_stack: InStack | None = None
 
     def __call__(self, x: Float[Array, "*T K"] | Unnormed) -> Float[Array, "*T N"]:
         x = tokens_of(x)
         if _served(x, self):
             return self.together(x, self)[0]
-        wide = dequantize(self.weight[...], self.scale[...], self.dtype)
+        wide = dequantize(in_order(self.weight[...]), self.scale[...], self.dtype)
         return matmul(x, wide.T, self.dtype, self.out_dtype)
 
     @staticmethod

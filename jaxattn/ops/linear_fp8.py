@@ -3,9 +3,10 @@
     q, kv = linear_fp8_layer(x, (q_proj, kv_a_proj), (q_scale, kv_a_scale), layer=l)
     h = gated_fp8_layer(x, (gate_proj, up_proj), (gate_scale, up_scale), layer=l)
 
-Matrices are [N, K], as checkpoints have them, with a scale for each block of 128 x 128. For a few
-tokens the kernel reads them where they lie, a byte for each number. XLA's product takes a layer's
-matrix out of the stack, and rounds its weights to the tokens' dtype: it is made for many tokens.
+Matrices are [N, K], as checkpoints have them, with a scale for each block of 128 x 128. Columns are
+put in pairs on loading, `in_pairs(numbers)`. For a few tokens the kernel reads matrices where they
+lie, a byte for each number. XLA's product takes a layer's matrix out of the stack, and rounds its
+weights to the tokens' dtype: it is made for many tokens.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.checks import check_features, check_layer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.fp8_blocks import block_counts, dequantize
+from jaxattn.core.fp8_blocks import block_counts, dequantize, in_order
 from jaxattn.core.layers import taken_apart
 from jaxattn.kernels.linear_fp8 import OP, linears_fp8_mosaic
 from jaxattn.ops.linear import Layer
@@ -40,7 +41,8 @@ def linear_fp8_layer(
 
     Args:
         x: tokens; the kernel has bfloat16 and float16.
-        weights: stacks of float8_e4m3fn, of any N each.
+        weights: stacks of float8_e4m3fn, of any N each and K a multiple of 16, in pairs
+            (`jaxattn.core.fp8_blocks.in_pairs`).
         scales: float32, of blocks of 128 x 128 of each; sizes are rounded up.
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.
@@ -123,6 +125,10 @@ def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
         raise ValueError(f"{OP}: {len(weights)} weights have {len(scales)} scales; give one each")
     for place, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arguments.check(f"weights[{place}]", weight, f"L N{place} K", ("float8_e4m3fn",))
+        if weight.shape[-1] % 16:
+            raise ValueError(
+                f"{OP}: weights[{place}] must have K a multiple of 16, got {list(weight.shape)}"
+            )
         check_features(OP, x, "K", f"weights[{place}]", weight.shape, 2)
         arguments.check(f"scales[{place}]", scale, f"L n{place} k", ("float32",))
         wanted = weight.shape[0], *block_counts(*weight.shape[1:])
@@ -139,5 +145,5 @@ def _product(x: Array, weights: Array, scales: Array, layer: Array) -> Array:
     )
     # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    wide = dequantize(weight, scale, x.dtype)
+    wide = dequantize(in_order(weight), scale, x.dtype)
     return jnp.matmul(x, wide.T, precision=exact, preferred_element_type=jnp.float32)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
-from jaxattn.core.fp8_blocks import dequantize
+from jaxattn.core.fp8_blocks import dequantize, in_order
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
 from jaxattn.kernels import linear_fp8
@@ -161,7 +161,7 @@ class Unnormed:
             wide = [here(each) for each in weights]
             if scales is not None:
                 pairs = zip(wide, scales, strict=True)
-                wide = [dequantize(w, here(scale), self.dtype).T for w, scale in pairs]
+                wide = [dequantize(in_order(w), here(s), self.dtype).T for w, s in pairs]
             ys = (product(w).astype(d) for w, d in zip(wide, dtypes, strict=True))
             return [*ys, total, normed]
 

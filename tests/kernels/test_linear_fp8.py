@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.fp8_blocks import BLOCK, quantize
+from jaxattn.core.fp8_blocks import BLOCK, in_order, in_pairs, quantize
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels import linear_fp8
 from jaxattn.kernels.hopper.normed import Normed
@@ -25,7 +25,7 @@ def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
     for size in sizes:
         plain = jax.random.normal(next(keys), (layers, size, inner)) * inner**-0.5
         numbers, scale = quantize(plain)
-        weights.append(numbers)
+        weights.append(in_pairs(numbers))
         scales.append(scale * jnp.exp(jax.random.normal(next(keys), scale.shape)))
     return x, weights, scales
 
@@ -33,7 +33,7 @@ def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
 def wanted(x, weights, scales, layer, gated=False):
     x, products = np.asarray(x, np.float64), []
     for weight, scale in zip(weights, scales, strict=True):
-        numbers = np.asarray(weight[layer].astype(jnp.float32), np.float64)
+        numbers = np.asarray(in_order(weight[layer]).astype(jnp.float32), np.float64)
         wide = np.kron(np.asarray(scale[layer], np.float64), np.ones((BLOCK, BLOCK)))
         products.append(x @ (numbers * wide[: numbers.shape[0], : numbers.shape[1]]).T)
     if gated:
@@ -83,7 +83,7 @@ def test_gate_and_up_are_one_launch():
 
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-3)])
 def test_the_reference_is_the_layers_product(dtype, limit):
-    x, weights, scales = case(6, 200, 24, 264, dtype=dtype)  # blocks cut off by both edges
+    x, weights, scales = case(6, 208, 24, 264, dtype=dtype)  # blocks cut off by both edges
     found = linear_fp8_layer(x, weights, scales, layer=LayerOf(jnp.int32(1), 1, 0))
     close(found, wanted(x, weights, scales, 1), limit)
     x, weights, scales = case(3, 256, 128, 128, dtype=dtype)
@@ -175,13 +175,15 @@ def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypa
 
 @pytest.mark.parametrize("tokens", [1, 32])
 @real
-def test_two_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
+def test_several_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
     columns = -(-tokens // 8) * 8
     tiles = sum(-(-n // 128) for n in sizes[: 1 if gated else None])
     config = choose(tiles=tiles, steps=inner // 128, columns=columns, gated=gated)
     stage = 128 * (128 * (1 + gated) + columns * 2)
     total = config.stages * stage + (1 + gated) * columns * 128 * 4
-    assert total <= 112 * 1024 and config.parts * tiles >= min(tiles * 8, 132)
+    # Each has 1 KiB beside it.
+    assert total <= (227 / (2 if tokens > 1 or gated else 3) - 1) * 1024
+    assert config.parts * tiles >= min(tiles * 8, 132)
 
 
 @pytest.mark.gpu
@@ -253,7 +255,7 @@ def test_blocks_that_norm_have_room_for_the_token(inner, sizes):
     tiles, steps = sum(-(-n // 128) for n in sizes), inner // 128
     config = choose(tiles=tiles, steps=steps, columns=8, gated=False, normed=True)
     total = config.stages * 128 * 128 + steps // config.parts * 2048 + 8 * 128 * 4
-    assert total <= 112 * 1024 and steps % config.parts == 0
+    assert total <= (227 / 3 - 1) * 1024 and steps % config.parts == 0
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxattn.core.fp8_blocks import dequantize
-from jaxattn.models import huggingface, known
+from jaxattn.core.fp8_blocks import dequantize, in_order
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known
+from jaxattn.models.base import init_state, scratch_spec
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.fp8_linears import with_fp8_linears
@@ -24,7 +25,7 @@ from jaxattn.parallel import Parallel
 from scripts.time_loading import FP8, parts
 from tests.helpers import checkpoint_variations
 from tests.helpers.safetensors_files import read_file, write_file
-from tests.models.test_parity import steps
+from tests.models.test_parity import every_expert, steps
 
 CLASSES = ("Qwen3Next", "Qwen3_5Moe", "DeepseekV3")
 NAMES = {
@@ -82,7 +83,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
         weight = name.replace("scale", "weight")
         numbers, scales = kept[weight], kept[name]
         assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
-        meant = dequantize(numbers, scales, jnp.float32).swapaxes(-1, -2)
+        meant = dequantize(in_order(numbers), scales, jnp.float32).swapaxes(-1, -2)
         np.testing.assert_array_equal(meant, wide[weight], err_msg=name)
     rest = set(kept) - set(fp8) - {name.replace("scale", "weight") for name in fp8}
     for name in rest:
@@ -93,7 +94,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
 def test_the_bytes_of_a_matrix_are_not_touched(folder):
     params, stored = loaded(folder, "fp8")[1], read_file(folder / "model.safetensors")
     found = {
-        np.asarray(matrix).tobytes()
+        np.asarray(in_order(matrix)).tobytes()
         for name, leaf in leaves(params).items()
         if name.endswith("o_proj.weight")
         for matrix in leaf
@@ -204,7 +205,9 @@ def test_weights_and_scales_are_cut_alike(name, gpus):
 
 
 def test_a_cut_within_a_block_is_refused_by_name():
-    model = model_of("DeepSeek-R1", v_head_dim=96, num_attention_heads=4, moe_intermediate_size=2048)
+    model = model_of(
+        "DeepSeek-R1", v_head_dim=96, num_attention_heads=4, moe_intermediate_size=2048
+    )
     assert "o_proj" in model.spec.blocks[0].mixer.fp8
     with pytest.raises(CannotDivide, match=r"o_proj in FP8 over 2 GPUs has parts of 192.*bfloat16"):
         divided(model, Parallel(tensor=2))
@@ -212,3 +215,36 @@ def test_a_cut_within_a_block_is_refused_by_name():
         "DeepSeek-R1", "bfloat16", v_head_dim=96, num_attention_heads=4
     ).spec)  # fmt: skip
     divided(plain, Parallel(tensor=2))
+
+
+# --- in a decode step
+
+
+def decoded(model, params, implementation) -> np.ndarray:
+    """The logits of three decode steps of one row."""
+    packed = model.pack(params)
+    state = init_state(model, CacheSize(pages=1, slots=1), scratch_spec(model, 1, max_pages=1))
+    run = jax.jit(partial(model.decode, implementation=implementation))
+    found = []
+    for length in (1, 2, 3):
+        batch = DecodeBatch(
+            np.array([[5 + length]], np.int32), np.array([length], np.int32),
+            np.zeros((1, 1), np.int32), np.zeros(1, np.int32),
+        )  # fmt: skip
+        logits, state = run(packed, state, batch)
+        found.append(np.asarray(logits, np.float32))
+    return np.stack(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_step_with_the_kernels(folder, unrolled, monkeypatch):
+    """Near XLA's step in float32; tokens take all experts, so that none are chosen by rounding."""
+    if unrolled:
+        monkeypatch.setattr(decoder_network, "MANY_REPEATS", 1)
+    exact, params = loaded(folder, "fp8")
+    model, own = huggingface.load(folder, dense="fp8")
+    found = decoded(every_expert(model), own, "mosaic_gpu")
+    wanted = decoded(every_expert(exact), params, "xla")
+    for one, other in zip(found, wanted, strict=True):
+        assert np.linalg.norm(one - other) <= 3e-2 * np.linalg.norm(other)
