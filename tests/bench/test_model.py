@@ -17,7 +17,7 @@ from jaxattn.bench.model import command, experts, kinds, named, roof, vllm, weig
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.timing import Launch, Spent
 from jaxattn.bench.written import written
-from jaxattn.core.fp8_blocks import quantize
+from jaxattn.core.fp8_blocks import in_pairs, quantize
 
 CONFIG = {
     "model_type": "deepseek_v2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
@@ -408,7 +408,8 @@ def test_every_way_of_a_product_is_the_same_product():
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((4, 32), (3, 32, 48)))
     last = np.asarray(x[0], np.float64) @ np.asarray(w[-1], np.float64)[:, 0]
     turned = w.swapaxes(1, 2)
-    stacks = (w,), (turned,), (w,), quantize(turned)
+    numbers, scales = quantize(turned)
+    stacks = (w,), (turned,), (w,), (in_pairs(numbers), scales)
     for way, stack in zip(dense.WAYS, stacks, strict=True):
         seen, _ = dense.loop(x, stack, way=way, implementation="xla")
         limit = 1e-2 if way != dense.WAYS[3] else 0.1  # FP8 numbers have four bits
