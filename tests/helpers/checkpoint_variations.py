@@ -208,12 +208,12 @@ def whole_blocks(classes: str) -> Variation:
         fields |= dict(
             num_attention_heads=2,
             num_key_value_heads=2,
-            intermediate_size=384,
+            intermediate_size=512,
             q_lora_rank=128,
             kv_lora_rank=128,
             qk_nope_head_dim=64,
             qk_rope_head_dim=64,
-            v_head_dim=64,
+            v_head_dim=128,
             rope_parameters=dict(rope_theta=1e4, rope_type="default"),
             first_k_dense_replace=1,
             moe_intermediate_size=128,
@@ -228,7 +228,7 @@ def whole_blocks(classes: str) -> Variation:
         fields |= dict(
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=64,
+            head_dim=128,
             layer_types=[KINDS[layer % 2] for layer in range(3)],
             linear_num_key_heads=2,
             linear_num_value_heads=4,
@@ -237,9 +237,9 @@ def whole_blocks(classes: str) -> Variation:
             rope_parameters=rope,
             num_experts=4,
             num_experts_per_tok=2,
-            moe_intermediate_size=128,
+            moe_intermediate_size=384,
             # Of another width than the experts', so that they are an MLP beside them.
-            shared_expert_intermediate_size=192,
+            shared_expert_intermediate_size=256,
         )
     return Variation(classes, fields, "fp8", 2, True, False, MODEL_TYPES[classes][0])
 

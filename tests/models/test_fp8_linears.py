@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from jaxattn.models.registry import read_model
 from jaxattn.models.sharding.cut import CannotDivide
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.parallel import Parallel
-from scripts.time_loading import FP8, parts
 from tests.helpers import checkpoint_variations
+from tests.helpers.fp8_folders import write_folder
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_parity import every_expert, steps
 
@@ -35,32 +34,9 @@ NAMES = {
 NAMES["Qwen3_5Moe"] = NAMES["Qwen3Next"]
 
 
-def fields_of(classes: str) -> dict:
-    """A config.json in the words of publishers."""
-    made = checkpoint_variations.whole_blocks(classes)
-    more = {"quantization_config": FP8, "model_type": made.model_type}
-    more |= {"rope_theta": 1e4, "linear_conv_kernel_dim": 4, "hidden_act": "silu"}
-    return made.fields | more
-
-
 @pytest.fixture(scope="module", params=CLASSES)
 def folder(request, tmp_path_factory) -> Path:
-    """A folder of random numbers and scales; of 448 each, numbers fill e4m3's range."""
-    made, config = tmp_path_factory.mktemp("fp8"), fields_of(request.param)
-    (made / "config.json").write_text(json.dumps(config))
-    random, tensors = np.random.default_rng(3), {}
-    for part in parts(config, "fp8"):
-        dtype = jnp.dtype(part.dtypes[0])
-        numbers = random.standard_normal(part.shape).astype(np.float32)
-        if "scale_inv" in part.name:
-            numbers = (1 + 0.3 * numbers.clip(-2, 2)) / 1500
-        elif dtype.itemsize == 1:
-            numbers = (numbers * 100).clip(-448, 448)
-        elif len(part.shape) > 1:
-            numbers *= part.shape[-1] ** -0.5
-        tensors[part.name] = numbers.astype(dtype)
-    write_file(made / "model.safetensors", tensors)
-    return made
+    return write_folder(tmp_path_factory.mktemp("fp8"), request.param)
 
 
 @cache
