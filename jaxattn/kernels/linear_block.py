@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.machine import meet
-from jaxattn.kernels.hopper.normed import Norm, Normed
+from jaxattn.kernels.hopper.normed import PAIR, Norm, Normed
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear_turned import Turn, Turned
 
@@ -75,10 +75,13 @@ class Refs:
     norms_ref: Any = None
     positions_ref: Any = None
     shares_ref: Any = None
+    scales_refs: Any = None  # of FP8 weights (linear_fp8.py)
 
 
 class Block:
     """A block's part of K and its tile of columns."""
+
+    depth = STEP  # numbers of K of a step
 
     def __init__(self, cut: Cut, turned: Turned | None, normed: Normed | None, refs: Refs):
         self.cut, self.turned, self.refs = cut, turned, refs
@@ -109,9 +112,10 @@ class Block:
             self.norm = Norm(
                 x_ref=refs.x_ref, added_ref=refs.added_ref, weights_ref=refs.norms_ref,
                 row=layer * normed.affine[0] + normed.affine[1], total_ref=refs.total_ref,
-                normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * STEP,
-                pairs=cut.steps // cut.parts // 2, eps=normed.eps, interpret=cut.interpret,
-                parts=normed.added, positions_ref=refs.positions_ref, shares_ref=refs.shares_ref,
+                normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * self.depth,
+                pairs=cut.steps // cut.parts * self.depth // PAIR, eps=normed.eps,
+                interpret=cut.interpret, parts=normed.added, positions_ref=refs.positions_ref,
+                shares_ref=refs.shares_ref,
             )  # fmt: skip
 
     def run(self) -> None:
@@ -119,10 +123,7 @@ class Block:
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
         sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
-        shape = (ROWS, cut.columns)
-        accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
-        for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
-            store_turned(refs.sums_smem.at[place], total, interpret=cut.interpret)
+        self._sum_up()
         if self.norm:
             refs.sums_smem.at[0, cut.tokens][...] = squares  # in the place of a next token's sums
         if refs.apart_ref is not None:
@@ -138,6 +139,13 @@ class Block:
             pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
             self._meet()  # no block ends before the others have read its sums
+
+    def _sum_up(self) -> None:
+        """The block's products to shared memory, tokens as rows."""
+        cut, shape = self.cut, (ROWS, self.cut.columns)
+        accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
+        for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
+            store_turned(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
 
     def _meet(self) -> None:
         """The blocks that share the tile."""
