@@ -159,11 +159,14 @@ class Linear(nnx.Module):
 
 
 def linears(
-    x: Float[Array, "*T K"] | Unnormed, *modules: Linear
+    x: Float[Array, "*T K"] | Unnormed, *modules: Linear, split: bool = False
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
     If x is an `Unnormed`, the launch makes the norm too, where it can.
+
+    Args:
+        split: each module has K features of x of its own, in order; x is then an array.
     """
     places = [module.in_stack for module in modules if module.in_stack is not None]
     if isinstance(x, Unnormed):
@@ -172,13 +175,15 @@ def linears(
             out_dtypes = [module.out_dtype for module in modules]
             return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes)
         x = tokens_of(x)
-    if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
-        return tuple(module(x) for module in modules)
+    own = jnp.split(x, len(modules), axis=-1) if split else [x] * len(modules)
+    if len(places) < len(modules) or not places[0].serves(own[0], modules[0].dtype, *places[1:]):
+        return tuple(module(x) for module, x in zip(modules, own, strict=True))
     return linear_layer(
         x,
         [place.weights for place in places],
         layer=places[0].layer,
         out_dtypes=[module.out_dtype for module in modules],
+        split=split,
         implementation=places[0].implementation,
     )
 
