@@ -54,9 +54,9 @@ from jaxattn.ops.norm_linear import Unsummed, array_of
 from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
 
 LEAST_ROWS = 8  # of the head's product
-# Repeats that a step of one token has without a loop. Fewer gain little by it. The time to lower
-# and to compile them grows with their number.
-MANY_REPEATS, MOST_UNROLLED = 16, 128
+# Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
+# few layers. The time to lower and to compile them grows with the layers.
+MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32
 
 
 class Layer(nnx.Module):
@@ -333,7 +333,9 @@ class Decoder(nnx.Module):
         """
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
         one = tokens == 1 == self.spec.parallel.gpus
-        return one and by_kernels and MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
+        few = 1 < segment.repeats and segment.repeats * len(segment.pattern) <= FEW_LAYERS
+        many = MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
+        return one and by_kernels and (few or many)
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""
