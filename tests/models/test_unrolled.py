@@ -55,9 +55,7 @@ def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8", "kimi_linear"]
-)
+@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8", "kimi_linear"])
 def test_the_same_with_the_kernels(folder, monkeypatch):
     assert jax.default_backend() == "gpu"
     unrolled = decoded(folder, "bfloat16")

@@ -95,9 +95,9 @@ def choose(
     Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
     multiprocessors, two are worked on at a time by each: else a second round of them has few. Small
     items of 16-bit weights may be three. Of gate and up, whose items are long, an eighth more are
-    no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights keeps one warpgroup busy,
-    so there are two as soon as nearly every multiprocessor has an item of 128 rows. With fewer
-    items one warpgroup has gate's rows, and another has up's.
+    no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights
+    keeps one warpgroup busy, so there are two as soon as nearly every multiprocessor has an item of
+    128 rows. With fewer items one warpgroup has gate's rows, and another has up's.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)

@@ -123,7 +123,7 @@ def route_mosaic(
         load(logits_ref.at[token], 0, high_smem)
         if halves:
             load(logits_ref.at[token], columns, low_smem)
-        if bias is not None:
+        if bias_ref is not None:
             row = layer_ref[0] * affine[0] + affine[1] if stacked else 0
             load(bias_ref.at[row], 0, bias_smem)
         if lister is not None:
@@ -132,7 +132,7 @@ def route_mosaic(
         every = plgpu.load(high_smem, layout=choice.layout)
         if halves:
             every += plgpu.load(low_smem, layout=choice.layout)
-        of_bias = None if bias is None else plgpu.load(bias_smem, layout=choice.layout)
+        of_bias = None if bias_ref is None else plgpu.load(bias_smem, layout=choice.layout)
         ids, weights = choice.take(every, of_bias, scores_smem, choice_smem, ids_smem)
         opened = jnp.float32(1) if gate is None else 1 / (1 + jnp.exp(-gate))
         ids += [jnp.int32(experts + i) for i in range(always)]
