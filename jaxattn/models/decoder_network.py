@@ -3,8 +3,8 @@
 Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
 whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
 out of a cache, and all layers reuse one arena. A step of one token on a GPU has no scan over
-16 to 128 repeats: layers follow one another, and what one leaves to the next is no array yet where
-a launch can make it.
+16 to 128 repeats, or over up to 32 layers: layers follow one another, and what one leaves to the
+next is no array yet where a launch can make it.
 """
 
 import dataclasses
