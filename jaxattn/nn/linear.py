@@ -164,12 +164,13 @@ class Linear(nnx.Module):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False
+        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False, split: bool = False
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`module(x)` for each module of this kind, see `linears`.
 
         Args:
             give: whether an `Unnormed` x keeps the normed token, for others that read it.
+            split: each module has K features of x of its own, in order; x is then an array.
         """
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
@@ -178,25 +179,37 @@ class Linear(nnx.Module):
             if len(places) == len(modules) and x.serves(weights, places[0].layer):
                 return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give)
             x = tokens_of(x)
-        if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
-            return tuple(module(x) for module in modules)
+        own = jnp.split(x, len(modules), axis=-1) if split else [x] * len(modules)
+        if len(places) < len(modules) or not places[0].serves(
+            own[0], modules[0].dtype, *places[1:]
+        ):
+            return tuple(module(x) for module, x in zip(modules, own, strict=True))
         return linear_layer(
             x,
             [place.weights for place in places],
             layer=places[0].layer,
             out_dtypes=out_dtypes,
+            split=split,
             implementation=places[0].implementation,
         )
 
 
 def linears(
-    x: Float[Array, "*T K"] | Unnormed, *modules: Linear
+    x: Float[Array, "*T K"] | Unnormed, *modules: Linear, split: bool = False
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
     If x is an `Unnormed`, the launch makes the norm too, where it can. Modules of another kind,
     such as those with FP8 weights, have a launch of their own.
+
+    Args:
+        split: each module has K features of x of its own, in order; x is then an array.
     """
+    if split:
+        if all(type(module) is Linear for module in modules):
+            return Linear.together(x, *modules, split=True)
+        own = jnp.split(tokens_of(x), len(modules), axis=-1)
+        return tuple(module(part) for module, part in zip(modules, own, strict=True))
     kinds: dict[type[Linear], list[int]] = {}
     for number, module in enumerate(modules):
         kinds.setdefault(type(module), []).append(number)
