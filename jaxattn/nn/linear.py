@@ -164,13 +164,12 @@ class Linear(nnx.Module):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False, split: bool = False
+        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`module(x)` for each module of this kind, see `linears`.
 
         Args:
             give: whether an `Unnormed` x keeps the normed token, for others that read it.
-            split: each module has K features of x of its own, in order; x is then an array.
         """
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
@@ -179,17 +178,13 @@ class Linear(nnx.Module):
             if len(places) == len(modules) and x.serves(weights, places[0].layer):
                 return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give)
             x = tokens_of(x)
-        own = jnp.split(x, len(modules), axis=-1) if split else [x] * len(modules)
-        if len(places) < len(modules) or not places[0].serves(
-            own[0], modules[0].dtype, *places[1:]
-        ):
-            return tuple(module(x) for module, x in zip(modules, own, strict=True))
+        if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
+            return tuple(module(x) for module in modules)
         return linear_layer(
             x,
             [place.weights for place in places],
             layer=places[0].layer,
             out_dtypes=out_dtypes,
-            split=split,
             implementation=places[0].implementation,
         )
 
@@ -206,10 +201,7 @@ def linears(
         split: each module has K features of x of its own, in order; x is then an array.
     """
     if split:
-        if all(type(module) is Linear for module in modules):
-            return Linear.together(x, *modules, split=True)
-        own = jnp.split(tokens_of(x), len(modules), axis=-1)
-        return tuple(module(part) for module, part in zip(modules, own, strict=True))
+        return _split(tokens_of(x), *modules)
     kinds: dict[type[Linear], list[int]] = {}
     for number, module in enumerate(modules):
         kinds.setdefault(type(module), []).append(number)
@@ -220,6 +212,23 @@ def linears(
         found |= zip(numbers, kind.together(x, *ours, give=others), strict=True)
         x = tokens_of(x) if others else x  # no other launch makes the norm again
     return tuple(found[number] for number in range(len(modules)))
+
+
+def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
+    """`module(part)` for each module and its part of x, in one launch where all are in stacks."""
+    parts = jnp.split(x, len(modules), axis=-1)
+    places = [module.in_stack for module in modules if module.in_stack is not None]
+    plain = len(places) == len(modules) and all(type(module) is Linear for module in modules)
+    if not plain or not places[0].serves(parts[0], modules[0].dtype, *places[1:]):
+        return tuple(module(part) for module, part in zip(modules, parts, strict=True))
+    return linear_layer(
+        x,
+        [place.weights for place in places],
+        layer=places[0].layer,
+        out_dtypes=[module.out_dtype for module in modules],
+        split=True,
+        implementation=places[0].implementation,
+    )
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:
