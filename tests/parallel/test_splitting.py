@@ -1,5 +1,8 @@
 """XLA's flag that splits communicators of NCCL is off where several processes meet."""
 
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -61,3 +64,17 @@ def test_several_processes_never_split_and_one_is_left_as_it_is(monkeypatch):
         assert hosts.os.environ[VARIABLE] == "--x=1"
     with pytest.raises(Starts), hosts.joined(hosts.Place(0, 2, "127.0.0.1:1")):
         pytest.fail("it starts without its processes")
+
+
+def test_xla_reads_the_flag_when_its_backend_starts_though_jax_was_imported_before(tmp_path):
+    program = f"""
+import os
+import jax, jaxattn.cli.hosts
+from jaxattn.parallel.splitting import never_split
+os.environ["{VARIABLE}"] = "--xla_dump_to={tmp_path}"
+never_split(os.environ)
+jax.jit(lambda x: x + 1)(1.0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    said = [each.read_text() for each in tmp_path.glob("*.debug_options")]
+    assert said and all(f"{NAME.removeprefix('--')}: false" in each for each in said)
