@@ -18,7 +18,10 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.kernels.gqa_turbo.unpack import turbo_unpack_mosaic
+from jaxattn.kernels.hopper.normed import Normed
+from jaxattn.kernels.linear_fp8 import linears_fp8_mosaic
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
+from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
 from jaxattn.ops.moe_route import Router, route
 from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
 from jaxattn.ops.norm_linear import Unnormed
@@ -306,6 +309,32 @@ def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
     return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
 
 
+def fp8_linears(tokens: int, inner: int, *sizes: int, gated: bool = False) -> Launch:
+    """As `linears`, of FP8 matrices, or gate and up of them."""
+
+    def op(tokens: Any, layer: Any, weights: Any, scales: Any) -> Any:
+        product = gated_fp8_layer if gated else linear_fp8_layer
+        return product(tokens, weights, scales, layer=LayerOf(layer, 2, 1), **MOSAIC)
+
+    weights = tuple(x(4, size, inner, dtype=jnp.float8_e4m3fn) for size in sizes)
+    scales = tuple(f32(4, -(-size // 128), inner // 128) for size in sizes)
+    return op, (x(tokens, inner), ints(), weights, scales)
+
+
+def normed_fp8_linears(inner: int, *sizes: int) -> Launch:
+    """As `fp8_linears`, with a norm that comes before the products."""
+
+    def op(stream: Any, added: Any, norms: Any, layer: Any, weights: Any, scales: Any) -> Any:
+        return linears_fp8_mosaic(
+            stream, weights, scales, layer=layer, out_dtypes=[jnp.bfloat16] * len(sizes),
+            norm=Normed(added=added, weights=norms, affine=(2, 1), eps=1e-6),
+        )  # fmt: skip
+
+    weights = tuple(x(4, size, inner, dtype=jnp.float8_e4m3fn) for size in sizes)
+    scales = tuple(f32(4, -(-size // 128), inner // 128) for size in sizes)
+    return op, (f32(1, inner), f32(1, inner), f32(8, inner), ints(), weights, scales)
+
+
 def normed_linears(inner: int, *sizes: int) -> Launch:
     """A token's residual sum, its norm, and the products that read it, in one launch."""
 
@@ -447,6 +476,10 @@ EXTRA: dict[str, Launch] = {
     "linear_one_token": linears(1, 2048, 3072),
     "linear_normed": normed_linears(2048, 3072, 576),
     "linear_two_matrices": linears(13, 2048, 3072, 576, made=f16),
+    "linear_fp8_one_token": fp8_linears(1, 2048, 12288),
+    "linear_fp8_matrices": fp8_linears(16, 2048, 8192, 512, 512),
+    "linear_fp8_normed": normed_fp8_linears(2048, 12288),
+    "linear_fp8_gated": fp8_linears(32, 2048, 512, 512, gated=True),
     "linear_gated": gated(32, 2048, 1408),
     "linear_gated_few_columns": gated(3, 512, 128),
     "rms_norm": norm(640),

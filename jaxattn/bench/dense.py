@@ -2,9 +2,10 @@
 
 A product runs as a decoder runs it: inside a `lax.scan` over the stack of all layers' weights, with
 the compiler options of a step. The stack is larger than the L2 cache. XLA has it in the layout of
-`nn.Linear`, [L, K, N], and in that of published checkpoints, [L, N, K]; the kernel of
-`ops.linear_layer` has [L, K, N]. `writes` is the largest array that a layer writes beside its
-result, such as a copy of its weights; `of 3.8 TB/s` counts the weights alone.
+`nn.Linear`, [L, K, N], and in that of published checkpoints, [L, N, K]. The kernel of
+`ops.linear_layer` has [L, K, N], and that of `ops.linear_fp8_layer` [L, N, K] in FP8. `writes` is
+the largest array that a layer writes beside its result, such as a copy of its weights; `of 3.8
+TB/s` counts the weights alone, in FP8 a byte each.
 
 `us` is GPU time per layer from a profile, `longest us` that of its longest kernel, and `call us` a
 layer's share of the whole loop.
@@ -30,8 +31,10 @@ from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import launches, rotation, seconds
 from jaxattn.bench.written import written
 from jaxattn.core.dispatch import Implementation, Refusal
+from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.models.base import compiler_options
 from jaxattn.ops.linear import linear_layer
+from jaxattn.ops.linear_fp8 import linear_fp8_layer
 
 # (K, N) of each product that decoding reads, by model.
 MODELS: dict[str, dict[str, tuple[int, int]]] = {
@@ -53,9 +56,12 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 }  # fmt: skip
 SMALL: dict[str, dict[str, tuple[int, int]]] = {"small": {"q_proj": (64, 96), "o_proj": (96, 64)}}
 ROWS = (1, 8, 16, 32, 128)
-WAYS = ("XLA [L, K, N]", "XLA [L, N, K]", "kernel [L, K, N]")
+WAYS = ("XLA [L, K, N]", "XLA [L, N, K]", "kernel [L, K, N]", "FP8 kernel [L, N, K]")
 GOAL = 3.8e12  # bytes per second that a kernel of our own is measured by on an H200
 COMPILERS = 8  # threads
+
+
+type Stack = tuple[Any, ...]
 
 
 class Product(NamedTuple):
@@ -68,8 +74,12 @@ class Product(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the matrix, in bfloat16."""
-        return 2 * self.inner * self.outer
+        """Of the matrix, in bfloat16 or FP8. (Its scales are 4 bytes per 16 KiB.)"""
+        return (1 if self.fp8 else 2) * self.inner * self.outer
+
+    @property
+    def fp8(self) -> bool:
+        return self.way == WAYS[3]
 
     @property
     def layers(self) -> int:
@@ -77,9 +87,17 @@ class Product(NamedTuple):
         return rotation(self.nbytes, most=128)
 
     @property
-    def stack(self) -> tuple[int, int, int]:
+    def stack(self) -> Stack:
+        """Of matrices: shapes of an array, or of FP8 numbers and their scales."""
         sides = (self.inner, self.outer)
-        return self.layers, *(sides[::-1] if self.way == WAYS[1] else sides)
+        shape = (self.layers, *(sides[::-1] if self.way in (WAYS[1], WAYS[3]) else sides))
+        if not self.fp8:
+            return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),)
+        scales = (self.layers, *block_counts(*sides[::-1]))
+        return (
+            jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+        )
 
 
 def products(
@@ -97,11 +115,12 @@ def products(
 
 
 def loop(
-    x: jax.Array, stack: jax.Array, *, way: str, implementation: Implementation = "mosaic_gpu"
+    x: jax.Array, stack: Stack, *, way: str, implementation: Implementation = "mosaic_gpu"
 ) -> tuple[jax.Array, jax.Array]:
     """(a number of the last of the stack's products, x); each waits for the one before it.
 
     Args:
+        stack: of matrices, and of their scales if they are FP8.
         implementation: of the kernel.
     """
     contracted = 1 if way == WAYS[1] else 0
@@ -109,7 +128,12 @@ def loop(
 
     def product(x: jax.Array, layer: jax.Array, weight: jax.Array) -> jax.Array:
         if way == WAYS[2]:
-            return linear_layer(x, (stack,), layer=layer, implementation=implementation)[0]
+            return linear_layer(x, stack, layer=layer, implementation=implementation)[0]
+        if way == WAYS[3]:
+            numbers, scales = ([each] for each in stack)
+            return linear_fp8_layer(x, numbers, scales, layer=layer, implementation=implementation)[
+                0
+            ]
         return lax.dot_general(x, weight, dimensions, preferred_element_type=jnp.float32)
 
     def step(carry: tuple[jax.Array, jax.Array], each: Any) -> tuple[Any, None]:
@@ -117,8 +141,8 @@ def loop(
         x, _ = lax.optimization_barrier((x, seen))
         return (x, lax.optimization_barrier(product(x, *each))[0, 0]), None
 
-    layers = jnp.arange(stack.shape[0], dtype=jnp.int32)
-    (x, seen), _ = lax.scan(step, (x, jnp.float32(0)), (layers, stack))
+    layers = jnp.arange(stack[0].shape[0], dtype=jnp.int32)
+    (x, seen), _ = lax.scan(step, (x, jnp.float32(0)), (layers, stack[0]))
     return seen, x
 
 
@@ -128,22 +152,23 @@ def compiled(product: Product) -> jax.stages.Compiled | None:
     chosen: dict[str, Any] = {"way": product.way, "implementation": "mosaic_gpu" if gpu else "xla"}
     options = compiler_options(jax.default_backend())
     run = jax.jit(functools.partial(loop, **chosen), donate_argnums=0, compiler_options=options)
-    shapes = ((product.tokens, product.inner), product.stack)
+    x = jax.ShapeDtypeStruct((product.tokens, product.inner), jnp.bfloat16)
     try:
-        return run.lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+        return run.lower(x, product.stack).compile()
     except Refusal as refusal:
         print(f"{product}: {refusal}", file=sys.stderr, flush=True)
         return None
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def normal(shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def normal(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16).astype(dtype)
 
 
 def measure(product: Product, executable: jax.stages.Compiled) -> dict[str, Any]:
     """A row of the table."""
-    held, stack = normal((product.tokens, product.inner)), normal(product.stack)
+    held = normal((product.tokens, product.inner))
+    stack = tuple(normal(each.shape, each.dtype) for each in product.stack)
 
     def run(_: int = 0) -> jax.Array:
         nonlocal held

@@ -19,7 +19,7 @@ from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.huggingface import OnProgress
 from jaxattn.models.loading import ModelFolder, OwnFolder, Weights, read_folder
-from jaxattn.models.registry import ExpertFormat
+from jaxattn.models.registry import WeightsFormat
 
 BYTES = 256
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -111,7 +111,7 @@ def choose(options: argparse.Namespace) -> Chosen:
                 f"cannot read {path / 'config.json'}: there is no such folder, and a model of the "
                 "hub is named as in org/name"
             )
-        folder = read(path, options.dtype, options.experts)
+        folder = read(path, options.dtype, options.experts, options.dense)
     try:
         folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
     except ValueError as error:
@@ -124,7 +124,12 @@ def is_name(given: str) -> bool:
     return _NAME.fullmatch(given) is not None
 
 
-def read(path: Path, dtype: str | None, experts: ExpertFormat | None) -> ModelFolder:
+def read(
+    path: Path,
+    dtype: str | None,
+    experts: WeightsFormat | None,
+    dense: WeightsFormat | None = None,
+) -> ModelFolder:
     """A folder's config.json.
 
     Raises:
@@ -132,11 +137,13 @@ def read(path: Path, dtype: str | None, experts: ExpertFormat | None) -> ModelFo
         InputError: the folder says its dtype itself.
     """
     try:
-        return read_folder(path, dtype=dtype, experts=experts)
+        return read_folder(path, dtype=dtype, experts=experts, dense=dense)
     except ValueError as error:
-        if isinstance(error, CheckpointError) or not (dtype or experts):
+        given = {"dtype": dtype, "experts": experts, "dense": dense}
+        options = [f"--{name} {value}" for name, value in given.items() if value]
+        if isinstance(error, CheckpointError) or not options:
             raise
-        option = f"--dtype {dtype}" if dtype else f"--experts {experts}"
+        option = options[0]
         raise InputError(f"{option}: the config.json of {path} says its dtype") from error
 
 

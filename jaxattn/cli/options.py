@@ -7,6 +7,7 @@ from typing import NoReturn
 from jaxattn import __version__, interrupt
 from jaxattn.cli.values import number, size
 from jaxattn.core.formats import CACHE_FORMATS
+from jaxattn.models.registry import DENSE
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
@@ -96,6 +97,16 @@ def add_cache_format(group: argparse._ActionsContainer) -> None:
         type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
         default=0,
         help="first and last layers of attention that keep the model's own format",
+    )
+
+
+def add_dense(group: argparse._ActionsContainer) -> None:
+    """--dense, what a checkpoint's FP8 matrices beside its experts are kept in."""
+    group.add_argument(
+        "--dense",
+        choices=("fp8", "bfloat16"),
+        help="what an FP8 model's matrices beside its routed experts are kept in; bfloat16 takes "
+        f"twice the bytes of fp8 (default: {DENSE})",
     )
 
 

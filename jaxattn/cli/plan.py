@@ -22,6 +22,7 @@ from jaxattn.cli.options import (
     InputError,
     Parser,
     add_cache_format,
+    add_dense,
     add_layout,
     in_options,
 )
@@ -36,6 +37,7 @@ from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.hybrid import Hybrid
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.models.registry import WeightsFormat
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.naive import Naive, of_model, published
@@ -106,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
+    add_dense(root)
     add_cache_format(root)
     add_layout(root)
     root.add_argument(
@@ -136,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     naive: Sequence[Naive] = published() if options.compare else ()
     if not options.model:
         raise InputError(f"name a model: {', '.join(known.NAMES)}, or a folder with a config.json")
-    model = read_model(options.model)
+    model = read_model(options.model, options.dense)
     try:
         memory = known_device(options.device)
         limits, placement = read_limits(options, model)
@@ -182,8 +185,8 @@ def with_layout(
     return dataclasses.replace(made, facts=(*made.facts, ("best layout to serve", found)))
 
 
-def read_model(name: str) -> KnownModel:
-    """A shipped model, or a folder's.
+def read_model(name: str, dense: WeightsFormat | None = None) -> KnownModel:
+    """A shipped model, or a folder's; `dense` as `jaxattn.models.load` has it.
 
     Raises:
         InputError: there is none.
@@ -192,8 +195,10 @@ def read_model(name: str) -> KnownModel:
     try:
         if (folder / CONFIG).is_file():
             if not {"model_type", "text_config"} & read_json(folder / CONFIG).keys():
+                if dense:
+                    raise InputError(f"--dense {dense}: the config.json of {folder} says its dtype")
                 return BuiltModel.of(folder.name, Hybrid(read_config(folder)))
-        return known.load(name)
+        return known.load(name, dense)
     except (known.KnownModelError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from error
 

@@ -16,6 +16,7 @@ from jaxattn.cli.options import (
     HelpFormatter,
     Parser,
     add_cache_format,
+    add_dense,
     add_layout,
 )
 from jaxattn.cli.values import fraction, number, size, sizes
@@ -73,6 +74,7 @@ def add_model(root: argparse.ArgumentParser) -> None:
         help="what a published model's routed experts are kept in; bfloat16 takes twice the bytes "
         "of fp8 (default: fp8 where the folder has them in FP8)",
     )
+    add_dense(group)
     group.add_argument(
         "--implementation",
         choices=("mosaic_gpu", "mosaic_gpu_interpret", "xla"),

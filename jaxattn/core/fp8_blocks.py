@@ -17,6 +17,30 @@ def block_counts(*sizes: int) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in sizes)
 
 
+def in_pairs(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
+    """The columns as products of a few tokens read them: of each 16 first 0, 8, 1, 9, then 2, 10,
+    3, 11, and so on.
+
+    A thread of wgmma multiplies columns 2 t, 2 t + 1 and those 8 behind: now 4 bytes in a row.
+    """
+    return _turned(numbers, (2, 4, 2), (1, 2, 0))
+
+
+def in_order(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
+    """The columns as they were before `in_pairs`."""
+    return _turned(numbers, (4, 2, 2), (2, 0, 1))
+
+
+def _turned(
+    numbers: Float[Array, "*B N K"], sides: tuple[int, ...], axes: tuple[int, ...]
+) -> Float[Array, "*B N K"]:
+    *batch, columns = numbers.shape
+    groups = numbers.reshape(*batch, columns // 16, *sides)
+    first = groups.ndim - len(sides)
+    order = (*range(first), *(first + axis for axis in axes))
+    return groups.transpose(order).reshape(numbers.shape)
+
+
 def dequantize(
     numbers: Float[Array, "*B N K"], scales: Float[Array, "*B n k"], dtype: DTypeLike
 ) -> Float[Array, "*B N K"]:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
 from jaxattn.kernels.hopper.machine import meet
-from jaxattn.kernels.hopper.normed import Norm, Normed
+from jaxattn.kernels.hopper.normed import PAIR, Norm, Normed
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear_turned import Turn, Turned
 
@@ -33,6 +33,7 @@ class Cut:
         steps: of K.
         sizes: N of each result.
         behind: numbers of x, and of a result, behind those of a head.
+        split: each result is of K numbers of x of its own, in order.
     """
 
     parts: int
@@ -45,6 +46,7 @@ class Cut:
     gated: bool
     heads: int
     behind: int
+    split: bool
     interpret: bool
 
     @property
@@ -75,10 +77,13 @@ class Refs:
     norms_ref: Any = None
     positions_ref: Any = None
     shares_ref: Any = None
+    scales_refs: Any = None  # of FP8 weights (linear_fp8.py)
 
 
 class Block:
     """A block's part of K and its tile of columns."""
+
+    depth = STEP  # numbers of K of a step
 
     def __init__(self, cut: Cut, turned: Turned | None, normed: Normed | None, refs: Refs):
         self.cut, self.turned, self.refs = cut, turned, refs
@@ -104,14 +109,18 @@ class Block:
             number = self.tile - before
             self.places.append((number, jnp.minimum(number * ROWS, size - ROWS)))
             before += tiles
+        if cut.split:
+            later = [jnp.where(number >= 0, 1, 0) for number, _ in self.places[1:]]
+            self.of_x = sum(later, jnp.int32(0)) * (cut.steps * STEP)
         self.norm = None
         if normed is not None:
             self.norm = Norm(
                 x_ref=refs.x_ref, added_ref=refs.added_ref, weights_ref=refs.norms_ref,
                 row=layer * normed.affine[0] + normed.affine[1], total_ref=refs.total_ref,
-                normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * STEP,
-                pairs=cut.steps // cut.parts // 2, eps=normed.eps, interpret=cut.interpret,
-                parts=normed.added, positions_ref=refs.positions_ref, shares_ref=refs.shares_ref,
+                normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * self.depth,
+                pairs=cut.steps // cut.parts * self.depth // PAIR, eps=normed.eps,
+                interpret=cut.interpret, parts=normed.added, positions_ref=refs.positions_ref,
+                shares_ref=refs.shares_ref,
             )  # fmt: skip
 
     def run(self) -> None:
@@ -119,10 +128,7 @@ class Block:
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
         sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
-        shape = (ROWS, cut.columns)
-        accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
-        for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
-            store_turned(refs.sums_smem.at[place], total, interpret=cut.interpret)
+        self._sum_up()
         if self.norm:
             refs.sums_smem.at[0, cut.tokens][...] = squares  # in the place of a next token's sums
         if refs.apart_ref is not None:
@@ -138,6 +144,13 @@ class Block:
             pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
             self._meet()  # no block ends before the others have read its sums
+
+    def _sum_up(self) -> None:
+        """The block's products to shared memory, tokens as rows."""
+        cut, shape = self.cut, (ROWS, self.cut.columns)
+        accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
+        for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
+            store_turned(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
 
     def _meet(self) -> None:
         """The blocks that share the tile."""
@@ -158,7 +171,8 @@ class Block:
         cut, refs = self.cut, self.refs
         slot, first = lax.rem(step, cut.stages), (self.begin + step) * STEP
         some = pl.ds(pl.multiple_of(first, STEP), STEP)
-        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if cut.heads > 1 else some
+        own = cut.heads > 1 or cut.split
+        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if own else some
         there = refs.loaded.at[slot]
         if not self.norm:
             tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]

@@ -8,14 +8,16 @@ that all its layers share in a step, and the small weights that decoding reads f
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.fp8_blocks import BLOCK
 from jaxattn.core.layers import LayerOf
+from jaxattn.kernels.hopper.fp8_tiles import ROWS as FP8_COLUMNS
 from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.layer_cache import Arrays, LayerCache
 from jaxattn.ops.norm_linear import Unnormed
@@ -50,20 +52,46 @@ class Stream:
         }
 
 
+class Matrix(NamedTuple):
+    """A product's weight [inner, out].
+
+    Attributes:
+        together: so many of its columns lie side by side in a checkpoint too.
+    """
+
+    inner: int
+    out: int
+    together: tuple[int, ...] = ()
+
+    @property
+    def fits_fp8(self) -> bool:
+        """Whether it may stay FP8: a kernel reads it, and blocks of scales stay whole."""
+        columns = self.out >= 2 * FP8_COLUMNS and self.out % FP8_COLUMNS == 0
+        whole = not any(width % BLOCK for width in self.together)
+        return columns and self.inner % BLOCK == 0 and whole
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixer(abc.ABC):
     """What mixes the tokens of a row: attention, or a recurrence.
 
     Attributes:
+        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
         norms: whether the module's `decode` takes tokens as an `Unnormed`.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
     """
 
+    fp8: tuple[str, ...] = ()
+
     norms: ClassVar[bool] = False
     cache_formats: ClassVar[tuple[str, ...]] = ()
     read_apart: ClassVar[tuple[str, ...]] = ()
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        """The linears that may be among `fp8`."""
+        return {}
 
     def in_format(self, name: str) -> "Mixer":
         """The same layer with a cache in one of `cache_formats`."""
@@ -153,12 +181,19 @@ class FeedForward(abc.ABC):
     """What follows the mixer: `module(x)` of normed tokens.
 
     Attributes:
+        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
         norms: whether `step` takes tokens as an `Unnormed`.
         stacked: parameters that a step reads out of the stack of all repeats, which are too many
             bytes to be sliced out of it.
     """
 
+    fp8: tuple[str, ...] = ()
+
     norms: ClassVar[bool] = False
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        """The linears that may be among `fp8`."""
+        return {}
 
     @property
     def stacked(self) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxattn.core.fp8_blocks import in_pairs
+
 
 @dataclasses.dataclass(frozen=True)
 class Change(abc.ABC):
@@ -156,6 +158,53 @@ class GroupColumns(Change):
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return (0, self.first + row // self.group * self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows(Change):
+    """Of each group of `group` rows the `size` rows from `begin` on. Those of all groups become the
+    rows from `first` on."""
+
+    group: int
+    begin: int
+    size: int
+    first: int
+
+    @property
+    def anywhere(self) -> Change:
+        return dataclasses.replace(self, first=0)
+
+    @property
+    def rows_together(self) -> int:
+        return self.group
+
+    def block(self, rows: Array) -> Array:
+        groups = rows.reshape(-1, self.group, rows.shape[-1])
+        return groups[:, self.begin : self.begin + self.size].reshape(-1, rows.shape[-1])
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row // self.group * self.size, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired(Change):
+    """Another change of FP8 numbers, whose columns are then put in pairs."""
+
+    of: Change
+
+    @property
+    def anywhere(self) -> Change:
+        return Paired(self.of.anywhere)
+
+    @property
+    def rows_together(self) -> int:
+        return self.of.rows_together
+
+    def block(self, rows: Array) -> Array:
+        return in_pairs(self.of.block(rows))
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return self.of.start(row, dims)
 
 
 @dataclasses.dataclass(frozen=True)

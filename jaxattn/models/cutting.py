@@ -16,7 +16,7 @@ from jaxattn.models.placing import Key, Placed
 from jaxattn.models.shards import Found
 from jaxattn.models.stored import Stored
 
-BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 4 * 2**20
 ALIGNMENT = 64  # of an array in a buffer
 
 type Shapes = Mapping[Key, jax.ShapeDtypeStruct]
@@ -144,7 +144,9 @@ def _blocks(run: list[Weight], dims: int, block_bytes: int) -> Iterator[Block]:
     rows = place.shape[0]
     together = math.lcm(place.change.rows_together, stored.rows_together)
     row_bytes = max(-(-run[0].nbytes // rows), 1)
-    step = rows if len(run) > 1 else max(block_bytes // (row_bytes * together), 1) * together
+    step = rows
+    if len(run) == 1:
+        step = _rows_of_block(rows, max(block_bytes // (row_bytes * together), 1), together)
     for begin in range(0, rows, step):
         end, offset, pieces = min(begin + step, rows), 0, []
         for sources in zip(*(weight.sources for weight in run), strict=True):
@@ -153,6 +155,16 @@ def _blocks(run: list[Weight], dims: int, block_bytes: int) -> Iterator[Block]:
         start = (*place.index, *place.change.start(begin, dims - len(place.index)))
         stacked = place.index != ()
         yield Block(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
+
+
+def _rows_of_block(rows: int, most: int, together: int) -> int:
+    """Rows of each block of a weight, at most `most` times `together`: equal blocks, if up to twice
+    as many do it. Each other length needs a program of its own."""
+    least = -(-rows // (most * together))
+    for blocks in range(least, 2 * least):
+        if rows % (blocks * together) == 0:
+            return rows // blocks
+    return most * together
 
 
 def _piece(sources: Sequence[Source], begin: int, end: int, offset: int) -> Piece:

@@ -14,7 +14,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.linear_block import ROWS, STEP
 from jaxattn.models.base import DecodeBatch, PrefillBatch
-from jaxattn.models.block import Mixer, Stream
+from jaxattn.models.block import Matrix, Mixer, Stream
 from jaxattn.models.caches import RecurrentState
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
@@ -162,10 +162,20 @@ class GDN(DeltaMixer):
             head_k_dim=self.head_k_dim,
             head_v_dim=self.head_v_dim,
             conv_width=self.conv_width,
+            fp8=self.fp8,
             eps=stream.eps,
             **stream.dtypes,
             rngs=rngs,
         )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        values = self.num_v_heads * self.head_v_dim
+        # Checkpoints have q, k, v and z of one key head after another.
+        together = self.head_k_dim, values // self.num_k_heads
+        return {
+            "in_proj_qkvz": Matrix(stream.hidden_size, self.conv_dim + values, together),
+            "out_proj": Matrix(values, stream.hidden_size),
+        }
 
     def pack(self, params: Any) -> Float[Array, "repeats W"]:
         return gdn.pack_gdn_weights(*_small_weights(params))

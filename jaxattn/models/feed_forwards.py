@@ -13,7 +13,7 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.linear_block import STEP
-from jaxattn.models.block import FeedForward, Stream
+from jaxattn.models.block import FeedForward, Matrix, Stream
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
 from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
@@ -21,6 +21,13 @@ from jaxattn.ops.moe_route import Router
 from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.ops.router import split_router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
+
+SHARED = "shared."  # before the names of a shared MLP's linears
+
+
+def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
+    wide = Matrix(hidden, columns)
+    return {"gate_proj": wide, "up_proj": wide, "down_proj": Matrix(columns, hidden)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +37,12 @@ class MLP(FeedForward):
     intermediate_size: int
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedMLP:
-        return GatedMLP(stream.hidden_size, self.intermediate_size, **stream.dtypes, rngs=rngs)
+        return GatedMLP(
+            stream.hidden_size, self.intermediate_size, fp8=self.fp8, **stream.dtypes, rngs=rngs
+        )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        return _of_mlp(stream.hidden_size, self.intermediate_size)
 
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
         """Columns of zeros up to a multiple of the kernels' step, whose products add exactly 0.
@@ -104,9 +116,16 @@ class MoE(FeedForward):
             shared_gate=self.shared_gate,
             weight_format=self.weight_format,
             own_experts=self.own_experts,
+            fp8=[name.removeprefix(SHARED) for name in self.fp8],
             **stream.dtypes,
             rngs=rngs,
         )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        if not self.shared_size or self.always:
+            return {}
+        found = _of_mlp(stream.hidden_size, self.shared_size)
+        return {f"{SHARED}{name}": matrix for name, matrix in found.items()}
 
     def step(
         self,

@@ -1,9 +1,13 @@
 """Fills a model's parameters from the blocks of a folder.
 
 Each parameter is allocated once on the device and updated in place. A reader thread reads a block,
-sends it to the device and waits until it is there. So the host holds a block for each reader, and
-the device the parameters and about as many blocks. Decoding, transposes and splits run on the
-device, in programs that are compiled while blocks are read.
+sends it to the device and waits until it is there. So the device holds the parameters and about a
+block for each reader. Decoding, transposes and splits run on the device, in programs that are
+compiled while blocks are read.
+
+The host holds `PART_BYTES` for each reader at most, above what it held before: the reader's block,
+XLA's pinned copy of the block with what XLA's pool is rounded up to, and compiling. It does not
+depend on the model (tests/models/test_loading_memory.py).
 """
 
 import functools
@@ -32,7 +36,8 @@ from jaxattn.models.placing import Key
 from jaxattn.models.stored import Stored
 
 READERS = 8
-COMPILERS = 4
+PART_BYTES = 24 * 2**20  # of host memory, for each reader
+MOST_COMPILERS = 4
 # XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
 UNTUNED = {"xla_gpu_autotune_level": 0}
 # Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
@@ -53,7 +58,8 @@ def fill(
     Args:
         shapes: of the parameters, of which there is one at least.
         weights: all that they are made of.
-        readers: threads that read, a block of `cutting.BLOCK_BYTES` each.
+        readers: threads that read, a block of `cutting.BLOCK_BYTES` each. The host holds at most
+            `PART_BYTES` for each of them, all in all.
         on_progress: called with the bytes that are placed and the bytes in all.
 
     Raises:
@@ -65,7 +71,7 @@ def fill(
     where = next(iter(arrays.values())).sharding
     total, done = sum(map(_data_bytes, blocks)), 0
     with (
-        _programs(blocks, shapes, where) as programs,
+        _programs(blocks, shapes, where, compilers=readers // 2) as programs,
         closing(_sent(blocks, readers, where)) as sent,
     ):
         for block, parts in sent:
@@ -115,9 +121,12 @@ def _place(
 
 @contextmanager
 def _programs(
-    blocks: Sequence[Block], shapes: Shapes, where: Sharding
+    blocks: Sequence[Block], shapes: Shapes, where: Sharding, compilers: int
 ) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
-    """What places each kind of block, compiled by threads in the order of the blocks."""
+    """What places each kind of block, compiled by threads in the order of the blocks.
+
+    Compiling takes host memory too, so that few readers have few `compilers`.
+    """
 
     def compiled(block: Block) -> Callable[..., Array]:
         parts = tuple(argument(piece.shape, sent_as(piece.dtype)) for piece in block.pieces)
@@ -130,7 +139,7 @@ def _programs(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     first = {_program(block, shapes): block for block in reversed(blocks)}
-    with ThreadPoolExecutor(COMPILERS, "compile") as pool:
+    with ThreadPoolExecutor(min(max(compilers, 1), MOST_COMPILERS), "compile") as pool:
         try:
             yield {name: pool.submit(compiled, first[name]) for name in reversed(first)}
         finally:

@@ -15,7 +15,7 @@ from jaxattn.core.formats import TURBOQUANT, KVFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import DecodeBatch, PrefillBatch
-from jaxattn.models.block import Stream
+from jaxattn.models.block import Matrix, Stream
 from jaxattn.models.caches import CodedPages, KeyValuePages
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.models.mixers import PagedMixer, addressing, attended, spread_of
@@ -85,6 +85,16 @@ class GQA(PagedMixer):
             return None
         return gqa.TurboFormat(preset=self.cache_format, head_dim=self.head_dim)
 
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        hidden, heads = stream.hidden_size, self.num_heads * self.head_dim
+        keys = Matrix(hidden, self.num_kv_heads * self.head_dim)
+        return {
+            "q_proj": Matrix(hidden, heads * (2 if self.gated else 1)),
+            "k_proj": keys,
+            "v_proj": keys,
+            "o_proj": Matrix(heads, hidden),
+        }
+
     def format(self, stream: Stream) -> KVFormat:
         return KVFormat(self.cache_format or stream.dtype, self.head_dim)
 
@@ -103,6 +113,7 @@ class GQA(PagedMixer):
             window=self.window,
             sinks=self.sinks,
             scaled_cache=self.cache_format == "fp8",
+            fp8=self.fp8,
             eps=stream.eps,
             norm_dtype=stream.norm_dtype,
             **stream.dtypes,

@@ -7,8 +7,8 @@ What is missing, unknown or of another shape or dtype is named, all of it at onc
 parameters are allocated and filled (`filling.py`).
 
 Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups (`quantization.py`).
-Routed experts in FP8 stay FP8; every other quantized weight becomes a float: its product with its
-scale in float32, rounded once.
+Routed experts in FP8 stay FP8, and with `dense` other matrices too (`fp8_linears.py`). Every other
+quantized weight becomes a float: its product with its scale in float32, rounded once.
 
 No code of a repository is run, and no pickle is read.
 """
@@ -33,7 +33,7 @@ from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.filling import READERS, OnProgress, fill
 from jaxattn.models.placing import Key, Placed
 from jaxattn.models.quantization import Quantization, stored_as
-from jaxattn.models.registry import ExpertFormat, Published, read_model
+from jaxattn.models.registry import Published, WeightsFormat, read_model
 from jaxattn.models.shards import CONFIG, Found, open_tensors, read_json
 from jaxattn.models.stored import Part
 
@@ -44,7 +44,8 @@ def load(
     folder: str | os.PathLike,
     *,
     dtype: str | None = None,
-    experts: ExpertFormat | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
@@ -56,7 +57,10 @@ def load(
         experts: of the routed experts' weights. None is FP8 where they are stored so, and `dtype`
             otherwise. "fp8" refuses a folder that stores them in another format. "bfloat16" makes
             `dtype` of FP8 ones, also where that is float32.
-        readers: threads that read ahead, 8 MiB each.
+        dense: the same of the matrices beside the routed experts; None is `registry.DENSE` where
+            they are stored in FP8. Those with a shape that no kernel reads become `dtype`.
+        readers: threads that read ahead. Loading takes at most `filling.PART_BYTES` of host memory
+            for each, whatever the model's size.
         on_progress: called with the bytes that are placed and the bytes in all.
 
     Raises:
@@ -66,7 +70,7 @@ def load(
     """
     path = Path(folder)
     check_sizes("load", readers=readers)
-    published = read_config(path, dtype, experts)
+    published = read_config(path, dtype, experts, dense)
     weights, scales = open_weights(path, published)
     return published.model, place(
         published.model, weights, scales, readers=readers, on_progress=on_progress
@@ -74,7 +78,10 @@ def load(
 
 
 def read_config(
-    folder: Path, dtype: str | None = None, experts: ExpertFormat | None = None
+    folder: Path,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
 ) -> Published:
     """What config.json says, of that file alone; arguments are those of `load`.
 
@@ -85,7 +92,7 @@ def read_config(
         raise CheckpointError(f"dtype must be None, 'bfloat16' or 'float32'; got {shown(dtype)}")
     try:
         fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-        published = read_model(fields, experts)
+        published = read_model(fields, experts, dense)
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error
@@ -166,7 +173,12 @@ def find(
         if names
     ]  # fmt: skip
     if wrong:
-        raise CheckpointError(f"{folder}: the tensors are not the model's: {'; '.join(wrong)}")
+        hint = ""
+        if any(key[-1] == "scale" for key in (each.placed.key for each in weights)):
+            hint = "; dense='bfloat16' (--dense bfloat16) takes FP8 and floats beside the experts"
+        raise CheckpointError(
+            f"{folder}: the tensors are not the model's: {'; '.join(wrong)}{hint}"
+        )
     return weights
 
 

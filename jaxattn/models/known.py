@@ -16,7 +16,7 @@ from jaxattn.models.families.fields import Fields
 from jaxattn.models.huggingface import CONFIG, read_json
 from jaxattn.models.known_model import KnownModel
 from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.registry import family_of, read_decoder
+from jaxattn.models.registry import WeightsFormat, family_of, read_decoder
 
 DATA = Path(__file__).parent / "known"
 
@@ -43,8 +43,11 @@ def config_of(name: str) -> dict[str, Any]:
     )
 
 
-def load(name: str) -> KnownModel:
+def load(name: str, dense: WeightsFormat | None = None) -> KnownModel:
     """A shipped model by its name, or a folder's config.json.
+
+    Args:
+        dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
 
     Raises:
         KnownModelError: there is none, or its config.json is not understood. The words are those
@@ -52,7 +55,7 @@ def load(name: str) -> KnownModel:
     """
     for known in NAMES:
         if known.lower() == name.lower():
-            return from_config(known, config_of(known), known)
+            return from_config(known, config_of(known), known, dense)
     folder = Path(name)
     if not folder.is_dir():
         config_of(name)  # says which names there are
@@ -62,21 +65,24 @@ def load(name: str) -> KnownModel:
         config = read_json(folder / CONFIG)
     except CheckpointError as error:
         raise KnownModelError(str(error)) from error
-    return from_config(folder.name, config, str(folder / CONFIG))
+    return from_config(folder.name, config, str(folder / CONFIG), dense)
 
 
-def from_config(name: str, config: dict[str, Any], where: str) -> KnownModel:
+def from_config(
+    name: str, config: dict[str, Any], where: str, dense: WeightsFormat | None = None
+) -> KnownModel:
     """The model of a config.json.
 
     Args:
         where: the file, for messages.
+        dense: of `load`.
 
     Raises:
         KnownModelError: the model type is unknown, or a field is missing or does not fit.
     """
     try:
         fields = Fields(config, where)
-        model, quantization = read_decoder(fields)
+        model, quantization = read_decoder(fields, dense=dense)
         unread = _words(family_of(fields).skipped(fields))
         return BuiltModel.of(name, model, quantization, unread=unread)
     except ValueError as error:

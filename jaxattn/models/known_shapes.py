@@ -155,9 +155,12 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
         return "INT4 experts dequantized to bfloat16 on loading"
     kinds = [block.feed_forward for block in model.spec.blocks]
     shared = any(isinstance(each, MoE) and each.always for each in kinds)
+    fp8 = any(each.fp8 for block in model.spec.blocks for each in (block.mixer, block.feed_forward))
+    kept = "what no kernel reads in FP8" if fp8 else "other FP8 matrices"
+    kinds_kept = f"{'routed and shared' if shared else 'routed'} experts"
     return (
-        f"{'routed and shared' if shared else 'routed'} experts in FP8 with one scale per "
-        f"{BLOCK} x {BLOCK} block, other FP8 matrices dequantized to bfloat16 on loading"
+        f"{kinds_kept}{' and other matrices' if fp8 else ''} in FP8 with one scale per "
+        f"{BLOCK} x {BLOCK} block, {kept} dequantized to bfloat16 on loading"
     )
 
 

@@ -25,7 +25,7 @@ from jaxattn.models.config import HybridConfig
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.filling import OnProgress
 from jaxattn.models.hybrid import Hybrid, from_stored
-from jaxattn.models.registry import ExpertFormat, Published
+from jaxattn.models.registry import Published, WeightsFormat
 from jaxattn.models.sharding.decoder import OneOfMany, divided
 from jaxattn.models.sharding.filling import place_over
 from jaxattn.models.shards import CONFIG, read_json
@@ -136,7 +136,11 @@ class OwnFolder(ModelFolder):
 
 
 def read_folder(
-    path: str | os.PathLike, *, dtype: str | None = None, experts: ExpertFormat | None = None
+    path: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
 ) -> ModelFolder:
     """The model that a folder's config.json says; its format is recognised by `model_type`.
 
@@ -145,16 +149,17 @@ def read_folder(
             own format says its dtype itself.
         experts: of a folder from the hub: "fp8" or "bfloat16", what routed experts are kept in;
             None: FP8 where they are stored so.
+        dense: likewise, of the matrices beside them; None is `registry.DENSE`.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or the model is not supported.
-        ValueError: a dtype or experts for the package's own format.
+        ValueError: a dtype or format of weights for the package's own format.
     """
     folder = Path(path)
     if "model_type" in read_json(folder / CONFIG):
-        published = huggingface.read_config(folder, dtype, experts)
+        published = huggingface.read_config(folder, dtype, experts, dense)
         return HubFolder(path=folder, model=published.model, published=published)
-    for name, value in (("dtype", dtype), ("experts", experts)):
+    for name, value in (("dtype", dtype), ("experts", experts), ("dense", dense)):
         if value is not None:
             raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = checkpoint.read_config(folder)
@@ -165,7 +170,8 @@ def load(
     folder: str | os.PathLike,
     *,
     dtype: str | None = None,
-    experts: ExpertFormat | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
     cache_format: str = "auto",
     native_layers: int = 0,
     parallel: Parallel = ALONE,
@@ -175,7 +181,7 @@ def load(
     Args:
         folder: in the layout of the Hugging Face hub (`jaxattn.models.huggingface`), or in the
             package's own format (`jaxattn.models.checkpoint`).
-        dtype, experts: see `read_folder`.
+        dtype, experts, dense: see `read_folder`.
         cache_format, native_layers: those of the `Limits` that the model will be served with; an
             FP8 cache reads its scales from the folder, or takes 1.
         parallel: of several GPUs, the first of JAX's devices, which get a share each, for an
@@ -184,12 +190,12 @@ def load(
     Raises:
         TypeError: the folder is no path.
         CheckpointError: a file is missing or damaged, or the model is not supported.
-        ValueError: a dtype or experts for the package's own format, or the model has no such cache
-            or layout.
+        ValueError: a dtype or format of weights for the package's own format, or the model has no
+            such cache or layout.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"load: folder must be a path, got {type(folder).__name__}")
-    found = read_folder(folder, dtype=dtype, experts=experts)
+    found = read_folder(folder, dtype=dtype, experts=experts, dense=dense)
     found = found.in_cache_format(cache_format, native_layers)
     if parallel.gpus == 1:
         return found.model, found.open().place()

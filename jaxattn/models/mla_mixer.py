@@ -14,7 +14,7 @@ from jaxattn.core.formats import LatentFormat
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig
 from jaxattn.models.base import DecodeBatch, PrefillBatch
-from jaxattn.models.block import Stream
+from jaxattn.models.block import Matrix, Stream
 from jaxattn.models.caches import LatentPages
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.models.mixers import PagedMixer, addressing, attended, spread_of
@@ -63,10 +63,22 @@ class MLA(PagedMixer):
             v_head_dim=self.v_head_dim,
             rope=self.rope,
             gated=self.gated,
+            fp8=self.fp8,
             eps=stream.eps if self.lora_norm_eps is None else self.lora_norm_eps,
             **stream.dtypes,
             rngs=rngs,
         )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        hidden, low, heads = stream.hidden_size, self.q_lora_rank, self.num_heads
+        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        found = {"q_proj": Matrix(hidden, queries)}
+        if low is not None:
+            found = {"q_a_proj": Matrix(hidden, low), "q_b_proj": Matrix(low, queries)}
+        return found | {
+            "kv_a_proj": Matrix(hidden, self.kv_lora_rank + self.qk_rope_head_dim),
+            "o_proj": Matrix(heads * self.v_head_dim, hidden),
+        }
 
     def cache(self, stream: Stream, layers: int) -> LatentPages:
         dtype = self.cache_dtype or stream.dtype

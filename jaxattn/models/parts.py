@@ -71,6 +71,7 @@ _NEVER_FP8 = (
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")
 _SCALES = ("gate_up_scale", "down_scale")
+_SCALE = "scale"  # of a linear's FP8 weight
 
 
 def part_of(spec: DecoderSpec, key: Path) -> Part:
@@ -90,11 +91,12 @@ def part_of(spec: DecoderSpec, key: Path) -> Part:
             return Part(line="norms", split="all", stacked=1)
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
             line = type(spec.segments[number].pattern[place].mixer).__name__
-            fp8 = name not in _NEVER_FP8
-            if name in _BY_HEADS:
-                return Part(line=line, split="attention", stacked=1, published_fp8=fp8)
-            if name in _WHOLE:
-                return Part(line=line, split="all", stacked=1, published_fp8=fp8)
+            scales = key[-1] == _SCALE
+            fp8 = name not in _NEVER_FP8 and not scales
+            split: Split | None = "attention" if name in _BY_HEADS else None
+            split = "all" if name in _WHOLE else split
+            if split is not None:
+                return Part(line=line, split=split, stacked=1, published_fp8=fp8, scales=scales)
         case ("segments", int(number), "layers", int(place), "mlp", *rest):
             kind = spec.segments[number].pattern[place].feed_forward
             if isinstance(kind, MoE):
@@ -111,7 +113,8 @@ def part_of(spec: DecoderSpec, key: Path) -> Part:
 
 def _of_mlp(path: Path, line: str) -> Part | None:
     if path[0] in _MLP:
-        return Part(line=line, split="dense", stacked=1, published_fp8=True)
+        scales = path[-1] == _SCALE
+        return Part(line=line, split="dense", stacked=1, published_fp8=not scales, scales=scales)
     return None
 
 
@@ -149,7 +152,7 @@ def divided(model: DecoderModel, ways: int, cache_dtype: str | None = None) -> D
     for mixer in model.spec.mixers.values():
         fields = {field.name for field in dataclasses.fields(mixer)}
         heads = {name for name in fields if name.endswith("_heads")}
-        changes: dict[str, object] = {name: -(-getattr(mixer, name) // ways) for name in heads}
+        changes: dict[str, Any] = {name: -(-getattr(mixer, name) // ways) for name in heads}
         if cache_dtype is not None and "cache_dtype" in fields:
             changes["cache_dtype"] = cache_dtype
         changed[mixer] = dataclasses.replace(mixer, **changes)

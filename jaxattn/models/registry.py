@@ -19,6 +19,7 @@ from jaxattn.models.families import (
     youtu,
 )
 from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.fp8_linears import kept, with_fp8_linears
 from jaxattn.models.placing import Placed
 from jaxattn.models.quantization import Quantization, read_quantization
 
@@ -37,8 +38,10 @@ FAMILIES: dict[str, ModuleType] = {
     for name in family.MODEL_TYPES
 }
 
-type ExpertFormat = Literal["fp8", "bfloat16"]
-EXPERT_FORMATS = ("fp8", "bfloat16")
+type WeightsFormat = Literal["fp8", "bfloat16"]
+WEIGHTS_FORMATS = ("fp8", "bfloat16")
+# What matrices beside the experts are kept in where a checkpoint has them in FP8.
+DENSE: WeightsFormat = "bfloat16"
 
 
 class Published(NamedTuple):
@@ -61,7 +64,7 @@ class Published(NamedTuple):
         Args:
             names: of a folder's tensors; of several spellings of a model, it has one.
         """
-        return self.family.placed(self.model, names)
+        return list(kept(self.model.spec, self.family.placed(self.model, names)))
 
 
 def family_of(fields: Fields) -> ModuleType:
@@ -79,37 +82,44 @@ def family_of(fields: Fields) -> ModuleType:
     return FAMILIES[kind]
 
 
-def read_model(fields: Fields, experts: ExpertFormat | None = None) -> Published:
+def read_model(
+    fields: Fields, experts: WeightsFormat | None = None, dense: WeightsFormat | None = None
+) -> Published:
     """The model of a config.json, and where its tensors go.
 
     Args:
         experts: what routed experts are kept in; None: as they are stored, and INT4 as bfloat16.
+        dense: what matrices beside them are kept in, `DENSE` if None. "fp8" keeps those that
+            are stored so and that a kernel reads; others become bfloat16.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented, or the experts are not
+        ConfigError: a field is missing, does not fit or is not implemented, or the weights are not
             stored in FP8; it is named.
     """
     family = family_of(fields)
-    model, quantization = read_decoder(fields, experts)
+    model, quantization = read_decoder(fields, experts, dense)
     return Published(model, family, family.skipped(fields), quantization)
 
 
 def read_decoder(
-    fields: Fields, experts: ExpertFormat | None = None
+    fields: Fields, experts: WeightsFormat | None = None, dense: WeightsFormat | None = None
 ) -> tuple[DecoderModel, Quantization | None]:
     """The model of a config.json and the quantization of its weights, as `read_model`."""
     family, fields = family_of(fields), fields.text()
     quantization = read_quantization(fields)
     model = family.read_model(fields)
-    if experts not in (None, *EXPERT_FORMATS):
-        raise ConfigError(f"experts must be None, 'fp8' or 'bfloat16'; got {shown(experts)}")
-    if experts == "fp8" and quantization != "fp8":
-        stored = quantization or "floats"
-        raise ConfigError(
-            f"{fields.where}: experts='fp8' needs a checkpoint in FP8; this one is in {stored}"
-        )
+    for name, value in (("experts", experts), ("dense", dense)):
+        if value not in (None, *WEIGHTS_FORMATS):
+            raise ConfigError(f"{name} must be None, 'fp8' or 'bfloat16'; got {shown(value)}")
+        if value == "fp8" and quantization != "fp8":
+            stored = quantization or "floats"
+            raise ConfigError(
+                f"{fields.where}: {name}='fp8' needs a checkpoint in FP8; this one is in {stored}"
+            )
     if quantization == "fp8" and experts != "bfloat16":
         model = _with_fp8_experts(model)
+    if quantization == "fp8" and (dense or DENSE) == "fp8":
+        model = with_fp8_linears(model)
     return model, quantization
 
 

@@ -5,6 +5,7 @@ from jaxattn.nn.gqa import GroupedQueryAttention as GroupedQueryAttention
 from jaxattn.nn.gqa_turbo import TurboQuantAttention as TurboQuantAttention
 from jaxattn.nn.kda import KimiDeltaAttention as KimiDeltaAttention
 from jaxattn.nn.linear import Linear as Linear
+from jaxattn.nn.linear_fp8 import Fp8Linear as Fp8Linear
 from jaxattn.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jaxattn.nn.mlp import GatedMLP as GatedMLP
 from jaxattn.nn.moe import MixtureOfExperts as MixtureOfExperts

@@ -124,10 +124,10 @@ class DeltaLayer(nnx.Module):
             return self.out_proj(y.reshape(*y.shape[:2], math.prod(y.shape[2:])))
 
     def _check_tokens(self, op: str, x: Any) -> None:
-        weight = getattr(self, self.in_proj).weight
-        check_features(op, x, "hidden", self.in_proj, weight.shape, 0)
+        hidden = getattr(self, self.in_proj).in_features
+        check_features(op, x, "hidden", self.in_proj, (hidden,), 0)
         if len(x.shape) != 3:
-            raise ValueError(f"{op}: x must be [B, T, {weight.shape[0]}], got {tuple(x.shape)}")
+            raise ValueError(f"{op}: x must be [B, T, {hidden}], got {tuple(x.shape)}")
 
     def _check_chunk(
         self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, lens: tuple[Any, Any], layer: Any

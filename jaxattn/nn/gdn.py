@@ -1,5 +1,6 @@
 """Qwen3-Next's gated delta net layer: one module for training, prefill and decoding."""
 
+from collections.abc import Collection
 from functools import partial
 
 import jax
@@ -15,7 +16,8 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.nn.delta import DeltaLayer, Projected, new_rates, new_taps
-from jaxattn.nn.linear import Linear, linears
+from jaxattn.nn.linear import linears
+from jaxattn.nn.linear_fp8 import new_linear
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
@@ -42,6 +44,7 @@ class GatedDeltaNet(DeltaLayer):
             dtype.
         param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
         out_init_scale: scale of the initial out_proj, for deep residual stacks.
+        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
 
     Raises:
         ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
@@ -61,6 +64,7 @@ class GatedDeltaNet(DeltaLayer):
         head_k_dim: int = 128,
         head_v_dim: int = 128,
         conv_width: int = 4,
+        fp8: Collection[str] = (),
         eps: float = 1e-6,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
@@ -84,15 +88,16 @@ class GatedDeltaNet(DeltaLayer):
         self.conv_width = conv_width
         self.dtype = jnp.dtype(dtype)
 
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         value_dim = num_v_heads * head_v_dim
-        self.in_proj_qkvz = linear(hidden_size, self.conv_dim + value_dim, out_dtype=dtype)
-        self.in_proj_ba = linear(hidden_size, 2 * num_v_heads)
+        width = self.conv_dim + value_dim
+        self.in_proj_qkvz = linear("in_proj_qkvz", hidden_size, width, out_dtype=dtype)
+        self.in_proj_ba = linear("in_proj_ba", hidden_size, 2 * num_v_heads)
         self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
         self.A_log = new_rates(rngs, num_v_heads)
         self.dt_bias = nnx.Param(jnp.ones((num_v_heads,), jnp.float32))
         self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
-        self.out_proj = linear(value_dim, hidden_size, init_scale=out_init_scale)
+        self.out_proj = linear("out_proj", value_dim, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state. Returns float32."""

@@ -4,6 +4,7 @@ What is cached for a token is its keys and values, [Hk, D] numbers each. Each ke
 H / Hk query heads.
 """
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from jaxattn.core.checks import check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation, rope
-from jaxattn.nn.linear import Linear, linears
+from jaxattn.nn.linear import linears
+from jaxattn.nn.linear_fp8 import new_linear
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
@@ -51,6 +53,7 @@ class GroupedQueryAttention(Paged):
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax (gpt-oss).
         scaled_cache: the cache is FP8 (float8_e4m3fn).
+        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         norm_dtype: that of the norms' weights; None is `param_dtype`.
@@ -76,6 +79,7 @@ class GroupedQueryAttention(Paged):
         window: int | None = None,
         sinks: bool = False,
         scaled_cache: bool = False,
+        fp8: Collection[str] = (),
         eps: float = 1e-6,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
@@ -104,11 +108,11 @@ class GroupedQueryAttention(Paged):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.dtype, self.eps = jnp.dtype(dtype), eps
 
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        of_query = head_dim * (2 if gated else 1)
-        self.q_proj = linear(hidden_size, num_heads * of_query, out_dtype=dtype)
-        self.k_proj = linear(hidden_size, num_kv_heads * head_dim, out_dtype=dtype)
-        self.v_proj = linear(hidden_size, num_kv_heads * head_dim, out_dtype=dtype)
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
+        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=dtype)
+        self.k_proj = linear("k_proj", *of_keys, out_dtype=dtype)
+        self.v_proj = linear("v_proj", *of_keys, out_dtype=dtype)
         if qk_norm:
             norm = partial(RMSNorm, head_dim, eps=eps, param_dtype=norm_dtype or param_dtype)
             self.q_norm, self.k_norm = norm(), norm()
@@ -118,7 +122,8 @@ class GroupedQueryAttention(Paged):
         self.scaled_cache = scaled_cache
         if scaled_cache:
             self.kv_scale = nnx.Param(jnp.ones((2, num_kv_heads), jnp.float32))
-        self.o_proj = linear(num_heads * head_dim, hidden_size, init_scale=out_init_scale)
+        heads = num_heads * head_dim
+        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Causal attention over whole sequences. Returns float32."""

@@ -8,7 +8,7 @@ rounded once to the compute dtype by the product itself, which halves what a dec
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,7 @@ class Linear(nnx.Module):
 
     # Its parameters that a step reads where they lie in their stacks, and what says where.
     stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack"}
+    weight: nnx.Param
 
     def __init__(
         self,
@@ -146,39 +147,86 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes("Linear", in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
         self.dtype, self.out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
         self.in_stack: InStack | None = None
-        shape = (in_features, out_features)
-        self.weight = nnx.Param(normal(rngs, shape, init_scale * in_features**-0.5, param_dtype))
+        self._new_weight(rngs, init_scale * in_features**-0.5, param_dtype)
+
+    def _new_weight(self, rngs: nnx.Rngs, stddev: float, dtype: DTypeLike) -> None:
+        shape = (self.in_features, self.out_features)
+        self.weight = nnx.Param(normal(rngs, shape, stddev, dtype))
 
     def __call__(self, x: Float[Array, "*T K"] | Unnormed) -> Float[Array, "*T N"]:
         x = tokens_of(x)
         if self.in_stack is not None and self.in_stack.serves(x, self.dtype):
-            return linears(x, self)[0]
+            return self.together(x, self)[0]
         return matmul(x, self.weight[...], self.dtype, self.out_dtype)
+
+    @staticmethod
+    def together(
+        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False
+    ) -> tuple[Float[Array, "*T N"], ...]:
+        """`module(x)` for each module of this kind, see `linears`.
+
+        Args:
+            give: whether an `Unnormed` x keeps the normed token, for others that read it.
+        """
+        places = [module.in_stack for module in modules if module.in_stack is not None]
+        out_dtypes = [module.out_dtype for module in modules]
+        if isinstance(x, Unnormed):
+            weights = [place.weights for place in places]
+            if len(places) == len(modules) and x.serves(weights, places[0].layer):
+                return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give)
+            x = tokens_of(x)
+        if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
+            return tuple(module(x) for module in modules)
+        return linear_layer(
+            x,
+            [place.weights for place in places],
+            layer=places[0].layer,
+            out_dtypes=out_dtypes,
+            implementation=places[0].implementation,
+        )
 
 
 def linears(
-    x: Float[Array, "*T K"] | Unnormed, *modules: Linear
+    x: Float[Array, "*T K"] | Unnormed, *modules: Linear, split: bool = False
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
-    If x is an `Unnormed`, the launch makes the norm too, where it can.
+    If x is an `Unnormed`, the launch makes the norm too, where it can. Modules of another kind,
+    such as those with FP8 weights, have a launch of their own.
+
+    Args:
+        split: each module has K features of x of its own, in order; x is then an array.
     """
+    if split:
+        return _split(tokens_of(x), *modules)
+    kinds: dict[type[Linear], list[int]] = {}
+    for number, module in enumerate(modules):
+        kinds.setdefault(type(module), []).append(number)
+    found: dict[int, Array] = {}
+    for kind, numbers in kinds.items():
+        ours = [modules[number] for number in numbers]
+        others = len(found) + len(ours) < len(modules)
+        found |= zip(numbers, kind.together(x, *ours, give=others), strict=True)
+        x = tokens_of(x) if others else x  # no other launch makes the norm again
+    return tuple(found[number] for number in range(len(modules)))
+
+
+def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
+    """`module(part)` for each module and its part of x, in one launch where all are in stacks."""
+    parts = jnp.split(x, len(modules), axis=-1)
     places = [module.in_stack for module in modules if module.in_stack is not None]
-    if isinstance(x, Unnormed):
-        weights = [place.weights for place in places]
-        if len(places) == len(modules) and x.serves(weights, places[0].layer):
-            out_dtypes = [module.out_dtype for module in modules]
-            return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes)
-        x = tokens_of(x)
-    if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
-        return tuple(module(x) for module in modules)
+    plain = len(places) == len(modules) and all(type(module) is Linear for module in modules)
+    if not plain or not places[0].serves(parts[0], modules[0].dtype, *places[1:]):
+        return tuple(module(part) for module, part in zip(modules, parts, strict=True))
     return linear_layer(
         x,
         [place.weights for place in places],
         layer=places[0].layer,
         out_dtypes=[module.out_dtype for module in modules],
+        split=True,
         implementation=places[0].implementation,
     )
 

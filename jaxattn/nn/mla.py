@@ -5,7 +5,7 @@ together. Training and prefill expand it to keys and values; decoding moves the 
 query and the output (weight absorption), so that the heads attend over the latents themselves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +20,8 @@ from jaxattn.arena import Arena
 from jaxattn.core.checks import FLOATS, check_sizes
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.rope import RopeConfig, Rotation, rope, softmax_scale
-from jaxattn.nn.linear import InStack, Linear, linears, matmul, normal
+from jaxattn.nn.linear import InStack, linears, matmul, normal
+from jaxattn.nn.linear_fp8 import new_linear
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
@@ -45,6 +46,7 @@ class MultiHeadLatentAttention(Paged):
         rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
             interleaved. Without a theta nothing turns.
         gated: a head's output is multiplied by sigmoid(g_proj(x)) of that head (Ling-3.0).
+        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
@@ -70,6 +72,7 @@ class MultiHeadLatentAttention(Paged):
         v_head_dim: int = 128,
         rope: RopeConfig | None = None,
         gated: bool = False,
+        fp8: Collection[str] = (),
         eps: float = 1e-6,
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
@@ -100,15 +103,16 @@ class MultiHeadLatentAttention(Paged):
         qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.scale = softmax_scale(qk_head_dim, self.rope)
 
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        queries = num_heads * qk_head_dim
         if q_lora_rank is None:
-            self.q_proj = linear(hidden_size, num_heads * qk_head_dim, out_dtype=dtype)
+            self.q_proj = linear("q_proj", hidden_size, queries, out_dtype=dtype)
         else:
-            self.q_a_proj = linear(hidden_size, q_lora_rank)
+            self.q_a_proj = linear("q_a_proj", hidden_size, q_lora_rank)
             self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, param_dtype=param_dtype)
-            self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim, out_dtype=dtype)
+            self.q_b_proj = linear("q_b_proj", q_lora_rank, queries, out_dtype=dtype)
         latent_dim = kv_lora_rank + qk_rope_head_dim
-        self.kv_a_proj = linear(hidden_size, latent_dim)
+        self.kv_a_proj = linear("kv_a_proj", hidden_size, latent_dim)
         self.kv_a_norm = RMSNorm(kv_lora_rank, eps=eps, param_dtype=param_dtype)
         stddev = kv_lora_rank**-0.5
         self.w_uk = nnx.Param(
@@ -117,8 +121,9 @@ class MultiHeadLatentAttention(Paged):
         self.w_uv = nnx.Param(
             normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
         )
-        self.g_proj = linear(hidden_size, num_heads) if gated else None
-        self.o_proj = linear(num_heads * v_head_dim, hidden_size, init_scale=out_init_scale)
+        self.g_proj = linear("g_proj", hidden_size, num_heads) if gated else None
+        heads = num_heads * v_head_dim
+        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Causal attention over whole sequences. Returns float32."""

@@ -1,5 +1,6 @@
 """The gated feed-forward layer of both model families."""
 
+from collections.abc import Collection
 from functools import partial
 
 import jax
@@ -9,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.checks import check_features, check_sizes
-from jaxattn.nn.linear import Linear
+from jaxattn.nn.linear_fp8 import Fp8Linear, gated, new_linear
 from jaxattn.ops.linear import gated_layer
 
 
@@ -17,6 +18,9 @@ class GatedMLP(nnx.Module):
     """SwiGLU, `down_proj(silu(gate_proj(x)) * up_proj(x))`: x [*T, hidden] -> float32, the same.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Args:
+        fp8: the names of those products whose weights are FP8, see `Fp8Linear`.
 
     Raises:
         TypeError: x has no dtype of floats.
@@ -28,20 +32,26 @@ class GatedMLP(nnx.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        fp8: Collection[str] = (),
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         check_sizes("GatedMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.gate_proj = linear(hidden_size, intermediate_size, out_dtype=dtype)
-        self.up_proj = linear(hidden_size, intermediate_size, out_dtype=dtype)
-        self.down_proj = linear(intermediate_size, hidden_size, init_scale=out_init_scale)
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        wide = (hidden_size, intermediate_size)
+        self.gate_proj = linear("gate_proj", *wide, out_dtype=dtype)
+        self.up_proj = linear("up_proj", *wide, out_dtype=dtype)
+        self.down_proj = linear("down_proj", *reversed(wide), init_scale=out_init_scale)
 
     def __call__(self, x: Float[Array, "*T hidden"]) -> Float[Array, "*T hidden"]:
-        check_features("GatedMLP", x, "hidden", "gate_proj", self.gate_proj.weight.shape, 0)
+        features = (self.gate_proj.in_features,)
+        check_features("GatedMLP", x, "hidden", "gate_proj", features, 0)
         with jax.named_scope("mlp"):
+            if isinstance(self.gate_proj, Fp8Linear) and isinstance(self.up_proj, Fp8Linear):
+                made = gated(x, self.gate_proj, self.up_proj)
+                return self.down_proj(self._apart(x) if made is None else made)
             gate, up = self.gate_proj.in_stack, self.up_proj.in_stack
             if gate and up and gate.serves(x, self.gate_proj.dtype, up, gated=True):
                 hidden = gated_layer(
@@ -53,5 +63,9 @@ class GatedMLP(nnx.Module):
                     implementation=gate.implementation,
                 )
                 return self.down_proj(hidden)
-            weights = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
-            return self.down_proj(weights * self.up_proj(x))
+            return self.down_proj(self._apart(x))
+
+    def _apart(self, x: Array) -> Array:
+        """`silu(gate) * up` of two products."""
+        weights = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
+        return weights * self.up_proj(x)

@@ -1,6 +1,6 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -64,6 +64,7 @@ class MixtureOfExperts(nnx.Module):
         weight_format: "fp8" keeps the routed experts in FP8; None keeps all in `param_dtype`.
         own_experts: how many of the router's experts the stacks have, where other GPUs have the
             rest; None: all.
+        fp8: of a shared MLP beside the stacks, see `GatedMLP`.
         dtype: the operands of every product but the router's and the gate's. Those are float32; in
             `step`, if `dtype` is bfloat16, they are two bfloat16 products (`ops/router.py`).
 
@@ -81,6 +82,7 @@ class MixtureOfExperts(nnx.Module):
         shared_gate: bool = False,
         weight_format: WeightFormat | None = None,
         own_experts: int | None = None,
+        fp8: Collection[str] = (),
         out_init_scale: float = 1.0,
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
@@ -117,6 +119,7 @@ class MixtureOfExperts(nnx.Module):
             self.shared = GatedMLP(
                 hidden_size,
                 shared_size,
+                fp8=fp8,
                 out_init_scale=out_init_scale,
                 dtype=dtype,
                 param_dtype=param_dtype,

@@ -36,7 +36,7 @@ class Paged(nnx.Module):
     def _check_tokens(self, op: str, x: Any, axes: str) -> Arguments:
         """The checks of a call's further arguments, after that of `x`."""
         name, shape = self.reads
-        hidden = getattr(self, name).weight.shape[0]
+        hidden = getattr(self, name).in_features
         arguments = Arguments(op, {"hidden": (hidden, f"{name} {shape}")})
         arguments.check_shape("x", x, axes)
         return arguments

@@ -21,8 +21,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
+from jaxattn.core.fp8_blocks import dequantize, in_order
 from jaxattn.core.layers import LayerOf, taken_apart
 from jaxattn.core.norms import rms_norm
+from jaxattn.kernels import linear_fp8
 from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear import OP, linears_mosaic, refusal_with_norm, sums_parts
 from jaxattn.kernels.moe.combine import Unsummed
@@ -106,38 +108,47 @@ class Unnormed:
         if normed is not None:
             self._normed = self._total, normed.reshape(self.shape)
 
-    def serves(self, weights: Sequence[Array], layer: LayerOf) -> bool:
+    def serves(
+        self, weights: Sequence[Array], layer: LayerOf, scales: Sequence[Array] | None = None
+    ) -> bool:
         """Whether one launch makes the norm and the products with those stacks of weights."""
-        return (
-            self.before(layer, parts=True) is not None
-            and weights[0].dtype == self.dtype
-            and refusal_with_norm(1, self.shape[-1], weights) is None
-        )
+        if self.before(layer, parts=True) is None:
+            return False
+        if scales is not None:
+            return linear_fp8.refusal_with_norm(self.shape[-1], weights) is None
+        one = weights[0].dtype == self.dtype
+        return one and refusal_with_norm(1, self.shape[-1], weights) is None
 
     def linears(
         self,
-        weights: Sequence[Float[Array, "L F N"]],
+        weights: Sequence[Float[Array, "L F N"]] | Sequence[Float[Array, "L N F"]],
         *,
         layer: LayerOf,
         out_dtypes: Sequence[DTypeLike],
         give: bool = False,
+        scales: Sequence[Float[Array, "L N/128 F/128"]] | None = None,
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`linear_layer` of the normed token, where `serves`. `give` keeps the normed token.
 
-        Kernels other than XLA's have no gradient.
+        With `scales` it is `linear_fp8_layer`, of float8_e4m3fn weights [L, N, F]. Kernels other
+        than XLA's have no gradient.
         """
         first, affine, _ = taken_apart(layer)
         dtypes = [jnp.dtype(each) for each in out_dtypes]
-        added = self._added
-        parts = isinstance(added, Unsummed) and sums_parts(weights, added.weights.shape[1])
+        added, sums = self._added, sums_parts if scales is None else linear_fp8.sums_parts
+        parts = isinstance(added, Unsummed) and sums(weights, added.weights.shape[1])
         before = self.before(layer, give, parts=parts)
         assert before is not None  # it serves
         x, norm = before
 
         def kernel(interpret: bool) -> list[Array]:
             stacks = without_gradient(OP, list(weights))
-            return linears_mosaic(
-                x, stacks, layer=first, affine=affine, out_dtypes=dtypes, norm=norm,
+            make: Any = linears_mosaic
+            if scales is not None:
+                of_weights = without_gradient(OP, list(scales))
+                make = partial(linear_fp8.linears_fp8_mosaic, scales=of_weights)
+            return make(
+                x, weights=stacks, layer=first, affine=affine, out_dtypes=dtypes, norm=norm,
                 interpret=interpret,
             )  # fmt: skip
 
@@ -147,7 +158,11 @@ class Unnormed:
             normed = rms_norm(total, row, self._eps).astype(self.dtype)
             here = partial(lax.dynamic_index_in_dim, index=layer.index, keepdims=False)
             product = partial(jnp.matmul, normed, preferred_element_type=jnp.float32)
-            ys = (product(here(w)).astype(d) for w, d in zip(weights, dtypes, strict=True))
+            wide = [here(each) for each in weights]
+            if scales is not None:
+                pairs = zip(wide, scales, strict=True)
+                wide = [dequantize(in_order(w), here(s), self.dtype).T for w, s in pairs]
+            ys = (product(w).astype(d) for w, d in zip(wide, dtypes, strict=True))
             return [*ys, total, normed]
 
         with jax.named_scope("norm_linear_layer"):

@@ -195,6 +195,55 @@ def small_qwen(classes: str) -> Variation:
     return Variation(classes, fields, weights, 1, True, True, MODEL_TYPES[classes][0])
 
 
+def whole_blocks(classes: str) -> Variation:
+    """A checkpoint in FP8 whose matrices beside the experts have shapes that stay FP8."""
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        num_hidden_layers=3,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    if classes == "DeepseekV3":
+        fields |= dict(
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=512,
+            q_lora_rank=128,
+            kv_lora_rank=128,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+            first_k_dense_replace=1,
+            moe_intermediate_size=128,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+        )
+    else:
+        rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
+        fields |= dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=128,
+            layer_types=[KINDS[layer % 2] for layer in range(3)],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            rope_parameters=rope,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=384,
+            # Of another width than the experts', so that they are an MLP beside them.
+            shared_expert_intermediate_size=256,
+        )
+    return Variation(classes, fields, "fp8", 2, True, False, MODEL_TYPES[classes][0])
+
+
 MODEL_TYPES = {
     "Qwen3": ["qwen3"],
     "Qwen3Next": ["qwen3_next"],

@@ -17,6 +17,7 @@ from jaxattn import gdn, gqa, kda, mla, moe
 from jaxattn.core.rope import RopeConfig, rotation
 from jaxattn.core.turboquant import TurboFormat
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
+from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
 from jaxattn.ops.norm import rms_norm_layer
 
 PAGE, PAGES = 16, 4
@@ -47,6 +48,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "linear_layer": linear_layer,
     "gated_layer": gated_layer,
     "heads_layer": heads_layer,
+    "linear_fp8_layer": linear_fp8_layer,
+    "gated_fp8_layer": gated_fp8_layer,
     "rms_norm_layer": rms_norm_layer,
 }
 
@@ -68,6 +71,9 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
 
     def narrow(*shape: int) -> Any:
         return draw(*shape) / 8
+
+    def e4m3(*shape: int) -> Any:
+        return draw(*shape, dtype=jnp.float8_e4m3fn)
 
     def ints(*numbers: int) -> Any:
         return jnp.asarray(numbers, jnp.int32)
@@ -175,6 +181,16 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
         ),
         "heads_layer": lambda: (
             {"x": draw(2, 4, 128), "weights": narrow(2, 4, 128, 128)}, {"layer": 1},
+        ),
+        "linear_fp8_layer": lambda: (
+            {"x": draw(2, 128), "weights": [e4m3(2, 128, 128), e4m3(2, 192, 128)],
+             "scales": [abs(draw(2, n, 1, dtype=f32)) for n in (1, 2)]},
+            {"layer": 1},
+        ),
+        "gated_fp8_layer": lambda: (
+            {"x": draw(2, 128), "weights": (e4m3(2, 128, 128), e4m3(2, 128, 128)),
+             "scales": tuple(abs(draw(2, 1, 1, dtype=f32)) for _ in range(2))},
+            {"layer": 1},
         ),
         "rms_norm_layer": lambda: (
             {"x": draw(2, 128), "weights": draw(2, 128, dtype=f32)}, {"layer": 1},

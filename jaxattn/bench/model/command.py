@@ -27,6 +27,7 @@ from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
+from jaxattn.cli.options import add_dense
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.memory.budget import nbytes
@@ -52,6 +53,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
     )
+    add_dense(parser)
     parser.add_argument("--no-peers", action="store_true", help="not vLLM's times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     parser.add_argument(
@@ -69,7 +71,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         sorted({min(c, args.prompt) for c in args.chunks}),
     )
     try:
-        args.name, args.fields, args.model = find(args.name)
+        args.name, args.fields, args.model = find(args.name, args.dense)
         if args.plot:
             plot.require_matplotlib()  # before all the measuring
     except (UnknownModel, plot.PlotError) as error:

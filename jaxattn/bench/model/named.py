@@ -8,19 +8,20 @@ from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families.fields import ConfigError, Fields
 from jaxattn.models.huggingface import CONFIG, read_json
-from jaxattn.models.registry import read_model
+from jaxattn.models.registry import WeightsFormat, read_model
 
 
 class UnknownModel(ValueError):
     """No model has this name, or it cannot be run; the message says which can."""
 
 
-def find(name: str) -> tuple[str, dict[str, Any], DecoderModel]:
+def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, Any], DecoderModel]:
     """(name, the fields of its config.json, the model).
 
     Args:
         name: of a shipped configuration, or the beginning of one name alone (case does not
             matter), or a folder.
+        dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
 
     Raises:
         UnknownModel: there is none, or its family or a field of it is not implemented.
@@ -38,7 +39,7 @@ def find(name: str) -> tuple[str, dict[str, Any], DecoderModel]:
         )
     try:
         fields = read_json(path)
-        model = read_model(Fields(fields, str(path))).model
+        model = read_model(Fields(fields, str(path)), dense=dense).model
     except (CheckpointError, ConfigError, ValueError) as error:
         raise UnknownModel(str(error)) from error
     return found, fields, model

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.memory.budget import nbytes
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.layer_cache import CacheSize, DecodeState
 
@@ -94,7 +95,11 @@ def draw_of(name: str, leaf: jax.ShapeDtypeStruct, model: DecoderModel) -> Draw:
 def filled(
     names: Iterable[str], shapes: list[jax.ShapeDtypeStruct], draws: Iterable[Draw], seed: int
 ) -> list[jax.Array]:
-    """An array for each shape, one after another; compiled together."""
+    """An array for each shape, the largest first; compiled together.
+
+    An array in progress has a block beside it, whose place is a gap later. What is small fits
+    there.
+    """
     for name, shape in zip(names, shapes, strict=True):
         if shape.dtype.name not in FLOATS:
             raise ValueError(f"{name} is {shape.dtype.name}; random ones are {', '.join(FLOATS)}")
@@ -102,10 +107,14 @@ def filled(
     kinds = {(shape.shape, shape.dtype.name) for shape in shapes}
     with ThreadPoolExecutor(COMPILERS) as pool:
         fills = dict(zip(kinds, pool.map(lambda kind: _compiled(*kind), kinds), strict=True))
-    return [
-        fills[shape.shape, shape.dtype.name](jax.random.fold_in(key, number), *map(float, draw))
-        for number, (shape, draw) in enumerate(zip(shapes, draws, strict=True))
-    ]
+    wanted = list(enumerate(zip(shapes, draws, strict=True)))
+    made = {
+        number: fills[shape.shape, shape.dtype.name](
+            jax.random.fold_in(key, number), *map(float, draw)
+        )
+        for number, (shape, draw) in sorted(wanted, key=lambda each: -nbytes(each[1][0]))
+    }
+    return [made[number] for number in range(len(wanted))]
 
 
 def _compiled(shape: tuple[int, ...], dtype: str) -> jax.stages.Compiled:

@@ -12,8 +12,8 @@ into a ring of `stages` steps of K, the next item's too. One or two warpgroups m
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
 
-FP8 weights are widened on their way through registers (fp8.py). Each step's product, of 128 of K,
-has a scale of its own, by which it is multiplied as it is added to the sum, in float32. Where few
+FP8 weights are widened on their way through registers (hopper/fp8_tiles.py). Each step's product,
+of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in float32. Where few
 multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through shared
 memory to gate's warpgroup.
 
@@ -34,12 +34,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.hopper.fp8_tiles import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import swizzled
 from jaxattn.kernels.hopper.stores import store
 from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.moe.config import BLOCK, GROUP, ROWS, Product, stages_of
-from jaxattn.kernels.moe.fp8 import SWIZZLED, widened
 from jaxattn.kernels.moe.work import EXPERT, FROM, GROUPS, TO, Work
 
 PRODUCT = plgpu.Layout.WGMMA
@@ -436,7 +436,9 @@ class ScaledSums:
             mine = [(block.wg, 0)]
         if block.cut.interpret:
             tokens = refs.tokens_smem[slot]
-            return [_plain(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine]
+            return [
+                plain_product(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine
+            ]
 
         def products(*accs: Any) -> list[jax.Array]:
             for (part, rows), acc in zip(mine, accs, strict=True):
@@ -448,9 +450,3 @@ class ScaledSums:
             ]
 
         return pl.run_scoped(products, *block.accumulators[: len(mine)])
-
-
-def _plain(weights: jax.Array, tokens: jax.Array) -> jax.Array:
-    """A step's product in the interpreter, whose wgmma takes nothing from registers."""
-    exact = lax.Precision.HIGHEST
-    return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)

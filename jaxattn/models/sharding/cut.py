@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.core.fp8_blocks import BLOCK
 from jaxattn.parallel import Dimension, Parallel
 
 
@@ -97,6 +98,33 @@ def _ranges_of(x: Any, axis: int, ranges: tuple[tuple[int, int], ...]) -> Any:
         shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
         pieces.append(numbers.zeros(shape, x.dtype))
     return pieces[0] if len(pieces) == 1 else numbers.concatenate(pieces, axis=axis)
+
+
+def of_fp8(cut: Cut, parts: int, name: str, scales: bool) -> Cut:
+    """The cut of a linear as its FP8 weight has it, [out, in], or the scales of its blocks.
+
+    Args:
+        cut: of the weight [in, out].
+        parts: GPUs that have a part each.
+        name: of the linear, for the message.
+
+    Raises:
+        CannotDivide: a part ends within a block of scales.
+    """
+    axis = -3 - cut.axis
+    if not scales:
+        return dataclasses.replace(cut, axis=axis)
+    blocks = []
+    for count, width in cut.heads:
+        each = own_heads(count, 0, parts)[1]
+        whole, size = (parts, each * width) if count >= parts else (count, width)
+        if size % BLOCK:
+            raise CannotDivide(
+                f"{name} in FP8 over {parts} GPUs has parts of {size}, no whole blocks of {BLOCK} "
+                "that share a scale; use fewer, or dense='bfloat16' (--dense bfloat16)"
+            )
+        blocks.append((whole, size // BLOCK))
+    return dataclasses.replace(cut, axis=axis, heads=tuple(blocks))
 
 
 @dataclasses.dataclass(frozen=True)

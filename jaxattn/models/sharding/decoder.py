@@ -17,6 +17,7 @@ from jaxattn.models.base import Model
 from jaxattn.models.block import Block
 from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.fp8_linears import linear_of
 from jaxattn.models.packed import PackedParams
 from jaxattn.models.sharding.cut import (
     WHOLE,
@@ -24,6 +25,7 @@ from jaxattn.models.sharding.cut import (
     Cut,
     Cuts,
     divided_layer,
+    of_fp8,
     own,
     partition_spec,
 )
@@ -97,7 +99,11 @@ def divided(model: Model, parallel: Parallel) -> Model:
     local = dataclasses.replace(
         spec, blocks=tuple(blocks[block] for block in spec.blocks), parallel=parallel
     )
-    return OneOfMany(local, model.tokens, undivided=model)
+    made = OneOfMany(local, model.tokens, undivided=model)
+    for key, _ in nnx.to_flat_state(model.param_shapes()):
+        if key[-1] == "scale":
+            made.cuts_of(key)  # refuses cuts within blocks of FP8
+    return made
 
 
 def _divided_block(block: Block, spec: DecoderSpec, parallel: Parallel) -> Block:
@@ -119,8 +125,12 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
             block = spec.segments[number].pattern[place]
             layer = block.mixer if part == "mixer" else block.feed_forward
             cuts = divided_layer(layer, spec.stream, parallel).cuts
-            path = ".".join(str(name) for name in names if name != "weight")
-            return cuts.get(path, WHOLE)
+            path = ".".join(str(name) for name in names if name not in ("weight", "scale"))
+            found = cuts.get(path, WHOLE)
+            if linear_of(spec, key) is None:
+                return found
+            scales = names[-1] == "scale"
+            return tuple(of_fp8(cut, parallel.size(cut.over), path, scales) for cut in found)
     return WHOLE
 
 

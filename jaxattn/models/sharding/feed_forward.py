@@ -19,7 +19,8 @@ def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> Divided[MLP]:
     size, ways = layer.intermediate_size, parallel.tensor
     if size % ways:
         raise refuse("columns of an MLP", size, "tensor", ways)
-    return Divided(MLP(intermediate_size=size // ways), _cuts_of_mlp(size, "tensor"))
+    local = dataclasses.replace(layer, intermediate_size=size // ways)
+    return Divided(local, _cuts_of_mlp(size, "tensor"))
 
 
 @divided_layer.register

@@ -1,0 +1,83 @@
+"""Which matrices beside the experts stay FP8, and where a checkpoint's numbers and scales go.
+
+A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
+the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has
+a shape that no kernel reads becomes bfloat16 on loading, as what would cut blocks of scales
+(`Matrix.fits_fp8`).
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from jaxattn.core.fp8_blocks import BLOCK, block_counts
+from jaxattn.models.blocks import Block
+from jaxattn.models.changes import (
+    Below,
+    Change,
+    GroupColumns,
+    GroupRows,
+    Paired,
+    Transposed,
+)
+from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.decoder_spec import DecoderSpec
+from jaxattn.models.placing import Key, Placed
+from jaxattn.models.stored import Numbers, Scales
+
+
+def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> DecoderModel:
+    """The model whose linears are FP8 where they can be, but for those of these names."""
+    stream = model.spec.stream
+
+    def changed(layer: Any) -> Any:
+        matrices = layer.matrices(stream).items()
+        names = (name for name, matrix in matrices if matrix.fits_fp8 and name not in without)
+        return dataclasses.replace(layer, fp8=tuple(names))
+
+    def block(each: Block) -> Block:
+        return Block(changed(each.mixer), changed(each.feed_forward))
+
+    found = {each: block(each) for each in dict.fromkeys(model.spec.blocks)}
+    blocks = tuple(found[each] for each in model.spec.blocks)
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, blocks=blocks))
+
+
+def linear_of(spec: DecoderSpec, key: Key) -> str | None:
+    """The name of the FP8 linear that a parameter is of, "q_proj" or "shared.down_proj"; None where
+    it is of no such linear."""
+    match key:
+        case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names, _):
+            block = spec.segments[number].pattern[place]
+            layer = block.mixer if part == "mixer" else block.feed_forward
+            name = ".".join(map(str, names))
+            return name if name in layer.fp8 else None
+    return None
+
+
+def kept(spec: DecoderSpec, placed: Iterable[Placed]) -> Iterator[Placed]:
+    """The tensors of a checkpoint, of FP8 linears the numbers and their scales."""
+    for each in placed:
+        if linear_of(spec, each.key) is None:
+            yield each
+            continue
+        rows = Paired(_rows(each.change, 1))
+        yield dataclasses.replace(each, change=rows, stored=Numbers())
+        yield dataclasses.replace(
+            each,
+            name=f"{each.name}_scale_inv",
+            shape=block_counts(*each.shape),
+            key=(*each.key[:-1], "scale"),
+            change=_rows(each.change, BLOCK),
+            stored=Scales(),
+        )
+
+
+def _rows(change: Change, block: int) -> Change:
+    """The change of a tensor that is not transposed, whose rows are of `block` rows each."""
+    match change:
+        case Transposed(first):
+            return Below(first // block)
+        case GroupColumns(group, begin, size, first):
+            return GroupRows(group // block, begin // block, size // block, first // block)
+    raise ValueError(f"no FP8 linear is made by {change}")

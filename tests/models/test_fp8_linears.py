@@ -1,0 +1,226 @@
+"""Matrices beside the experts that stay FP8: what they mean, where they go, who divides them."""
+
+import dataclasses
+import importlib.util
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxattn.core.fp8_blocks import dequantize, in_order
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known
+from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.families.fields import Fields
+from jaxattn.models.fp8_linears import with_fp8_linears
+from jaxattn.models.registry import read_model
+from jaxattn.models.sharding.cut import CannotDivide
+from jaxattn.models.sharding.decoder import divided
+from jaxattn.parallel import Parallel
+from tests.helpers import checkpoint_variations
+from tests.helpers.fp8_folders import write_folder
+from tests.helpers.safetensors_files import read_file, write_file
+from tests.models.test_parity import every_expert, steps
+
+CLASSES = ("Qwen3Next", "Qwen3_5Moe", "DeepseekV3")
+NAMES = {
+    "Qwen3Next": {"in_proj_qkvz", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"},
+    "DeepseekV3": {"q_a_proj", "q_b_proj", "kv_a_proj", "o_proj"},
+}
+NAMES["Qwen3_5Moe"] = NAMES["Qwen3Next"]
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def folder(request, tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("fp8"), request.param)
+
+
+@cache
+def loaded(folder: Path, dense: str):
+    return huggingface.load(folder, dtype="float32", dense=dense)
+
+
+def leaves(params) -> dict:
+    return {
+        ".".join(str(each.key) for each in path if hasattr(each, "key")): leaf
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+
+
+def test_numbers_and_scales_are_those_that_were_published(folder):
+    wide, kept = (leaves(loaded(folder, dense)[1]) for dense in ("bfloat16", "fp8"))
+    fp8 = [name for name in kept if name.endswith(".scale")]
+    assert {name.split(".")[-2] for name in fp8} >= {"o_proj"} and len(fp8) > 5
+    for name in fp8:
+        weight = name.replace("scale", "weight")
+        numbers, scales = kept[weight], kept[name]
+        assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+        meant = dequantize(in_order(numbers), scales, jnp.float32).swapaxes(-1, -2)
+        np.testing.assert_array_equal(meant, wide[weight], err_msg=name)
+    rest = set(kept) - set(fp8) - {name.replace("scale", "weight") for name in fp8}
+    for name in rest:
+        np.testing.assert_array_equal(kept[name], wide[name], err_msg=name)
+    assert set(wide) == set(kept) - set(fp8)
+
+
+def test_the_bytes_of_a_matrix_are_not_touched(folder):
+    params, stored = loaded(folder, "fp8")[1], read_file(folder / "model.safetensors")
+    found = {
+        np.asarray(in_order(matrix)).tobytes()
+        for name, leaf in leaves(params).items()
+        if name.endswith("o_proj.weight")
+        for matrix in leaf
+    }
+    names = [name for name in stored if name.endswith("self_attn.o_proj.weight")]
+    assert names and {stored[name].tobytes() for name in names} == found
+
+
+def test_logits_are_those_of_the_floats(folder):
+    tokens = np.arange(24).reshape(2, 12) * 7 % 192
+    wide, kept = (loaded(folder, dense) for dense in ("bfloat16", "fp8"))
+    found, expected = (jax.jit(m.bind(params))(tokens) for m, params in (kept, wide))
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_random_parameters_have_the_same_shapes_and_dtypes(folder):
+    model, params = loaded(folder, "fp8")
+    made = model.init_params(jax.random.key(0))
+    one, other = ([(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made))
+    assert one == other and jax.tree.structure(params) == jax.tree.structure(made)
+    logits = jax.jit(model.bind(made))(np.arange(6)[None])
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("classes", CLASSES)
+def test_transformers_computes_the_same_in_float64(classes, tmp_path):
+    for library in ("torch", "transformers"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed; it makes the checkpoint")
+    from tests.helpers import make_checkpoints
+
+    make_checkpoints.write(checkpoint_variations.whole_blocks(classes), tmp_path)
+    model, params = huggingface.load(tmp_path, dtype="float32", dense="fp8")
+    names = {name for block in model.spec.blocks for name in block.mixer.fp8}
+    assert names == NAMES[classes]
+    wanted = safetensors.numpy.load_file(tmp_path / "reference.safetensors")
+    found, expected = steps(model, params, wanted)
+    exact = np.stack(
+        [wanted["exact_logits"][0, wanted["lengths"][0] - 1], *wanted["exact_step_logits"]]
+    )
+    np.testing.assert_allclose(found, exact, atol=1e-4, rtol=1e-4)
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+# --- which
+
+
+def model_of(name: str, dense: str | None = "fp8", **more):
+    return read_model(Fields(known.config_of(name) | more, name), dense=dense).model
+
+
+def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
+    layers = {type(b.mixer).__name__: b.mixer.fp8 for b in model_of("DeepSeek-R1").spec.blocks}
+    assert layers == {"MLA": ("q_a_proj", "q_b_proj", "kv_a_proj", "o_proj")}
+    next_ = model_of("Qwen3-Next-80B-A3B-FP8").spec
+    assert {b.mixer.fp8 for b in next_.blocks} == {
+        ("in_proj_qkvz", "out_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+    }  # fmt: skip
+    narrow = model_of("Qwen3-Next-80B-A3B-FP8", linear_key_head_dim=96, head_dim=16).spec
+    assert {b.mixer.fp8 for b in narrow.blocks} == {("out_proj",), ("q_proj", "o_proj")}
+    assert not model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16").spec.blocks[0].mixer.fp8
+
+
+def test_some_may_be_left_out():
+    model = with_fp8_linears(model_of("DeepSeek-R1", "bfloat16"), {"o_proj", "up_proj"})
+    assert model.spec.blocks[0].mixer.fp8 == ("q_a_proj", "q_b_proj", "kv_a_proj")
+    assert model.spec.blocks[0].feed_forward.fp8 == ("gate_proj", "down_proj")
+
+
+def test_a_checkpoint_in_floats_has_no_fp8():
+    with pytest.raises(ValueError, match="dense='fp8' needs a checkpoint in FP8"):
+        model_of("Qwen3-32B")
+    with pytest.raises(ValueError, match="dense must be None, 'fp8' or 'bfloat16'; got 'int8'"):
+        model_of("DeepSeek-R1", "int8")
+
+
+def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path):
+    tensors = read_file(folder / "model.safetensors")
+    name = next(n for n in sorted(tensors) if n.endswith("o_proj.weight"))
+    tensors[name] = tensors[name].astype(jnp.bfloat16)
+    del tensors[f"{name}_scale_inv"]
+    write_file(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=rf"{name}' bfloat16\[.*expected float8.*dense"):
+        huggingface.load(tmp_path, dense="fp8")
+    huggingface.load(tmp_path, dense="bfloat16")
+
+
+# --- several GPUs
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B-FP8", "DeepSeek-R1"])
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_weights_and_scales_are_cut_alike(name, gpus):
+    model = model_of(name)
+    if name.startswith("Qwen") and gpus == 8:
+        gpus = 4
+    own = leaves(divided(model, Parallel(tensor=gpus, expert=gpus)).param_shapes())
+    whole = leaves(model.param_shapes())
+    scales = [name for name in own if name.endswith("proj.scale")]
+    assert scales
+    for scale in scales:
+        weight = scale.replace("scale", "weight")
+        for axis in (-1, -2):
+            blocks = -(-own[weight].shape[axis] // 128)
+            assert own[scale].shape[axis] == blocks, (weight, own[weight].shape)
+        assert own[weight].size <= whole[weight].size
+
+
+def test_a_cut_within_a_block_is_refused_by_name():
+    model = model_of(
+        "DeepSeek-R1", v_head_dim=96, num_attention_heads=4, moe_intermediate_size=2048
+    )
+    assert "o_proj" in model.spec.blocks[0].mixer.fp8
+    with pytest.raises(CannotDivide, match=r"o_proj in FP8 over 2 GPUs has parts of 192.*bfloat16"):
+        divided(model, Parallel(tensor=2))
+    plain = dataclasses.replace(model, spec=model_of(
+        "DeepSeek-R1", "bfloat16", v_head_dim=96, num_attention_heads=4
+    ).spec)  # fmt: skip
+    divided(plain, Parallel(tensor=2))
+
+
+# --- in a decode step
+
+
+def decoded(model, params, implementation) -> np.ndarray:
+    """The logits of three decode steps of one row."""
+    packed = model.pack(params)
+    state = init_state(model, CacheSize(pages=1, slots=1), scratch_spec(model, 1, max_pages=1))
+    run = jax.jit(partial(model.decode, implementation=implementation))
+    found = []
+    for length in (1, 2, 3):
+        batch = DecodeBatch(
+            np.array([[5 + length]], np.int32), np.array([length], np.int32),
+            np.zeros((1, 1), np.int32), np.zeros(1, np.int32),
+        )  # fmt: skip
+        logits, state = run(packed, state, batch)
+        found.append(np.asarray(logits, np.float32))
+    return np.stack(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_step_with_the_kernels(folder, unrolled, monkeypatch):
+    """Near XLA's step in float32; tokens take all experts, so that none are chosen by rounding."""
+    if unrolled:
+        monkeypatch.setattr(decoder_network, "MANY_REPEATS", 1)
+    exact, params = loaded(folder, "fp8")
+    model, own = huggingface.load(folder, dense="fp8")
+    found = decoded(every_expert(model), own, "mosaic_gpu")
+    wanted = decoded(every_expert(exact), params, "xla")
+    for one, other in zip(found, wanted, strict=True):
+        assert np.linalg.norm(one - other) <= 3e-2 * np.linalg.norm(other)

@@ -1,0 +1,92 @@
+"""Linears with FP8 weights: alone, in a stack, behind a norm, beside another in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxattn.core.fp8_blocks import dequantize, in_order, in_pairs, quantize
+from jaxattn.core.layers import LayerOf
+from jaxattn.nn import Fp8Linear, GatedMLP, Linear
+from jaxattn.nn.linear import InStack, linears
+from jaxattn.ops import norm_linear
+from jaxattn.ops.norm_linear import Unnormed
+
+INTERPRET = "mosaic_gpu_interpret"
+
+
+def test_pairs_are_four_bytes_of_a_thread():
+    columns = in_pairs(jnp.arange(32))
+    assert columns[:8].tolist() == [0, 8, 1, 9, 2, 10, 3, 11] and columns[16] == 16
+    np.testing.assert_array_equal(in_order(columns), np.arange(32))
+
+
+@pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
+def test_a_linear_multiplies_by_what_its_numbers_mean(dtype, limit):
+    linear = Fp8Linear(160, 192, dtype=dtype, rngs=nnx.Rngs(0))
+    assert linear.weight.shape == (192, 160) and linear.scale.shape == (2, 2)
+    x = jax.random.normal(jax.random.key(1), (2, 3, 160))
+    wide = np.asarray(dequantize(in_order(linear.weight[...]), linear.scale[...], jnp.float32))
+    expected = np.asarray(x, np.float64) @ wide.T
+    found = np.asarray(linear(x), np.float64)
+    assert np.linalg.norm(found - expected) <= limit * np.linalg.norm(expected)
+    gradient = jax.grad(lambda x: linear(x).sum())(x)
+    np.testing.assert_allclose(gradient[0, 0], wide.sum(0), rtol=3e-2, atol=3e-2)
+
+
+def stacked(linear: Linear, layers: int, layer: int, implementation: str) -> Linear:
+    """The linear as number `layer` of a stack; the others are NaN."""
+    place = LayerOf(jnp.int32(layer + 1), 1, -1)
+    for name, attribute in linear.stacked.items():
+        own = getattr(linear, name)[...]
+        stack = jnp.full((layers, *own.shape), jnp.nan, own.dtype).at[layer].set(own)
+        setattr(linear, attribute, InStack(stack, place, implementation))
+    return linear
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_two_kinds_beside_each_other_behind_a_norm(tokens, monkeypatch):
+    made = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    own = Fp8Linear(512, 256, **made), Linear(512, 64, **made), Fp8Linear(512, 128, **made)
+    x, added = (jax.random.normal(jax.random.key(i), (1, tokens, 512)) for i in (1, 2))
+    norms = 1 + jax.random.normal(jax.random.key(3), (4, 512)) / 8
+    # The launch of FP8 weights makes the norm, and no other.
+    monkeypatch.setattr(norm_linear, "linears_mosaic", None)
+
+    def run(implementation: str, *modules: Linear):
+        for module in modules:
+            stacked(module, 3, 1, implementation)
+        stream = Unnormed(
+            x, added, norms, layer=LayerOf(modules[0].in_stack.layer.repeat, 2, -1), eps=1e-6,
+            dtype=jnp.bfloat16, implementation=implementation,
+        )  # fmt: skip
+        return [*linears(stream, *modules), stream.total]
+
+    found, expected = run(INTERPRET, *own), run("xla", *own)
+    for one, other in zip(found, expected, strict=True):
+        one, other = (np.asarray(each, np.float64) for each in (one, other))
+        assert np.isfinite(one).all()
+        assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
+
+
+def test_an_mlp_takes_gate_and_up_in_one_launch():
+    names = ("gate_proj", "up_proj", "down_proj")
+    mlp = GatedMLP(256, 128, fp8=names, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert all(isinstance(getattr(mlp, name), Fp8Linear) for name in names)
+    x = jax.random.normal(jax.random.key(1), (1, 2, 256))
+    expected = np.asarray(mlp(x))
+    for name in names:
+        stacked(getattr(mlp, name), 2, 1, INTERPRET)
+    text = str(jax.make_jaxpr(lambda x: mlp(x))(x))
+    assert text.count("name=linear_fp8_layer") >= 2
+    found = np.asarray(mlp(x))
+    assert np.linalg.norm(found - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+def test_numbers_of_another_dtype_are_quantized_as_published():
+    weights = jax.random.normal(jax.random.key(0), (128, 256))
+    numbers, scales = quantize(weights)
+    np.testing.assert_allclose(
+        dequantize(in_order(in_pairs(numbers)), scales, jnp.float32), weights, atol=0.15
+    )
