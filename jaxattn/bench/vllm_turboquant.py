@@ -143,6 +143,7 @@ def store(
     tokens, kv_heads, dim = k.shape
     options = _sizes(form, kv_heads) | {"rounded_bytes": 1 << (form.value_bytes - 1).bit_length()}
     slots = slots.astype(jnp.int32)
+    operands: tuple[jax.Array, ...] = (k, v, slots)
     if form.rotated:
         wide = k.astype(jnp.float32)
         norms = jnp.linalg.norm(wide, axis=-1)
@@ -151,8 +152,6 @@ def store(
         borders = (table[1:] + table[:-1]) / 2
         operands = (unit, norms, v.astype(jnp.float32), borders, slots)
         options |= {"key_bits": form.key_bits, "key_bytes": form.key_bytes}
-    else:
-        operands = (k, v, slots)
     return jax_triton.triton_call(
         *operands, cache,
         kernel=kernels.stored_levels if form.rotated else kernels.stored_e4m3,
