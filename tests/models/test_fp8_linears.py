@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from jaxattn.core.fp8_blocks import dequantize, in_order
-from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known, registry
 from jaxattn.models.base import init_state, scratch_spec
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.fields import Fields
@@ -147,16 +147,27 @@ def test_a_checkpoint_in_floats_has_no_fp8():
         model_of("DeepSeek-R1", "int8")
 
 
-def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path):
+def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
     tensors = read_file(folder / "model.safetensors")
     name = next(n for n in sorted(tensors) if n.endswith("o_proj.weight"))
-    tensors[name] = tensors[name].astype(jnp.bfloat16)
-    del tensors[f"{name}_scale_inv"]
+    scale = tensors.pop(f"{name}_scale_inv")
+    tensors[name] = np.asarray(dequantize(tensors[name], scale, jnp.bfloat16))
     write_file(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match=rf"{name}' bfloat16\[.*expected float8.*dense"):
         huggingface.load(tmp_path, dense="fp8")
     huggingface.load(tmp_path, dense="bfloat16")
+    # Where nothing is asked for, all of that name are floats.
+    monkeypatch.setattr(registry, "DENSE", "fp8")
+    model, params = huggingface.load(tmp_path, dtype="float32")
+    names = [block.mixer.fp8 for block in model.spec.blocks]
+    assert all("o_proj" not in each for each in names) and any(
+        "k_proj" in each or "q_a_proj" in each for each in names
+    )
+    wide = loaded(folder, "bfloat16")[1]
+    for name, leaf in leaves(params).items():
+        if "o_proj" in name:
+            np.testing.assert_allclose(leaf, leaves(wide)[name], rtol=2**-7)
 
 
 # --- several GPUs
