@@ -134,6 +134,18 @@ def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
     assert not model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16").spec.blocks[0].mixer.fp8
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-R1", "Qwen3-Next-80B-A3B-FP8"])
+def test_a_plan_counts_numbers_and_scales(name):
+    wide, kept = (known.load(name, dense) for dense in ("bfloat16", "fp8"))
+    assert kept.total_parameters() == wide.total_parameters()
+    assert kept.whole_fp8_bytes == wide.whole_fp8_bytes <= kept.total_bytes() < wide.total_bytes()
+    params = kept.model.param_shapes()
+    assert kept.total_bytes() == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    assert "experts and other matrices in FP8" in kept.stored
+    assert "other FP8 matrices dequantized to bfloat16" in wide.stored
+    assert kept.sizes.widened > wide.sizes.widened == 0
+
+
 def test_some_may_be_left_out():
     model = with_fp8_linears(model_of("DeepSeek-R1", "bfloat16"), {"o_proj", "up_proj"})
     assert model.spec.blocks[0].mixer.fp8 == ("q_a_proj", "q_b_proj", "kv_a_proj")
