@@ -11,6 +11,7 @@ port, and the engine's at the next.
 import argparse
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from jaxattn.engine.links import HostError, host_and_port
 from jaxattn.memory.limits import Limits
 from jaxattn.models.fingerprint import fingerprint
 from jaxattn.parallel import Parallel
+from jaxattn.parallel.splitting import never_split
 
 PORT = 1234
 HEARTBEAT_SECONDS = 100  # of JAX's own watch, which says less: the crew's is first
@@ -103,6 +105,7 @@ def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
     if place is None:
         yield None
         return
+    never_split(os.environ)  # `initialize` refuses where a backend has started
     jax.distributed.initialize(
         place.coordinator,
         place.processes,

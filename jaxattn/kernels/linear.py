@@ -9,8 +9,8 @@ of a cluster add up their sums, each some of the tokens', in the order of the bl
 
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
 silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
-their own, [L * heads, K, N], and rotated dims may follow them (linear_turned.py). A token's result
-does not depend on the other tokens.
+their own, [L * heads, K, N], and rotated dims may follow them (linear_turned.py). Several matrices
+may each have numbers of x of their own, too. A token's result does not depend on the other tokens.
 
 A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
 
@@ -161,6 +161,7 @@ def linears_mosaic(
     gated: bool = False,
     heads: int = 1,
     turned: Turned | None = None,
+    split: bool = False,
     norm: Normed | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -176,12 +177,14 @@ def linears_mosaic(
         heads: each multiplies K numbers of x by a matrix of its own.
         turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
             rotated. Then N is a multiple of 128.
+        split: each matrix multiplies K numbers of x of its own, x being [T, matrices * K].
         norm: the norm of x + added, which comes before the products. x is then float32 [1, K].
             After the products the list has x + added, float32 [1, K]. With `norm.gives` it also
             has the normed token, in the weights' dtype.
     """
     behind = 0 if turned is None else DIMS
-    tokens, inner = x.shape[0], x.shape[1] // heads - behind
+    pieces = len(weights) if split else heads
+    tokens, inner = x.shape[0], x.shape[1] // pieces - behind
     dtype = x.dtype if norm is None else weights[0].dtype
     refuse(
         jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
@@ -209,6 +212,7 @@ def linears_mosaic(
         gated=gated,
         heads=heads,
         behind=behind,
+        split=split,
         interpret=interpret,
     )
     tiled, many = swizzled(dtype), 1 + gated

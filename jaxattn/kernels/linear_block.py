@@ -33,6 +33,7 @@ class Cut:
         steps: of K.
         sizes: N of each result.
         behind: numbers of x, and of a result, behind those of a head.
+        split: each result is of K numbers of x of its own, in order.
     """
 
     parts: int
@@ -45,6 +46,7 @@ class Cut:
     gated: bool
     heads: int
     behind: int
+    split: bool
     interpret: bool
 
     @property
@@ -107,6 +109,9 @@ class Block:
             number = self.tile - before
             self.places.append((number, jnp.minimum(number * ROWS, size - ROWS)))
             before += tiles
+        if cut.split:
+            later = [jnp.where(number >= 0, 1, 0) for number, _ in self.places[1:]]
+            self.of_x = sum(later, jnp.int32(0)) * (cut.steps * STEP)
         self.norm = None
         if normed is not None:
             self.norm = Norm(
@@ -166,7 +171,8 @@ class Block:
         cut, refs = self.cut, self.refs
         slot, first = lax.rem(step, cut.stages), (self.begin + step) * STEP
         some = pl.ds(pl.multiple_of(first, STEP), STEP)
-        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if cut.heads > 1 else some
+        own = cut.heads > 1 or cut.split
+        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if own else some
         there = refs.loaded.at[slot]
         if not self.norm:
             tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]

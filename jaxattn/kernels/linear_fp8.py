@@ -145,7 +145,8 @@ def linears_fp8_mosaic(
         raise Refusal(f"{OP}: {why}")
     cut = Cut(
         parts=parts, stages=stages, tokens=tokens, columns=columns, steps=steps,
-        sizes=tuple(sizes), affine=affine, gated=gated, heads=1, behind=0, interpret=interpret,
+        sizes=tuple(sizes), affine=affine, gated=gated, heads=1, split=False, behind=0,
+        interpret=interpret,
     )  # fmt: skip
     apart = None
     if interpret and parts > 1:  # whose blocks have no shared memory in common

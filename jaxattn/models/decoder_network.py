@@ -3,8 +3,8 @@
 Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
 whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
 out of a cache, and all layers reuse one arena. A step of one token on a GPU has no scan over
-16 to 128 repeats: layers follow one another, and what one leaves to the next is no array yet where
-a launch can make it.
+16 to 128 repeats, or over up to 32 layers: layers follow one another, and what one leaves to the
+next is no array yet where a launch can make it.
 """
 
 import dataclasses
@@ -54,9 +54,12 @@ from jaxattn.ops.norm_linear import Unsummed, array_of
 from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
 
 LEAST_ROWS = 8  # of the head's product
-# Repeats that a step of one token has without a loop. Fewer gain little by it. The time to lower
-# and to compile them grows with their number.
-MANY_REPEATS, MOST_UNROLLED = 16, 128
+# Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
+# few layers. The time to lower and to compile them grows with the layers.
+MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32
+# Layers in a turn of the loop. DeepSeek-V2-Lite's 26 are two turns then: its step takes 4 s to
+# compile, where one with a layer in each turn takes 2.5 s.
+MOST_TOGETHER = 13
 
 
 class Layer(nnx.Module):
@@ -261,7 +264,8 @@ class Decoder(nnx.Module):
                 return x, y if unrolled else y.astype(added), state
 
             carry = x, y if unrolled else array_of(y, x.shape).astype(added), state
-            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled)
+            together = self._together(segment, fused)
+            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled, together)
             y = array_of(y, x.shape).astype(added)
         return self._head(x + (self._own_total(y) if fused else y)), state
 
@@ -333,7 +337,20 @@ class Decoder(nnx.Module):
         """
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
         one = tokens == 1 == self.spec.parallel.gpus
-        return one and by_kernels and MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
+        few = 1 < segment.repeats and segment.repeats * len(segment.pattern) <= FEW_LAYERS
+        many = MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
+        return one and by_kernels and (few or many)
+
+    def _together(self, segment: Segment[Block], fused: bool) -> int:
+        """The repeats in a turn of a step's loop.
+
+        Data groups whose tokens meet at experts have several, and so a CUDA graph of more layers:
+        two H200s were idle for 5 us between the graphs of two layers.
+        """
+        most = max(1, MOST_TOGETHER // len(segment.pattern))
+        if not (fused and self.spec.tokens_meet):
+            most = 1
+        return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
 
     def _meets(self, block: Block) -> bool:
         """Whether the tokens of all data groups meet at a layer's feed-forward."""

@@ -161,9 +161,10 @@ class KimiDeltaAttention(DeltaLayer):
         with jax.named_scope("kda_in_proj"):
             of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
             qkv, fg, b = linears(x, self.in_proj_qkv, of_gates, self.in_proj_b)
-            f, gate = jnp.split(fg, 2, axis=-1)
-            if self.gate_rank is not None:
-                f, gate = self.f_b_proj(f), self.g_b_proj(gate)
+            if self.gate_rank is None:
+                f, gate = jnp.split(fg, 2, axis=-1)
+            else:
+                f, gate = linears(fg, self.f_b_proj, self.g_b_proj, split=True)
             return Projected(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
 
     def _gates(self, made: Projected) -> tuple[Array, Array]:

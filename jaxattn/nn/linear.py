@@ -190,13 +190,18 @@ class Linear(nnx.Module):
 
 
 def linears(
-    x: Float[Array, "*T K"] | Unnormed, *modules: Linear
+    x: Float[Array, "*T K"] | Unnormed, *modules: Linear, split: bool = False
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
     If x is an `Unnormed`, the launch makes the norm too, where it can. Modules of another kind,
     such as those with FP8 weights, have a launch of their own.
+
+    Args:
+        split: each module has K features of x of its own, in order; x is then an array.
     """
+    if split:
+        return _split(tokens_of(x), *modules)
     kinds: dict[type[Linear], list[int]] = {}
     for number, module in enumerate(modules):
         kinds.setdefault(type(module), []).append(number)
@@ -207,6 +212,23 @@ def linears(
         found |= zip(numbers, kind.together(x, *ours, give=others), strict=True)
         x = tokens_of(x) if others else x  # no other launch makes the norm again
     return tuple(found[number] for number in range(len(modules)))
+
+
+def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
+    """`module(part)` for each module and its part of x, in one launch where all are in stacks."""
+    parts = jnp.split(x, len(modules), axis=-1)
+    places = [module.in_stack for module in modules if module.in_stack is not None]
+    plain = len(places) == len(modules) and all(type(module) is Linear for module in modules)
+    if not plain or not places[0].serves(parts[0], modules[0].dtype, *places[1:]):
+        return tuple(module(part) for module, part in zip(modules, parts, strict=True))
+    return linear_layer(
+        x,
+        [place.weights for place in places],
+        layer=places[0].layer,
+        out_dtypes=[module.out_dtype for module in modules],
+        split=True,
+        implementation=places[0].implementation,
+    )
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:

@@ -46,6 +46,7 @@ def linear_layer(
     *,
     layer: Layer,
     out_dtypes: Sequence[DTypeLike] | None = None,
+    split: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`x @ weight[layer]` of each stack of weights, summed in float32.
@@ -55,6 +56,7 @@ def linear_layer(
         weights: stacks of one dtype, of any N each.
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.
+        split: each stack multiplies K numbers of x of its own, in order, and x is [*T, stacks * K].
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
             32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, in bfloat16
             or float16. Its gradient is recomputed by "xla".
@@ -64,7 +66,9 @@ def linear_layer(
         Refusal: the named implementation refuses, and says why.
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
-    return tuple(_linears(x, list(weights), layer, dtypes, False, implementation))
+    return tuple(
+        _linears(x, list(weights), layer, dtypes, implementation=implementation, split=split)
+    )
 
 
 def gated_layer(
@@ -82,7 +86,9 @@ def gated_layer(
     """
     if gate.shape != up.shape:
         raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
-    return _linears(x, [gate, up], layer, [jnp.dtype(out_dtype)], True, implementation)[0]
+    dtypes = [jnp.dtype(out_dtype)]
+    found = _linears(x, [gate, up], layer, dtypes, implementation=implementation, gated=True)
+    return found[0]
 
 
 def heads_layer(
@@ -159,13 +165,21 @@ def _linears(
     weights: list[Array],
     layer: Layer,
     out_dtypes: list,
-    gated: bool,
+    *,
     implementation: Implementation | None,
+    gated: bool = False,
+    split: bool = False,
 ) -> list[Array]:
-    arguments = Arguments(OP)
+    arguments, pieces = Arguments(OP), len(weights) if split else 1
     for place, weight in enumerate(weights):
         arguments.check(f"weights[{place}]", weight, f"L K N{place}", FLOATS)
-        check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
+        if split and x.shape[-1:] != (pieces * weight.shape[1],):
+            raise ValueError(
+                f"{OP}: with split, x {tuple(x.shape)} must end in {pieces} times K of "
+                f"weights[{place}] {tuple(weight.shape)}"
+            )
+        if not split:
+            check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
         if weight.dtype != weights[0].dtype:
             raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
     first, affine, number = taken_apart(layer)
@@ -177,12 +191,13 @@ def _linears(
     def kernel(tokens: Array, first: Array, *weights: Array, interpret: bool) -> list[Array]:
         return linears_mosaic(
             tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
-            interpret=interpret,
+            split=split, interpret=interpret,
         )  # fmt: skip
 
     def reference(tokens: Array, first: Array, *weights: Array) -> list[Array]:
         layer = affine[0] * first + affine[1]
-        products = [_product(tokens, weight, layer) for weight in weights]
+        xs = jnp.split(tokens, pieces, axis=-1) if split else [tokens] * len(weights)
+        products = [_product(x, weight, layer) for x, weight in zip(xs, weights, strict=True)]
         if gated:
             products = [jax.nn.silu(products[0]) * products[1]]
         return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]

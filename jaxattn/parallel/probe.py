@@ -4,11 +4,14 @@
 
 NCCL makes its communicator and buffers at the first collective of each kind, outside of JAX's
 allocator. So a small one of each kind that a step may have is run, and what the process holds is
-read before and after. A group whose GPUs cannot reach each other ends here.
+read before and after. A group whose GPUs cannot reach each other ends here. GPUs of several
+processes meet in all sets that a step may have: no communicator is split there, so each takes its
+own.
 """
 
-import itertools
+import os
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,12 +22,13 @@ from jaxattn.memory.device import device_memory
 from jaxattn.memory.process import process_bytes
 from jaxattn.parallel.group import Group
 from jaxattn.parallel.layout import Dimension
+from jaxattn.parallel.splitting import OFF, VARIABLE, may_split
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
 SMALL, LARGE = 2**12, 2**21
 SECONDS = 60.0  # in which GPUs of several processes have to meet
 DIMENSIONS: tuple[Dimension, ...] = (
-    "data", "tensor", "heads", "context", "expert", "columns", "experts"
+    "all", "data", "tensor", "heads", "context", "expert", "columns", "experts"
 )  # fmt: skip
 
 
@@ -52,36 +56,26 @@ def collectives_bytes(group: Group) -> int:
     return max(0, min(taken, default=0))
 
 
-def check_processes(group: Group) -> None:
-    """Refuses GPUs of several processes that would meet in several sets beside one another.
+def check_processes(group: Group, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuses GPUs of several processes whose communicators XLA may split.
 
-    Each set is a communicator of NCCL. Two processes that make two of them waited for each other
-    without end, on four H200s. On a CPU nothing is refused.
+    Two processes of two GPUs each then waited for each other without end, on four H200s. On a CPU
+    nothing is refused.
 
     Raises:
-        CollectiveError: it names the sets, and what is possible.
+        CollectiveError: it says what to set.
     """
-    if group.devices[0].platform != "gpu":
-        return
-    for name in DIMENSIONS:
-        shared = [each for each in _sets(group, name) if len({x.process_index for x in each}) > 1]
-        own = [each for each in shared if any(x.process_index == 0 for x in each)]
-        if len(own) > 1:
-            numbers = [tuple(group.number(x) for x in each) for each in own]
-            raise CollectiveError(
-                f"{group.parallel.flags}: GPUs {', '.join(map(str, numbers))} of several processes "
-                "would meet in sets beside one another; NCCL was seen to wait without end "
-                "there. Use sets that lie in one process or have all GPUs, as "
-                f"--tensor {group.parallel.gpus} with --context 1 or {group.parallel.gpus} has; or "
-                "processes with one GPU each"
-            )
+    processes = _processes(group)
+    if group.devices[0].platform == "gpu" and processes > 1 and may_split(environment):
+        raise CollectiveError(
+            f"{group.parallel.flags}: GPUs of {processes} processes wait for each other without "
+            "end where XLA splits NCCL's communicators; start each process with "
+            f'{VARIABLE}="{OFF}" in its environment, as jaxattn.serve does by itself'
+        )
 
 
-def _sets(group: Group, name: Dimension) -> list[tuple[jax.Device, ...]]:
-    """The devices that meet in a dimension."""
-    begin, end = group.parallel.span(name)
-    places = itertools.product(range(0, group.parallel.gpus, end), range(begin))
-    return [group.devices[outer + inner : outer + end : begin] for outer, inner in places]
+def _processes(group: Group) -> int:
+    return len({device.process_index for device in group.devices})
 
 
 def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
@@ -90,7 +84,7 @@ def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
     Raises:
         CollectiveError: a collective failed, or did not end.
     """
-    if len({device.process_index for device in group.devices}) == 1:
+    if _processes(group) == 1:
         return _meet(group)
     found: list[BaseException | None] = []
 
@@ -109,7 +103,8 @@ def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
     if not found:
         raise CollectiveError(
             f"the devices {', '.join(map(str, group.devices))} of several processes did not meet "
-            f"in {seconds:.0f} s; NCCL_DEBUG=INFO says what they wait for"
+            f"in {seconds:.0f} s; {VARIABLE} has to have {OFF} before JAX starts, and "
+            "NCCL_DEBUG=INFO says what they wait for"
         )
     if found[0] is not None:
         raise found[0]
@@ -117,30 +112,47 @@ def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
 
 
 def _meet(group: Group) -> None:
-    """A small collective of each kind over the devices of a group.
+    """A small collective of each kind over all devices of a group.
+
+    Those of several processes meet in each of their sets too, and then in all sets of one program.
 
     Raises:
         CollectiveError: one failed.
     """
-    axes = group.parallel.axes("all")
-
-    def each_kind() -> jax.Array:
-        # Each starts from the one before, and each GPU from numbers of its own: XLA joins sums that
-        # do not wait for each other, and computes those of equal numbers without sending them.
-        x = lax.psum(jnp.full(SMALL, lax.axis_index(axes), jnp.float32), axes)
-        x = lax.psum(jnp.resize(x, (LARGE,)) + lax.axis_index(axes), axes)
-        x = lax.all_gather(x[:SMALL] + lax.axis_index(axes), axes)
-        x = lax.all_to_all(x + lax.axis_index(axes), axes, split_axis=0, concat_axis=0)
-        return x.reshape(-1)[:1]
-
+    sets = [group.parallel.axes("all")]
+    if _processes(group) > 1:
+        each = (group.parallel.axes(name) for name in DIMENSIONS)
+        sets = list(dict.fromkeys(axes for axes in each if axes))
+    programs = [_each_kind(group, [axes]) for axes in sets]
+    if len(sets) > 1:
+        programs.append(_each_kind(group, sets))
     try:
-        jax.block_until_ready(group.make(each_kind, group.each))
+        for program in programs:
+            jax.block_until_ready(group.make(program, group.each))
     except jax.errors.JaxRuntimeError as error:
         raise CollectiveError(
             f"the devices {', '.join(map(str, group.devices))} cannot send to each other: "
             f"{str(error).splitlines()[0]}; NCCL has to be installed, and NCCL_DEBUG=INFO says "
             "what it tried"
         ) from error
+
+
+def _each_kind(group: Group, sets: Sequence[tuple[str, ...]]) -> Callable[[], jax.Array]:
+    """A program with a collective of each kind over these axes, one set after another."""
+
+    def program() -> jax.Array:
+        # Each starts from the one before, and each GPU from numbers of its own: XLA joins sums that
+        # do not wait for each other, and computes those of equal numbers without sending them.
+        own = lax.axis_index(group.parallel.axes("all"))
+        x = jnp.zeros(SMALL, jnp.float32)
+        for axes in sets:
+            x = lax.psum(x[:SMALL] + own, axes)
+            x = lax.psum(jnp.resize(x, (LARGE,)) + own, axes)
+            x = lax.all_gather(x[:SMALL] + own, axes)
+            x = lax.all_to_all(x + own, axes, split_axis=0, concat_axis=0).reshape(-1)
+        return x[:1]
+
+    return program
 
 
 class _Held(NamedTuple):

@@ -86,6 +86,49 @@ def test_the_op_of_heads_in_the_interpreter_gives_the_references_result():
         heads_layer(x[:, :, :1], weights, layer=2)
 
 
+def split_case(tokens, inner, *sizes):
+    x, weights = case(tokens, inner * len(sizes), *sizes)
+    weights = [each[:, inner * i : inner * (i + 1)] for i, each in enumerate(weights)]
+    pieces = np.split(np.asarray(x, np.float64), len(sizes), axis=-1)
+    return x, weights, [wanted(p, [w], 1)[0] for p, w in zip(pieces, weights, strict=True)]
+
+
+@pytest.mark.parametrize("config", [Config(parts=1, stages=2), Config(parts=2, stages=1)])
+def test_matrices_have_numbers_of_x_of_their_own(config):
+    x, weights, expected = split_case(3, 128, 256, 128, 384)
+    found = linears_mosaic(
+        x, weights, layer=jnp.int32(1), split=True, config=config, interpret=True,
+        out_dtypes=[jnp.float32] * 3, detect_races=True,
+    )  # fmt: skip
+    close(found, expected)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpret"])
+def test_the_op_of_a_split_x(implementation):
+    x, weights, expected = split_case(2, 64, 128, 192)
+    x = x.reshape(2, 1, 128)
+    run = partial(linear_layer, layer=1, split=True, implementation=implementation)
+    found = run(x, weights)
+    close([y[:, 0] for y in found], expected)
+    with pytest.raises(ValueError, match="must end in 2 times K"):
+        run(x[..., :64], weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 32])
+def test_a_split_x_on_a_gpu(tokens):
+    """Kimi-Linear's decays and output gate, of 128 numbers each."""
+    x, weights, expected = split_case(tokens, 128, 4096, 4096)
+    found = linear_layer(x, weights, layer=1, split=True, implementation="mosaic_gpu")
+    close(found, expected)
+    each = [
+        linear_layer(part, [weight], layer=1, implementation="mosaic_gpu")[0]
+        for part, weight in zip(jnp.split(x, 2, axis=-1), weights, strict=True)
+    ]
+    for one, other in zip(found, each, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def turned_heads(tokens, heads, inner, size, interleaved, seed=0):
     keys = jax.random.split(jax.random.key(seed), 2)
     x = jax.random.normal(keys[0], (tokens, heads, inner + 64), jnp.bfloat16)

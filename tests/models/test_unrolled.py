@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxattn.bench.model.named import find
-from jaxattn.models import CacheSize, DecodeBatch, decoder_network, divided, huggingface
+from jaxattn.models import CacheSize, DecodeBatch, divided, huggingface
 from jaxattn.models.base import init_state, jit_step, scratch_spec
 from jaxattn.models.decoder_network import Decoder
 from jaxattn.parallel import Parallel
@@ -55,12 +55,12 @@ def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8"])
+@pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8", "kimi_linear"])
 def test_the_same_with_the_kernels(folder, monkeypatch):
     assert jax.default_backend() == "gpu"
-    looped = decoded(folder, "bfloat16")
-    monkeypatch.setattr(decoder_network, "MANY_REPEATS", 1)
     unrolled = decoded(folder, "bfloat16")
+    monkeypatch.setattr(Decoder, "_unrolled", lambda *_: False)
+    looped = decoded(folder, "bfloat16")
     assert unrolled[2] != looped[2]
     near = 1e-3 * np.linalg.norm(looped[0])
     assert np.isfinite(looped[0]).all() and np.linalg.norm(unrolled[0] - looped[0]) <= near
@@ -75,6 +75,7 @@ def test_the_same_with_the_kernels(folder, monkeypatch):
         ("DeepSeek-V2-Lite", 1, "cpu", None, [False, False]),
         ("DeepSeek-V2-Lite", 2, "gpu", None, [False, False]),
         ("Qwen3-Next-80B-A3B-FP8", 1, "gpu", None, [False]),  # 12 repeats of four layers
+        ("Kimi-Linear-48B-A3B", 1, "gpu", None, [False, True, False]),  # 6 repeats of four
     ],
 )
 def test_which_steps_have_no_loop(name, tokens, backend, implementation, expected, monkeypatch):

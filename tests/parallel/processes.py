@@ -2,8 +2,8 @@
 
 Process 0 leads, prints its completions as JSON, and closes; the other follows. WHAT is what
 goes wrong in process 1: nothing, version, checkpoint, memory, killed or stuck; or "groups": nothing
-is, and each process has a data group, which CPUs alone may have. On GPUs the engine is one with
-kernels, on CPUs a small one. There a process says that it has too little memory; on GPUs it has.
+is, and each process has a data group. On GPUs the engine is one with kernels, on CPUs a small one.
+There a process says that it has too little memory; on GPUs it has.
 """
 
 import dataclasses
@@ -51,10 +51,11 @@ def main(rank: int, coordinator: str, what: str) -> None:
         crew.agree(facts)
         if wrong == "memory" and on_cpu:
             raise PlanError("the plan takes 90 GB, and 80 GB are free")
-        layout = GROUPS if what == "groups" else SPREAD
-        with small(layout) if on_cpu else embedded() as made:
+        with (small if on_cpu else embedded)(of_groups=what == "groups") as made:
             if rank == 0:
                 made.lead(crew)
+                took = {item.name: item.nbytes for item in made.plan.items}.get("collectives", 0)
+                print(f"collectives took {took / 2**20:.0f} MiB of each device")
                 print("leads", flush=True)
                 asked = requests() if on_cpu else gpus_engine.requests()
                 tokens = [list(each.tokens) for each in made.generate(asked)]
@@ -70,7 +71,7 @@ def say_when() -> None:
     print(f"wrong from now on: {time.time()}", flush=True)
 
 
-def small(parallel: Parallel = SPREAD) -> Engine:
+def small(*, of_groups: bool = False) -> Engine:
     model = Hybrid(CONFIG)
     params = jax.tree.map(np.asarray, model.init_params(jax.random.key(1)))
     return Engine(
@@ -78,17 +79,19 @@ def small(parallel: Parallel = SPREAD) -> Engine:
         params,
         dataclasses.replace(LIMITS, decode_buckets=()),
         implementation="xla",
-        parallel=parallel,
+        parallel=GROUPS if of_groups else SPREAD,
         strict=True,
     )
 
 
-def embedded() -> Engine:
-    """All GPUs of both processes in one group: the embedded model's two heads over two, or eight
-    heads over more."""
+def embedded(*, of_groups: bool = False) -> Engine:
+    """All GPUs of both processes in one group, or in two: the embedded model's two heads over two,
+    or eight heads over more."""
     gpus = jax.device_count()
     model = gpus_engine.embedded() if gpus == 2 else gpus_engine.eight_heads()
-    return gpus_engine.engine(model, Parallel(tensor=gpus, context=gpus))
+    data = 2 if of_groups else 1
+    parallel = Parallel(data=data, tensor=gpus // data, context=gpus // data)
+    return gpus_engine.engine(model, parallel)
 
 
 class Fails:

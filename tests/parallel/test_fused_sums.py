@@ -18,7 +18,7 @@ from jaxattn.engine import prepare
 from jaxattn.engine.devices import arguments, jitted_step
 from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
+from jaxattn.models import CacheSize, DecoderModel, Hybrid, decoder_network, divided
 from jaxattn.models.blocks import GQA
 from jaxattn.models.mailbox import EXCHANGE, NAME
 from jaxattn.parallel import Group, Parallel, context
@@ -100,6 +100,23 @@ def test_tokens_of_data_groups_that_meet_at_experts_give_the_same_bits():
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)
+
+
+@on_virtual_devices
+def test_repeats_in_one_turn_give_the_same_bits_and_copy_no_state():
+    model = plain(layers=(("mla", "mlp"), *(("mla", "moe"),) * 4)).with_fused_sums(ROWS)
+    found = []
+    for most in (1, 2):
+        with mock.patch.object(decoder_network, "MOST_TOGETHER", most):
+            steps = Stepped(model, Parallel(data=2, expert=2))
+            tokens, logits = followed(model, steps.parallel, steps=steps)
+            text = steps.compiled_decode.as_text()
+        check_aliasing(steps.compiled_decode, slack=4096)
+        found.append((tokens, logits, text.count(" while("), text.count(" dot(")))
+    one, two = found
+    assert one[2] == two[2] and one[3] < two[3]  # products of one turn
+    np.testing.assert_array_equal(two[1], one[1])
+    np.testing.assert_array_equal(two[0], one[0])
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ from tests.parallel.test_two_processes import two_ports
 
 ROOT = Path(__file__).parents[2]
 GPUS = next((gpus for gpus in (8, 4) if gpus <= jax.device_count()), 2)
-ALONE, PROCESSES = "alone", "two processes"
+ALONE = "alone"
+# What is wrong with the second of two processes; or each has a data group.
+PROCESSES = {"two processes": "nothing", "two processes of a data group each": "groups"}
 # Of the embedded model's two heads, and where there are more GPUs of eight heads.
 TEXTS = {
     2: ["tensor=2,context=2", "data=2"],
@@ -44,7 +46,6 @@ WIDE = (
 FUSED = f"tensor=2{ONE_LAUNCH}" if GPUS == 2 else f"tensor={GPUS}{EIGHT}{ONE_LAUNCH}"
 WHOLE = (WIDE or TEXTS)[0]
 SEALED = [*TEXTS, *WIDE, FUSED, f"{WHOLE}{ONE_LAUNCH}"]
-# What is wrong with the second of two processes.
 FAULTS = {f"two processes: {what}": what for what in SAID}
 # Of each GPU's memory. A plan leaves the allocator 256 MiB for pieces that it does not split, which
 # are less than 1% of a pool of 27 GB.
@@ -85,7 +86,7 @@ class Served:
         return self._found[layout]
 
     def tokens(self, layout: str) -> list[list[int]]:
-        return self[layout] if layout == PROCESSES else self[layout]["tokens"]
+        return self[layout] if layout in PROCESSES else self[layout]["tokens"]
 
     def errors(self, layout: str) -> str:
         """What the leader wrote."""
@@ -117,11 +118,12 @@ def begun(layout: str, errors: IO[str] | None) -> list[subprocess.Popen[str]]:
         errors: where the leader writes what is wrong, if something will be.
     """
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
-    if layout != PROCESSES and layout not in FAULTS:
+    processes = PROCESSES | FAULTS
+    if layout not in processes:
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = MOST_SHARE if layout == WHOLE else SHARE
         whole = [MOST_SHARE] if layout == WHOLE else []
         return [process(["tests.parallel.gpus_engine", layout, *whole], environment)]
-    what, coordinator = FAULTS.get(layout, "nothing"), f"127.0.0.1:{two_ports()}"
+    what, coordinator = processes[layout], f"127.0.0.1:{two_ports()}"
     seen = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
     found, half = [], GPUS // 2
     for rank in range(2):
@@ -160,7 +162,7 @@ def needed(item: pytest.Item) -> set[str]:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     here = [each for each in request.session.items if each.path == request.path]
     asked = set().union(*map(needed, here))
-    every = [ALONE, PROCESSES, *SEALED, *FAULTS]
+    every = [ALONE, *PROCESSES, *SEALED, *FAULTS]
     served = Served(layout for layout in every if layout in asked)
     try:
         yield served
@@ -189,7 +191,7 @@ def test_nothing_is_compiled_moved_or_allocated_after_the_seal(served, layout):
 
 
 # Of more than two GPUs these have eight heads with random weights.
-@pytest.mark.parametrize("layout", [*TEXTS, *([FUSED, PROCESSES] if GPUS == 2 else [])])
+@pytest.mark.parametrize("layout", [*TEXTS, *([FUSED, *PROCESSES] if GPUS == 2 else [])])
 def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layout):
     one, more = served.tokens(ALONE), served.tokens(layout)
     same = [
@@ -201,7 +203,7 @@ def test_the_text_is_that_of_one_gpu_for_the_first_tokens_at_least(served, layou
     assert min(same) >= 8
 
 
-@pytest.mark.parametrize("layout", [PROCESSES])
+@pytest.mark.parametrize("layout", PROCESSES)
 def test_two_processes_with_half_of_the_gpus_each_answer_all_requests(served, layout):
     assert [len(tokens) for tokens in served.tokens(layout)] == [TOKENS] * len(PROMPTS)
 

@@ -1,5 +1,6 @@
 """What collectives take is measured without what other processes take meanwhile."""
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 from jaxattn.engine import prepare
 from jaxattn.memory.device import GIB, MIB, DeviceMemory
 from jaxattn.parallel import Group, Parallel, probe
+from jaxattn.parallel.splitting import OFF, VARIABLE
 from tests.helpers.virtual_devices import on_virtual_devices
 
 TAKEN, OTHERS = 300 * MIB, GIB
@@ -84,41 +86,67 @@ def test_each_layout_is_looked_at_once_and_what_all_took_counts():
 
 
 @pytest.mark.parametrize(
-    "layout, processes, sets",
+    "layout, processes",
     [
-        (dict(data=2, tensor=2, context=2), 2, r"GPUs \(0, 2\), \(1, 3\) of several"),
-        (dict(tensor=4, context=2), 2, r"GPUs \(0, 2\), \(1, 3\) of several"),
-        (dict(data=2, tensor=4), 4, r"GPUs \(0, 4\), \(1, 5\) of several"),
+        (dict(data=2, tensor=2, context=2), 2),
+        (dict(tensor=4), 2),
+        (dict(data=2, tensor=4), 8),
+        (dict(tensor=2), 2),
     ],
     ids=str,
 )
-def test_sets_of_gpus_of_several_processes_beside_one_another_are_refused(layout, processes, sets):
-    with pytest.raises(probe.CollectiveError, match=sets) as refused:
-        probe.check_processes(group_of(layout, processes))
-    gpus = Parallel(**layout).gpus
-    assert f"--tensor {gpus} with --context 1 or {gpus}" in str(refused.value)
-    probe.check_processes(group_of(layout, processes, platform="cpu"))
+def test_gpus_of_several_processes_are_refused_where_communicators_are_split(layout, processes):
+    group = group_of(layout, processes)
+    with pytest.raises(probe.CollectiveError, match=f"GPUs of {processes} processes") as refused:
+        probe.check_processes(group, {})
+    assert f'{VARIABLE}="{OFF}" in its environment' in str(refused.value)
+    probe.check_processes(group, {VARIABLE: f"--xla_dump_to=/tmp {OFF}"})
+    probe.check_processes(group_of(layout, processes, platform="cpu"), {})
+    probe.check_processes(group_of(layout, 1), {})
+
+
+# Axes of four devices of which {0, 2} and {1, 3} meet, or {0, 1} and {2, 3}.
+ACROSS, WITHIN = ("stride_2",), ("stride_1",)
+ALL = (*ACROSS, *WITHIN)
 
 
 @pytest.mark.parametrize(
-    "layout, processes",
+    "layout, processes, programs",
     [
-        (dict(tensor=4), 2),
-        (dict(tensor=4, context=4), 2),
-        (dict(data=4, expert=4), 2),
-        (dict(data=2, tensor=2, context=2), 4),
-        (dict(tensor=2, context=2), 2),
+        (dict(data=2, tensor=2, context=2), 1, [{ALL}]),
+        (dict(tensor=4), 2, [{("stride_1",)}]),
+        (dict(data=4, expert=4), 2, [{("stride_1",)}]),
+        (dict(data=2, tensor=2), 2, [{ALL}, {ACROSS}, {WITHIN}, {ALL, ACROSS, WITHIN}]),
+        (dict(tensor=4, context=2), 2, [{ALL}, {ACROSS}, {WITHIN}, {ALL, ACROSS, WITHIN}]),
     ],
     ids=str,
 )
-def test_all_gpus_and_processes_of_one_gpu_are_not(layout, processes):
-    probe.check_processes(group_of(layout, processes))
+@on_virtual_devices
+def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
+    layout, processes, programs
+):
+    group = Group(Parallel(**layout), tuple(jax.devices()[:4]))
+    usual, found = Group.make, list[set[tuple[str, ...]]]()
+
+    def make(self: Group, program: Any, specs: Any) -> Any:
+        text = jax.jit(self.step(program, (), specs)).lower().as_text()
+        meetings = [line for line in text.splitlines() if " replica_groups = " in line]
+        assert len(meetings) % 4 == 0  # of each kind one
+        found.append({tuple(re.findall(r'axis_ref<name = "(\w+)"', line)) for line in meetings})
+        return usual(self, program, specs)
+
+    with (
+        mock.patch.object(Group, "make", make),
+        mock.patch.object(probe, "_processes", lambda _: processes),
+    ):
+        probe._meet(group)
+    assert found == programs
 
 
 def test_processes_that_do_not_meet_are_an_error_after_a_time():
     group, wait = group_of(dict(tensor=4), 2), threading.Event()
     with mock.patch.object(probe, "_meet", lambda group: wait.wait(60)):
-        with pytest.raises(probe.CollectiveError, match="did not meet in 0 s; NCCL_DEBUG=INFO"):
+        with pytest.raises(probe.CollectiveError, match="did not meet in 0 s; XLA_FLAGS has to"):
             probe._meet_in_time(group, 0.05)
     wait.set()
     with mock.patch.object(probe, "_meet", side_effect=probe.CollectiveError("no")):

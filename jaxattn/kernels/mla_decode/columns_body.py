@@ -39,22 +39,27 @@ class Body(Block):
     """The two warpgroups of a block."""
 
     def run(self) -> None:
-        self.part.each_piece(self._piece)
+        begun = self.part.each_piece(self._piece, jnp.bool_(False))
+        pl.when(jnp.logical_not(begun))(self._write_empty_rows)
 
+    def _write_empty_rows(self) -> None:
         @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)
-        def _each_empty_row(row):
+        def _each_row(row):
             @pl.when((self.part.pages_of(row) <= 0) & (self.wg == 0))
             def _():
                 self.outputs.write_nothing(row, self.part.known(row))
 
-    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
-        """Scores and values of its pages, the two warpgroups' in turns, and one result of both."""
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, begun: jax.Array) -> Any:
+        """Scores and values of its pages, the two warpgroups' in turns, and one result of both.
+        Rows without tokens are written beside the first piece's copies: to read their lengths at a
+        block's end would make it longer."""
         row, stop = place.row, start + steps
         refs, scaled = self.refs, self.cut.latents.block_scaled
         self._load_queries(row)
         piece = Piece(row, start + self.wg, stop, lax.div(steps + 1 - self.wg, WARPGROUPS))
         pages = self._pages(piece)
         pages.load_first()
+        pl.when(jnp.logical_not(begun))(self._write_empty_rows)
         pages.see(*self._seen(row))
         plgpu.barrier_wait(refs.q_loaded)
         pages.take_queries()
@@ -67,7 +72,7 @@ class Body(Block):
             accs, None if scaled else pages.unit_of_all, self.shared, self.outputs, row, steps,
             as_values=pages.as_values, interpret=self.cut.interpret,
         )  # fmt: skip
-        return carry
+        return jnp.bool_(True)
 
     def _pages(self, piece: Piece) -> Pages:
         if self.cut.latents.quantized:

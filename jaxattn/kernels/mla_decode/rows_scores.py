@@ -59,12 +59,11 @@ class Scores:
         zero = jnp.int32(0)
         queries = self._load_queries(self.part.settle(self.part.first()))
         taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
+        self.block.each_empty_row(self._write_nothing)  # beside the last page's products with P
 
         @pl.when(taken > 0)
         def _():
             plgpu.barrier_wait(self.shared.sums_read)
-
-        self.block.each_empty_row(self._write_nothing)
 
     def _load_queries(self, at: Any) -> Any:
         """The queries of the row at a page, which `settle` has found, if there is one. Returns the

@@ -46,15 +46,15 @@ class Values:
 
     def run(self) -> None:
         pages = self.pages.begin()
+        # Beside the first copies: to read its lengths at a block's end would make it longer.
+        self.block.each_empty_row(self._write_nothing)
         self.part.each_piece(self._piece, (jnp.int32(0), pages))
 
-        def write_nothing(row: jax.Array, known: jax.Array | None) -> None:
-            zero = nothing_or_nan(0.0, known, self.cut.dtype)
-            nothing = plgpu.layout_cast(jnp.full((TILE, QUARTER), zero), LAYOUT)
-            for some in self.columns:
-                store(self.refs.out_ref.at[self.block.rows_of(row), some], nothing)
-
-        self.block.each_empty_row(write_nothing)
+    def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        zero = nothing_or_nan(0.0, known, self.cut.dtype)
+        nothing = plgpu.layout_cast(jnp.full((TILE, QUARTER), zero), LAYOUT)
+        for some in self.columns:
+            store(self.refs.out_ref.at[self.block.rows_of(row), some], nothing)
 
     def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
         pages_before, pages = carry

@@ -15,6 +15,7 @@ TOKEN_TILES = (8, 16, 32, 64, 128)
 FP8_COLUMNS = 64  # of which a warpgroup has registers for a step's product and the sum, twice
 BARRIER_BYTES = 2048  # left for barriers and alignment
 MOST_STAGES = 12
+FEW_MORE = NUM_SMS // 8  # items of gate and up that are no reason for a second round
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,11 @@ def choose(
     """The cut for these sizes; `quantized`: for FP8 weights.
 
     Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
-    multiprocessors, two are worked on at a time by each: else a second round of them has few. Many
-    share a read of tokens between two warpgroups. To widen FP8 weights keeps one warpgroup busy,
-    so there are two as soon as nearly every multiprocessor has an item of 128 rows. With fewer
-    items one warpgroup has gate's rows, and another has up's.
+    multiprocessors, two are worked on at a time by each: else a second round of them has few. Small
+    items of 16-bit weights may be three. Of gate and up, whose items are long, an eighth more are
+    no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights
+    keeps one warpgroup busy, so there are two as soon as nearly every multiprocessor has an item of
+    128 rows. With fewer items one warpgroup has gate's rows, and another has up's.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -109,21 +111,27 @@ def choose(
         step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
         return Product(consumers=consumers, parts=parts, depth=step)
 
-    def all_at_once(made: Product) -> Product:
-        items = used * (hidden // (made.rows * made.parts))
-        if columns != GROUP or not NUM_SMS < items <= 2 * NUM_SMS:
+    def all_at_once(made: Product, width: int, most: int) -> Product:
+        items = used * (width // (made.rows * made.parts))
+        together = -(-items // NUM_SMS)
+        one = made.consumers == 1 and not quantized  # whose blocks have registers for three
+        if columns != GROUP or not NUM_SMS < items <= most or not (one or together == 2):
             return made
-        return dataclasses.replace(made, blocks=2 * NUM_SMS, together=2)
+        return dataclasses.replace(made, blocks=together * NUM_SMS, together=together)
 
     def in_two(made: Product) -> Product:
         split = quantized and made.consumers == 1 and columns == GROUP
         return dataclasses.replace(made, parts=2, split=split)
 
     twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
+    gate_up = product(expert_size, hidden, 1)
+    if gate_up.consumers == 1 and not quantized:
+        gate_up = all_at_once(gate_up, expert_size, NUM_SMS + FEW_MORE)
+    down = product(hidden, expert_size, twice)
     return Config(
         columns=columns,
-        gate_up=in_two(product(expert_size, hidden, 1)),
-        down=all_at_once(product(hidden, expert_size, twice)),
+        gate_up=in_two(gate_up),
+        down=all_at_once(down, hidden, 3 * NUM_SMS),
     )
 
 

@@ -10,6 +10,7 @@ One token's list is made where it was routed (`moe/route.py`), by the same code.
 Limits: 8 tokens, 128 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_work.py.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -77,15 +78,20 @@ def work_of(out: dict[str, Any]) -> Work:
     return Work(out["tiles"], out["total"], out["positions"], None)
 
 
+@dataclasses.dataclass(frozen=True)
 class Lister:
     """A warpgroup's list of work for T tokens that have K experts each."""
 
-    def __init__(
-        self, tokens: int, top_k: int, experts: int, features: int, *, interpret: bool
-    ) -> None:
-        self.tokens, self.top_k, self.experts = tokens, top_k, experts
-        self.features, self.interpret = features, interpret
-        self.layout = plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
+    tokens: int
+    top_k: int
+    experts: int
+    features: int
+    _: dataclasses.KW_ONLY
+    interpret: bool
+
+    @property
+    def layout(self) -> Any:
+        return plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
 
     def outputs(self, dtype: Any) -> dict[str, Any]:
         """Of a launch; without a dtype no rows."""

@@ -104,39 +104,39 @@ def route_mosaic(
         **of_list,
     ):  # fmt: skip
         token = lax.axis_index("token")
-        if lister is not None:
-            lister.copy(x_ref, rows)
+        # Asked for before anything waits: each of these reads is as long as the copies.
+        some = True if valid_ref is None else valid_ref[token] != 0
+        gate = logits_ref[token, experts] if gated else None
+        if gated and halves:
+            gate += logits_ref[token, columns + experts]
 
         def load(source: Any, before: int, target: Any) -> None:
-            """Copies come behind what is written over whole vectors."""
-            target[...] = full(jnp.float32(0))
-            plgpu.commit_smem()
+            """Copies come behind what is written over whole vectors, where they leave a rest."""
+            if experts < choice.width:
+                target[...] = full(jnp.float32(0))
+                plgpu.commit_smem()
             for first in range(0, experts, COPIED):
                 size = min(COPIED, experts - first)
-                some, there = pl.ds(first, size), pl.ds(before + first, size)
-                plgpu.copy_gmem_to_smem(source.at[there], target.at[some], loaded)
+                here, there = pl.ds(first, size), pl.ds(before + first, size)
+                plgpu.copy_gmem_to_smem(source.at[there], target.at[here], loaded)
 
         load(logits_ref.at[token], 0, high_smem)
         if halves:
             load(logits_ref.at[token], columns, low_smem)
-        if bias is not None:
+        if bias_ref is not None:
             row = layer_ref[0] * affine[0] + affine[1] if stacked else 0
             load(bias_ref.at[row], 0, bias_smem)
+        if lister is not None:
+            lister.copy(x_ref, rows)
         plgpu.barrier_wait(loaded)
         every = plgpu.load(high_smem, layout=choice.layout)
         if halves:
             every += plgpu.load(low_smem, layout=choice.layout)
-        of_bias = None if bias is None else plgpu.load(bias_smem, layout=choice.layout)
+        of_bias = None if bias_ref is None else plgpu.load(bias_smem, layout=choice.layout)
         ids, weights = choice.take(every, of_bias, scores_smem, choice_smem, ids_smem)
-        opened = jnp.float32(1)
-        if gated:
-            logit = logits_ref[token, experts]
-            if halves:
-                logit += logits_ref[token, columns + experts]
-            opened = 1 / (1 + jnp.exp(-logit))
+        opened = jnp.float32(1) if gate is None else 1 / (1 + jnp.exp(-gate))
         ids += [jnp.int32(experts + i) for i in range(always)]
         weights += [opened] * always
-        some = True if valid_ref is None else valid_ref[token] != 0
         ids = [jnp.where(some, place, -1) for place in ids]
         for k, (place, weight) in enumerate(zip(ids, weights, strict=True)):
             ids_ref[token, k] = place

@@ -154,6 +154,25 @@ def test_up_of_a_tokens_fp8_experts_has_a_warpgroup():
     assert not choose(tokens=1, **sizes | {"quantized": False}).gate_up.split
 
 
+@pytest.mark.parametrize(
+    "name, gate_up, down",
+    [
+        ("kimi-linear", 2, 3),  # 144 and 324 items for 132 multiprocessors
+        ("qwen3.5-35b", 1, 3),  # 72 and 288
+        ("v2-lite", 1, 2),  # 132 and 192
+        ("v3", 1, 1),
+    ],
+)
+def test_all_items_of_a_token_are_under_way_at_once(name, gate_up, down):
+    features, width, top_k, quantized = REAL[name]
+    sizes = dict(experts=257, hidden=features, expert_size=width, quantized=quantized)
+    chosen = choose(tokens=1, top_k=top_k, **sizes)
+    for product, together in ((chosen.gate_up, gate_up), (chosen.down, down)):
+        assert (product.together, product.blocks) == (together, 132 * together)
+    many = choose(tokens=32, top_k=top_k, **sizes)
+    assert many.gate_up.together == many.down.together == 1
+
+
 def test_a_nan_in_a_token_stays_in_that_token_and_padding_is_zero():
     args = moe_case(10, 3, 2)
     x, ids, weights, gate_up, down = args
@@ -192,6 +211,8 @@ REAL = {
     "glm-4.7-flash": (2048, 1536, 4, False),
     "qwen3-next": (2048, 512, 10, True),
     "v3": (7168, 2048, 8, True),
+    "kimi-linear": (2304, 1024, 9, False),
+    "qwen3.5-35b": (2048, 512, 9, False),
 }
 EXPERTS = 12
 

@@ -1,0 +1,80 @@
+"""XLA's flag that splits communicators of NCCL is off where several processes meet."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxattn.cli import hosts
+from jaxattn.parallel.splitting import NAME, OFF, VARIABLE, may_split, never_split
+
+
+@pytest.mark.parametrize(
+    "flags, splits",
+    [
+        (None, True),
+        ("", True),
+        ("--xla_dump_to=/tmp", True),
+        (NAME, True),
+        (f"{NAME}=true", True),
+        (f"{OFF} {NAME}=true", True),
+        (OFF, False),
+        (f"{NAME}=0", False),
+        (f"--xla_dump_to=/tmp {NAME}=true {OFF} --x", False),
+        ("/no/such/file", True),
+    ],
+)
+def test_the_last_of_the_flags_decides_and_is_off_afterwards(flags, splits):
+    environment = {} if flags is None else {VARIABLE: flags}
+    assert may_split(environment) is splits
+    before = dict(environment)
+    never_split(environment)
+    assert not may_split(environment)
+    if not splits:
+        assert environment == before
+    elif flags and flags.startswith("-"):
+        assert environment[VARIABLE] == f"{flags} {OFF}"
+    else:
+        assert environment[VARIABLE] == OFF
+
+
+def test_flags_in_a_file_are_kept(tmp_path):
+    file = tmp_path / "flags"
+    file.write_text("--xla_dump_to=/tmp\n")
+    environment = {VARIABLE: str(file)}
+    assert may_split(environment)
+    never_split(environment)
+    assert environment[VARIABLE].split() == ["--xla_dump_to=/tmp", OFF]
+    file.write_text(f"--xla_dump_to=/tmp\n{OFF}\n")
+    assert not may_split({VARIABLE: str(file)})
+
+
+def test_several_processes_never_split_and_one_is_left_as_it_is(monkeypatch):
+    class Starts(Exception):
+        pass
+
+    def start(*_, **__):
+        assert hosts.os.environ[VARIABLE].split() == ["--x=1", OFF]
+        raise Starts
+
+    monkeypatch.setenv(VARIABLE, "--x=1")
+    monkeypatch.setattr(jax.distributed, "initialize", start)
+    with hosts.joined(None):
+        assert hosts.os.environ[VARIABLE] == "--x=1"
+    with pytest.raises(Starts), hosts.joined(hosts.Place(0, 2, "127.0.0.1:1")):
+        pytest.fail("it starts without its processes")
+
+
+def test_xla_reads_the_flag_when_its_backend_starts_though_jax_was_imported_before(tmp_path):
+    program = f"""
+import os
+import jax, jaxattn.cli.hosts
+from jaxattn.parallel.splitting import never_split
+os.environ["{VARIABLE}"] = "--xla_dump_to={tmp_path}"
+never_split(os.environ)
+jax.jit(lambda x: x + 1)(1.0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    said = [each.read_text() for each in tmp_path.glob("*.debug_options")]
+    assert said and all(f"{NAME.removeprefix('--')}: false" in each for each in said)
