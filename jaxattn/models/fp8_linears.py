@@ -7,7 +7,7 @@ a shape that no kernel reads becomes bfloat16 on loading, as what would cut bloc
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxattn.core.fp8_blocks import BLOCK, block_counts
@@ -53,6 +53,22 @@ def linear_of(spec: DecoderSpec, key: Key) -> str | None:
             name = ".".join(map(str, names))
             return name if name in layer.fp8 else None
     return None
+
+
+def in_floats(spec: DecoderSpec, placed: Iterable[Placed], dtypes: Mapping[str, str]) -> set[str]:
+    """The FP8 linears of which a folder has a weight in floats.
+
+    Args:
+        placed: of `kept`.
+        dtypes: of the folder's tensors, by name.
+    """
+    return {
+        str(linear_of(spec, each.key))
+        for each in placed
+        if each.key[-1] == "weight"
+        and linear_of(spec, each.key) is not None
+        and not dtypes.get(each.name, "float8").startswith("float8")
+    }
 
 
 def kept(spec: DecoderSpec, placed: Iterable[Placed]) -> Iterator[Placed]:

@@ -96,7 +96,23 @@ def read_config(
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    return published._replace(model=model)
+    published = published._replace(model=model)
+    return _as_stored(folder, published) if dense is None else published
+
+
+def _as_stored(folder: Path, published: Published) -> Published:
+    """What config.json says, but for FP8 matrices beside the experts that the folder has in floats.
+
+    It is unchanged where the weights are not there yet, or damaged: loading will say so.
+    """
+    layers = (each for b in published.model.spec.blocks for each in (b.mixer, b.feed_forward))
+    if not any(layer.fp8 for layer in layers):
+        return published
+    try:
+        dtypes = {name: tensor.dtype for name, tensor in open_tensors(folder).items()}
+    except CheckpointError:
+        return published
+    return published.as_stored(dtypes)
 
 
 def open_weights(folder: Path, published: Published) -> tuple[list[Weight], dict[Key, np.ndarray]]:

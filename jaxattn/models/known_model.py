@@ -51,6 +51,7 @@ class Sizes:
         state_heads, state_shape: of a recurrent state, [Dv, Dk] each.
         key_heads: that those share.
         conv_channels: of the short convolution before it.
+        widened: numbers of the largest FP8 matrix beside experts, which XLA makes 16 bits of.
     """
 
     vocab_size: int
@@ -68,6 +69,7 @@ class Sizes:
     key_heads: int = 0
     state_shape: tuple[int, int] = (0, 0)
     conv_channels: int = 0
+    widened: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,7 @@ class BuiltModel(KnownModel):
             experts=max((each.router.experts for each in moes), default=0),
             top_k=max((each.router.top_k for each in moes), default=0),
             expert_size=max((each.expert_size for each in moes), default=0),
+            widened=_largest_fp8(self.model),
             **found,
         )
 
@@ -162,6 +163,15 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
         f"{kinds_kept}{' and other matrices' if fp8 else ''} in FP8 with one scale per "
         f"{BLOCK} x {BLOCK} block, {kept} dequantized to bfloat16 on loading"
     )
+
+
+def _largest_fp8(model: DecoderModel) -> int:
+    """Numbers of the largest linear that stays FP8."""
+    stream = model.spec.stream
+    blocks = dict.fromkeys(model.spec.blocks)
+    layers = [layer for block in blocks for layer in (block.mixer, block.feed_forward)]
+    kept = (layer.matrices(stream)[name] for layer in layers for name in layer.fp8)
+    return max((matrix.inner * matrix.out for matrix in kept), default=0)
 
 
 def _of_mla(mixer: MLA) -> dict[str, Any]:

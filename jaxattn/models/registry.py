@@ -1,7 +1,7 @@
 """Which families of published models there are, by the `model_type` of their config.json."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from jaxattn.models.families import (
     youtu,
 )
 from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.fp8_linears import kept, with_fp8_linears
+from jaxattn.models.fp8_linears import in_floats, kept, with_fp8_linears
 from jaxattn.models.placing import Placed
 from jaxattn.models.quantization import Quantization, read_quantization
 
@@ -66,6 +66,17 @@ class Published(NamedTuple):
         """
         return list(kept(self.model.spec, self.family.placed(self.model, names)))
 
+    def as_stored(self, dtypes: Mapping[str, str]) -> "Published":
+        """The same, in which FP8 linears are floats if a weight of that name is stored so.
+
+        Args:
+            dtypes: of a folder's tensors, by name.
+        """
+        floats = in_floats(self.model.spec, self.placed(dtypes), dtypes)
+        if not floats:
+            return self
+        return self._replace(model=with_fp8_linears(self.model, floats))
+
 
 def family_of(fields: Fields) -> ModuleType:
     """The file that knows a config.json.
@@ -83,7 +94,9 @@ def family_of(fields: Fields) -> ModuleType:
 
 
 def read_model(
-    fields: Fields, experts: WeightsFormat | None = None, dense: WeightsFormat | None = None
+    fields: Fields,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
 ) -> Published:
     """The model of a config.json, and where its tensors go.
 

@@ -33,4 +33,5 @@ def activations(sizes: Sizes, tokens: int, rows: int, place: Placement, keys: in
     experts = arriving * 2 * (2 * hidden + 3 * sizes.expert_size) + tokens * sizes.experts * 8
     mlp = tokens * 3 * 4 * max(sizes.mlp_size, sizes.expert_size)
     logits = rows * -(-sizes.vocab_size // place.ways) * 4 * 4
-    return stream + max(attention, delta) + max(experts, mlp) + logits
+    widened = 2 * 2 * sizes.widened // place.ways  # and once more, turned
+    return stream + max(attention, delta) + max(experts, mlp) + logits + widened

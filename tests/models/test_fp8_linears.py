@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from jaxattn.core.fp8_blocks import dequantize, in_order
-from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known
+from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known, registry
 from jaxattn.models.base import init_state, scratch_spec
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.fields import Fields
@@ -134,6 +134,18 @@ def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
     assert not model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16").spec.blocks[0].mixer.fp8
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-R1", "Qwen3-Next-80B-A3B-FP8"])
+def test_a_plan_counts_numbers_and_scales(name):
+    wide, kept = (known.load(name, dense) for dense in ("bfloat16", "fp8"))
+    assert kept.total_parameters() == wide.total_parameters()
+    assert kept.whole_fp8_bytes == wide.whole_fp8_bytes <= kept.total_bytes() < wide.total_bytes()
+    params = kept.model.param_shapes()
+    assert kept.total_bytes() == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    assert "experts and other matrices in FP8" in kept.stored
+    assert "other FP8 matrices dequantized to bfloat16" in wide.stored
+    assert kept.sizes.widened > wide.sizes.widened == 0
+
+
 def test_some_may_be_left_out():
     model = with_fp8_linears(model_of("DeepSeek-R1", "bfloat16"), {"o_proj", "up_proj"})
     assert model.spec.blocks[0].mixer.fp8 == ("q_a_proj", "q_b_proj", "kv_a_proj")
@@ -147,16 +159,27 @@ def test_a_checkpoint_in_floats_has_no_fp8():
         model_of("DeepSeek-R1", "int8")
 
 
-def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path):
+def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
     tensors = read_file(folder / "model.safetensors")
     name = next(n for n in sorted(tensors) if n.endswith("o_proj.weight"))
-    tensors[name] = tensors[name].astype(jnp.bfloat16)
-    del tensors[f"{name}_scale_inv"]
+    scale = tensors.pop(f"{name}_scale_inv")
+    tensors[name] = np.asarray(dequantize(tensors[name], scale, jnp.bfloat16))
     write_file(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match=rf"{name}' bfloat16\[.*expected float8.*dense"):
         huggingface.load(tmp_path, dense="fp8")
     huggingface.load(tmp_path, dense="bfloat16")
+    # Where nothing is asked for, all of that name are floats.
+    monkeypatch.setattr(registry, "DENSE", "fp8")
+    model, params = huggingface.load(tmp_path, dtype="float32")
+    names = [block.mixer.fp8 for block in model.spec.blocks]
+    assert all("o_proj" not in each for each in names) and any(
+        "k_proj" in each or "q_a_proj" in each for each in names
+    )
+    wide = loaded(folder, "bfloat16")[1]
+    for name, leaf in leaves(params).items():
+        if "o_proj" in name:
+            np.testing.assert_allclose(leaf, leaves(wide)[name], rtol=2**-7)
 
 
 # --- several GPUs
