@@ -12,7 +12,7 @@ from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
-from jaxattn.kernels.linear_block import ROWS, STEP
+from jaxattn.kernels.linear_block import ROWS
 from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.block import Matrix, Mixer, Stream
 from jaxattn.models.caches import RecurrentState
@@ -122,7 +122,7 @@ def _small_weights(params: Any) -> list[Array]:
 
 def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict[str, Array]:
     """The gates' columns, a multiple of so many, so that one launch has them and the other
-    projections."""
+    projections. Decoding takes all that the launch writes, without a slice."""
     gates = params[name]["weight"][...]
     more = -gates.shape[-1] % columns
     if stream.dtype != "bfloat16" or not more:
@@ -181,7 +181,7 @@ class GDN(DeltaMixer):
         return gdn.pack_gdn_weights(*_small_weights(params))
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
-        return _widened_gates(stream, params, "in_proj_ba", STEP)
+        return _widened_gates(stream, params, "in_proj_ba", ROWS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,5 +230,4 @@ class KDA(DeltaMixer):
         return kda.pack_kda_weights(*_small_weights(params))
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
-        # Decoding takes all that the launch writes, without a slice.
         return _widened_gates(stream, params, "in_proj_b", ROWS)

@@ -143,7 +143,6 @@ class GatedDeltaNet(DeltaLayer):
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
             qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba)
-            ba = ba[..., : 2 * self.num_v_heads]  # zeros of packed parameters may follow
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
             qkvz,
             ba,

@@ -70,7 +70,7 @@ def pack_gdn_weights(
 
 def gated_delta_net_decode(
     qkvz: Float[Array, "B S C"],
-    ba: Float[Array, "B S 2*Hv"],
+    ba: Float[Array, "B S _"],
     weights: Float[Array, "*L P"],
     conv_state: Float[Array, "*L Z W-1 Dc"],
     state: Float[Array, "*L Z Hv Dv Dk"],
@@ -88,7 +88,7 @@ def gated_delta_net_decode(
     Args:
         qkvz: the projection's columns `q | k | v | z`, head after head, C = Dc + Hv Dv with
             Dc = 2 Hk Dk + Hv Dv; float32, bfloat16 or float16.
-        ba: the columns `b | a`, any float dtype. The gates are float32:
+        ba: the columns `b | a`, any float dtype; others may follow them. The gates are float32:
             `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`.
         weights: `pack_gdn_weights(...)` of this layer, or of a stack of layers, which `layer`
             indexes as well.
@@ -167,7 +167,7 @@ def gated_delta_net_decode(
         A_log, dt_bias, norm, taps = jnp.split(
             own, [value_heads, 2 * value_heads, 2 * value_heads + value_dim]
         )
-        b, a = jnp.split(ba, 2, axis=-1)
+        b, a = jnp.split(ba[..., : 2 * value_heads], 2, axis=-1)
 
         def rule(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
             return gated_delta_rule_decode(
@@ -290,10 +290,10 @@ def _check(
             f"{op}: qkvz must be [B, S, Dc + Hv Dv = {channels + values}] with S >= 1, "
             f"got {list(qkvz.shape)}"
         )
-    if ba.shape != (*qkvz.shape[:2], 2 * value_heads):
+    if ba.ndim != 3 or ba.shape[:2] != qkvz.shape[:2] or ba.shape[2] < 2 * value_heads:
         raise ValueError(
-            f"{op}: ba must be [B, S, 2 Hv] = {[*qkvz.shape[:2], 2 * value_heads]}, "
-            f"got {list(ba.shape)}"
+            f"{op}: ba must be [B, S, 2 Hv] = {[*qkvz.shape[:2], 2 * value_heads]}, or have "
+            f"columns behind these, got {list(ba.shape)}"
         )
     length = 2 * value_heads + value_dim + (taps + 1) * channels
     one, stack = [length], [*state.shape[: state.ndim - 4], length]
