@@ -750,3 +750,17 @@ def test_columns_behind_the_gates_are_not_read(implementation):
     qkvz, ba, *rest = case.args
     wide = jnp.pad(ba, ((0, 0), (0, 0), (0, 124)), constant_values=jnp.nan)
     jax.tree.map(np.testing.assert_array_equal, step(qkvz, wide, *rest), step(*case.args))
+
+
+@implementations
+def test_gates_of_two_parts_are_added(implementation):
+    case = make([2, 0, 4])
+    step = functools.partial(
+        gated_delta_net_decode, eps=EPS, layer=case.layer, implementation=implementation
+    )
+    qkvz, ba, *rest = case.args
+    first = ba.astype(jnp.bfloat16).astype(ba.dtype)
+    found = step(qkvz, jnp.concatenate([first, ba - first], axis=-1), *rest, halves=True)
+    jax.tree.map(np.testing.assert_array_equal, found, step(*case.args))
+    with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], or have"):
+        step(*case.args, halves=True)
