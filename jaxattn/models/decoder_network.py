@@ -187,7 +187,7 @@ class Decoder(nnx.Module):
         *,
         weights: dict[str, Array] | None = None,
         norms: Array | None = None,
-        beside: tuple[dict[int, tuple[Array, Array]], ...] = (),
+        beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
             graphdef, params, stacks = self._split(number)
 
             linear_stacks = linear_stacks_of(self.segments[number])
-            others = beside[number] if beside else {}
+            others = {place: own for (s, place), own in (beside or {}).items() if s == number}
             unrolled = self._unrolled(segment, valid.size, implementation)
 
             def body(
