@@ -52,7 +52,8 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
     Parts are a power of two, unless a norm of K needs other ones.
     """
     parts, many = 1, 1 + gated
-    room = ROOM - many * columns * ROWS * 4  # the sums
+    sums = many * columns * ROWS * 4
+    room = ROOM - sums
     while parts < MOST_PARTS and tiles * parts < 2 * NUM_SMS and steps >= 4 * parts:
         parts *= 2
     if normed:
@@ -61,7 +62,7 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
     mine = -(-steps // parts)
     stage = BLOCK * (ROWS * many + columns * 2)
     if not normed and 2 * stage > room:
-        room = 112 * 1024  # two blocks
+        room = 112 * 1024 - sums  # two blocks
     if normed:  # the token is there whole
         stage = BLOCK * ROWS * many
         room -= columns * BLOCK * 2 * mine
