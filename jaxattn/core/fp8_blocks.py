@@ -22,8 +22,8 @@ def two_parts(
 ) -> tuple[Float[Array, "*B 2*N K"], Float[Array, "*B 2*N/128 K/128"]]:
     """16-bit weights as FP8 rows of their first four bits and as many rows of the rest.
 
-    2 N is 128, or N a multiple of 128. bfloat16 has eight bits: what is above a 1,792nd of the
-    largest of its 128 columns is exact, and the rest to 2**-18 of that.
+    2 N is 128, or N a multiple of 128. bfloat16 has eight bits: what is above an 896th of the
+    largest of its 128 columns is exact, and the rest to 2**-17 of that.
     """
     *batch, rows, columns = weights.shape
     blocks = weights.astype(jnp.float32).reshape(*batch, rows, columns // BLOCK, BLOCK)

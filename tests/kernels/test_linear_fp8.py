@@ -173,7 +173,7 @@ def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypa
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("tokens", [1, 32])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 24, 32])
 @real
 def test_several_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
     columns = -(-tokens // 8) * 8

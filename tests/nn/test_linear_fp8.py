@@ -99,12 +99,14 @@ def test_numbers_of_another_dtype_are_quantized_as_published():
 @pytest.mark.parametrize("rows", [64, 128])
 def test_two_parts_have_the_bits_of_bfloat16(rows):
     weights = jax.random.normal(jax.random.key(0), (2, rows, 256)).astype(jnp.bfloat16)
+    weights = weights.clip(-3.5, 3.5)
+    weights = weights.at[:, 0, ::128].set(3.515625)  # just above 448 / 128: no scale is coarser
     numbers, scales = two_parts(weights)
     assert numbers.shape == (2, 2 * rows, 256) and scales.shape == (2, 2 * rows // 128, 2)
     first, rest = jnp.split(dequantize(numbers, scales, jnp.float32), 2, axis=1)
     found, wide = np.asarray(first + rest), np.asarray(weights.astype(jnp.float32))
-    np.testing.assert_allclose(found, wide, atol=2.0**-18 * np.abs(wide).max(), rtol=0)
-    large = np.abs(wide) > np.abs(wide).max() / 400
+    np.testing.assert_allclose(found, wide, atol=2.0**-17 * np.abs(wide).max(), rtol=0)
+    large = np.abs(wide) > np.abs(wide).max() / 896
     np.testing.assert_array_equal(found[large], wide[large])
     assert not np.asarray(two_parts(jnp.zeros((1, 64, 128)))[0], np.float32).any()
 
