@@ -353,12 +353,10 @@ class Decoder(nnx.Module):
     def _together(self, segment: Segment[Block], fused: bool) -> int:
         """The repeats in a turn of a step's loop.
 
-        Data groups whose tokens meet at experts have several, and so a CUDA graph of more layers:
-        two H200s were idle for 5 us between the graphs of two layers.
+        Steps of several GPUs without XLA's sums have several, and so a CUDA graph of more layers:
+        H200s were idle for 2 to 6 us between the graphs of two layers.
         """
-        most = max(1, MOST_TOGETHER // len(segment.pattern))
-        if not (fused and self.spec.tokens_meet):
-            most = 1
+        most = max(1, MOST_TOGETHER // len(segment.pattern)) if fused else 1
         return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
 
     def _meets(self, block: Block) -> bool:
