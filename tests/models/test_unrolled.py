@@ -3,23 +3,44 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from jaxattn.bench.model.named import find
-from jaxattn.models import CacheSize, DecodeBatch, divided, huggingface
+from jaxattn.bench.model.weights import random_params
+from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, divided, huggingface
 from jaxattn.models.base import init_state, jit_step, scratch_spec
+from jaxattn.models.blocks import Block
 from jaxattn.models.decoder_network import Decoder
 from jaxattn.parallel import Parallel
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 
 
+def kimi_linear() -> tuple[DecoderModel, Any]:
+    """Two repeats of a KDA and an MLA layer of its sizes, of 32 experts each; random weights."""
+    spec = find("Kimi-Linear-48B-A3B")[2].spec
+
+    def fewer(block: Block) -> Block:
+        ours: Any = block.feed_forward
+        router = dataclasses.replace(ours.router, experts=32)
+        ours = dataclasses.replace(ours, router=router)
+        return dataclasses.replace(block, feed_forward=ours)
+
+    pair = tuple(fewer(block) for block in spec.blocks[2:4])
+    model = DecoderModel(dataclasses.replace(spec, blocks=pair * 2), 512)
+    return model, random_params(model)
+
+
 def decoded(folder: str, dtype: str) -> tuple[np.ndarray, list[np.ndarray], str]:
     """(logits of three steps, the caches after them, the step's program)."""
-    model, params = huggingface.load(FOLDERS / folder, dtype=dtype)
+    if folder == "kimi_linear":
+        model, params = kimi_linear()
+    else:
+        model, params = huggingface.load(FOLDERS / folder, dtype=dtype)
     params = model.pack(params)
     spec = scratch_spec(model, 1, max_pages=1)
     state = init_state(model, CacheSize(pages=1, slots=1), spec)
@@ -58,6 +79,7 @@ def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
 @pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8", "kimi_linear"])
 def test_the_same_with_the_kernels(folder, monkeypatch):
     assert jax.default_backend() == "gpu"
+    monkeypatch.setattr(Decoder, "_unrolled", lambda *_: True)
     unrolled = decoded(folder, "bfloat16")
     monkeypatch.setattr(Decoder, "_unrolled", lambda *_: False)
     looped = decoded(folder, "bfloat16")

@@ -25,8 +25,7 @@ AHEAD = 8  # partial results that are read at a time, of a row
 # side by side and share AHEAD; of more, two rows, each with as many.
 FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
 # Blocks without work cost more the more there are, and those with work more the longer they are.
-# Where rows have few parts most are whole.
-BLOCKS, WHOLE_BLOCKS, LONGEST = 512, 128, 16
+BLOCKS, LONGEST = 512, 16
 LAYOUT = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
 
@@ -61,8 +60,7 @@ def combine(
     if sharers is None:
         cut = len(partial_lse) // 2 > AHEAD * batch  # on average
         sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
-    blocks = WHOLE_BLOCKS if schedule.parts <= 2 * batch else BLOCKS
-    chunk = _rows_of_a_block(batch, used, blocks) if sharers == 1 else 1
+    chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
     shared = {
@@ -98,11 +96,11 @@ def combine(
     return jax.freeze(lse_ref)
 
 
-def _rows_of_a_block(batch: int, used: int, blocks: int) -> int:
+def _rows_of_a_block(batch: int, used: int) -> int:
     """Where one warpgroup has a row. Several do one row and leave: none waits for the others to
     have read its sum, which that of a second row would overwrite."""
     chunk = 1
-    while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= blocks:
+    while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2
     return chunk
 

@@ -270,7 +270,4 @@ def test_few_rows_of_few_heads_have_a_page_for_each_warpgroup(rows, tokens, numb
     starts = np.asarray(schedule.pages)[: rows * number].reshape(rows, number)
     assert np.diff(starts, axis=1).max() <= longest
     many = decode_schedule(lens, q_len=1, num_heads=25, max_pages=tokens // 64)
-    if rows == 1:  # a tile alone has parts as short
-        assert many.slots[1].tolist() == [number]
-    else:
-        assert many.parts < schedule.parts
+    assert many.parts < schedule.parts
