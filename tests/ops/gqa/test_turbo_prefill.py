@@ -16,6 +16,7 @@ from jaxattn.ops.gqa.turboquant import turbo_attention
 from tests.helpers.kernel_cases import both_devices, slow
 from tests.helpers.turbo_cancel import SCORE, cancelling_case, crafted
 from tests.helpers.turbo_cases import assert_turbo_close, turbo_case, turbo_oracle
+from tests.helpers.turbo_outliers import bounds_of_rounded_keys, outlier_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 traced = jax.jit(turbo_attention, static_argnames=("form", "window", "soft_cap", "implementation"))
@@ -74,6 +75,30 @@ def test_the_kernel_of_values_that_cancel(preset, dim, page, implementation):
     """Pages of whole steps have a kernel that unpacks them."""
     case = cancelling_case([150, 64], preset, q_len=9, group=2, kv_heads=2, dim=dim, page=page)
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
+
+
+@both_devices
+@pytest.mark.parametrize(
+    "preset, dim, size, error",
+    [
+        ("4bit_nc", 64, 12, 1e-2),
+        slow("4bit_nc", 64, 6, 4e-3),
+        slow("k3v4_nc", 128, 12, 6e-3),
+        slow("3bit_nc", 256, 12, 4e-3),
+        slow("k8v4", 64, 12, 4e-3),
+    ],
+)
+def test_a_dim_far_from_zero(preset, dim, size, error, implementation):
+    """What docs/limits.md says of such keys: a score's bound, and the errors of usual values."""
+    case = outlier_case([150, 64], preset, size, q_len=9, group=2, kv_heads=2, dim=dim)
+    out, lse = attend(case, implementation)
+    expected, expected_lse = turbo_oracle(case)
+    of_scores, of_results = bounds_of_rounded_keys(case)
+    off = abs(np.asarray(out, np.float64) - expected)
+    # The result is bfloat16; sums in float32.
+    assert (off <= of_results + 2**-8 * abs(expected) + 1e-5).all()
+    assert (abs(np.asarray(lse, np.float64) - expected_lse) <= of_scores + 4e-5).all()
+    assert_turbo_close(case, out, lse, error=error, lse_error=1e-2)
 
 
 def test_the_block_is_bounded_whatever_the_context():
