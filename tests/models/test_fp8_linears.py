@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxattn.core.fp8_blocks import dequantize, in_order
 from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known, registry
 from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.models.blocks import MLA
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.fields import Fields
 from jaxattn.models.fp8_linears import with_fp8_linears
@@ -244,7 +245,9 @@ def test_a_step_with_the_kernels(folder, unrolled, monkeypatch):
         monkeypatch.setattr(decoder_network, "MANY_REPEATS", 1)
     exact, params = loaded(folder, "fp8")
     model, own = huggingface.load(folder, dense="fp8")
-    found = decoded(every_expert(model), own, "mosaic_gpu")
+    # No kernel has latents of 128 numbers: there XLA attends, and the products have their kernels.
+    latent = any(isinstance(block.mixer, MLA) for block in model.spec.blocks)
+    found = decoded(every_expert(model), own, None if latent else "mosaic_gpu")
     wanted = decoded(every_expert(exact), params, "xla")
     for one, other in zip(found, wanted, strict=True):
         assert np.linalg.norm(one - other) <= 3e-2 * np.linalg.norm(other)
