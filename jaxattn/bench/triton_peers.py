@@ -4,7 +4,7 @@ FLA's recurrence runs beside our decode of a gated delta net. It leaves out the 
 gates and the norm of our op. It reads and writes states of the same layout and dtype. FlagGems'
 kernel runs beside our MLA decode, on the same cache. It gives no LSE and does not cut rows.
 vLLM's TurboQuant runs beside ours, over slots of its own (vllm_turboquant.py).
-peers.py times the same kernels as PyTorch launches them.
+peers.py times FLA's and FlagGems' as PyTorch launches them.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ class Peer:
         packages: that it needs, by module; what pip would install.
         takes: whether it serves a shape of the bench.
         op: of a shape that it takes.
-        error: relative L2 error of an op, against our definition in XLA.
+        error: relative L2 error of an op, against our definition.
+        loops: whether a loop of calls is timed too. Its inputs are of several layers then.
     """
 
     name: str
@@ -47,10 +48,13 @@ class Peer:
     takes: Callable[[Any], bool]
     op: Callable[[Any], Op]
     error: Callable[[Op], float]
+    loops: bool = False
 
     @property
-    def column(self) -> str:
-        return f"{self.name} (jax-triton) us"
+    def columns(self) -> list[str]:
+        """Of a row of the bench: microseconds of kernels, and of a call in a loop."""
+        units = ["us", "call us"] if self.loops else ["us"]
+        return [f"{self.name} (jax-triton) {unit}" for unit in units]
 
     def missing(self) -> list[str]:
         """What pip would have to install."""
@@ -75,19 +79,18 @@ def said(bench: str) -> list[str]:
 
 
 def times(bench: str, shape: Any) -> dict[str, float | str]:
-    """The column of a row of the bench, microseconds of its kernel; "" where nothing was timed."""
+    """The peer's columns of a row of the bench; "" where nothing was timed."""
     if bench not in PEERS or PEERS[bench].missing() or jax.default_backend() != "gpu":
         return {}
     peer = PEERS[bench]
     if not peer.takes(shape):
-        return {peer.column: ""}
+        return dict.fromkeys(peer.columns, "")
     op = peer.op(shape)
     error = peer.error(op)
     if not error < 1e-2:
-        raise AssertionError(
-            f"{peer.name} by jax-triton {shape}: relative error {error} against XLA's"
-        )
-    return {peer.column: op.time() * 1e6}
+        raise AssertionError(f"{peer.name} by jax-triton {shape}: relative error {error}")
+    times = op.times() if peer.loops else [op.time()]
+    return {column: time * 1e6 for column, time in zip(peer.columns, times, strict=True)}
 
 
 # --- FLA's recurrence
@@ -216,5 +219,6 @@ PEERS: dict[str, Peer] = {
         takes=lambda shape: True,
         op=vllm_turboquant.decode,
         error=vllm_turboquant.error,
+        loops=True,
     ),
 }

@@ -44,22 +44,28 @@ def packed_key(form: TurboFormat) -> int:
 
 
 def decode(shape: Shape) -> Op:
-    """Over as many layers as keep what is read out of L2; its result is the output."""
+    """Over as many layers as keep what is read out of L2, one behind another as pages of one cache;
+    its result is the output."""
     shape = Shape(*shape)
     ours = gqa_turbo.inputs(shape)
     layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
     shared = {name: ours[name] for name in ("q", "block_tables", "seq_lens")}
     table, turn = jnp.asarray(levels(shape.form)), jnp.asarray(hadamard(shape.dim))
-    caches = [_filled(shape, shared["block_tables"], table, i) for i in range(layers)]
-    operands = [(shared, cache, table, turn) for cache in caches]
-    return Decode(shape, operands)
+    cache = _filled(shape, layers, shared["block_tables"], table)
+    return Decode(shape, layers, (shared, cache, table, turn))
 
 
 class Decode(Op):
     """vLLM's decode of a shape."""
 
-    def __init__(self, shape: Shape, operands: list[Any]) -> None:
-        super().__init__(lambda given, state, layer: (attend(shape, *given), state), operands)
+    def __init__(self, shape: Shape, layers: int, operands: Any) -> None:
+        def call(given: Any, state: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+            shared, *others = given
+            tables = shared["block_tables"]
+            of_layer = shared | {"block_tables": tables + layer * tables.size}
+            return attend(shape, of_layer, *others), state
+
+        super().__init__(call, [operands], layers=layers)
         self.form = shape.form
 
 
@@ -119,19 +125,20 @@ def _sizes(form: TurboFormat, kv_heads: int) -> dict[str, int]:
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _filled(shape: Shape, tables: jax.Array, table: jax.Array, seed: int) -> jax.Array:
-    """uint8 [N, C, Hk, slot] of normal keys and values, a row at a time."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _filled(shape: Shape, layers: int, tables: jax.Array, table: jax.Array) -> jax.Array:
+    """uint8 [L N, C, Hk, slot] of normal keys and values, a row of a layer at a time."""
     batch, _, kv_heads, dim, tokens, _ = shape
     token = jnp.arange(tokens)
 
     def row(i: jax.Array, cache: jax.Array) -> jax.Array:
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), i))
         k, v = (jax.random.normal(key, (tokens, kv_heads, dim), jnp.bfloat16) for key in keys)
-        return store(shape.form, cache, k, v, tables[i, token // PAGE] * PAGE + token % PAGE, table)
+        page = tables[i % batch, token // PAGE] + i // batch * tables.size
+        return store(shape.form, cache, k, v, page * PAGE + token % PAGE, table)
 
-    empty = jnp.zeros((tables.size, PAGE, kv_heads, shape.form.slot_bytes), jnp.uint8)
-    return lax.fori_loop(0, batch, row, empty)
+    empty = jnp.zeros((layers * tables.size, PAGE, kv_heads, shape.form.slot_bytes), jnp.uint8)
+    return lax.fori_loop(0, layers * batch, row, empty)
 
 
 def store(

@@ -17,6 +17,27 @@ def block_counts(*sizes: int) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in sizes)
 
 
+def two_parts(
+    weights: Float[Array, "*B N K"],
+) -> tuple[Float[Array, "*B 2*N K"], Float[Array, "*B 2*N/128 K/128"]]:
+    """16-bit weights as FP8 rows of their first four bits and as many rows of the rest.
+
+    2 N is 128, or N a multiple of 128. bfloat16 has eight bits: what is above an 896th of the
+    largest of its 128 columns is exact, and the rest to 2**-17 of that.
+    """
+    *batch, rows, columns = weights.shape
+    blocks = weights.astype(jnp.float32).reshape(*batch, rows, columns // BLOCK, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True)
+    # A power of two, by which the numbers keep their bits.
+    exponents = jnp.ceil(jnp.log2(jnp.where(largest == 0, 1, largest) / LARGEST))
+    scales = jnp.exp2(exponents)
+    scaled = (blocks / scales).reshape(weights.shape)
+    first = scaled.astype(jnp.float8_e4m3fn)
+    rest = (scaled - first.astype(jnp.float32)).astype(jnp.float8_e4m3fn)
+    of_rows = jnp.broadcast_to(scales[..., 0], (*batch, 2 * rows // BLOCK, columns // BLOCK))
+    return jnp.concatenate([first, rest], axis=-2), of_rows
+
+
 def in_pairs(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
     """The columns as products of a few tokens read them: of each 16 first 0, 8, 1, 9, then 2, 10,
     3, 11, and so on.

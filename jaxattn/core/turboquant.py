@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -185,6 +186,23 @@ def key_numbers(form: TurboFormat, keys: UInt8[Array, "*t D"]) -> Float[Array, "
     if form.rotated:
         return of_levels(form.key_bits, keys)
     return lax.bitcast_convert_type(keys, E4M3).astype(jnp.float32)
+
+
+def plain_keys(
+    form: TurboFormat, codes: Codes, turn: Callable[[Array], Array] = butterfly
+) -> Float[Array, "*t D"]:
+    """Keys as they were before they were rotated, float32.
+
+    The levels' sums are exact, and the norm comes after them.
+
+    Args:
+        turn: makes the sums, as `butterfly`.
+    """
+    keys = key_numbers(form, codes.keys)
+    if codes.norm is None:
+        return keys
+    share = codes.norm.astype(jnp.float32) * np.float32(form.head_dim**-0.5)
+    return turn(keys) * share[..., None]
 
 
 def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> Codes:

@@ -43,7 +43,7 @@ from jaxattn.kernels.linear_block import ROWS, Block, Cut, Refs
 OP = "linear_fp8_layer"
 FP8 = jnp.float8_e4m3fn
 HALVES = ROWS // HALF
-ROOM = 75 * 1024 - 128  # shared memory of a block, of which three share a multiprocessor
+SHARED = 228 * 1024  # bytes of a multiprocessor, of which each block takes 1 KiB beside its own
 
 
 def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
@@ -52,19 +52,21 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
     Parts are a power of two, unless a norm of K needs other ones.
     """
     parts, many = 1, 1 + gated
-    room = ROOM - many * columns * ROWS * 4  # the sums
     while parts < MOST_PARTS and tiles * parts < 2 * NUM_SMS and steps >= 4 * parts:
         parts *= 2
     if normed:
         others = (*range(parts, MOST_PARTS + 1), *range(parts - 1, 0, -1))
         parts = next((each for each in others if not refusal_of_norm(1, 2 * steps, each)), parts)
     mine = -(-steps // parts)
-    stage = BLOCK * (ROWS * many + columns * 2)
-    if not normed and 2 * stage > room:
-        room = 112 * 1024  # two blocks
-    if normed:  # the token is there whole
-        stage = BLOCK * ROWS * many
-        room -= columns * BLOCK * 2 * mine
+    # All blocks run at a time, if a block then has two copies under way.
+    for together in range(min(3, -(-tiles * parts // NUM_SMS)), 0, -1):
+        room = SHARED // together - 1280 - many * columns * ROWS * 4  # barriers, the sums
+        stage = BLOCK * (ROWS * many + columns * 2)
+        if normed:  # the token is there whole
+            stage = BLOCK * ROWS * many
+            room -= columns * BLOCK * 2 * mine
+        if room // stage >= min(2, mine):
+            break
     return Config(parts=parts, stages=max(2, min(mine, room // stage)))
 
 

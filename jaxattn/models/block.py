@@ -20,6 +20,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.hopper.fp8_tiles import ROWS as FP8_COLUMNS
 from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.layer_cache import Arrays, LayerCache
+from jaxattn.nn.linear import InStack
 from jaxattn.ops.norm_linear import Unnormed
 from jaxattn.parallel import Dimension
 
@@ -170,6 +171,14 @@ class Mixer(abc.ABC):
     def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
         """The small weights of one place in a pattern, a row for each repeat."""
         return None
+
+    def beside(self, stream: Stream, params: Any) -> tuple[Array, Array] | None:
+        """FP8 weights [repeats, N, K] and scales that a step reads in the launch of others, made of
+        the parameters; `leave_beside` tells the module where they are."""
+        return None
+
+    def leave_beside(self, module: Any, weights: InStack, scales: InStack) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has nothing beside its linears")
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
         """Those matrices [repeats, in, out] that get columns of zeros, by their modules' names."""

@@ -190,7 +190,8 @@ class DecoderModel(Model):
         """The logits of each token, with those of padding rows of the embedding."""
         stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
-            stacks, params = {"weights": params.weights, "norms": params.norms}, params.params
+            stacks = {"weights": params.weights, "norms": params.norms, "beside": params.beside}
+            params = params.params
         decoder = self.bind(params)
         return decoder.decode(state, batch, **stacks, implementation=implementation)
 

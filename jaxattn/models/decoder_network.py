@@ -44,7 +44,7 @@ from jaxattn.models.mailbox import EXCHANGE
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import Linear, matmul, normal
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
 from jaxattn.ops.all_reduce_norm import (
     all_reduce_norm_layer,
     norm_gather_layer,
@@ -187,6 +187,7 @@ class Decoder(nnx.Module):
         *,
         weights: dict[str, Array] | None = None,
         norms: Array | None = None,
+        beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
@@ -210,6 +211,7 @@ class Decoder(nnx.Module):
             graphdef, params, stacks = self._split(number)
 
             linear_stacks = linear_stacks_of(self.segments[number])
+            others = {place: own for (s, place), own in (beside or {}).items() if s == number}
             unrolled = self._unrolled(segment, valid.size, implementation)
 
             def body(
@@ -218,12 +220,19 @@ class Decoder(nnx.Module):
                 graphdef=graphdef,
                 stacks=stacks,
                 linear_stacks=linear_stacks,
+                others=others,
                 segment=segment,
                 unrolled=unrolled,
             ):
                 (x, y, state), (following, params) = carry, xs
                 pattern = nnx.merge(graphdef, params)
                 leave_in_stacks(pattern, linear_stacks, following, implementation)
+                for place, stacks_beside in others.items():
+                    places = (
+                        InStack(each, in_repeat(following), implementation)
+                        for each in stacks_beside
+                    )
+                    segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     add_norm, add_mlp_norm = self._norms_of(
@@ -344,12 +353,10 @@ class Decoder(nnx.Module):
     def _together(self, segment: Segment[Block], fused: bool) -> int:
         """The repeats in a turn of a step's loop.
 
-        Data groups whose tokens meet at experts have several, and so a CUDA graph of more layers:
-        two H200s were idle for 5 us between the graphs of two layers.
+        Steps of several GPUs without XLA's sums have several, and so a CUDA graph of more layers:
+        H200s were idle for 2 to 6 us between the graphs of two layers.
         """
-        most = max(1, MOST_TOGETHER // len(segment.pattern))
-        if not (fused and self.spec.tokens_meet):
-            most = 1
+        most = max(1, MOST_TOGETHER // len(segment.pattern)) if fused else 1
         return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
 
     def _meets(self, block: Block) -> bool:

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -11,13 +12,16 @@ from jaxtyping import Array, Float
 from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.fp8_blocks import BLOCK, in_pairs, two_parts
 from jaxattn.core.layers import LayerOf
-from jaxattn.kernels.linear_block import ROWS, STEP
+from jaxattn.kernels.linear_block import ROWS
 from jaxattn.models.base import DecodeBatch, PrefillBatch
 from jaxattn.models.block import Matrix, Mixer, Stream
 from jaxattn.models.caches import RecurrentState
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
+from jaxattn.nn.linear import InStack
+from jaxattn.nn.linear_fp8 import Beside
 from jaxattn.ops.norm_linear import Unnormed
 
 
@@ -120,9 +124,15 @@ def _small_weights(params: Any) -> list[Array]:
     return [leaf[...] for leaf in leaves]
 
 
+@jax.jit
+def _two_parts(weights: Float[Array, "repeats K N"]) -> tuple[Array, Array]:
+    numbers, scales = two_parts(weights.swapaxes(1, 2))
+    return in_pairs(numbers), scales
+
+
 def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict[str, Array]:
     """The gates' columns, a multiple of so many, so that one launch has them and the other
-    projections."""
+    projections. Decoding takes all that the launch writes, without a slice."""
     gates = params[name]["weight"][...]
     more = -gates.shape[-1] % columns
     if stream.dtype != "bfloat16" or not more:
@@ -180,8 +190,18 @@ class GDN(DeltaMixer):
     def pack(self, params: Any) -> Float[Array, "repeats W"]:
         return gdn.pack_gdn_weights(*_small_weights(params))
 
+    def beside(self, stream: Stream, params: Any) -> tuple[Array, Array] | None:
+        gates = 2 * self.num_v_heads
+        whole = 2 * gates == BLOCK or gates % BLOCK == 0
+        if stream.dtype != "bfloat16" or "in_proj_qkvz" not in self.fp8 or not whole:
+            return None
+        return _two_parts(params["in_proj_ba"]["weight"][...])
+
+    def leave_beside(self, module: Any, weights: InStack, scales: InStack) -> None:
+        module.gates_in_stack = Beside(weights, scales, jnp.dtype(jnp.float32))
+
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
-        return _widened_gates(stream, params, "in_proj_ba", STEP)
+        return _widened_gates(stream, params, "in_proj_ba", ROWS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,5 +250,4 @@ class KDA(DeltaMixer):
         return kda.pack_kda_weights(*_small_weights(params))
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
-        # Decoding takes all that the launch writes, without a slice.
         return _widened_gates(stream, params, "in_proj_b", ROWS)

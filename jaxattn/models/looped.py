@@ -35,7 +35,8 @@ def loop[Carry](
 ) -> Carry:
     """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
 
-    A turn of the loop has `together` repeats, which divide them: they may be one CUDA graph.
+    A turn of the loop has `together` repeats, which may be one CUDA graph. `together` divides
+    `repeats`.
 
     Unrolled, the layers' numbers are constants and nothing counts. That saves a launch of 1.2 us
     for each repeat, and 1 us of the host's way from one repeat to the next (H200). Launches that

@@ -27,17 +27,19 @@ class PackedParams:
             `jaxattn.gdn.pack_gdn_weights` and `jaxattn.mla.pack_mla_weights`.
         norms: float32 [2 L, hidden], in the order of the layers: the norm before the mixer, then
             the norm before the feed-forward.
+        beside: `Mixer.beside`, by the number of the segment and the place in its pattern.
     """
 
     params: nnx.State
     vectors: tuple[Float[Array, "repeats total"], ...]
     weights: dict[str, Float[Array, "L W"]]
     norms: Float[Array, "N hidden"]
+    beside: dict[tuple[int, int], tuple[Array, Array]] = dataclasses.field(default_factory=dict)
 
     @property
     def copies(self) -> tuple[Any, ...]:
         """What is there twice, so that decoding can read it from a stack."""
-        return self.weights, self.norms
+        return self.weights, self.norms, self.beside
 
 
 def pack_params(
@@ -57,13 +59,17 @@ def pack_params(
     empty = {
         s: _without_vectors(stacks[s], segment, nothing[s]) for s, segment in enumerate(segments)
     }
+    beside: dict[tuple[int, int], tuple[Array, Array]] = {}
     for s, segment in enumerate(segments):
         for place, block in enumerate(segment.pattern):
             layer: Any = empty[s]["layers"][place]
+            if found := block.mixer.beside(stream, layer["mixer"]):
+                beside[s, place] = found
             _replace(layer["mlp"], block.feed_forward.pack(stream, layer["mlp"]))
             _replace(layer["mixer"], block.mixer.widened(stream, layer["mixer"]))
     rest = nnx.State({**params, "segments": type(stacks)(empty)})
-    return PackedParams(rest, *small)
+    vectors, weights, norms = small
+    return PackedParams(rest, vectors, weights, norms, beside)
 
 
 def _small(stacks: Any, segments: Sequence[Segment[Block]]) -> tuple[Any, list[list[Array]]]:

@@ -17,7 +17,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.core.norms import gated_rms_norm
 from jaxattn.nn.delta import DeltaLayer, Projected, new_rates, new_taps
 from jaxattn.nn.linear import linears
-from jaxattn.nn.linear_fp8 import new_linear
+from jaxattn.nn.linear_fp8 import Beside, new_linear, with_beside
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import conv
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
@@ -87,6 +87,8 @@ class GatedDeltaNet(DeltaLayer):
         self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
         self.conv_width = conv_width
         self.dtype = jnp.dtype(dtype)
+        # in_proj_ba in two parts, where a decode step has them.
+        self.gates_in_stack: Beside | None = None
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         value_dim = num_v_heads * head_v_dim
@@ -142,8 +144,8 @@ class GatedDeltaNet(DeltaLayer):
         pools = conv_state, ssm_state
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
-            qkvz, ba = linears(x, self.in_proj_qkvz, self.in_proj_ba)
-            ba = ba[..., : 2 * self.num_v_heads]  # zeros of packed parameters may follow
+            both = with_beside(x, self.in_proj_qkvz, self.gates_in_stack)
+            qkvz, ba = both or linears(x, self.in_proj_qkvz, self.in_proj_ba)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
             qkvz,
             ba,
@@ -154,6 +156,7 @@ class GatedDeltaNet(DeltaLayer):
             write_indices=write_indices,
             layer=layer,
             eps=self.norm.eps,
+            halves=both is not None,
             arena=arena,
             implementation=implementation,
         )

@@ -6,7 +6,7 @@ makes a matrix of the compute dtype out of one layer's, and multiplies by this.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -68,6 +68,48 @@ class Fp8Linear(Linear):
             out_dtypes=out_dtypes,
             implementation=weights[0].implementation,
         )
+
+
+class Beside(NamedTuple):
+    """FP8 weights that are in no module, of a launch with an `Fp8Linear`.
+
+    Attributes:
+        weights, scales: where a decode step finds them.
+        out_dtype: of the products.
+    """
+
+    weights: InStack
+    scales: InStack
+    out_dtype: jnp.dtype
+
+
+def with_beside(
+    x: Float[Array, "*T K"] | Unnormed, module: Linear, beside: Beside | None
+) -> tuple[Float[Array, "*T N"], Float[Array, "*T M"]] | None:
+    """The products with a module's weights and those beside it, in one launch; None where the
+    kernel does not serve."""
+    if beside is None or not isinstance(module, Fp8Linear):
+        return None
+    weights, scales = _stacks(module)
+    if not weights:
+        return None
+    numbers = [weights[0].weights, beside.weights.weights]
+    scales, layer = [*scales, beside.scales.weights], weights[0].layer
+    out_dtypes = [module.out_dtype, beside.out_dtype]
+    if isinstance(x, Unnormed) and x.serves(numbers, layer, scales):
+        one, other = x.linears(numbers, layer=layer, out_dtypes=out_dtypes, scales=scales)
+        return one, other
+    if not _served(tokens_of(x), module):
+        return None
+    one, other = linear_fp8_layer(
+        tokens_of(x).astype(module.dtype),
+        numbers,
+        scales,
+        layer=layer,
+        out_dtypes=out_dtypes,
+        implementation=weights[0].implementation,
+    )
+    return one, other
 
 
 def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | None:

@@ -26,7 +26,7 @@ from jaxattn.parallel.splitting import OFF, VARIABLE, may_split
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
 SMALL, LARGE = 2**12, 2**21
-SECONDS = 60.0  # in which GPUs of several processes have to meet
+SECONDS = 60.0  # in which GPUs of several processes have to meet, in each program
 DIMENSIONS: tuple[Dimension, ...] = (
     "all", "data", "tensor", "heads", "context", "expert", "columns", "experts"
 )  # fmt: skip
@@ -81,16 +81,19 @@ def _processes(group: Group) -> int:
 def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
     """As `_meet`; GPUs of several processes that do not meet in so many seconds are an error.
 
+    Each program has so many: NCCL connects the GPUs of each set anew.
+
     Raises:
         CollectiveError: a collective failed, or did not end.
     """
     if _processes(group) == 1:
         return _meet(group)
     found: list[BaseException | None] = []
+    ended: list[None] = []  # programs
 
     def meet() -> None:
         try:
-            _meet(group)
+            _meet(group, lambda: ended.append(None))
         except BaseException as error:
             found.append(error)
         else:
@@ -99,7 +102,10 @@ def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
     # A call that waits for another process cannot be ended: the process ends, and the thread too.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
-    thread.join(seconds)
+    before = -1
+    while not found and len(ended) > before:
+        before = len(ended)
+        thread.join(seconds)
     if not found:
         raise CollectiveError(
             f"the devices {', '.join(map(str, group.devices))} of several processes did not meet "
@@ -111,10 +117,13 @@ def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
     return None
 
 
-def _meet(group: Group) -> None:
+def _meet(group: Group, ended: Callable[[], None] = lambda: None) -> None:
     """A small collective of each kind over all devices of a group.
 
     Those of several processes meet in each of their sets too, and then in all sets of one program.
+
+    Args:
+        ended: called after each program.
 
     Raises:
         CollectiveError: one failed.
@@ -129,6 +138,7 @@ def _meet(group: Group) -> None:
     try:
         for program in programs:
             jax.block_until_ready(group.make(program, group.each))
+            ended()
     except jax.errors.JaxRuntimeError as error:
         raise CollectiveError(
             f"the devices {', '.join(map(str, group.devices))} cannot send to each other: "

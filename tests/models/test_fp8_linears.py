@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from jax.sharding import PartitionSpec
 
 from jaxattn.core.fp8_blocks import dequantize, in_order
 from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known, registry
@@ -247,3 +248,18 @@ def test_a_step_with_the_kernels(folder, unrolled, monkeypatch):
     wanted = decoded(every_expert(exact), params, "xla")
     for one, other in zip(found, wanted, strict=True):
         assert np.linalg.norm(one - other) <= 3e-2 * np.linalg.norm(other)
+
+
+def test_a_delta_nets_gates_are_two_parts_in_the_launch_of_its_inputs():
+    """With 32 value heads, as Qwen3-Next has, and in bfloat16 alone."""
+    model = model_of("Qwen3-Next-80B-A3B-FP8")
+    packed = jax.eval_shape(model.pack, model.param_shapes())
+    assert sorted(packed.beside) == [(0, 0), (0, 1), (0, 2)]
+    numbers, scales = packed.beside[0, 0]
+    assert (numbers.shape, numbers.dtype) == ((12, 128, 2048), jnp.float8_e4m3fn)
+    assert scales.shape == (12, 1, 16)
+    for other in (model.with_dtype("float32"), model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16")):
+        assert not jax.eval_shape(other.pack, other.param_shapes()).beside
+    large = model_of("Qwen3.5-397B-A17B-FP8")
+    specs = divided(large, Parallel(tensor=2, expert=2)).packed_specs()
+    assert len(jax.tree.leaves(specs.beside, is_leaf=lambda x: isinstance(x, PartitionSpec))) >= 2

@@ -47,11 +47,12 @@ def test_the_same_bits_with_two_repeats_in_a_turn(monkeypatch):
         ("DeepSeek-R1", dict(data=8, expert=8), True, 2),  # of 58
         ("Qwen3.5-397B-A17B-FP8", dict(data=4, expert=4), True, 3),  # of 15, of four layers each
         ("DeepSeek-V2-Lite", dict(data=2, expert=2), False, 1),
-        ("DeepSeek-V2-Lite", dict(tensor=2), True, 1),
+        ("DeepSeek-V2-Lite", dict(tensor=4, context=4, expert=2), True, 13),
+        ("Qwen3.5-35B-A3B", dict(tensor=2), True, 2),  # of 10, of four layers each
         ("DeepSeek-V2-Lite", {}, False, 1),
     ],
 )
-def test_steps_whose_tokens_meet_at_experts_have_several_repeats_in_a_turn(
+def test_steps_of_several_gpus_in_few_launches_have_several_repeats_in_a_turn(
     name, layout, fused, repeats
 ):
     spec = divided(find(name)[2], Parallel(**layout)).spec

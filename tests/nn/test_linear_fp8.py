@@ -1,15 +1,19 @@
 """Linears with FP8 weights: alone, in a stack, behind a norm, beside another in bfloat16."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.fp8_blocks import dequantize, in_order, in_pairs, quantize
+from jaxattn.core.fp8_blocks import dequantize, in_order, in_pairs, quantize, two_parts
 from jaxattn.core.layers import LayerOf
-from jaxattn.nn import Fp8Linear, GatedMLP, Linear
+from jaxattn.nn import Fp8Linear, GatedDeltaNet, GatedMLP, Linear
+from jaxattn.nn import gdn as gdn_module
 from jaxattn.nn.linear import InStack, linears
+from jaxattn.nn.linear_fp8 import Beside
 from jaxattn.ops import norm_linear
 from jaxattn.ops.norm_linear import Unnormed
 
@@ -90,3 +94,37 @@ def test_numbers_of_another_dtype_are_quantized_as_published():
     np.testing.assert_allclose(
         dequantize(in_order(in_pairs(numbers)), scales, jnp.float32), weights, atol=0.15
     )
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_two_parts_have_the_bits_of_bfloat16(rows):
+    weights = jax.random.normal(jax.random.key(0), (2, rows, 256)).astype(jnp.bfloat16)
+    weights = weights.clip(-3.5, 3.5)
+    weights = weights.at[:, 0, ::128].set(3.515625)  # just above 448 / 128: no scale is coarser
+    numbers, scales = two_parts(weights)
+    assert numbers.shape == (2, 2 * rows, 256) and scales.shape == (2, 2 * rows // 128, 2)
+    first, rest = jnp.split(dequantize(numbers, scales, jnp.float32), 2, axis=1)
+    found, wide = np.asarray(first + rest), np.asarray(weights.astype(jnp.float32))
+    np.testing.assert_allclose(found, wide, atol=2.0**-17 * np.abs(wide).max(), rtol=0)
+    large = np.abs(wide) > np.abs(wide).max() / 896
+    np.testing.assert_array_equal(found[large], wide[large])
+    assert not np.asarray(two_parts(jnp.zeros((1, 64, 128)))[0], np.float32).any()
+
+
+def test_a_delta_nets_gates_are_in_the_launch_of_its_inputs(monkeypatch):
+    made = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    net = GatedDeltaNet(256, 16, 32, fp8=("in_proj_qkvz",), **made)
+    x = jax.random.normal(jax.random.key(1), (2, 1, 256), jnp.bfloat16)
+    pools = jnp.zeros((2, 3, net.conv_dim), jnp.bfloat16), jnp.zeros((2, 32, 128, 128))
+    slots = np.arange(2)
+    step = partial(net.decode, x, *pools, state_indices=slots, implementation="xla")
+    expected = step()
+    own = stacked(net.in_proj_qkvz, 2, 1, INTERPRET).in_stack
+    numbers, scales = two_parts(net.in_proj_ba.weight[...].T)
+    stacks = (jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (in_pairs(numbers), scales))
+    places = (InStack(stack, own.layer, INTERPRET) for stack in stacks)
+    net.gates_in_stack = Beside(*places, jnp.dtype(jnp.float32))
+    monkeypatch.setattr(gdn_module, "linears", None)  # all four are one launch
+    for one, other in zip(step()[:3], expected[:3], strict=True):
+        one, other = (np.asarray(each, np.float64) for each in (one, other))
+        assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other) > 0

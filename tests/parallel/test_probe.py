@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -145,7 +146,7 @@ def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
 
 def test_processes_that_do_not_meet_are_an_error_after_a_time():
     group, wait = group_of(dict(tensor=4), 2), threading.Event()
-    with mock.patch.object(probe, "_meet", lambda group: wait.wait(60)):
+    with mock.patch.object(probe, "_meet", lambda *_: wait.wait(60)):
         with pytest.raises(probe.CollectiveError, match="did not meet in 0 s; XLA_FLAGS has to"):
             probe._meet_in_time(group, 0.05)
     wait.set()
@@ -154,3 +155,22 @@ def test_processes_that_do_not_meet_are_an_error_after_a_time():
             probe._meet_in_time(group)
     with mock.patch.object(probe, "_meet"):
         probe._meet_in_time(group)
+
+
+def test_each_set_has_that_time_of_its_own():
+    """Four programs of 0.1 s end where each has 0.25 s; a fifth that waits is an error."""
+    group, wait = group_of(dict(tensor=4, context=2), 2), threading.Event()
+
+    def meet(_: Group, ended: Any, waits: bool = False) -> None:
+        for _ in range(4):
+            time.sleep(0.1)
+            ended()
+        if waits:
+            wait.wait(60)
+
+    with mock.patch.object(probe, "_meet", meet):
+        probe._meet_in_time(group, 0.25)
+    with mock.patch.object(probe, "_meet", partial(meet, waits=True)):
+        with pytest.raises(probe.CollectiveError, match="did not meet"):
+            probe._meet_in_time(group, 0.25)
+    wait.set()

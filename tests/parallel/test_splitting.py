@@ -71,7 +71,7 @@ def test_xla_reads_the_flag_when_its_backend_starts_though_jax_was_imported_befo
 import os
 import jax, jaxattn.cli.hosts
 from jaxattn.parallel.splitting import never_split
-os.environ["{VARIABLE}"] = "--xla_dump_to={tmp_path}"
+os.environ["{VARIABLE}"] = "{NAME}=true --xla_dump_to={tmp_path}"
 never_split(os.environ)
 jax.jit(lambda x: x + 1)(1.0)
 """

@@ -31,6 +31,7 @@ class Op:
     `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
     token, not after the last. `channels`: every channel of the key has a decay of its own (KDA),
     and the norm's factor is sigmoid(z). `lower_bound`: of such log decays, or None for softplus.
+    `halves`: b and a are sums of two columns, 2 Hv apart.
     """
 
     q_len: int
@@ -45,6 +46,7 @@ class Op:
     eps: float
     channels: bool = False
     lower_bound: float | None = None
+    halves: bool = False
 
     @property
     def group(self) -> int:
@@ -151,7 +153,11 @@ class Inputs:
         """(b, a) of the value heads' tokens; of decays per channel a is 128 channels of f."""
 
         def numbers(first: Any) -> list[Any]:
-            return [self.ba[self.row, token, first] for token in range(self.op.q_len)]
+            found = [self.ba[self.row, token, first] for token in range(self.op.q_len)]
+            if self.op.halves:
+                rest = first + 2 * self.op.value_heads
+                found = [x + self.ba[self.row, token, rest] for token, x in enumerate(found)]
+            return found
 
         if self.op.channels:
             return [

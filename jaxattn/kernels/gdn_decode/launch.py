@@ -119,6 +119,7 @@ def gdn_decode_mosaic(
     f: jax.Array | None = None,
     z: jax.Array | None = None,
     lower_bound: float | None = None,
+    halves: bool = False,
     arena: Arena | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -141,6 +142,7 @@ def gdn_decode_mosaic(
             and `weights` begins with [A_log | dt_bias [Hv * Dk] | norm].
         z: [B, S, Hv * Dv], beside f.
         lower_bound: of such log decays, as in `jaxattn.kda.kda_gates`.
+        halves: of `gated_delta_net_decode`.
 
     Returns:
         (out [B, S, Hv, Dv] in qkvz's dtype, conv_state, state), and the arena if there is one.
@@ -162,6 +164,7 @@ def gdn_decode_mosaic(
         eps=eps or 0.0,
         channels=f is not None,
         lower_bound=lower_bound,
+        halves=halves,
     )
     states = batch * num_value_heads
     config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)

@@ -30,7 +30,7 @@ from jaxattn.kernels.hopper.online_softmax import reference, rescaled
 from jaxattn.kernels.mla_decode.rows_scores import EMPTY, LOG2E
 
 TILE = plgpu.Layout.WGMMA
-ROW, KEY = TILE.reduce(1), TILE.reduce(0)
+ROW = TILE.reduce(1)
 CLEARED = 64  # dims of values that are cleared at a time
 
 
@@ -166,27 +166,19 @@ class Computer:
     def first_row(self, tile: Tile) -> jax.Array:
         return pl.multiple_of(tile.start, ROWS) + self.wg * ROWS
 
-    def normed(self, scores: jax.Array, number: jax.Array) -> jax.Array:
-        """Times the norms of a step's keys, where they have some."""
-        if self.memory.key_norms is None:
-            return scores
-        norms = plgpu.load(self.memory.norms_of(number), layout=KEY, optimized=False)
-        return scores * lax.broadcast_in_dim(norms, scores.shape, [1])
-
     def softmax(
         self,
         scores: jax.Array,
         tile: Tile,
         i: jax.Array,
-        number: jax.Array,
         top: jax.Array,
         total: jax.Array,
         *,
         seen: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(weights float32, references, sums, what rescales the output) with step i's scores. If
-        they are `seen`, all of them count. `number` counts the steps of all tiles."""
-        scores, keys = self.scores.capped(self.normed(scores, number)), self.config.keys
+        they are `seen`, all of them count."""
+        scores, keys = self.scores.capped(scores), self.config.keys
         if not seen:
             step = self.tiles.step(tile, i)
             whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
@@ -233,9 +225,7 @@ class Computer:
             self.clear(tile, i, number)
         plgpu.barrier_wait(memory.keys_loaded.at[self.slot(number + 1)])
         plgpu.barrier_wait(memory.turn.at[self.wg])
-        following = functools.partial(
-            self.softmax, tile=tile, i=i + 1, number=number + 1, top=state.top, seen=seen
-        )
+        following = functools.partial(self.softmax, tile=tile, i=i + 1, top=state.top, seen=seen)
         if self.interpret:
             out = self.with_values(state, number)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
@@ -343,7 +333,7 @@ class Computer:
             scores = self.first_scores(done)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(done)])
             first = jnp.int32(0)
-            p, top, total, _ = self.softmax(scores, tile, first, done, nothing + EMPTY, nothing)
+            p, top, total, _ = self.softmax(scores, tile, first, nothing + EMPTY, nothing)
             state = State(p.astype(self.dtype), top, total, zeros(ROWS, self.head_dim))
             step = functools.partial(self.step, tile, done)
             if self.tiles.window is None:

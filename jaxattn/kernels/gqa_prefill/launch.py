@@ -94,7 +94,6 @@ def gqa_prefill_mosaic(
     bounds: jax.Array,
     *,
     scale: float,
-    norms: jax.Array | None = None,
     k_rest: jax.Array | None = None,
     paged: Paged | None = None,
     window: int | None = None,
@@ -111,8 +110,6 @@ def gqa_prefill_mosaic(
     Args:
         q: [B, T, H, D] bfloat16 or float16, as all others.
         k, v: [B, K, Hk, D].
-        norms: float32 [B, Hk, K], what a key's scores are multiplied by, as its own numbers would
-            be rounded; of tokens that are not seen anything. None: by 1.
         k_rest: [B, K, P], the last of the keys' dims where all heads share them; k then has D - P.
         bounds: int32 [B, 5], (first, queries, prefix, keys, offset): token t, for t from `first`
             and below `queries`, sees all `prefix` cached tokens, and the new keys from `first` up
@@ -126,8 +123,6 @@ def gqa_prefill_mosaic(
     """
     if k_rest is not None and paged is not None:
         raise ValueError("gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None")
-    if norms is not None and paged is not None:
-        raise ValueError("gqa_prefill_mosaic: norms are of new keys alone; they need paged=None")
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
@@ -183,7 +178,6 @@ def gqa_prefill_mosaic(
             "q": pack(q),
             "k": _whole(k),
             "v": _whole(v),
-            "norms": None if norms is None else _whole(norms, axis=2),
             "k_rest": None if k_rest is None else _whole(k_rest),
             "cache": cache,
             "table": None if paged is None else paged.table,
@@ -197,9 +191,7 @@ def gqa_prefill_mosaic(
             "out": jax.ShapeDtypeStruct((batch, -(-rows // 8) * 8, tiles.heads, dim), dtype),
             "lse": jax.ShapeDtypeStruct((batch, tiles.heads, whole_rows), jnp.float32),
         },
-        scratch=scratch_types(
-            config, dtype, dim, copies, pieces, normed=norms is not None
-        )._asdict(),
+        scratch=scratch_types(config, dtype, dim, copies, pieces)._asdict(),
         warpgroups=config.warpgroups + 1,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
@@ -208,8 +200,6 @@ def gqa_prefill_mosaic(
     return unpack(results["out"]), unpack(results["lse"].swapaxes(1, 2))
 
 
-def _whole(x: jax.Array, axis: int = 1) -> jax.Array:
+def _whole(x: jax.Array) -> jax.Array:
     """Zeros up to a multiple of 8 tokens: a copy, where the tokens are not one already."""
-    more = [(0, 0)] * x.ndim
-    more[axis] = (0, -x.shape[axis] % 8)
-    return jnp.pad(x, more)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

@@ -23,7 +23,6 @@ class Sources:
     Attributes:
         q: [B, R, heads, D].
         k, v: [B, T, Hk, D] of the new tokens.
-        norms: float32 [B, Hk, T], of the new keys, or None.
         k_rest: [B, T, P], the last of the keys' dims where all heads share them, or None.
         cache: [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them, or None.
         table, layer: int32 [B, M] and [1], of the cache.
@@ -33,7 +32,6 @@ class Sources:
     q: Any
     k: Any
     v: Any
-    norms: Any
     k_rest: Any
     cache: Any
     table: Any
@@ -129,9 +127,6 @@ class Loader:
             at = pl.ds(pl.multiple_of(step.first, keys), keys)
             of_heads = self.sources.v if kind == VALUES else self.sources.k
             plgpu.copy_gmem_to_smem(of_heads.at[tile.row, at, head], whole, there)
-            if kind == KEYS and memory.key_norms is not None:
-                norms = self.sources.norms.at[tile.row, head, at]
-                plgpu.copy_gmem_to_smem(norms, memory.norms_of(number), there)
             for rest in others:
                 plgpu.copy_gmem_to_smem(self.sources.k_rest.at[tile.row, at], rest, there)
             for _ in range(self.copies - 1):  # the barrier counts a cached step's boxes

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn_prefill.work_queue import scratch as queue_scratch
@@ -92,8 +91,6 @@ class Memory(NamedTuple):
         queries: [w, 64, D].
         outputs: [w, 64, D] on their way out, or None.
         keys, values: [s, keys, D]; of keys a tuple, of the pieces in which their dims come.
-        key_norms: float32 [2 s, keys], what scores of keys are multiplied by, or None. They come
-            with the keys and are read later, so they have twice as many places.
         queries_loaded, keys_loaded, values_loaded, gate_loaded: what has come.
         queries_read, keys_read, values_read: what may be overwritten.
         turn: the tensor cores are this warpgroup's.
@@ -105,7 +102,6 @@ class Memory(NamedTuple):
     outputs: Any
     keys: Any
     values: Any
-    key_norms: Any
     queries_loaded: Any
     keys_loaded: Any
     values_loaded: Any
@@ -117,13 +113,9 @@ class Memory(NamedTuple):
     cleared: Any
     queue: Any
 
-    def norms_of(self, number: Any) -> Any:
-        """Where the norms of a step's keys are; `number` counts the steps."""
-        return self.key_norms.at[lax.rem(number, jnp.int32(self.key_norms.shape[0]))]
-
 
 def scratch_types(
-    config: Config, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...], *, normed: bool
+    config: Config, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
 ) -> Memory:
     """Of `Memory`; `copies` are a step's boxes of values, `pieces` the dims of keys' pieces."""
     tiles = swizzled(dtype)
@@ -140,9 +132,8 @@ def scratch_types(
         outputs=tile(count, ROWS) if config.own_output else None,
         keys=tuple(tile(stages, config.keys, dims=dims) for dims in pieces),
         values=tile(stages, config.keys),
-        key_norms=plgpu.SMEM((2 * stages, config.keys), jnp.float32) if normed else None,
         queries_loaded=barriers(1, count),
-        keys_loaded=barriers(copies + len(pieces) - 1 + normed, stages),
+        keys_loaded=barriers(copies + len(pieces) - 1, stages),
         values_loaded=barriers(copies, stages),
         gate_loaded=barriers(1, count),
         queries_read=barriers(1, count),

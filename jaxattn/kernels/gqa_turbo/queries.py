@@ -80,8 +80,8 @@ class TurnedQueries(GatheredQueries):
         return fragmented(turned, x.shape, x.layout)
 
 
-def lane_butterfly(x: list[Any]) -> list[Any]:
-    """A thread's numbers of a row, those of all its dims in order."""
+def lane_butterfly(x: list[Any], lanes: int = LANES) -> list[Any]:
+    """A thread's numbers of a row that so many lanes share, those of all its dims in order."""
     distance = 1
     while distance < len(x):
         x = [
@@ -89,8 +89,8 @@ def lane_butterfly(x: list[Any]) -> list[Any]:
             for i, one in enumerate(x)
         ]
         distance *= 2
-    lane = arith.andi(utils.thread_idx(), word(LANES - 1))
-    for stage in range(LANES.bit_length() - 1):
+    lane = arith.andi(utils.thread_idx(), word(lanes - 1))
+    for stage in range(lanes.bit_length() - 1):
         # The lane whose bit is set has the difference: the other's number less its own.
         upper = arith.andi(lane, word(1 << stage))
         sign = arith.shli(upper, word(31 - stage))

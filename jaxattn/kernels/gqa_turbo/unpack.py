@@ -1,10 +1,10 @@
 """TurboQuant pages as float16 keys and values: what the kernel that reads prompts multiplies.
 
 A block is a warpgroup with 64 tokens of a KV head. Codes come to registers as in turbo_decode, each
-thread's by the order of the cache. Keys stay apart from their norms: without them they are e4m3
-numbers, which float16 has, and with them each would be rounded. There are so few levels that such
-errors add up in a score. Values become float32, are multiplied, and are rounded to float16. They
-come with a token a byte, so that a warp turns blocks of eight by eight round.
+thread's by the order of the cache; e4m3 numbers become float32, are multiplied, and are stored as
+float16. Keys are rotated back before: rotated ones have so few sizes that many would be rounded to
+float16 alike, and such errors add up in a score. Values come with a token a byte, so that a warp
+turns blocks of eight by eight round.
 
 Limits: D 64, 128 or 256, any preset, pages of whole 64 tokens.
 Reference: `jaxattn.core.turbo_reads.page_codes`; tests: tests/kernels/gqa_turbo/test_unpack.py.
@@ -20,9 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turbo_slots import GROUP, ungroup, unpack
-from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, key_numbers
+from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, plain_keys
 from jaxattn.kernels.gqa_turbo.codes import GROUPS, key_registers, middle, value_registers
 from jaxattn.kernels.gqa_turbo.fragments import Registers
+from jaxattn.kernels.gqa_turbo.queries import lane_butterfly
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, vector
@@ -48,7 +49,7 @@ HALVES = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
     "cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-NAN_HALVES = 0x7E007E00
+SHARING = 4  # lanes that have a token's key, each four dims of every sixteen
 TURNED = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
 
 
@@ -66,9 +67,8 @@ def turbo_unpack_mosaic(
     form: TurboFormat,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Of pages of codes the float16 keys, still rotated and without their norms, and the values,
-    both [B, n C, Hk, D]; and the norms, float32 [B, Hk, n C], None where the format has none.
+) -> tuple[jax.Array, jax.Array]:
+    """float16 (keys, values) [B, n C, Hk, D] of pages of codes.
 
     Args:
         kv_cache: uint8 [L, N, Hk, C * slot_bytes].
@@ -82,13 +82,11 @@ def turbo_unpack_mosaic(
     (batch, count), kv_heads = pages.shape, kv_cache.shape[2]
     size = form.page_size(kv_cache)
     out = jax.ShapeDtypeStruct((batch, count * size, kv_heads, form.head_dim), HALF)
-    norms = jax.ShapeDtypeStruct((batch, kv_heads, count * size), jnp.float32)
     steps = size // PAGE
 
     def body(
-        kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, k_ref: Any, v_ref: Any,
-        norms_ref: Any,
-    ) -> None:  # fmt: skip
+        kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, k_ref: Any, v_ref: Any
+    ) -> None:
         block = lax.axis_index("block")
         step, head = lax.div(block, kv_heads), lax.rem(block, kv_heads)
         row, first = lax.div(step, count * steps), lax.rem(step, count * steps)
@@ -99,7 +97,7 @@ def turbo_unpack_mosaic(
             page=jnp.where(there, page, 0), inside=inside, head=head, there=there,
             begin=held_ref[0, row], end=held_ref[1, row],
         )  # fmt: skip
-        (_plain if interpret else _write)(form, place, kv_ref, k_ref, v_ref, norms_ref)
+        (_plain if interpret else _write)(form, place, kv_ref, k_ref, v_ref)
 
     written = launch(
         body,
@@ -107,7 +105,7 @@ def turbo_unpack_mosaic(
         # One axis, for all but the last have at most 65,535 blocks.
         grid={"block": batch * count * steps * kv_heads},
         inputs={"kv_ref": kv_cache, "pages_ref": pages, "held_ref": held, "layer_ref": layer},
-        outputs={"k_ref": out, "v_ref": out, "norms_ref": norms if form.rotated else None},
+        outputs={"k_ref": out, "v_ref": out},
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -117,7 +115,7 @@ def turbo_unpack_mosaic(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return written["k_ref"], written["v_ref"], written.get("norms_ref")
+    return written["k_ref"], written["v_ref"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,41 +140,29 @@ class Place:
     end: Any
 
 
-def _plain(
-    form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any, norms_ref: Any
-) -> None:
+def _plain(form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any) -> None:
     """The interpreter's way."""
     nbytes = PAGE * form.slot_bytes
     some = kv_ref[place.layer, place.page, place.head, pl.ds(place.inside * nbytes, nbytes)]
     slots = ungroup(form, some.reshape(GROUPS, -1)).reshape(PAGE, -1)
     token = place.first + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
     own = (token >= place.begin) & (token < place.end)
-    codes, tokens = unpack(form, slots), pl.ds(place.first, PAGE)
-    kept = lambda x, own: jnp.where(own, jnp.where(place.there, x, jnp.nan), 0)  # noqa: E731
-    values = dequantize(form, codes)[1]
-    within = jnp.clip(values, -LARGEST_F16, LARGEST_F16)
-    values = jnp.where(jnp.isinf(values), values, within)
-    for ref, x in ((k_ref, key_numbers(form, codes.keys)), (v_ref, values)):
-        ref[place.row, tokens, place.head] = kept(x, own).astype(HALF)
-    if codes.norm is not None:
-        norms_ref[place.row, place.head, tokens] = kept(codes.norm.astype(jnp.float32), own[:, 0])
+    codes = unpack(form, slots)
+    for ref, x in ((k_ref, plain_keys(form, codes)), (v_ref, dequantize(form, codes)[1])):
+        x = jnp.where(place.there, x, jnp.nan)
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16))
+        ref[place.row, pl.ds(place.first, PAGE), place.head] = jnp.where(own, x, 0).astype(HALF)
 
 
-def _write(
-    form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any, norms_ref: Any
-) -> None:
-    refs = [ref for ref in (kv_ref, k_ref, v_ref, norms_ref) if ref is not None]
-    fields = dataclasses.fields(Place)
-
-    def run(ctx: Any, *operands: Any) -> None:
+def _write(form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any) -> None:
+    def run(ctx: Any, kv: Any, k: Any, v: Any, *numbers: Any) -> None:
         del ctx
-        numbers = map(single, operands[len(refs) :])
-        names = [field.name for field in fields]
-        Writer(form, Place(**dict(zip(names, numbers, strict=True))), *operands[: len(refs)]).run()
+        names = [field.name for field in dataclasses.fields(Place)]
+        Writer(form, Place(**dict(zip(names, map(single, numbers), strict=True))), kv, k, v).run()
 
-    numbers = [jnp.int32(getattr(place, field.name)) for field in fields]
-    types = (*[PLAIN] * len(refs), *[SPLAT] * len(numbers))
-    plgpu.inline_mgpu(arg_types=types)(run)(*refs, *numbers)
+    numbers = [jnp.int32(getattr(place, field.name)) for field in dataclasses.fields(Place)]
+    types = (PLAIN, PLAIN, PLAIN, *[SPLAT] * len(numbers))
+    plgpu.inline_mgpu(arg_types=types)(run)(kv_ref, k_ref, v_ref, *numbers)
 
 
 class Codes(Registers):
@@ -202,8 +188,8 @@ class Codes(Registers):
 class Writer:
     """One thread's share of a block."""
 
-    def __init__(self, form: TurboFormat, place: Place, kv: Any, k: Any, v: Any, norms: Any = None):
-        self.form, self.place, self.k, self.v, self.norms = form, place, k, v, norms
+    def __init__(self, form: TurboFormat, place: Place, kv: Any, k: Any, v: Any):
+        self.form, self.place, self.k, self.v = form, place, k, v
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
         begin = _row(_row(place.layer, pages, place.page), heads, place.head)
         begin = arith.muli(begin, mgpu.c(nbytes, _long()))
@@ -217,12 +203,15 @@ class Writer:
         keys = key_registers(on, form, self.pitch)
         tokens = [plus(times(on.warp, GROUP), on.g, word(8 * h)) for h in range(2)]
         for h, token in enumerate(tokens):
+            mine = [x for c in range(blocks) for x in _floats(_halves(keys[2 * c + h]))]
+            by = self._there(number(1.0))
             if form.rotated:
-                self._store_norm(token)
+                mine = lane_butterfly(mine, SHARING)
+                by = arith.mulf(self._number(0, token), number(form.head_dim**-0.5))
             for c in range(blocks):
-                some = [self._there(x, word(NAN_HALVES)) for x in _halves(keys[2 * c + h])]
-                some = [self._own(token, x, word(0)) for x in some]
-                self._store(self.k, token, plus(times(on.t, 4), word(16 * c)), some)
+                some = [arith.mulf(x, by) for x in mine[4 * c : 4 * c + 4]]
+                dim = plus(times(on.t, 4), word(16 * c))
+                self._store(self.k, token, dim, some)
         values = value_registers(on, form, self.pitch)
         kinds = form.meta_bytes // 2
         for n in range(GROUPS):
@@ -237,46 +226,34 @@ class Writer:
                         some = [arith.addf(x, number(middle(form.value_bits))) for x in some]
                         some = [arith.addf(minimum, arith.mulf(scale, x)) for x in some]
                         dim = plus(times(on.warp, 16), times(on.t, 2), word(64 * m + 8 * h))
-                        some = [self._own(token, _bounded(x), number(0.0)) for x in some]
-                        halves = [arith.truncf(ir.F16Type.get(), x) for x in some]
-                        self._store(self.v, token, dim, halves)
+                        self._store(self.v, token, dim, some)
 
     def _number(self, kind: int, token: Any) -> Any:
         """A token's norm, scale or minimum."""
         form, on = self.form, self.on
         first = GROUP * (form.key_bytes + form.value_bytes + 2 * kind)
         at = plus(times(on.right(token, 4), self.pitch), times(on.both(token, GROUP - 1), 2))
-        return self._there(on.halves(at, first), number(float("nan")))
+        return self._there(on.halves(at, first))
 
-    def _there(self, x: Any, nan: Any) -> Any:
+    def _there(self, x: Any) -> Any:
         """NaN where the page does not exist."""
         exists = arith.cmpi(arith.CmpIPredicate.ne, self.place.there, word(0))
-        return arith.select(exists, x, nan)
-
-    def _own(self, token: Any, x: Any, zero: Any) -> Any:
-        """0 where the token is none of the row's own."""
-        at = plus(self.place.first, token)
-        own = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.sge, at, self.place.begin),
-            arith.cmpi(arith.CmpIPredicate.slt, at, self.place.end),
-        )
-        return arith.select(own, x, zero)
+        return arith.select(exists, x, number(float("nan")))
 
     def _store(self, ref: Any, token: Any, dim: Any, some: list[Any]) -> None:
-        """float16 numbers of neighbouring dims, or words of two."""
-        place = self.place
+        """Float32 numbers of neighbouring dims, as float16."""
+        place, half = self.place, ir.F16Type.get()
         _, tokens, heads, dims = ir.MemRefType(ref.type).shape
-        row = _row(_row(place.row, tokens, plus(place.first, token)), heads, place.head)
+        at = plus(place.first, token)
+        own = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, at, place.begin),
+            arith.cmpi(arith.CmpIPredicate.slt, at, place.end),
+        )
+        some = [arith.select(own, _bounded(x), number(0.0)) for x in some]
+        row = _row(_row(place.row, tokens, at), heads, place.head)
         offset = arith.addi(arith.muli(row, mgpu.c(dims, _long())), _wide(dim))
-        llvm.store(joined(some), pointer(ref, arith.muli(offset, mgpu.c(HALF.itemsize, _long()))))
-
-    def _store_norm(self, token: Any) -> None:
-        """A token's norm, float32; each of the four lanes that have a part of its key stores it."""
-        place = self.place
-        _, heads, tokens = ir.MemRefType(self.norms.type).shape
-        at = _row(_row(place.row, heads, place.head), tokens, plus(place.first, token))
-        norm = self._own(token, self._number(0, token), number(0.0))
-        llvm.store(norm, pointer(self.norms, arith.muli(at, mgpu.c(4, _long()))))
+        offset = arith.muli(offset, mgpu.c(HALF.itemsize, _long()))
+        llvm.store(joined([arith.truncf(half, x) for x in some]), pointer(ref, offset))
 
 
 def _long() -> Any:

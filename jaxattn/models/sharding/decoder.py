@@ -60,6 +60,7 @@ class OneOfMany(DecoderModel):
             vectors=tuple(each for _ in packed.vectors),
             weights=dict.fromkeys(packed.weights, each),
             norms=each,
+            beside=jax.tree.map(lambda _: each, packed.beside),
         )
 
     def place_params(self, params: Any, group: Group) -> Any:

@@ -70,7 +70,7 @@ def pack_gdn_weights(
 
 def gated_delta_net_decode(
     qkvz: Float[Array, "B S C"],
-    ba: Float[Array, "B S 2*Hv"],
+    ba: Float[Array, "B S _"],
     weights: Float[Array, "*L P"],
     conv_state: Float[Array, "*L Z W-1 Dc"],
     state: Float[Array, "*L Z Hv Dv Dk"],
@@ -80,6 +80,7 @@ def gated_delta_net_decode(
     layer: int | Int[Array, ""] | LayerOf | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
+    halves: bool = False,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -88,7 +89,7 @@ def gated_delta_net_decode(
     Args:
         qkvz: the projection's columns `q | k | v | z`, head after head, C = Dc + Hv Dv with
             Dc = 2 Hk Dk + Hv Dv; float32, bfloat16 or float16.
-        ba: the columns `b | a`, any float dtype. The gates are float32:
+        ba: the columns `b | a`, any float dtype; others may follow them. The gates are float32:
             `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`.
         weights: `pack_gdn_weights(...)` of this layer, or of a stack of layers, which `layer`
             indexes as well.
@@ -108,6 +109,8 @@ def gated_delta_net_decode(
             A traced one outside of them changes no pool, and y says nothing.
         scale: factor on the delta rule's output, Dk**-0.5 if None.
         eps: of the norm over Dv.
+        halves: of `b | a` the columns 2 Hv behind are added, as products of two parts of weights
+            leave them.
         arena: scratch that holds at least `scratch(...)`; y is then a view of it, valid until the
             next op that uses the arena.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
@@ -130,7 +133,7 @@ def gated_delta_net_decode(
     )
     check_arena(op, arena)
     reads, writes = as_given(state_indices), as_given(write_indices)
-    key_heads = _check(op, qkvz, ba, weights, conv_state, state)
+    key_heads = _check(op, qkvz, ba, weights, conv_state, state, halves)
     batch, tokens, _ = qkvz.shape
     value_heads, value_dim, key_dim = state.shape[-3:]
     first, affine, number = taken_apart(layer)
@@ -139,7 +142,7 @@ def gated_delta_net_decode(
     writes = write_slots(op, state, reads, writes, number, tokens)
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
     refuse_explicit_axes(op, qkvz, ba, conv_state, state, state_indices, writes)
-    factor, eps = output_scale(op, scale, key_dim), finite(op, "eps", eps)
+    factor, eps, gates = output_scale(op, scale, key_dim), finite(op, "eps", eps), 2 * value_heads
 
     def mosaic(interpret: bool):
         out, *rest = gdn_decode_mosaic(
@@ -156,6 +159,7 @@ def gated_delta_net_decode(
             affine=affine,
             scale=factor,
             eps=eps,
+            halves=halves,
             arena=arena,
             interpret=interpret,
         )
@@ -167,7 +171,8 @@ def gated_delta_net_decode(
         A_log, dt_bias, norm, taps = jnp.split(
             own, [value_heads, 2 * value_heads, 2 * value_heads + value_dim]
         )
-        b, a = jnp.split(ba, 2, axis=-1)
+        one, *others = (ba[..., i * gates : (i + 1) * gates] for i in range(1 + halves))
+        b, a = jnp.split(sum(others, one), 2, axis=-1)
 
         def rule(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
             return gated_delta_rule_decode(
@@ -261,6 +266,7 @@ def _check(
     weights: Array,
     conv_state: Array,
     state: Array,
+    halves: bool,
 ) -> int:
     """The number of key heads; raises unless the shapes and dtypes fit each other."""
     check_dtype(op, "state", state, "float32", "bfloat16")
@@ -290,10 +296,11 @@ def _check(
             f"{op}: qkvz must be [B, S, Dc + Hv Dv = {channels + values}] with S >= 1, "
             f"got {list(qkvz.shape)}"
         )
-    if ba.shape != (*qkvz.shape[:2], 2 * value_heads):
+    gates = (4 if halves else 2) * value_heads
+    if ba.ndim != 3 or ba.shape[:2] != qkvz.shape[:2] or ba.shape[2] < gates:
         raise ValueError(
-            f"{op}: ba must be [B, S, 2 Hv] = {[*qkvz.shape[:2], 2 * value_heads]}, "
-            f"got {list(ba.shape)}"
+            f"{op}: ba must be [B, S, {4 if halves else 2} Hv] = {[*qkvz.shape[:2], gates]}, or "
+            f"have columns behind these, got {list(ba.shape)}"
         )
     length = 2 * value_heads + value_dim + (taps + 1) * channels
     one, stack = [length], [*state.shape[: state.ndim - 4], length]

@@ -43,7 +43,10 @@ class Scores:
         if soft_cap is not None:
             soft_cap = finite(op, "soft_cap", soft_cap)
             if soft_cap < LEAST_FLOAT32:
-                raise ValueError(f"{op}: soft_cap must be positive, got {soft_cap}; None is no cap")
+                raise ValueError(
+                    f"{op}: soft_cap must be positive, got {soft_cap}; None is no cap, and float32 "
+                    "has numbers from 1.2e-38"
+                )
         return cls(scale=scale, window=window, soft_cap=soft_cap)
 
     def of(self, queries: Float[Array, "B Hk R D"], keys: Float[Array, "B K Hk D"]) -> Array:

@@ -1,10 +1,10 @@
 """Attention of many tokens of a row over a TurboQuant cache, by the kernel that reads prompts.
 
-A block of cached tokens becomes float16 keys and values, the keys still rotated. The kernel attends
+A block of cached tokens becomes float16 keys and values, the keys rotated back. The kernel attends
 to it, and the results of all blocks are merged by log-sum-exp. A block is bounded, so the memory
-does not grow with the context. Keys are levels, which float16 has, and their norms multiply the
-scores in float32: a norm times few levels would be rounded alike in many dims. So queries, weights
-and values are rounded, each number apart. Bfloat16 would be an eighth as exact.
+does not grow with the context. Norms, scales and minima are float16 numbers in the cache too, and
+bfloat16 would be an eighth as exact. A rotated key has few sizes, which float16 would round alike
+in many dims: such errors add up in a score, and those of the key itself do not.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax import lax
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.pages import Unfold, page_blocks
 from jaxattn.core.turbo_reads import page_codes
-from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, hadamard, key_numbers
+from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, hadamard, plain_keys
 from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.kernels.gqa_turbo.unpack import takes, turbo_unpack_mosaic
 from jaxattn.ops.gqa.prefill_mosaic import merged
@@ -59,49 +59,36 @@ def turbo_prefill_mosaic(
     begins = window_begins(scores, jnp.maximum(lengths - query_lens, 0), lengths)
 
     def tokens(pages: jax.Array) -> jax.Array:
-        """[B, n, Hk, bytes] as keys without norms and values [B, n C, 2, Hk, D]."""
+        """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
         codes = page_codes(form, pages)
-        halves = [_half(x) for x in (key_numbers(form, codes.keys), dequantize(form, codes)[1])]
+        halves = [_half(x) for x in (plain_keys(form, codes, _turned), dequantize(form, codes)[1])]
         both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
 
-    def norms(pages: jax.Array) -> jax.Array:
-        """[B, n, Hk, bytes] as float32 [B, n C, Hk]."""
-        norm = page_codes(form, pages).norm
-        assert norm is not None  # of rotated keys
-        return norm.astype(jnp.float32).swapaxes(2, 3).reshape(batch, -1, kv_heads)
-
     page = form.page_size(kv_cache)
     of_token = batch * 2 * kv_heads * form.head_dim * HALF.itemsize
-    blocks = functools.partial(
-        page_blocks, kv_cache, block_tables, lengths, layer=layer,
+    pages, firsts, read = page_blocks(
+        kv_cache, block_tables, lengths, layer=layer,
         block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
+        unfold=Unfold(page, tokens),
     )  # fmt: skip
-    pages, firsts, read = blocks(unfold=Unfold(page, tokens))
-    read_norms = blocks(unfold=Unfold(page, norms))[2]
-    size, scale = pages.shape[-1] * page, scores.scale
-    if form.rotated:
-        q_turned, share = _turned(q)
-        scale *= share
-    queries = _half(q_turned if form.rotated else q)
+    queries, size = _half(q), pages.shape[-1] * page
     stack, at = (kv_cache[None], 0) if layer is None else (kv_cache, layer)
     at = jnp.asarray(at, jnp.int32).reshape(1)
 
-    def unpacked(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """A block's keys without norms, values and norms."""
+    def unpacked(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A block's keys and values."""
         if not takes(page):
             kv = read(pages[i], firsts[i])[0]
-            norm = read_norms(pages[i], firsts[i])[0].swapaxes(1, 2) if form.rotated else None
-            return kv[:, :, 0], kv[:, :, 1], norm
+            return kv[:, :, 0], kv[:, :, 1]
         held = jnp.stack([zero if begins is None else begins, lengths]) - firsts[i]
         return turbo_unpack_mosaic(stack, pages[i], held, at, form=form, interpret=interpret)
 
     def add_block(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         there = jnp.clip(lengths - firsts[i], 0, size)
         bounds = zero, query_lens, zero, there, lengths - query_lens - firsts[i]
-        k, v, norm = unpacked(i)
         found = gqa_prefill_mosaic(
-            queries, k, v, jnp.stack(bounds, axis=1), scale=scale, norms=norm,
+            queries, *unpacked(i), jnp.stack(bounds, axis=1), scale=scores.scale,
             window=scores.window, soft_cap=scores.soft_cap, interpret=interpret,
         )  # fmt: skip
         return merged(*state, *found)
@@ -115,16 +102,10 @@ def turbo_prefill_mosaic(
     return _finished(out, lse, sinks, gate, q.dtype)
 
 
-def _turned(q: jax.Array) -> tuple[jax.Array, float]:
-    """(q times the Hadamard matrix, float32, less a factor; the factor).
-
-    One product, exact but for its float32 sums. What it is divided by is a power of two, so that a
-    query with one number alone is not rounded in all dims alike.
-    """
-    dim = q.shape[-1]
-    signs = jnp.asarray(np.sign(hadamard(dim)), q.dtype)
-    power = 2.0 ** -(dim.bit_length() // 2)
-    return jnp.dot(q, signs, preferred_element_type=jnp.float32) * power, dim**-0.5 / power
+def _turned(x: jax.Array) -> jax.Array:
+    """`butterfly` of levels, which bfloat16 has: one product, exact in float32."""
+    signs = jnp.asarray(np.sign(hadamard(x.shape[-1])), jnp.bfloat16)
+    return jnp.dot(x.astype(jnp.bfloat16), signs, preferred_element_type=jnp.float32)
 
 
 def _half(x: jax.Array) -> jax.Array:

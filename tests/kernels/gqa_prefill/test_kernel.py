@@ -2,7 +2,6 @@
 Hopper GPU. What is poison is in tests/helpers/gqa_prefill_cases.py.
 """
 
-import contextlib
 import dataclasses
 import functools
 
@@ -115,37 +114,6 @@ def test_maxima_that_grow_little_and_much(implementation):
     grown = np.diff(maxima, axis=0)
     assert ((grown > 0) & (grown < 8)).any() and (grown > 8).any()
     run(case, implementation)
-
-
-@both_devices
-@pytest.mark.parametrize("dim", [slow(64), 128, slow(256)])
-def test_norms_of_keys_multiply_scores(dim, implementation):
-    """Of more steps than the norms have places; a key that nobody sees has none."""
-    rng = np.random.default_rng(0)
-    tokens, keys, heads, kv_heads = 9, 5 * 128 + 20, 4, 2
-    q, k, v = (
-        rng.normal(size=(2, count, n, dim)).astype(np.float16)
-        for count, n in ((tokens, heads), (keys, kv_heads), (keys, kv_heads))
-    )
-    norms = rng.uniform(0.3, 2, (2, kv_heads, keys)).astype(np.float32)
-    seen = np.array([keys - 30, 70])
-    for row, end in enumerate(seen):
-        norms[row, :, end:] = np.nan
-    bounds = np.stack([[0, tokens, 0, end, end - tokens] for end in seen]).astype(np.int32)
-    interpret = implementation == "mosaic_gpu_interpret"
-    with no_races() if interpret else contextlib.nullcontext():
-        op = functools.partial(
-            launch.gqa_prefill_mosaic, scale=dim**-0.5, interpret=interpret, detect_races=interpret
-        )
-        out, lse = jax.block_until_ready(jax.jit(op)(q, k, v, bounds, norms=norms))
-    for row, t, h in np.ndindex(2, tokens, heads):
-        end, head = seen[row] - tokens + t + 1, h // (heads // kv_heads)
-        some = [np.float64(x[row, :end, head]) for x in (k, v)]
-        scores = some[0] @ np.float64(q[row, t, h]) * dim**-0.5 * norms[row, head, :end]
-        weights = np.exp(scores - scores.max())
-        assert relative(out[row, t, h], weights / weights.sum() @ some[1]) < 1e-3
-        total = scores.max() + np.log(weights.sum())
-        np.testing.assert_allclose(lse[row, t, h], total, atol=1e-5)
 
 
 @both_devices

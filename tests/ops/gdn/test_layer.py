@@ -578,7 +578,7 @@ def test_as_many_rows_as_a_grid_has_blocks_on_its_second_axis(net, monkeypatch):
     "change, message",
     [
         ({"qkvz": jnp.zeros((2, 1, 700))}, r"qkvz must be \[B, S, Dc \+ Hv Dv = 768\]"),
-        ({"ba": jnp.zeros((2, 1, 3))}, r"ba must be \[B, S, 2 Hv\] = \[2, 1, 4\]"),
+        ({"ba": jnp.zeros((2, 1, 3))}, r"ba must be \[B, S, 2 Hv\] = \[2, 1, 4\], or have columns"),
         ({"weights": jnp.zeros(5)}, r"weights must be \[2180\], .* \[2, 2180\]"),
         ({"conv_state": jnp.zeros((2, 4, 3, 512))}, "with the L and Z of state"),
         ({"conv_state": jnp.zeros((2, 5, 3, 500))}, "a number of key heads Hk that divides Hv=2"),
@@ -739,3 +739,28 @@ def test_slot_offsets_beyond_2_31_elements(rows):
     assert not state[0, 1:-1].any()
     ends = jnp.array([0, slots - 1])
     assert_matches(small, (y, conv_state[:, ends], state[:, ends]), bound=5e-3)
+
+
+@implementations
+def test_columns_behind_the_gates_are_not_read(implementation):
+    case = make([2, 0, 4])
+    step = functools.partial(
+        gated_delta_net_decode, eps=EPS, layer=case.layer, implementation=implementation
+    )
+    qkvz, ba, *rest = case.args
+    wide = jnp.pad(ba, ((0, 0), (0, 0), (0, 124)), constant_values=jnp.nan)
+    jax.tree.map(np.testing.assert_array_equal, step(qkvz, wide, *rest), step(*case.args))
+
+
+@implementations
+def test_gates_of_two_parts_are_added(implementation):
+    case = make([2, 0, 4])
+    step = functools.partial(
+        gated_delta_net_decode, eps=EPS, layer=case.layer, implementation=implementation
+    )
+    qkvz, ba, *rest = case.args
+    first = ba.astype(jnp.bfloat16).astype(ba.dtype)
+    found = step(qkvz, jnp.concatenate([first, ba - first], axis=-1), *rest, halves=True)
+    jax.tree.map(np.testing.assert_array_equal, found, step(*case.args))
+    with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], or have"):
+        step(*case.args, halves=True)

@@ -298,6 +298,11 @@ def test_an_arena_comes_back():
         (dict(scale=-1.0), ValueError, "scale must be positive and finite"),
         (dict(scale=1e39), ValueError, "scale must be positive and finite"),
         (dict(scale=10**400), ValueError, "scale must be positive and finite"),
+        (
+            dict(soft_cap=1e-40),
+            ValueError,
+            "got 1e-40; None is no cap, and float32 .* from 1.2e-38",
+        ),
         (dict(soft_cap=1e39), ValueError, r"soft_cap must be finite, got 1e\+39"),
         (dict(sinks=normal(3)), ValueError, r"sinks \[H\] has shape \(3,\)"),
         (dict(sinks=normal(4).astype(np.float16)), TypeError, "sinks must be float32"),
