@@ -41,7 +41,7 @@ FAMILIES: dict[str, ModuleType] = {
 type WeightsFormat = Literal["fp8", "bfloat16"]
 WEIGHTS_FORMATS = ("fp8", "bfloat16")
 # What matrices beside the experts are kept in where a checkpoint has them in FP8.
-DENSE: WeightsFormat = "bfloat16"
+DENSE: WeightsFormat = "fp8"
 
 
 class Published(NamedTuple):
