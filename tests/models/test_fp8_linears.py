@@ -184,6 +184,30 @@ def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
             np.testing.assert_allclose(leaf, leaves(wide)[name], rtol=2**-7)
 
 
+@pytest.mark.parametrize(
+    "modules, floats",
+    [
+        (["lm_head", "model.layers.0.mlp.gate", "model.layers.2.linear_attn.in_proj_ba"], set()),
+        (["model.language_model.layers.3.self_attn.o_proj"], {"o_proj"}),
+        (["o_proj", "model.layers.1.linear_attn"], {"o_proj", "in_proj_qkvz", "out_proj"}),
+        (["model.layers.3.self_attn"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)
+def test_before_there_are_weights_the_list_of_config_json_counts(modules, floats, monkeypatch):
+    monkeypatch.setattr(registry, "DENSE", "fp8")
+    name = "Qwen3-Next-80B-A3B-FP8"
+    given = known.config_of(name)["quantization_config"]
+    more = {"quantization_config": given | {"modules_to_not_convert": modules}}
+
+    def names(model):
+        layers = (each for b in model.spec.blocks for each in (b.mixer, b.feed_forward))
+        return {name for layer in layers for name in layer.fp8}
+
+    whole = names(model_of(name, None))
+    assert floats < whole and names(model_of(name, None, **more)) == whole - floats
+    assert names(model_of(name, "fp8", **more)) == whole
+
+
 # --- several GPUs
 
 

@@ -1,8 +1,9 @@
 """Grouped-query attention over a TurboQuant cache: decode and continuation prefill.
 
 New tokens are written first (turbo_cache.py) and read back like all others. So decode, prefill in
-chunks of any size, and prefill at once see the same numbers. Queries are rotated, and cached keys
-are not rotated back: both rotations of a product cancel. Codes become numbers one block of pages at
+chunks of any size, and prefill at once see the same numbers. Here and in decode queries are
+rotated, and cached keys are not rotated back: both rotations of a product cancel. The kernels of
+longer prompts rotate keys back (turbo_prefill.py). Codes become numbers one block of pages at
 a time.
 """
 

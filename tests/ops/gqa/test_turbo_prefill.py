@@ -19,7 +19,7 @@ from tests.helpers.turbo_cases import assert_turbo_close, turbo_case, turbo_orac
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 traced = jax.jit(turbo_attention, static_argnames=("form", "window", "soft_cap", "implementation"))
-# Values, rotated queries and weights in float16.
+# Keys, values and weights in float16.
 BOUNDS = {"error": 4e-3, "lse_error": 4e-3}
 
 
