@@ -71,6 +71,24 @@ def in_floats(spec: DecoderSpec, placed: Iterable[Placed], dtypes: Mapping[str, 
     }
 
 
+def listed(spec: DecoderSpec, placed: Iterable[Placed], modules: Iterable[str]) -> set[str]:
+    """The FP8 linears of which a list has a module.
+
+    Args:
+        placed: of a family.
+        modules: "model.layers.0.mlp.shared_expert", "o_proj". What stands before the layers is
+            spelled in several ways, and does not count.
+    """
+
+    def of_layer(name: str) -> str:
+        begin = name.find("layers.")
+        return f".{name[max(begin, 0) :]}."
+
+    wanted = [of_layer(str(each)) for each in modules]
+    found = ((linear_of(spec, each.key), of_layer(each.name)) for each in placed)
+    return {name for name, own in found if name and any(each in own for each in wanted)}
+
+
 def kept(spec: DecoderSpec, placed: Iterable[Placed]) -> Iterator[Placed]:
     """The tensors of a checkpoint, of FP8 linears the numbers and their scales."""
     for each in placed:

@@ -4,7 +4,8 @@
     compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are
 
 All else is refused by name. Which weights are quantized is read from the tensors: the lists of
-exceptions in config.json differ from publisher to publisher.
+exceptions in config.json differ from publisher to publisher. What is planned before there are
+tensors goes by the lists.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jaxattn.models.stored import INT4_GROUP, Floats, Fp8Blocks, Int4Groups, Sto
 type Quantization = Literal["fp8", "int4"]
 
 METHODS = ("fp8", "compressed-tensors")
+LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
@@ -39,6 +41,13 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return "fp8"
     _check_int4(given)
     return "int4"
+
+
+def listed_floats(fields: Fields) -> list[str]:
+    """The modules that config.json says are not quantized."""
+    values = fields.values.get("quantization_config")
+    lists = [values.get(name) or () for name in LISTS] if isinstance(values, dict) else []
+    return [each for some in lists if isinstance(some, list) for each in some if each]
 
 
 def _check_fp8(given: Fields) -> None:

@@ -19,9 +19,9 @@ from jaxattn.models.families import (
     youtu,
 )
 from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.fp8_linears import in_floats, kept, with_fp8_linears
+from jaxattn.models.fp8_linears import in_floats, kept, listed, with_fp8_linears
 from jaxattn.models.placing import Placed
-from jaxattn.models.quantization import Quantization, read_quantization
+from jaxattn.models.quantization import Quantization, listed_floats, read_quantization
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
@@ -133,6 +133,10 @@ def read_decoder(
         model = _with_fp8_experts(model)
     if quantization == "fp8" and (dense or DENSE) == "fp8":
         model = with_fp8_linears(model)
+        modules = listed_floats(fields) if dense is None else []
+        if modules:
+            floats = listed(model.spec, family.placed(model), modules)
+            model = with_fp8_linears(model, floats)
     return model, quantization
 
 

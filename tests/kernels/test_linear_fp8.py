@@ -56,6 +56,7 @@ def close(found, expected, limit):
         (3, 640, (128, 192), Config(parts=2, stages=2)),  # parts of unequal shares, a tail of N
         (9, 384, (256, 128), Config(parts=1, stages=2)),
         (17, 1024, (128,), Config(parts=8, stages=1)),
+        (32, 1024, (128, 128), Config(parts=2, stages=2)),  # as of more than 8 tokens
         (2, 256, (320,), None),
     ],
 )
@@ -232,6 +233,7 @@ def check_normed(found, x, added, norms, weights, scales, layer, gated=False):
         (512, (256, 128), False, Config(parts=2, stages=2)),
         (512, (128, 128), True, Config(parts=1, stages=2)),
         (768, (192,), False, None),  # a tail of N
+        (2048, (128,), False, Config(parts=4, stages=2)),
     ],
 )
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):

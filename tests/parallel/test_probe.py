@@ -120,7 +120,7 @@ ALL = (*ACROSS, *WITHIN)
         (dict(data=2, tensor=2), 2, [{ALL}, {ACROSS}, {WITHIN}, {ALL, ACROSS, WITHIN}]),
         (dict(tensor=4, context=2), 2, [{ALL}, {ACROSS}, {WITHIN}, {ALL, ACROSS, WITHIN}]),
     ],
-    ids=str,
+    ids=["one process", "tensor", "expert", "data and tensor", "context"],
 )
 @on_virtual_devices
 def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
