@@ -41,7 +41,7 @@ def cancelling_case(lens: list[int], preset: str, *, seed: int = 0, **options: i
             want = np.log(SHARE / (1 - SHARE) * weights.sum())
             for _ in range(3):  # a key that is kept with few bits has another score
                 score = (_kept(form, k, v)[0][own] @ turn) @ query * dim**-0.5
-                k[own] *= want / score
+                k[own] += _along(query, want - score)
             rest = weights @ stored[1] / np.exp(want)
             left = rng.normal(size=dim)
             v[own] = LEFT / SHARE * np.linalg.norm(rest) / np.linalg.norm(left) * left - rest
