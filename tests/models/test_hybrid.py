@@ -368,7 +368,7 @@ def test_a_dict_that_does_not_fit_names_the_field(change, message):
 
 
 def test_odd_widths_get_columns_of_zeros_that_change_nothing():
-    """In bfloat16, whose products have a kernel with steps of 64."""
+    """In bfloat16, whose products have a kernel with steps of 64. Gates have a whole tile of 128."""
     config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")
     params = params_of(config)
     packed = Hybrid(config).pack(params)
@@ -380,6 +380,7 @@ def test_odd_widths_get_columns_of_zeros_that_change_nothing():
             ("mixer", "in_proj_ba", 2),
         )
     }  # fmt: skip
+    assert widths.pop("in_proj_ba") == 128
     assert set(widths.values()) == {64}
     assert not np.asarray(layer["mlp"]["up_proj"]["weight"][..., 40:]).any()
     lens = np.full(2, CHUNK, np.int32)
