@@ -368,7 +368,7 @@ def test_a_dict_that_does_not_fit_names_the_field(change, message):
 
 
 def test_odd_widths_get_columns_of_zeros_that_change_nothing():
-    """In bfloat16, whose products have a kernel with steps of 64. Gates have a whole tile of 128."""
+    """In bfloat16, whose products have a kernel with steps of 64; gates have a tile of 128."""
     config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")
     params = params_of(config)
     packed = Hybrid(config).pack(params)
