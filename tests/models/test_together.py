@@ -29,6 +29,7 @@ def test_each_repeat_runs_once_and_in_order(together):
     assert int(found) == expected
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_two_repeats_in_a_turn(monkeypatch):
     one = decoded("qwen3_5_moe", "float32")
     monkeypatch.setattr(Decoder, "_together", lambda self, segment, _: 2 - segment.repeats % 2)

@@ -49,7 +49,7 @@ def stacked(linear: Linear, layers: int, layer: int, implementation: str) -> Lin
     return linear
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_kinds_beside_each_other_behind_a_norm(tokens, monkeypatch):
     made = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     own = Fp8Linear(512, 256, **made), Linear(512, 64, **made), Fp8Linear(512, 128, **made)

@@ -16,7 +16,9 @@ from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, followed
 
 
-@pytest.mark.parametrize("classes", ["Qwen3Next", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "classes", ["Qwen3Next", pytest.param("DeepseekV3", marks=pytest.mark.slow)]
+)
 @on_virtual_devices
 def test_two_devices_give_the_tokens_of_one(classes):
     two = Parallel(tensor=2, expert=2)
