@@ -135,32 +135,6 @@ class Transposed(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupColumns(Change):
-    """Of each group of `group` rows the `size` rows from `begin` on, transposed. Those of all
-    groups become the columns from `first` on."""
-
-    group: int
-    begin: int
-    size: int
-    first: int
-
-    @property
-    def anywhere(self) -> Change:
-        return dataclasses.replace(self, first=0)
-
-    @property
-    def rows_together(self) -> int:
-        return self.group
-
-    def block(self, rows: Array) -> Array:
-        groups = rows.reshape(-1, self.group, rows.shape[-1])
-        return groups[:, self.begin : self.begin + self.size].reshape(-1, rows.shape[-1]).T
-
-    def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (0, self.first + row // self.group * self.size)
-
-
-@dataclasses.dataclass(frozen=True)
 class GroupRows(Change):
     """Of each group of `group` rows the `size` rows from `begin` on. Those of all groups become the
     rows from `first` on."""
@@ -184,6 +158,17 @@ class GroupRows(Change):
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return (self.first + row // self.group * self.size, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupColumns(GroupRows):
+    """The rows of `GroupRows`, transposed: they become the columns from `first` on."""
+
+    def block(self, rows: Array) -> Array:
+        return super().block(rows).T
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0, self.first + row // self.group * self.size)
 
 
 @dataclasses.dataclass(frozen=True)
